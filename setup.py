@@ -1,0 +1,46 @@
+"""The two build steps that pyproject.toml cannot express: compile the emulator into the package, and say in
+the wheel's tag that it holds a Linux shared library which any Python 3 can load."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+
+
+def load_emulator_builder() -> ModuleType:
+    """emulator/library.py by itself: at build time the package and its dependencies are not installed."""
+    spec = importlib.util.spec_from_file_location("library", ROOT / "emulator" / "library.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildPyWithEmulator(build_py):
+    def run(self) -> None:
+        super().run()
+        # An editable install runs from the checkout, where the library is built when it is first loaded.
+        if not self.editable_mode:
+            builder = load_emulator_builder()
+            folder = Path(self.build_lib) / "deep_moe" / "emulator"
+            builder.build(folder / builder.LIBRARY_NAME)
+
+
+class PlatformWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(cmdclass={"build_py": BuildPyWithEmulator, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,23 @@
+"""From the shape of an MoE layer to the configuration of its kernel. Pure Python."""
+
+from .config import ARCHITECTURES, Decision, MegaMoEConfig, choose_config
+from .explain import Explanation, explain
+from .presets import PRESETS, preset_shape
+from .segments import Layout, Segment
+from .shape import MoEShape
+from .symm_buffer_layout import symm_buffer_layout
+
+__all__ = [
+    "ARCHITECTURES",
+    "PRESETS",
+    "Decision",
+    "Explanation",
+    "Layout",
+    "MegaMoEConfig",
+    "MoEShape",
+    "Segment",
+    "choose_config",
+    "explain",
+    "preset_shape",
+    "symm_buffer_layout",
+]

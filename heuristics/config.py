@@ -1,0 +1,256 @@
+"""`MegaMoEConfig`: everything that a kernel is built from, and `choose_config`, which fills it.
+
+The field names are the C++ names: the JIT renders each field into the kernel's `Config` struct.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from . import sm100
+from .segments import Layout
+from .shape import MoEShape, require_int
+from .symm_buffer_layout import symm_buffer_layout
+
+if TYPE_CHECKING:
+    from .explain import Explanation
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a config came about: what was asked, and the reason of each field."""
+
+    num_tokens: int
+    smem_capacity: int
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class MegaMoEConfig:
+    """One kernel. Made by `choose_config`; equal configs give equal kernels."""
+
+    # problem
+    num_ranks: int
+    num_experts: int
+    num_experts_per_rank: int
+    num_topk: int
+    num_max_tokens_per_rank: int
+    hidden: int
+    intermediate_hidden: int
+    # launch
+    num_sms: int
+    cluster_size: int
+    num_dispatch_warps: int
+    num_epilogue_warps: int
+    num_threads: int
+    smem_bytes: int
+    # registers per thread
+    num_dispatch_registers: int
+    num_loader_registers: int
+    num_epilogue_registers: int
+    # tile
+    block_m: int
+    block_n: int
+    block_k: int
+    store_block_m: int
+    num_stages: int
+    num_tmem_stages: int
+    num_tmem_columns: int
+    # schedule
+    num_experts_per_wave: int
+    # numerics
+    activation_clamp: float  # +inf: none
+    fast_math: bool
+    # pool
+    num_max_pool_tokens: int
+    num_max_pool_blocks: int
+    num_padded_sf_pool_tokens: int
+    num_l2_mask_words: int
+    # derived
+    num_l1_n_blocks: int
+    num_l2_n_blocks: int
+    num_l1_k_blocks: int
+    num_l2_k_blocks: int
+    num_combine_chunks: int
+
+    # not rendered
+    arch: str = field(default="sm_100a", kw_only=True)
+    decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    def kernel_fields(self) -> dict[str, int | float | bool]:
+        """The fields that the kernel's `Config` struct has, in declaration order."""
+        not_rendered = ("arch", "decision")
+        return {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in not_rendered
+        }
+
+    @property
+    def shape(self) -> MoEShape:
+        """The problem that the config was made for."""
+        return MoEShape(**{entry.name: getattr(self, entry.name) for entry in fields(MoEShape)})
+
+    @property
+    def symm_buffer_layout(self) -> Layout:
+        """Segments of a rank's symmetric buffer, rendered as `Config::Symm`."""
+        return symm_buffer_layout(self.shape)
+
+    @property
+    def smem_layout(self) -> Layout:
+        """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
+        return _architecture(self.arch).smem_layout(self.kernel_fields())
+
+    @property
+    def tmem_layout(self) -> Layout | None:
+        """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
+        return _architecture(self.arch).tmem_layout(self.kernel_fields())
+
+    def explain(self) -> Explanation:
+        """Every choice with its reason, the memory maps, and what the schedule amounts to."""
+        from .explain import explain
+
+        return explain(self)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What differs between targets."""
+
+    choose_fields: Callable[..., tuple[dict[str, int], dict[str, str]]]
+    smem_layout: Callable[[Mapping[str, int | float | bool]], Layout]
+    tmem_layout: Callable[[Mapping[str, int | float | bool]], Layout | None]
+    overridable: tuple[str, ...]
+    smem_capacity: int
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "sm_100a": Architecture(
+        sm100.choose_fields,
+        sm100.smem_layout,
+        sm100.tmem_layout,
+        sm100.OVERRIDABLE,
+        sm100.SMEM_CAPACITY,
+    ),
+}
+
+
+def _architecture(arch: str) -> Architecture:
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
+    return ARCHITECTURES[arch]
+
+
+def choose_config(
+    shape: MoEShape,
+    num_tokens: int,
+    *,
+    arch: str = "sm_100a",
+    num_sms: int = 148,
+    smem_capacity: int | None = None,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    overrides: Mapping[str, int] | None = None,
+) -> MegaMoEConfig:
+    """The kernel for `num_tokens` tokens per rank of `shape`.
+
+    num_sms: CTAs of the launch, one per SM; even. smem_capacity: bytes of shared memory that a
+    CTA may ask for; by default what the architecture allows (232448, that is 227 KiB).
+    activation_clamp: positive bound of gate and up, None for none. overrides: values by field
+    name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
+    value that breaks a limit is a ValueError that names the limit.
+
+    >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
+    >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
+    >>> config.num_stages, config.num_experts_per_wave, config.num_epilogue_warps
+    (7, 8, 8)
+    """
+    architecture = _architecture(arch)
+    if not isinstance(shape, MoEShape):
+        raise TypeError(f"shape must be a MoEShape; got {type(shape).__name__}")
+    allowed_tokens = f"0 to num_max_tokens_per_rank ({shape.num_max_tokens_per_rank})"
+    require_int("num_tokens", num_tokens, allowed_tokens)
+    if not 0 <= num_tokens <= shape.num_max_tokens_per_rank:
+        raise ValueError(f"num_tokens must be {allowed_tokens}; got {num_tokens}")
+    if smem_capacity is None:
+        smem_capacity = architecture.smem_capacity
+    require_int("smem_capacity", smem_capacity, "a number of bytes")
+    if not isinstance(fast_math, bool):
+        raise TypeError(f"fast_math must be a bool; got {fast_math!r}")
+    clamp = _checked_clamp(activation_clamp)
+    overrides = _checked_overrides(overrides, architecture.overridable)
+    num_sms = overrides.get("num_sms", num_sms)
+    require_int("num_sms", num_sms, "even and at least 2")
+
+    chosen, reasons = architecture.choose_fields(
+        shape, num_tokens, num_sms=num_sms, smem_capacity=smem_capacity, overrides=overrides
+    )
+    for name in overrides:
+        reasons[name] = "set by the caller"
+    reasons["activation_clamp"] = "argument of the call"
+    reasons["fast_math"] = "argument of the call"
+    problem = {
+        "num_ranks": shape.num_ranks,
+        "num_experts": shape.num_experts,
+        "num_experts_per_rank": shape.num_experts_per_rank,
+        "num_topk": shape.num_topk,
+        "num_max_tokens_per_rank": shape.num_max_tokens_per_rank,
+        "hidden": shape.hidden,
+        "intermediate_hidden": shape.intermediate_hidden,
+        "num_max_pool_tokens": shape.num_max_pool_tokens,
+        "num_max_pool_blocks": shape.num_max_pool_blocks,
+        "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
+        "num_l2_mask_words": shape.num_l2_mask_words,
+    }
+    reasons = {**_SHAPE_REASONS, **reasons}
+    return MegaMoEConfig(
+        **problem,
+        **chosen,
+        activation_clamp=clamp,
+        fast_math=fast_math,
+        arch=arch,
+        decision=Decision(num_tokens, smem_capacity, reasons),
+    )
+
+
+_SHAPE_REASONS = {
+    "num_ranks": "problem",
+    "num_experts": "problem",
+    "num_experts_per_rank": "num_experts / num_ranks",
+    "num_topk": "problem",
+    "num_max_tokens_per_rank": "problem",
+    "hidden": "problem",
+    "intermediate_hidden": "problem",
+    "num_max_pool_tokens": (
+        "ranks * max tokens * min(topk, local experts) + 191 per local expert, up to a multiple "
+        "of 384"
+    ),
+    "num_max_pool_blocks": "pool tokens / 8, the smallest block of any architecture",
+    "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
+    "num_l2_mask_words": "one bit per Linear1 n-block",
+}
+
+
+def _checked_clamp(activation_clamp: float | None) -> float:
+    allowed = "None or a positive number"
+    if activation_clamp is None:
+        return math.inf
+    if isinstance(activation_clamp, bool) or not isinstance(activation_clamp, (int, float)):
+        raise TypeError(f"activation_clamp must be {allowed}; got {activation_clamp!r}")
+    if not activation_clamp > 0:
+        raise ValueError(f"activation_clamp must be {allowed}; got {activation_clamp}")
+    return float(activation_clamp)
+
+
+def _checked_overrides(
+    overrides: Mapping[str, int] | None, allowed: tuple[str, ...]
+) -> dict[str, int]:
+    checked = dict(overrides or {})
+    for name, value in checked.items():
+        if name not in allowed:
+            raise ValueError(f"overrides must name one of {', '.join(allowed)}; got {name!r}")
+        require_int(f"overrides[{name!r}]", value, "the field's value")
+    return checked

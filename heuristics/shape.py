@@ -1,0 +1,118 @@
+"""The MoE problem that a kernel is built for: `MoEShape`, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .segments import align_up
+
+MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
+MAX_TOPK = 32  # one warp lane per slot of a token
+K_BLOCK = 128  # hidden and intermediate sizes are cut into blocks of this many elements
+MAX_CANDIDATE_BLOCK_M = 192
+CANDIDATE_BLOCK_M_LCM = 384  # least common multiple of 8, 16, 32, 64, 96, 128 and 192
+MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
+
+
+def require_int(name: str, value: object, allowed: str) -> int:
+    """`value` as an int, or a TypeError that names the field and what it may be."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, {allowed}; got {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Sizes of one expert-parallel MoE layer, equal on every rank.
+
+    num_ranks: ranks among which the experts are divided, 1 to 72.
+    num_experts: experts of all ranks together, a multiple of `num_ranks`.
+    num_topk: expert slots per token, 1 to 32 and not above `num_experts`.
+    hidden: width of a token, a multiple of 128.
+    intermediate_hidden: width between the two linear layers, a multiple of 128.
+    num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
+
+    >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
+    ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
+    >>> shape.num_experts_per_rank, shape.num_max_pool_tokens
+    (32, 22656)
+    """
+
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    intermediate_hidden: int
+    num_max_tokens_per_rank: int
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "num_ranks": f"1 to {MAX_RANKS}",
+            "num_experts": "a positive multiple of num_ranks",
+            "num_topk": f"1 to {MAX_TOPK}",
+            "hidden": f"a positive multiple of {K_BLOCK}",
+            "intermediate_hidden": f"a positive multiple of {K_BLOCK}",
+            "num_max_tokens_per_rank": "at least 1",
+        }
+        for field in fields(self):
+            require_int(field.name, getattr(self, field.name), allowed[field.name])
+
+        def check(name: str, valid: bool, rule: str | None = None) -> None:
+            if not valid:
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be {rule or allowed[name]}; got {value}")
+
+        check("num_ranks", 1 <= self.num_ranks <= MAX_RANKS)
+        check(
+            "num_experts",
+            self.num_experts >= 1 and self.num_experts % self.num_ranks == 0,
+            f"a positive multiple of num_ranks ({self.num_ranks})",
+        )
+        check("num_topk", 1 <= self.num_topk <= MAX_TOPK)
+        check(
+            "num_topk",
+            self.num_topk <= self.num_experts,
+            f"at most num_experts ({self.num_experts})",
+        )
+        check("hidden", self.hidden >= K_BLOCK and self.hidden % K_BLOCK == 0)
+        check(
+            "intermediate_hidden",
+            self.intermediate_hidden >= K_BLOCK and self.intermediate_hidden % K_BLOCK == 0,
+        )
+        check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        """Experts that live on one rank; rank r owns r*this .. (r+1)*this - 1."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_max_pool_tokens(self) -> int:
+        """Rows of the token pool: every rank may send everything here, each expert starts on a
+        block boundary, and the pool divides evenly by every candidate block size.
+
+        >>> MoEShape(8, 256, 8, 7168, 2048, 256).num_max_pool_tokens  # 2048*8 + 32*191, to 384
+        22656
+        """
+        num_received = self.num_ranks * self.num_max_tokens_per_rank
+        num_copies = min(self.num_topk, self.num_experts_per_rank)
+        padding = self.num_experts_per_rank * (MAX_CANDIDATE_BLOCK_M - 1)
+        return align_up(num_received * num_copies + padding, CANDIDATE_BLOCK_M_LCM)
+
+    @property
+    def num_max_pool_blocks(self) -> int:
+        """Blocks of the pool at the smallest block size of any architecture."""
+        return self.num_max_pool_tokens // MIN_BLOCK_M
+
+    @property
+    def num_padded_sf_pool_tokens(self) -> int:
+        """Columns of the pool's scale arrays. Each block's scales are padded to 128 columns; the
+        worst case, blocks of 16 tokens, is used for all, so that the buffer does not depend on
+        the tile that a call picks."""
+        return self.num_max_pool_tokens // 16 * 128
+
+    @property
+    def num_l2_mask_words(self) -> int:
+        """64-bit words that hold one bit per Linear1 n-block (2*intermediate_hidden/128)."""
+        num_l1_n_blocks = 2 * self.intermediate_hidden // 128
+        return -(-num_l1_n_blocks // 64)

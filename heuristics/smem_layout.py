@@ -1,0 +1,101 @@
+"""Shared memory of one CTA of the SM100 kernel, from the 1024-aligned start of dynamic memory."""
+
+from __future__ import annotations
+
+from .segments import Layout, LayoutBuilder, align_up
+
+SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
+BULK_COPY_ALIGNMENT = 128
+NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
+
+
+def sm100_smem_layout(
+    *,
+    num_experts: int,
+    hidden: int,
+    num_dispatch_warps: int,
+    num_epilogue_warps: int,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    store_block_m: int,
+    num_stages: int,
+    num_tmem_stages: int,
+) -> Layout:
+    """Every segment. The mark `barriers_offset` is the first barrier: combine reuses all that lies
+    before it."""
+    num_warpgroups = num_epilogue_warps // 4
+    l1_staging_bytes = num_warpgroups * store_block_m * (block_n // 2) * 2  # e4m3, double buffer
+    l2_staging_bytes = num_warpgroups * store_block_m * block_n * 2  # bf16
+    sf_block_m = align_up(block_m, 128)
+
+    builder = LayoutBuilder()
+    add = builder.add
+    add("expert_count", "u32", (num_experts,), "tokens of this CTA per expert", alignment=1024)
+    add(
+        "pull_buffers",
+        "u8",
+        (num_dispatch_warps, hidden),
+        "one token in flight per dispatch warp",
+        alignment=1024,
+    )
+    add(
+        "cd_staging",
+        "u8",
+        (max(l1_staging_bytes, l2_staging_bytes),),
+        "epilogue tiles on their way out",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    add(
+        "activations",
+        "u8",
+        (num_stages, block_m // 2, block_k),
+        "this CTA's half of the token tile, 128-byte swizzle",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    add(
+        "weights",
+        "u8",
+        (num_stages, block_n, block_k),
+        "this CTA's weight rows, E2M1 in 16-byte chunks, 128-byte swizzle",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    add(
+        "activation_sf",
+        "u32",
+        (num_stages, sf_block_m),
+        "scales of the token tile",
+        alignment=BULK_COPY_ALIGNMENT,
+    )
+    add(
+        "weight_sf",
+        "u32",
+        (num_stages, block_n),
+        "scales of the weight rows",
+        alignment=BULK_COPY_ALIGNMENT,
+    )
+    add(
+        "amax_exchange",
+        "f32",
+        (num_epilogue_warps, store_block_m),
+        "group maxima between neighbouring epilogue warps",
+        alignment=16,
+    )
+    builder.mark("barriers_offset", alignment=16)
+    barriers = (
+        ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
+        ("full_barriers", num_stages, "stage is loaded"),
+        ("empty_barriers", num_stages, "stage may be overwritten"),
+        ("tmem_full_barriers", num_tmem_stages, "accumulator is complete"),
+        ("tmem_empty_barriers", num_tmem_stages, "accumulator has been read"),
+        ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
+    )
+    for name, count, purpose in barriers:
+        add(name, "u64", (count,), purpose, alignment=8)
+    add("tmem_ptr", "u32", (1,), "where the TMEM allocation starts", alignment=4)
+    return builder.build(alignment=16)
+
+
+def num_combine_bytes(num_epilogue_warps: int, chunk_elements: int) -> int:
+    """Shared memory that combine needs for BF16 chunks of one token."""
+    return NUM_COMBINE_SLOTS * num_epilogue_warps * chunk_elements * 2

@@ -1,0 +1,96 @@
+"""The symmetric buffer: one layout, equal on every rank and for every architecture.
+
+Control words come first. A call expects everything before `src_token_topk_idx` to be zero, except
+for the barrier words, whose phase survives from call to call, and leaves it so.
+"""
+
+from __future__ import annotations
+
+from .segments import Layout, LayoutBuilder
+from .shape import K_BLOCK, MoEShape
+
+SEGMENT_ALIGNMENT = 128
+TMA_ALIGNMENT = 1024
+NUM_GRID_SYNC_COUNTERS = 4
+
+
+def symm_buffer_layout(shape: MoEShape) -> Layout:
+    """Every segment of one rank's buffer.
+
+    Marks: `zeroed_begin` and `zeroed_end` enclose the words that each call leaves zero,
+    `control_bytes` is the end of the control part.
+
+    >>> layout = symm_buffer_layout(MoEShape(1, 8, 2, 256, 128, 16))
+    >>> layout["input_x"].shape, layout["combine"].shape
+    ((16, 256), (2, 16, 256))
+    """
+    num_ranks, num_topk = shape.num_ranks, shape.num_topk
+    num_experts_per_rank = shape.num_experts_per_rank
+    max_tokens = shape.num_max_tokens_per_rank
+    hidden, intermediate = shape.hidden, shape.intermediate_hidden
+    pool_tokens, pool_blocks = shape.num_max_pool_tokens, shape.num_max_pool_blocks
+    sf_pool_tokens = shape.num_padded_sf_pool_tokens
+
+    builder = LayoutBuilder()
+
+    def control(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        builder.add(name, dtype, dims, purpose, alignment=SEGMENT_ALIGNMENT)
+
+    def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        builder.add(name, dtype, dims, purpose, alignment=TMA_ALIGNMENT)
+
+    control(
+        "grid_sync_counters",
+        "u32",
+        (NUM_GRID_SYNC_COUNTERS,),
+        "bit 31 flips when all CTAs have arrived",
+    )
+    control("rank_barrier_counter", "u32", (1,), "low two bits: phase and sign of the barrier")
+    control("rank_barrier_signals", "i32", (2,), "one signal per phase: 0, ranks, 0, ...")
+    builder.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)
+    control(
+        "expert_send_count",
+        "u64",
+        (shape.num_experts,),
+        "high word: CTAs that reported; low word: this rank's tokens for the expert",
+    )
+    control(
+        "expert_recv_count",
+        "u64",
+        (num_ranks, num_experts_per_rank),
+        "tokens from one source rank for one local expert",
+    )
+    control(
+        "expert_recv_sum",
+        "u64",
+        (num_experts_per_rank,),
+        "high word: CTAs of all ranks that reported; low word: tokens",
+    )
+    control("l1_arrival_count", "u32", (pool_blocks,), "tokens of the block already in the pool")
+    control(
+        "l2_arrival_mask",
+        "u64",
+        (pool_blocks, shape.num_l2_mask_words),
+        "one bit per finished Linear1 n-block",
+    )
+    builder.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
+    control(
+        "src_token_topk_idx",
+        "u32",
+        (num_experts_per_rank, num_ranks, max_tokens * num_topk),
+        "token * num_topk + slot on the source rank; a token may name an expert in every slot",
+    )
+    control("token_src_metadata", "u32", (pool_tokens, 3), "rank, token, slot: the way back")
+    builder.mark("control_bytes", alignment=TMA_ALIGNMENT)
+
+    data("input_x", "u8", (max_tokens, hidden), "the caller's tokens, e4m3")
+    data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
+    data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
+    data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
+    data("l1_tokens", "u8", (pool_tokens, hidden), "tokens of local experts, e4m3")
+    data("l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major")
+    data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
+    data("l2_tokens", "u8", (pool_tokens, intermediate), "Linear1's output after SwiGLU, e4m3")
+    data("l2_token_sf", "u32", (intermediate // K_BLOCK, sf_pool_tokens), "its scales, MN-major")
+    data("combine", "bf16", (num_topk, max_tokens, hidden), "contributions of each slot")
+    return builder.build(alignment=TMA_ALIGNMENT)

@@ -1,0 +1,107 @@
+"""Run-time compilation and launch of the Mega MoE kernel.
+
+    from deep_moe import jit
+    kernel = jit.build(config)            # deep_moe.heuristics.MegaMoEConfig -> CompiledKernel
+    kernel.cubin, kernel.ptx, kernel.source, kernel.folder
+    kernel.manifest["resources"]          # num_registers, stack_bytes, spill_store_bytes, ...
+
+`build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
+architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
+`compile_cached` does the same for any other source that includes the header library.
+
+Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
+include folder counted as in the key), `config` (None for other sources), `resources`,
+`compile_seconds`, `created` (UTC), `files` (bytes and SHA-256 of each).
+
+KernelCache(folder=None) lists (`entries`), checks and clears a cache; see cache.py, which also says
+where the folder is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import TYPE_CHECKING, Any
+
+from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
+from .headers import find_headers
+from .nvrtc import COMPILE_OPTIONS, compile_source, compiler_version
+from .render import KERNEL_NAME, render
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.config import MegaMoEConfig
+
+__all__ = [
+    "KERNEL_NAME",
+    "CompiledKernel",
+    "DamagedEntryWarning",
+    "EntryReport",
+    "KernelCache",
+    "build",
+    "compile_cached",
+    "compile_source",
+    "find_headers",
+    "render",
+]
+
+
+def build(config: MegaMoEConfig, *, cache: KernelCache | None = None) -> CompiledKernel:
+    """The kernel for `config`, from the cache or compiled now.
+
+    Raises CompileError with the compiler's log, MissingPackageError, or CacheError.
+    """
+    fields: dict[str, Any] = {**config.kernel_fields(), "arch": config.arch}
+    return compile_cached(
+        render(config), arch=config.arch, kernel=KERNEL_NAME, config=fields, cache=cache
+    )
+
+
+def compile_cached(
+    source: str,
+    *,
+    arch: str,
+    kernel: str,
+    config: dict[str, Any] | None = None,
+    cache: KernelCache | None = None,
+) -> CompiledKernel:
+    """`source` compiled for `arch`, from the cache or compiled now.
+
+    kernel: the extern "C" entry whose resources are reported. config: recorded in the manifest and
+    shown if the source does not compile.
+    """
+    headers = find_headers()
+    compiler = compiler_version()
+    provenance = {
+        "kernel": kernel,
+        "compiler": compiler,
+        "options": list(COMPILE_OPTIONS),
+        "headers": list(headers.identities),
+    }
+
+    def compile_kernel() -> tuple[dict[str, bytes], dict[str, Any]]:
+        context = "" if config is None else f"config: {config}"
+        compilation = compile_source(
+            source,
+            arch=arch,
+            include_paths=headers.include_paths,
+            kernel=kernel,
+            context=context,
+        )
+        files = {
+            "kernel.cubin": compilation.cubin,
+            "kernel.ptx": compilation.ptx.encode(),
+            "kernel.cu": source.encode(),
+        }
+        manifest = {
+            **provenance,
+            "arch": arch,
+            # JSON has no infinity, and a manifest is for other programs too.
+            "config": config and {k: str(v) if v == float("inf") else v for k, v in config.items()},
+            "resources": dataclasses.asdict(compilation.resources),
+            "compile_seconds": round(compilation.seconds, 3),
+            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        return files, manifest
+
+    key = make_key(arch, {**provenance, "source": source})
+    return (cache or KernelCache()).load_or_compile(key, compile_kernel)

@@ -1,0 +1,91 @@
+"""The kernel's argument, mirrored from include/deep_moe/kernel_args.cuh.
+
+The template renders `layout_checks()` as static_asserts, so that a header that differs from this
+mirror in a size or an offset does not compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deep_moe.heuristics.shape import MAX_RANKS
+
+ALIGNMENT = 64
+TENSOR_MAP_BYTES = 128
+NO_PEER_RANK = 0xFFFFFFFF
+TENSOR_MAP_NAMES = (
+    "l1_activations",
+    "l1_activation_sf",
+    "l1_weights",
+    "l1_weight_sf",
+    "l1_output",
+    "l2_activations",
+    "l2_activation_sf",
+    "l2_weights",
+    "l2_weight_sf",
+)
+
+TensorMapImage = ctypes.c_ubyte * TENSOR_MAP_BYTES
+
+
+class KernelArgs(ctypes.Structure):
+    """By-value argument of `mega_moe_kernel`.
+
+    rank_buffers: base of every rank's symmetric buffer as this rank sees it. y: bf16
+    [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
+    status: this rank's WaitStatus. num_tokens: rows of y.
+    """
+
+    _fields_ = (
+        *((name, TensorMapImage) for name in TENSOR_MAP_NAMES),
+        ("rank_buffers", ctypes.c_uint64 * MAX_RANKS),
+        ("y", ctypes.c_uint64),
+        ("cumulative_local_expert_recv_stats", ctypes.c_uint64),
+        ("status", ctypes.c_uint64),
+        ("wait_timeout_ns", ctypes.c_uint64),
+        ("rank_idx", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
+        ("_padding", ctypes.c_ubyte * 24),
+    )
+
+
+class WaitStatus(ctypes.Structure):
+    """What a kernel that gave up leaves behind; 64 bytes that the host can read.
+
+    code: a WaitCode, 0 while all is well. site: a WaitSite. peer_rank: the first rank that was
+    waited for, NO_PEER_RANK if none. missing_ranks: bit r % 64 of word r // 64 stands for rank r.
+    """
+
+    _fields_ = (
+        ("code", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("cta", ctypes.c_uint32),
+        ("warp", ctypes.c_uint32),
+        ("peer_rank", ctypes.c_uint32),
+        ("_padding", ctypes.c_uint32),
+        ("expected", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("waited_ns", ctypes.c_uint64),
+        ("missing_ranks", ctypes.c_uint64 * 2),
+    )
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """A fact that host and device must agree on. `member` is None for the size of the struct."""
+
+    struct: str
+    member: str | None
+    value: int
+
+
+def layout_checks() -> Iterator[LayoutCheck]:
+    """Size and every member's offset of the structs above."""
+    for struct in (KernelArgs, WaitStatus):
+        yield LayoutCheck(struct.__name__, None, ctypes.sizeof(struct))
+        for name, *_ in struct._fields_:
+            if not name.startswith("_"):
+                yield LayoutCheck(struct.__name__, name, getattr(struct, name).offset)

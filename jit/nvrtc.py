@@ -1,0 +1,160 @@
+"""Compiles CUDA C++ with NVRTC for a named architecture, present on this machine or not.
+
+cuda.core's Program returns one of cubin and PTX per compile; NVRTC makes both at once, so this
+module talks to cuda.bindings and takes cubin, PTX and log from a single run of the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deep_moe.errors import CompileError, MissingPackageError
+
+# CUTLASS leaves functions unannotated, which are host functions unless -default-device is given.
+# -v makes ptxas report registers and spills; Config members that one kernel does not use and
+# cute's unused helpers would each give warning 177.
+COMPILE_OPTIONS = (
+    "-std=c++20",
+    "-default-device",
+    "-lineinfo",
+    "--ptxas-options=-v",
+    "-diag-suppress=177",
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports for a kernel: per thread, except shared memory."""
+
+    num_registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    static_smem_bytes: int
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Everything that one run of NVRTC gives."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+    resources: Resources
+    seconds: float
+
+
+def compile_source(
+    source: str,
+    *,
+    arch: str,
+    include_paths: Sequence[Path] = (),
+    kernel: str = "mega_moe_kernel",
+    context: str = "",
+) -> Compilation:
+    """Compile `source` for `arch` (such as "sm_100a").
+
+    `kernel` is the entry whose resources are reported, `context` is added to a CompileError.
+    """
+    nvrtc = _load_nvrtc()
+    options = [f"--gpu-architecture={arch}", *COMPILE_OPTIONS]
+    options += [f"-I{path}" for path in include_paths]
+    encoded = [option.encode() for option in options]
+    # An absolute name keeps the working folder of this process out of the PTX.
+    name = f"/deep_moe/{kernel}.cu"
+    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    started = time.perf_counter()
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        seconds = time.perf_counter() - started
+        log = _text(nvrtc, program, "ProgramLog")
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(
+                f"NVRTC could not compile {kernel} for {arch} ({result.name})\n"
+                f"options: {' '.join(options)}\n{context}\n{log}"
+            )
+        cubin = _content(nvrtc, program, "CUBIN")
+        ptx = _text(nvrtc, program, "PTX")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Compilation(cubin, ptx, log, parse_resources(log, kernel), seconds)
+
+
+def compiler_version() -> str:
+    """Names the NVRTC in use, for the cache key.
+
+    The package's metadata is asked first: loading the library costs 0.1 s, which a cached kernel
+    does not need.
+    """
+    try:
+        return f"nvidia-cuda-nvrtc {importlib.metadata.version('nvidia-cuda-nvrtc')}"
+    except importlib.metadata.PackageNotFoundError:
+        nvrtc = _load_nvrtc()
+        major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        library = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "libnvrtc").resolve()
+        return f"nvrtc {major}.{minor} {library.name}"
+
+
+def parse_resources(log: str, kernel: str) -> Resources:
+    """Read ptxas's report on `kernel` from a compile log."""
+    _, found, report = log.partition(f"Compiling entry function '{kernel}'")
+    if not found:
+        raise CompileError(f"ptxas did not report on an entry function {kernel!r}:\n{log}")
+    report = report.split("Compiling entry function", 1)[0]
+
+    def number(pattern: str) -> int:
+        match = re.search(pattern, report)
+        return int(match.group(1)) if match else 0
+
+    return Resources(
+        num_registers=number(r"Used (\d+) registers"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_store_bytes=number(r"(\d+) bytes spill stores"),
+        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        static_smem_bytes=number(r"(\d+) bytes smem"),
+    )
+
+
+def _load_nvrtc() -> ModuleType:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise MissingPackageError(
+            "cuda.bindings is not installed; run: pip install 'cuda-bindings>=13'"
+        ) from error
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # the bindings load the library on first use
+        raise MissingPackageError(
+            "the NVRTC library is not installed; run: pip install 'nvidia-cuda-nvrtc>=13'"
+        ) from error
+    return nvrtc
+
+
+def _checked(nvrtc: ModuleType, answer: tuple[Any, ...]) -> Any:
+    """Unpack a binding's (status, values...) tuple, raising on a status other than success."""
+    status, *values = answer
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"NVRTC call failed: {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def _content(nvrtc: ModuleType, program: Any, what: str) -> bytes:
+    size = _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program))
+    content = bytearray(size)
+    status = getattr(nvrtc, f"nvrtcGet{what}")(program, content)
+    _checked(nvrtc, (*status, None))
+    return bytes(content)
+
+
+def _text(nvrtc: ModuleType, program: Any, what: str) -> str:
+    return _content(nvrtc, program, what).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,121 @@
+"""The layer in plain PyTorch, expert by expert: what the kernels are compared with.
+
+It shares nothing with the kernels: no tiles, no pools, no transformed weights. Products of
+quantized values are summed in float64; everything that the layer rounds is rounded here in the
+same place. It runs on CPU and GPU tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .formats import dequantize_e2m1_ue8m0, dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def reference_mega_moe(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+) -> torch.Tensor:
+    """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
+    other.
+
+    x: float8_e4m3fn [tokens, hidden]; x_sf: int32 [tokens, hidden/128]; topk_idx: int64
+    [tokens, topk], global expert ids; topk_weights: float32 [tokens, topk].
+    l1_weights, l2_weights: as in checkpoints (before `transform_weights_for_mega_moe`), with the
+    experts of all ranks: (int8 [experts, 2*I, H/2], int32 [experts, 2*I, H/128]) and
+    (int8 [experts, H, I/2], int32 [experts, H, I/128]).
+
+    Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
+    in each. A token that holds NaN or infinities spoils no other.
+    """
+    contributions = slot_contributions(
+        x,
+        x_sf,
+        topk_idx,
+        topk_weights,
+        l1_weights,
+        l2_weights,
+        activation_clamp=activation_clamp,
+    )
+    return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
+
+
+def valid_slots(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Which slots [tokens, topk] name an expert."""
+    return (topk_idx >= 0) & (topk_idx < num_experts)
+
+
+def slot_contributions(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+) -> torch.Tensor:
+    """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
+    num_tokens, num_topk = topk_idx.shape
+    contributions = torch.zeros(
+        (num_tokens, num_topk, x.shape[1]), dtype=torch.bfloat16, device=x.device
+    )
+    for expert_idx in range(l1_weights[0].shape[0]):
+        token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
+        if token_idx.numel() == 0:
+            continue
+        tokens = dequantize_e4m3_ue8m0(x[token_idx], x_sf[token_idx], torch.float64)
+        contributions[token_idx, slot_idx] = expert_output(
+            tokens,
+            topk_weights[token_idx, slot_idx],
+            (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
+            (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
+            activation_clamp=activation_clamp,
+        )
+    return contributions
+
+
+def expert_output(
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+) -> torch.Tensor:
+    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
+    accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
+    gate, up = _round_to_bf16(accumulator).float().chunk(2, dim=1)
+    activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
+    quantized = dequantize_e4m3_ue8m0(*quantize_e4m3_ue8m0(activated), torch.float64)
+    return _round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, activation_clamp: float | None) -> torch.Tensor:
+    """silu(gate) * up in float32, both bounded first if there is a clamp. NaN stays NaN."""
+    if activation_clamp is not None:
+        gate = gate.clamp(max=activation_clamp)
+        up = up.clamp(min=-activation_clamp, max=activation_clamp)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Sum the valid slots of each token in slot order in float32, then round once to bfloat16."""
+    total = torch.zeros_like(contributions[:, 0], dtype=torch.float32)
+    for slot_idx in range(contributions.shape[1]):
+        used = valid[:, slot_idx].unsqueeze(1)
+        total = torch.where(used, total + contributions[:, slot_idx].float(), total)
+    return total.to(torch.bfloat16)
+
+
+def _round_to_bf16(accumulator: torch.Tensor) -> torch.Tensor:
+    """As the kernel's epilogues see it: the accumulator is float32, then bfloat16."""
+    return accumulator.float().to(torch.bfloat16)

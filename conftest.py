@@ -1,12 +1,12 @@
-"""Settings that hold for every test: one thread per worker, one compile cache, no GPU tests without one."""
+"""What holds for every test: one thread per worker, one compile cache, GPU tests only on GPUs."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# Kernels that tests compile are kept in the build folder, shared by the workers and by later runs, and
-# apart from the user's own cache.
+# Kernels that tests compile are kept in the build folder: shared by the workers and by later runs,
+# and apart from the user's own cache.
 os.environ.setdefault("DEEP_MOE_CACHE_DIR", str(Path(__file__).parent / "build" / "test-cache"))
 
 

@@ -1,5 +1,5 @@
-"""The two build steps that pyproject.toml cannot express: compile the emulator into the package, and say in
-the wheel's tag that it holds a Linux shared library which any Python 3 can load."""
+"""The two build steps that pyproject.toml cannot express: compile the emulator into the package,
+and say in the wheel's tag that it holds a Linux shared library which any Python 3 can load."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent
 
 
 def load_emulator_builder() -> ModuleType:
-    """emulator/library.py by itself: at build time the package and its dependencies are not installed."""
+    """emulator/library.py by itself: while building, the package's dependencies are not there."""
     spec = importlib.util.spec_from_file_location("library", ROOT / "emulator" / "library.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,7 +27,7 @@ def load_emulator_builder() -> ModuleType:
 class BuildPyWithEmulator(build_py):
     def run(self) -> None:
         super().run()
-        # An editable install runs from the checkout, where the library is built when it is first loaded.
+        # An editable install runs from the checkout, which builds the library on first use.
         if not self.editable_mode:
             builder = load_emulator_builder()
             folder = Path(self.build_lib) / "deep_moe" / "emulator"

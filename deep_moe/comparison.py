@@ -1,0 +1,76 @@
+"""How near a result is to the reference: in BF16 units, value by value, and as an angle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MIN_NEAR_SHARE = 0.999  # of all values must be at most one unit away
+MAX_COSINE_DISTANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rank's output against the reference.
+
+    A unit is the distance between neighbouring BF16 numbers. NaN is infinitely far from everything,
+    itself included: the layer makes none of valid inputs.
+    """
+
+    num_values: int
+    num_equal: int
+    num_near: int  # at most one unit away, the equal ones included
+    max_units: float
+    cosine_distance: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Equal bit for bit."""
+        return self.num_equal == self.num_values
+
+    @property
+    def is_near(self) -> bool:
+        """As near as another order of FP32 additions explains."""
+        near = self.num_near >= MIN_NEAR_SHARE * self.num_values
+        return near and self.cosine_distance < MAX_COSINE_DISTANCE
+
+
+def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:
+    """Compare two BF16 tensors of one shape.
+
+    >>> compare(torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)).is_exact
+    True
+    """
+    for name, tensor in (("y", y), ("expected", expected)):
+        if tensor.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be bfloat16; got {tensor.dtype}")
+    if y.shape != expected.shape:
+        raise ValueError(
+            f"y must have expected's shape {list(expected.shape)}; got {list(y.shape)}"
+        )
+    y, expected = y.detach().cpu().flatten(), expected.detach().cpu().flatten()
+    units = (_rank_among_numbers(y) - _rank_among_numbers(expected)).abs().double()
+    units[y.isnan() | expected.isnan()] = torch.inf
+    return Comparison(
+        num_values=y.numel(),
+        num_equal=int((units == 0).sum()),
+        num_near=int((units <= 1).sum()),
+        max_units=float(units.max()) if y.numel() else 0.0,
+        cosine_distance=_cosine_distance(y.double(), expected.double()),
+    )
+
+
+def _rank_among_numbers(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the BF16 numbers, neighbours one apart, both zeros at 0."""
+    bits = values.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def _cosine_distance(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """1 - cos of the angle; 0 between two zero vectors, 1 between a zero and another vector."""
+    norms = float(y.norm() * expected.norm())
+    if norms == 0:
+        return 0.0 if bool((y == expected).all()) else 1.0
+    distance = 1 - float(y @ expected) / norms
+    return max(distance, 0.0) if distance == distance else 1.0

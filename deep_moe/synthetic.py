@@ -1,0 +1,157 @@
+"""Layers and tokens to try the kernels on: random ones, and ones whose result is exact.
+
+In the exact case every sum that the layer forms is a whole multiple of one unit and stays below
+2^24 of it, so FP32 holds it whatever the order of the additions, and the kernel must agree with the
+reference bit for bit:
+
+- tokens are 0, 1 or 2 and each row of gate or up holds 8 weights up to 2 in size, so |sum| <= 32;
+- gate weights are not negative and carry a scale of 32: SiLU of 0 is 0, of 32 and more itself;
+- routing weights are powers of two; down-projection weights are at most 3 in size, so that up to
+  5461 of them times 32 * 32 stay below 2^24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .formats import (
+    E2M1_MAGNITUDES,
+    GROUP_SIZE,
+    pack_e2m1_codes,
+    pack_ue8m0,
+    quantize_e2m1_ue8m0,
+    quantize_e4m3_ue8m0,
+)
+from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from .heuristics import MoEShape
+
+EXACT_MAX_INTERMEDIATE = 5461
+EXACT_NUM_NONZEROS = 8  # weights per row of gate and up
+_UE8M0_OF_ONE = 127
+_UE8M0_OF_32 = 132
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of all experts of all ranks, as checkpoints have them."""
+
+    l1: LayerWeights
+    l2: LayerWeights
+
+    def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
+        """The part that one rank holds."""
+        num_local = self.l1.weight.shape[0] // num_ranks
+        own = slice(rank * num_local, (rank + 1) * num_local)
+        return (
+            LayerWeights(self.l1.weight[own], self.l1.sf[own]),
+            LayerWeights(self.l2.weight[own], self.l2.sf[own]),
+        )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one rank brings to a call."""
+
+    x: torch.Tensor  # float8_e4m3fn [tokens, hidden]
+    x_sf: torch.Tensor  # int32 [tokens, hidden/128]
+    topk_idx: torch.Tensor  # int64 [tokens, topk]
+    topk_weights: torch.Tensor  # float32 [tokens, topk]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+
+def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
+    """Normally distributed weights that keep a token's size through the layer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def linear(num_rows: int, num_columns: int) -> LayerWeights:
+        experts = [
+            quantize_e2m1_ue8m0(
+                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5
+            )
+            for _ in range(shape.num_experts)
+        ]
+        weight, sf = zip(*experts, strict=True)
+        return LayerWeights(torch.stack(weight), torch.stack(sf))
+
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
+    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+
+
+def random_tokens(
+    shape: MoEShape, num_tokens: int, *, seed: int = 0, num_unused_slots: int = 0
+) -> Tokens:
+    """Normally distributed tokens, each to different experts chosen at random.
+
+    num_unused_slots: slots of each token that are -1, at random places.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, x_sf = quantize_e4m3_ue8m0(torch.randn(num_tokens, shape.hidden, generator=generator))
+    topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
+    weights = torch.rand(num_tokens, shape.num_topk, generator=generator) + 0.1
+    return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
+
+
+def exact_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
+    """Weights of the exact case; see above."""
+    if shape.intermediate_hidden > EXACT_MAX_INTERMEDIATE:
+        raise ValueError(
+            f"intermediate_hidden must be at most {EXACT_MAX_INTERMEDIATE} for an exact case; "
+            f"got {shape.intermediate_hidden}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, hidden = shape.num_experts, shape.hidden
+    num_rows = 2 * shape.intermediate_hidden
+
+    l1 = torch.zeros(num_experts, num_rows, hidden)
+    places = torch.rand(l1.shape, generator=generator).topk(EXACT_NUM_NONZEROS, dim=-1).indices
+    l1.scatter_(-1, places, torch.randint(1, 3, places.shape, generator=generator).float())
+    signs = torch.randint(0, 2, l1.shape, generator=generator) * 2 - 1
+    l1[:, shape.intermediate_hidden :] *= signs[:, shape.intermediate_hidden :]
+    l1_sf = torch.full((num_experts, num_rows, hidden // GROUP_SIZE), _UE8M0_OF_ONE)
+    l1_sf[:, : shape.intermediate_hidden] = _UE8M0_OF_32
+
+    l2_shape = (num_experts, hidden, shape.intermediate_hidden)
+    l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
+    l2_sf = torch.full((*l2_shape[:2], l2_shape[2] // GROUP_SIZE), _UE8M0_OF_ONE)
+    return Layer(
+        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf.to(torch.uint8))),
+        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf.to(torch.uint8))),
+    )
+
+
+def exact_tokens(
+    shape: MoEShape, num_tokens: int, *, seed: int = 0, num_unused_slots: int = 0
+) -> Tokens:
+    """Tokens of the exact case; see above."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 3, (num_tokens, shape.hidden), generator=generator)
+    sf = torch.full((num_tokens, shape.hidden // GROUP_SIZE), _UE8M0_OF_ONE, dtype=torch.uint8)
+    topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
+    exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
+    return Tokens(
+        x.float().to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, torch.exp2(exponents.float())
+    )
+
+
+def _random_routing(
+    shape: MoEShape, num_tokens: int, num_unused_slots: int, generator: torch.Generator
+) -> torch.Tensor:
+    order = torch.rand(num_tokens, shape.num_experts, generator=generator).argsort(dim=1)
+    topk_idx = order[:, : shape.num_topk].clone()
+    places = torch.rand(topk_idx.shape, generator=generator).argsort(dim=1)
+    return topk_idx.scatter_(1, places[:, :num_unused_slots], -1)
+
+
+def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Values that E2M1 holds exactly, as packed codes."""
+    magnitudes = torch.tensor(E2M1_MAGNITUDES)
+    codes = torch.searchsorted(magnitudes, values.abs()).to(torch.uint8)
+    return pack_e2m1_codes(codes | (values < 0).to(torch.uint8) << 3)

@@ -1,0 +1,73 @@
+"""The measure by which results are judged."""
+
+import math
+
+import pytest
+import torch
+
+from deep_moe.comparison import compare
+
+
+def bf16(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bfloat16)
+
+
+def test_equal_tensors_are_exact():
+    y = bf16(1, -2, 0, 3e38)
+    assert compare(y, y.clone()).is_exact
+
+
+def test_both_zeros_are_equal():
+    assert compare(bf16(0.0, 1), bf16(-0.0, 1)).is_exact
+
+
+def test_neighbours_are_one_unit_apart_across_a_power_of_two():
+    below_two = 2 - 2**-7
+    comparison = compare(bf16(below_two, -below_two), bf16(2, -2))
+    assert (comparison.num_equal, comparison.num_near, comparison.max_units) == (0, 2, 1)
+
+
+def test_neighbours_on_both_sides_of_zero_are_two_units_apart():
+    tiny = 2.0**-133
+    assert compare(bf16(tiny), bf16(-tiny)).max_units == 2
+
+
+def test_nan_is_far_from_nan():
+    comparison = compare(bf16(math.nan), bf16(math.nan))
+    assert comparison.num_near == 0
+    assert not comparison.is_near
+
+
+def test_one_value_in_a_thousand_may_be_further_off():
+    expected = torch.ones(2000, dtype=torch.bfloat16)
+    y = expected.clone()
+    y[:2] = 1 + 2**-6
+    assert compare(y, expected).is_near
+    y[2] = 1 + 2**-6
+    assert not compare(y, expected).is_near
+
+
+def test_a_wrong_row_is_seen_by_the_angle():
+    expected = torch.ones(100_000, dtype=torch.bfloat16)
+    y = expected.clone()
+    y[:50] = -1
+    assert compare(y, expected).num_near > 0.999 * y.numel()
+    assert not compare(y, expected).is_near
+
+
+def test_all_zeros_against_something_is_far():
+    assert not compare(torch.zeros(4, dtype=torch.bfloat16), bf16(1, 1, 1, 1)).is_near
+
+
+def test_no_values_are_equal():
+    empty = torch.empty(0, 128, dtype=torch.bfloat16)
+    comparison = compare(empty, empty)
+    assert comparison.is_exact
+    assert comparison.is_near
+
+
+def test_shapes_and_types_are_checked():
+    with pytest.raises(ValueError, match=r"expected's shape \[2\]; got \[3\]"):
+        compare(bf16(1, 2, 3), bf16(1, 2))
+    with pytest.raises(TypeError, match="y must be bfloat16"):
+        compare(torch.ones(2), bf16(1, 2))

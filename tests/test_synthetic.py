@@ -1,0 +1,72 @@
+"""The made-up layers: what the exact case promises, and that routing is what was asked for."""
+
+import pytest
+import torch
+
+from deep_moe.formats import dequantize_e2m1_ue8m0, dequantize_e4m3_ue8m0
+from deep_moe.heuristics import MoEShape
+from deep_moe.reference import reference_mega_moe
+from deep_moe.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
+
+SHAPE = MoEShape(2, 8, 3, 256, 384, 64)
+
+
+def test_the_exact_case_keeps_its_bounds():
+    layer, tokens = exact_layer(SHAPE, seed=1), exact_tokens(SHAPE, 32, seed=2)
+    x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf, torch.float64)
+    l1 = dequantize_e2m1_ue8m0(*layer.l1, torch.float64)
+    gate, up = (x @ l1.transpose(1, 2)).chunk(2, dim=-1)
+    assert x.unique().tolist() == [0, 1, 2]
+    assert ((gate == 0) | (gate >= 32)).all()
+    assert (gate % 32 == 0).all()
+    assert gate.max() <= 32 * 32
+    assert up.abs().max() <= 32
+    assert (up < 0).any()
+    l2 = dequantize_e2m1_ue8m0(*layer.l2, torch.float64)
+    assert l2.unique().tolist() == [-3, -2, -1, 0, 1, 2, 3]
+
+
+def test_the_exact_case_says_something():
+    layer, tokens = exact_layer(SHAPE, seed=1), exact_tokens(SHAPE, 32, seed=2)
+    y = reference_mega_moe(
+        tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2
+    )
+    assert (y != 0).float().mean() > 0.9
+    assert y.unique().numel() > 100
+
+
+def test_the_exact_case_is_refused_where_it_would_not_be():
+    with pytest.raises(ValueError, match="intermediate_hidden must be at most 5461"):
+        exact_layer(MoEShape(1, 1, 1, 128, 5504, 1))
+
+
+@pytest.mark.parametrize("make_tokens", [random_tokens, exact_tokens])
+@pytest.mark.parametrize("num_unused_slots", [0, 1, 3])
+def test_each_token_names_different_experts_and_the_unused_slots(make_tokens, num_unused_slots):
+    idx = make_tokens(SHAPE, 50, num_unused_slots=num_unused_slots).topk_idx
+    assert idx.dtype == torch.int64
+    for row in idx.tolist():
+        used = [expert for expert in row if expert != -1]
+        assert len(used) == len(set(used)) == SHAPE.num_topk - num_unused_slots
+        assert all(0 <= expert < SHAPE.num_experts for expert in used)
+    if num_unused_slots == 1:
+        assert len((idx == -1).nonzero()[:, 1].unique()) == SHAPE.num_topk
+
+
+def test_a_seed_gives_the_same_again_and_another_something_else():
+    assert torch.equal(random_layer(SHAPE, seed=3).l1.weight, random_layer(SHAPE, seed=3).l1.weight)
+    one, two = random_tokens(SHAPE, 9, seed=3), random_tokens(SHAPE, 9, seed=4)
+    assert not torch.equal(one.topk_idx, two.topk_idx)
+
+
+def test_ranks_hold_consecutive_experts():
+    layer = random_layer(SHAPE)
+    l1, l2 = layer.of_rank(1, 2)
+    assert torch.equal(l1.weight, layer.l1.weight[4:])
+    assert torch.equal(l2.sf, layer.l2.sf[4:])
+
+
+def test_no_tokens_are_tokens():
+    tokens = random_tokens(SHAPE, 0)
+    assert tokens.num_tokens == 0
+    assert tokens.topk_weights.shape == (0, 3)

@@ -1,0 +1,58 @@
+// What the host hands to the kernel. The Python launcher mirrors these structs field by field, and
+// every rendered kernel asserts their sizes and offsets, so that drift does not compile.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe {
+
+inline constexpr uint32_t max_num_ranks = 72;  // one NVLink domain of a GB200/GB300 rack
+inline constexpr uint32_t no_peer_rank = 0xffffffff;
+
+// Opaque image of a CUtensorMap; only its address means something to PTX.
+struct alignas(64) TensorMap {
+    uint8_t bytes[128];
+};
+
+enum class WaitCode : uint32_t {
+    ok = 0,
+    timeout = 1,
+    pool_overflow = 2,
+};
+
+// Why a call failed. Host-readable, one per rank, zero before the call. A non-zero `code` is also
+// the signal on which every other wait of the rank gives up. The first failure wins.
+struct alignas(64) WaitStatus {
+    uint32_t code;  // WaitCode
+    uint32_t site;  // WaitSite
+    uint32_t cta;
+    uint32_t warp;
+    uint32_t peer_rank;  // first rank that was waited for; no_peer_rank if the site has no peer
+    uint32_t padding;
+    uint64_t expected;
+    uint64_t seen;
+    uint64_t waited_ns;
+    uint64_t missing_ranks[2];  // bit r of word r / 64: rank r had not arrived
+};
+static_assert(sizeof(WaitStatus) == 64);
+
+struct alignas(64) KernelArgs {
+    TensorMap l1_activations;
+    TensorMap l1_activation_sf;
+    TensorMap l1_weights;
+    TensorMap l1_weight_sf;
+    TensorMap l1_output;
+    TensorMap l2_activations;
+    TensorMap l2_activation_sf;
+    TensorMap l2_weights;
+    TensorMap l2_weight_sf;
+    uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
+    void* y;                               // bf16 [num_tokens, hidden]
+    int32_t* cumulative_local_expert_recv_stats;  // [num_experts_per_rank], or null
+    WaitStatus* status;
+    uint64_t wait_timeout_ns;  // limit of every single wait, in nanoseconds of %globaltimer
+    uint32_t rank_idx;
+    uint32_t num_tokens;  // of this rank, in this call
+};
+
+}  // namespace deep_moe

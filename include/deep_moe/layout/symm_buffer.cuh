@@ -1,0 +1,115 @@
+// Typed view of one rank's symmetric buffer. Offsets come from `Config::Symm`, where Python renders
+// the one declaration of the layout; shapes stand at the end of each line.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/token_source.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+class SymmBuffer {
+    using Symm = typename Config::Symm;
+    static constexpr uint32_t num_sf_words = Config::hidden / 128;  // four UE8M0 scales per word
+    static constexpr uint32_t num_source_slots = Config::num_max_tokens_per_rank * Config::num_topk;
+
+ public:
+    __device__ explicit SymmBuffer(uint64_t base) : base_(base) {}
+
+    // Control part; zero between calls but for the barrier words.
+    __device__ uint32_t* grid_sync_counter() const {
+        return at<uint32_t>(Symm::grid_sync_counters_offset);
+    }
+    __device__ uint32_t* rank_barrier_counter() const {
+        return at<uint32_t>(Symm::rank_barrier_counter_offset);
+    }
+    __device__ int32_t* rank_barrier_signal(uint32_t phase) const {
+        return at<int32_t>(Symm::rank_barrier_signals_offset) + phase;  // [2]
+    }
+    // High word: CTAs of this rank that reported; low word: tokens of this rank for the expert.
+    __device__ uint64_t* expert_send_count(uint32_t expert_idx) const {
+        return at<uint64_t>(Symm::expert_send_count_offset) + expert_idx;  // [experts]
+    }
+    // As the source rank's send count, complete.
+    __device__ uint64_t* expert_recv_count(uint32_t rank_idx, uint32_t local_expert_idx) const {
+        return at<uint64_t>(Symm::expert_recv_count_offset) +
+               rank_idx * Config::num_experts_per_rank + local_expert_idx;  // [ranks][E_local]
+    }
+    // High word: CTAs of all ranks that reported; low word: tokens of all ranks.
+    __device__ uint64_t* expert_recv_sum(uint32_t local_expert_idx) const {
+        return at<uint64_t>(Symm::expert_recv_sum_offset) + local_expert_idx;  // [E_local]
+    }
+    // Tokens of the block already in the L1 pool.
+    __device__ uint32_t* l1_arrival_count(uint32_t pool_block_idx) const {
+        return at<uint32_t>(Symm::l1_arrival_count_offset) + pool_block_idx;  // [pool_blocks]
+    }
+    // One bit per finished L1 n-block.
+    __device__ uint64_t* l2_arrival_mask(uint32_t pool_block_idx, uint32_t word_idx = 0) const {
+        return at<uint64_t>(Symm::l2_arrival_mask_offset) +
+               pool_block_idx * Config::num_l2_mask_words + word_idx;  // [pool_blocks][words]
+    }
+
+    // Written before it is read in every call, so never cleaned.
+    // token_idx * num_topk + topk_idx on the source rank.
+    __device__ uint32_t* src_token_topk_idx(uint32_t local_expert_idx, uint32_t rank_idx,
+                                            uint32_t slot_idx) const {
+        const uint64_t row = local_expert_idx * Config::num_ranks + rank_idx;
+        return at<uint32_t>(Symm::src_token_topk_idx_offset) + row * num_source_slots +
+               slot_idx;  // [E_local][ranks][tokens * topk]
+    }
+    __device__ TokenSource* token_source(uint32_t pool_token_idx) const {
+        return at<TokenSource>(Symm::token_src_metadata_offset) + pool_token_idx;  // [pool_tokens]
+    }
+
+    // Data part: the caller's inputs.
+    __device__ uint8_t* input_x(uint32_t token_idx) const {
+        return at<uint8_t>(Symm::input_x_offset) +
+               uint64_t{token_idx} * Config::hidden;  // [T][H] e4m3
+    }
+    __device__ uint32_t* input_x_sf(uint32_t token_idx) const {
+        return at<uint32_t>(Symm::input_x_sf_offset) +
+               uint64_t{token_idx} * num_sf_words;  // [T][H/128]
+    }
+    __device__ int64_t* input_topk_idx(uint32_t token_topk_idx) const {
+        return at<int64_t>(Symm::input_topk_idx_offset) + token_topk_idx;  // [T * topk]
+    }
+    __device__ float* input_topk_weight(uint32_t token_topk_idx) const {
+        return at<float>(Symm::input_topk_weights_offset) + token_topk_idx;  // [T * topk]
+    }
+
+    // Data part: pools of tokens for local experts.
+    __device__ uint8_t* l1_token(uint32_t pool_token_idx) const {
+        return at<uint8_t>(Symm::l1_tokens_offset) +
+               uint64_t{pool_token_idx} * Config::hidden;  // [pool_tokens][H] e4m3
+    }
+    __device__ uint32_t* l1_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
+        return at<uint32_t>(Symm::l1_token_sf_offset) +
+               uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens +
+               sf_pool_token_idx;  // [H/128][padded_sf_pool]
+    }
+    __device__ float* l1_topk_weight(uint32_t pool_token_idx) const {
+        return at<float>(Symm::l1_topk_weights_offset) + pool_token_idx;  // [pool_tokens]
+    }
+    __device__ uint32_t* l2_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
+        return at<uint32_t>(Symm::l2_token_sf_offset) +
+               uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens +
+               sf_pool_token_idx;  // [I/128][padded_sf_pool]
+    }
+
+    // Data part: contributions to this rank's tokens, one row per slot.
+    __device__ uint16_t* combine(uint32_t topk_idx, uint32_t token_idx) const {
+        const uint64_t row = uint64_t{topk_idx} * Config::num_max_tokens_per_rank + token_idx;
+        return at<uint16_t>(Symm::combine_offset) + row * Config::hidden;  // [topk][T][H] bf16
+    }
+
+ private:
+    template <class T>
+    __device__ T* at(uint64_t offset) const {
+        return reinterpret_cast<T*>(base_ + offset);
+    }
+
+    uint64_t base_;
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,47 @@
+// One-dimensional bulk copies. Size and both addresses are multiples of 16 bytes. Issued by one
+// thread; bulk groups belong to that thread, so the same thread commits and waits.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe::ptx {
+
+// Global memory (any rank's) to the own CTA's shared memory; counts `num_bytes` on `barrier`.
+__device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t dst, const void* src,
+                                                            uint32_t num_bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :
+        : "r"(dst), "l"(src), "r"(num_bytes), "r"(barrier)
+        : "memory");
+}
+
+// Own shared memory to global memory, part of the thread's open bulk group.
+__device__ __forceinline__ void cp_async_bulk_global_shared(void* dst, uint32_t src,
+                                                            uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :
+                 : "l"(dst), "r"(src), "r"(num_bytes)
+                 : "memory");
+}
+
+// Closes the thread's open bulk group.
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" : : : "memory");
+}
+
+// Until at most `num_pending` newest groups are incomplete: their bytes are written and visible to
+// this thread, which may then publish them.
+template <uint32_t num_pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" : : "n"(num_pending) : "memory");
+}
+
+// Until at most `num_pending` newest groups still read their source: shared memory may be written
+// again, but the destination may not be complete.
+template <uint32_t num_pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(num_pending) : "memory");
+}
+
+}  // namespace deep_moe::ptx

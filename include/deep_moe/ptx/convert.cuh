@@ -1,0 +1,37 @@
+// Conversions between number formats, and the approximate functions that the activation needs.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe::ptx {
+
+// Two floats to BF16, round to nearest even; `high` in the upper half.
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Two floats to E4M3, round to nearest even, magnitudes above 448 become 448; `high` in the upper
+// byte.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// 2^x, at most 2 ulp.
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+// 1 / x, at most 1 ulp.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+    return reciprocal;
+}
+
+}  // namespace deep_moe::ptx

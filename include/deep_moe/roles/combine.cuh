@@ -1,0 +1,213 @@
+// Combine: y[token] = sum of the contributions of its routed slots, in slot order, in FP32, rounded
+// to BF16 once. The routing weights are in the contributions already.
+//
+// One epilogue warp per token. A token is cut into chunks that fit into registers (as FP32 sums)
+// and shared memory; contributions arrive chunk by chunk, slot by slot, by bulk copies into two
+// buffers in turn, so that one travels while the other is added. A third buffer holds the chunk on
+// its way out.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/roles/handover.cuh"
+#include "deep_moe/roles/routing.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+struct CombineChunks {
+    static constexpr uint32_t bytes_per_access = 16;  // per lane: one uint4 of 8 BF16
+    static constexpr uint32_t elements_per_access = bytes_per_access / sizeof(uint16_t);
+    static constexpr uint32_t row_bytes = Config::hidden * sizeof(uint16_t);
+    // The last chunk may be shorter.
+    static constexpr uint32_t chunk_bytes =
+        align_up(ceil_div(row_bytes, Config::num_combine_chunks), bytes_per_access);
+    static constexpr uint32_t num_chunks = ceil_div(row_bytes, chunk_bytes);
+    static constexpr uint32_t num_accesses = ceil_div(chunk_bytes, bytes_per_access* warp_size);
+    static constexpr uint32_t num_buffers = 3;
+
+    static_assert(num_buffers * Config::num_epilogue_warps * chunk_bytes <=
+                      Config::Smem::barriers_offset,
+                  "three chunks per epilogue warp fit in front of the barriers");
+    static_assert(num_accesses * elements_per_access <= 128,
+                  "a chunk's sums fit into 128 registers per lane");
+    static_assert(Config::num_topk <= warp_size, "one lane per slot");
+
+    static __device__ uint32_t num_bytes(uint32_t chunk_idx) {
+        return min(chunk_bytes, row_bytes - chunk_idx * chunk_bytes);
+    }
+};
+
+// The loads of one token in order: for each chunk, all routed slots.
+struct CombineCursor {
+    uint32_t chunk_idx;
+    uint32_t slots_left;  // of this chunk, one bit each
+
+    __device__ void advance(uint32_t all_slots) {
+        slots_left &= slots_left - 1;
+        if (slots_left == 0) {
+            slots_left = all_slots;
+            ++chunk_idx;
+        }
+    }
+};
+
+// One per epilogue warp. `warp_idx` counts from the first of them.
+template <class Config>
+class Combine {
+    using Chunks = CombineChunks<Config>;
+
+ public:
+    __device__ Combine(const KernelArgs& args, uint32_t shared_memory, uint32_t warp_idx)
+        : local_(RankBuffers<Config>(args).local()),
+          y_(static_cast<uint8_t*>(args.y)),
+          buffers_(shared_memory + warp_idx * Chunks::chunk_bytes),
+          // Two per warp, one arrival plus the chunk's bytes per load; first phase 0.
+          barriers_(shared_memory + Config::Smem::combine_barriers_offset +
+                    warp_idx * 2 * sizeof(uint64_t)) {}
+
+    __device__ bool run(uint32_t first_token_idx, uint32_t token_stride, uint32_t num_tokens,
+                        Waiter& waiter) {
+        // Contributions were written with ordinary stores, by other ranks too.
+        ptx::fence_proxy_async();
+        bool arrived = true;
+        for (uint32_t token_idx = first_token_idx; arrived && token_idx < num_tokens;
+             token_idx += token_stride) {
+            arrived = add_slots(token_idx, waiter);
+        }
+        // The buffer must outlive the last copy from it.
+        if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group<0>();
+        __syncwarp();
+        return arrived;
+    }
+
+ private:
+    __device__ bool add_slots(uint32_t token_idx, Waiter& waiter) {
+        const uint32_t slots = routed_slots(token_idx);
+        CombineCursor load{0, slots};
+        if (slots != 0) issue_load(token_idx, load, slots, num_loads_);
+        for (uint32_t chunk_idx = 0; chunk_idx < Chunks::num_chunks; ++chunk_idx) {
+            float sums[Chunks::num_accesses][Chunks::elements_per_access] = {};
+            const uint32_t num_slots = __popc(slots);
+            for (uint32_t i = 0; i < num_slots; ++i) {
+                if (load.chunk_idx < Chunks::num_chunks) {
+                    issue_load(token_idx, load, slots, num_loads_ + 1);
+                }
+                const uint32_t stage = num_loads_ % 2;
+                const uint32_t parity = num_loads_ / 2 % 2;
+                ++num_loads_;
+                if (!waiter.warp_mbarrier(WaitSite::combine_arrival, barrier(stage), parity)) {
+                    return false;
+                }
+                add(buffer(stage), chunk_idx, sums);
+                // Each lane's reads come before the bulk copy that will overwrite the buffer.
+                ptx::fence_proxy_async_shared_cta();
+                __syncwarp();
+            }
+            store(token_idx, chunk_idx, sums);
+        }
+        return true;
+    }
+
+    __device__ uint32_t routed_slots(uint32_t token_idx) const {
+        const uint32_t slot = ptx::lane_idx();
+        const bool routed =
+            slot < Config::num_topk &&
+            is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot));
+        return __ballot_sync(full_warp, routed);
+    }
+
+    // Starts the load at the cursor, which is the `load_idx`-th of this warp, and advances it.
+    __device__ void issue_load(uint32_t token_idx, CombineCursor& load, uint32_t slots,
+                               uint32_t load_idx) const {
+        if (ptx::lane_idx() == 0) {
+            const uint32_t slot = __ffs(load.slots_left) - 1;
+            const uint32_t num_bytes = Chunks::num_bytes(load.chunk_idx);
+            const auto* src = reinterpret_cast<const uint8_t*>(local_.combine(slot, token_idx)) +
+                              load.chunk_idx * Chunks::chunk_bytes;
+            ptx::mbarrier_arrive_expect_tx(barrier(load_idx % 2), num_bytes);
+            ptx::cp_async_bulk_shared_global(buffer(load_idx % 2), src, num_bytes,
+                                             barrier(load_idx % 2));
+        }
+        load.advance(slots);
+    }
+
+    __device__ void add(uint32_t buffer, uint32_t chunk_idx,
+                        float (&sums)[Chunks::num_accesses][Chunks::elements_per_access]) const {
+#pragma unroll
+        for (uint32_t i = 0; i < Chunks::num_accesses; ++i) {
+            const uint32_t offset = (i * warp_size + ptx::lane_idx()) * Chunks::bytes_per_access;
+            if (offset >= Chunks::num_bytes(chunk_idx)) break;
+            const uint4 packed = ptx::ld_shared_v4(buffer + offset);
+            const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+                // BF16 is the upper half of an FP32.
+                sums[i][2 * j] += __uint_as_float(pairs[j] << 16);
+                sums[i][2 * j + 1] += __uint_as_float(pairs[j] & 0xffff0000);
+            }
+        }
+    }
+
+    __device__ void store(
+        uint32_t token_idx, uint32_t chunk_idx,
+        const float (&sums)[Chunks::num_accesses][Chunks::elements_per_access]) const {
+        const uint32_t out = buffer(2);
+        const uint32_t num_bytes = Chunks::num_bytes(chunk_idx);
+        // The previous chunk has left the buffer.
+        if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+#pragma unroll
+        for (uint32_t i = 0; i < Chunks::num_accesses; ++i) {
+            const uint32_t offset = (i * warp_size + ptx::lane_idx()) * Chunks::bytes_per_access;
+            if (offset >= num_bytes) break;
+            ptx::st_shared_v4(out + offset,
+                              make_uint4(ptx::cvt_rn_bf16x2_f32(sums[i][1], sums[i][0]),
+                                         ptx::cvt_rn_bf16x2_f32(sums[i][3], sums[i][2]),
+                                         ptx::cvt_rn_bf16x2_f32(sums[i][5], sums[i][4]),
+                                         ptx::cvt_rn_bf16x2_f32(sums[i][7], sums[i][6])));
+        }
+        // Each lane's writes come before the bulk copy that reads them.
+        ptx::fence_proxy_async_shared_cta();
+        __syncwarp();
+        if (ptx::lane_idx() == 0) {
+            uint8_t* const row = y_ + uint64_t{token_idx} * Chunks::row_bytes;
+            ptx::cp_async_bulk_global_shared(row + chunk_idx * Chunks::chunk_bytes, out, num_bytes);
+            ptx::cp_async_bulk_commit_group();
+        }
+    }
+
+    // Buffers of all warps lie side by side: [buffer][warp][chunk_bytes].
+    __device__ uint32_t buffer(uint32_t idx) const {
+        return buffers_ + idx * Config::num_epilogue_warps * Chunks::chunk_bytes;
+    }
+    __device__ uint32_t barrier(uint32_t idx) const { return barriers_ + idx * sizeof(uint64_t); }
+
+    SymmBuffer<Config> local_;
+    uint8_t* y_;
+    uint32_t buffers_;
+    uint32_t barriers_;
+    uint32_t num_loads_ = 0;  // waited for; load n uses stage n % 2 in phase n / 2
+};
+
+// All epilogue warps, after finish_compute. `warp_idx` counts from the first of them.
+template <class Config>
+__device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t warp_idx,
+                        Waiter& waiter) {
+    if (!await_combine<Config>(waiter)) return;
+    Combine<Config>(args, shared_memory, warp_idx)
+        .run(blockIdx.x * Config::num_epilogue_warps + warp_idx,
+             Config::num_sms * Config::num_epilogue_warps, args.num_tokens, waiter);
+}
+
+}  // namespace deep_moe

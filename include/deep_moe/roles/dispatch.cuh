@@ -1,0 +1,67 @@
+// The dispatch warps: send this rank's routing, pull the tokens of its experts, and, since they own
+// the grid and rank barriers, open combine and close the call.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/roles/cleanup.cuh"
+#include "deep_moe/roles/count_tokens.cuh"
+#include "deep_moe/roles/dispatch_barriers.cuh"
+#include "deep_moe/roles/handover.cuh"
+#include "deep_moe/roles/publish_counts.cuh"
+#include "deep_moe/roles/pull_tokens.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
+//
+// After an abort every step is skipped, but the two named barriers shared with other roles are
+// still passed, so nobody is left waiting.
+template <class Config, class PullPolicy>
+__device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    const RankBuffers<Config> buffers(args);
+    const uint32_t cta_idx = blockIdx.x;
+    const uint32_t thread_idx = threadIdx.x;
+    const uint32_t warp_idx = ptx::warp_idx();
+    Waiter waiter(args);
+    DispatchBarriers<Config> barriers(buffers, cta_idx, thread_idx, waiter);
+    Scheduler<Config> scheduler(buffers.local(), cta_idx);
+
+    // Send.
+    count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
+                         shared_memory + Config::Smem::expert_count_offset, barriers);
+    if (barriers.grid(WaitSite::grid_barrier_before_pull) && cta_idx == 0) {
+        publish_counts<Config>(buffers, thread_idx);
+    }
+
+    // Pull.
+    barriers.ranks(WaitSite::rank_barrier_before_pull);
+    if (barriers.grid(WaitSite::grid_barrier_pull) && scheduler.fetch_expert_counts(waiter)) {
+        pull_tokens<Config, PullPolicy>(
+            buffers, scheduler, cta_idx, warp_idx,
+            shared_memory + Config::Smem::pull_buffers_offset + warp_idx * Config::hidden,
+            shared_memory + Config::Smem::pull_barriers_offset + warp_idx * sizeof(uint64_t),
+            waiter);
+    }
+
+    // Open combine, when all blocks of all ranks are done.
+    finish_compute<Config>(waiter);
+    barriers.grid(WaitSite::grid_barrier_before_combine);
+    barriers.ranks(WaitSite::rank_barrier_before_combine);
+    barriers.grid(WaitSite::grid_barrier_combine);
+    const bool combining = await_combine<Config>(waiter);
+
+    // Close: when the last rank has cleaned up, any of them may start the next call.
+    if (combining) {
+        clean_up<Config>(args, buffers.local(), scheduler, cta_idx, thread_idx);
+    }
+    barriers.grid(WaitSite::grid_barrier_after_cleanup);
+    barriers.ranks(WaitSite::rank_barrier_after_cleanup);
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,156 @@
+// Dispatch, step 6: bring the tokens of this rank's experts into the L1 pool.
+//
+// All dispatch warps of the grid stride over the rank's tokens in pool order, one token per warp at
+// a time: bulk copy into the warp's buffer, bulk copy out into the pool, then one more arrival on
+// the token's pool block.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/roles/min_peeling.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// One token on its way, for the architecture's policy.
+//
+// A policy has two members, called by all 32 lanes:
+//   store_scales(local, source, token)  while the token's bytes travel: ordinary loads of the
+//   scales
+//       from `source`, ordinary stores to the pool of `local`.
+//   rewrite_token(token, bytes)         when they have arrived at shared address `bytes`, before
+//       they are stored to the pool. Whoever reads or writes them runs
+//       fence.proxy.async.shared::cta in every lane that did, afterwards; nothing is needed for the
+//       bytes to be read.
+struct PulledToken {
+    uint32_t pool_block_idx;
+    uint32_t row_idx;  // in the pool block, 0..block_m - 1
+    uint32_t pool_token_idx;
+    TokenSource source;
+};
+
+// Tokens in pool order: expert by expert, each expert starting on a block. All members uniform but
+// for the ranks' counts.
+template <class Config>
+class PoolWalk {
+    static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
+
+ public:
+    __device__ PoolWalk(const SymmBuffer<Config>& local, const Scheduler<Config>& scheduler)
+        : local_(local), scheduler_(scheduler) {}
+
+    // The token at `token_idx`, counted over all local experts; only upwards. False past the last.
+    __device__ bool find(uint32_t token_idx, PulledToken& token) {
+        while (token_idx >= expert_end_) {
+            if (next_expert_idx_ == Config::num_experts_per_rank) return false;
+            enter_next_expert();
+        }
+        const uint32_t idx_in_expert = token_idx - expert_begin_;
+        token.pool_block_idx = expert_pool_block_idx_ + idx_in_expert / Config::block_m;
+        token.row_idx = idx_in_expert % Config::block_m;
+        token.pool_token_idx = expert_pool_block_idx_ * Config::block_m + idx_in_expert;
+
+        if (!counts_are_loaded_) load_counts();
+        const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
+        const uint32_t slot =
+            *local_.src_token_topk_idx(next_expert_idx_ - 1, source.rank_idx, source.list_idx);
+        token.source = {source.rank_idx, slot / Config::num_topk, slot % Config::num_topk};
+        return true;
+    }
+
+ private:
+    __device__ void enter_next_expert() {
+        expert_pool_block_idx_ += ceil_div(expert_end_ - expert_begin_, Config::block_m);
+        expert_begin_ = expert_end_;
+        expert_end_ += scheduler_.num_tokens(next_expert_idx_);
+        ++next_expert_idx_;
+        counts_are_loaded_ = false;
+    }
+
+    __device__ void load_counts() {
+#pragma unroll
+        for (uint32_t i = 0; i < num_ranks_per_lane; ++i) {
+            const uint32_t rank_idx = i * warp_size + ptx::lane_idx();
+            num_tokens_[i] = 0;
+            if (rank_idx < Config::num_ranks) {
+                num_tokens_[i] = static_cast<uint32_t>(
+                    *local_.expert_recv_count(rank_idx, next_expert_idx_ - 1));
+            }
+        }
+        counts_are_loaded_ = true;
+    }
+
+    SymmBuffer<Config> local_;
+    const Scheduler<Config>& scheduler_;
+    uint32_t next_expert_idx_ = 0;
+    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of expert next_expert_idx_ - 1
+    uint32_t expert_end_ = 0;
+    uint32_t expert_pool_block_idx_ = 0;
+    bool counts_are_loaded_ = false;
+    uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
+};
+
+// All dispatch warps of the grid, after the rank barrier. `pull_buffer`: hidden bytes of this
+// warp's own in shared memory; `pull_barrier`: one arrival plus hidden bytes per token, first phase
+// 0.
+template <class Config, class PullPolicy>
+__device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Scheduler<Config>& scheduler,
+                            uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
+                            uint32_t pull_barrier, Waiter& waiter) {
+    constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
+    const SymmBuffer<Config> local = buffers.local();
+    PoolWalk<Config> walk(local, scheduler);
+    PulledToken token;
+    uint32_t parity = 0;
+
+    // The callers' inputs were written with ordinary stores, on other ranks too; the rank barrier
+    // has made them visible to ordinary loads, this makes them visible to bulk copies.
+    ptx::fence_proxy_async();
+
+    for (uint32_t token_idx = cta_idx * Config::num_dispatch_warps + warp_idx;
+         walk.find(token_idx, token); token_idx += num_warps) {
+        const SymmBuffer<Config> source = buffers.of(token.source.rank_idx);
+        if (ptx::lane_idx() == 0) {
+            ptx::mbarrier_arrive_expect_tx(pull_barrier, Config::hidden);
+            ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
+                                             Config::hidden, pull_barrier);
+        }
+        PullPolicy policy;
+        policy.store_scales(local, source, token);
+        if (ptx::lane_idx() == 0) {
+            const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
+            *local.l1_topk_weight(token.pool_token_idx) = *source.input_topk_weight(slot);
+            *local.token_source(token.pool_token_idx) = token.source;
+        }
+
+        if (!waiter.warp_mbarrier(WaitSite::token_arrival, pull_barrier, parity)) return false;
+        parity ^= 1;
+        policy.rewrite_token(token, pull_buffer);
+        __syncwarp();
+
+        // Lane 0 publishes for the whole warp: the other lanes' stores of scales happen before the
+        // __syncwarp, its own bulk store is complete and visible to it after wait_group (not
+        // .read), and the release covers both. The reader, which loads tokens and scales with TMA,
+        // puts fence.proxy.async between its acquire and its first load.
+        if (ptx::lane_idx() == 0) {
+            ptx::cp_async_bulk_global_shared(local.l1_token(token.pool_token_idx), pull_buffer,
+                                             Config::hidden);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group<0>();
+            ptx::red_add_release_gpu(local.l1_arrival_count(token.pool_block_idx), 1);
+        }
+        __syncwarp();  // the buffer is free again
+    }
+    return true;
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,180 @@
+// Which block comes next. Every role owns a scheduler and walks the same list without talking to
+// the others; the list follows from the experts' token counts alone.
+//
+// The list: wave by wave (num_experts_per_wave experts), first all Linear1 blocks of the wave, then
+// all its Linear2 blocks; inside, by expert, by m-block, by pair of neighbouring n-blocks. A
+// cluster takes every (number of clusters)-th pair, its CTA of rank r the pair's r-th n-block. A
+// block waits only for blocks in front of it, so the walk cannot deadlock.
+//
+// With an odd number of n-blocks the last pair's second CTA gets n_block_idx == number of n-blocks:
+// it takes part in loads and MMAs, whose results nobody stores.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+enum class Phase : uint32_t { linear1, linear2 };
+
+struct Block {
+    Phase phase;
+    uint32_t expert_idx;  // local
+    uint32_t m_block_idx;
+    uint32_t n_block_idx;
+    uint32_t pool_block_idx;
+    uint32_t num_valid_rows;  // tokens in this m-block, 1..block_m
+};
+
+// All members are warp-uniform, but for the counts, which the lanes share out. All 32 lanes call.
+template <class Config>
+class Scheduler {
+    static constexpr uint32_t num_experts = Config::num_experts_per_rank;
+    static constexpr uint32_t num_experts_per_lane = ceil_div(num_experts, warp_size);
+    static constexpr uint32_t num_clusters = Config::num_sms / Config::cluster_size;
+    static_assert(Config::num_sms % Config::cluster_size == 0);
+
+ public:
+    __device__ Scheduler(const SymmBuffer<Config>& local, uint32_t cta_idx)
+        : local_(local),
+          cta_rank_(cta_idx % Config::cluster_size),
+          next_pair_(cta_idx / Config::cluster_size) {}
+
+    // Waits until every rank has published its counts, and keeps them in registers. False once the
+    // rank has given up; also, before anything is written, if the tokens do not fit into the pool.
+    __device__ bool fetch_expert_counts(Waiter& waiter);
+
+    // False when the list is finished.
+    __device__ bool next(Block& block);
+
+    // Any local expert.
+    __device__ uint32_t num_tokens(uint32_t local_expert_idx) const;
+    __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
+        return ceil_div(num_tokens(local_expert_idx), Config::block_m);
+    }
+    // Pool blocks of all local experts.
+    __device__ uint32_t num_pool_blocks_in_use() const;
+
+ private:
+    static __device__ uint32_t num_pairs_per_m_block(Phase phase) {
+        return phase == Phase::linear1 ? ceil_div(Config::num_l1_n_blocks, Config::cluster_size)
+                                       : ceil_div(Config::num_l2_n_blocks, Config::cluster_size);
+    }
+
+    SymmBuffer<Config> local_;
+    uint32_t cta_rank_;
+    uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
+
+    // The walk stands at `expert_idx_` of the wave [wave_begin_, wave_end_).
+    Phase phase_ = Phase::linear1;
+    uint32_t wave_begin_ = 0;
+    uint32_t wave_end_ = min(Config::num_experts_per_wave, num_experts);
+    uint32_t wave_pool_block_idx_ = 0;  // first pool block of expert wave_begin_
+    uint32_t expert_idx_ = 0;
+    uint32_t pool_block_idx_ = 0;  // first pool block of expert_idx_
+    uint32_t next_pair_;           // counted from the first pair of expert_idx_
+};
+
+template <class Config>
+__device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
+    bool arrived = true;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
+        if (expert_idx >= num_experts) continue;
+        uint64_t sum = 0;
+        const auto num_reports = [&] {
+            sum = ptx::ld_relaxed_sys(local_.expert_recv_sum(expert_idx));
+            return sum >> 32;
+        };
+        const auto silent_ranks = [&] {
+            RankSet ranks;
+            for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
+                if (ptx::ld_relaxed_sys(local_.expert_recv_count(rank_idx, expert_idx)) == 0) {
+                    ranks.insert(rank_idx);
+                }
+            }
+            return ranks;
+        };
+        arrived &= waiter.until(WaitSite::expert_counts, Config::num_sms * Config::num_ranks,
+                                num_reports, silent_ranks);
+        num_tokens_[i] = static_cast<uint32_t>(sum);
+    }
+    if (!waiter.warp_agrees(arrived)) return false;
+
+    // All warps of the rank see the same counts, so all of them stop here together.
+    const uint32_t num_pool_tokens = num_pool_blocks_in_use() * Config::block_m;
+    const bool fits = num_pool_tokens <= Config::num_max_pool_tokens;
+    if (!fits && ptx::lane_idx() == 0) {
+        waiter.fail(WaitCode::pool_overflow, WaitSite::expert_counts, Config::num_max_pool_tokens,
+                    num_pool_tokens);
+    }
+    return waiter.warp_agrees(fits);
+}
+
+template <class Config>
+__device__ bool Scheduler<Config>::next(Block& block) {
+    while (true) {
+        while (expert_idx_ < wave_end_) {
+            const uint32_t num_expert_tokens = num_tokens(expert_idx_);
+            const uint32_t num_expert_m_blocks = ceil_div(num_expert_tokens, Config::block_m);
+            const uint32_t num_pairs = num_pairs_per_m_block(phase_);
+            if (next_pair_ < num_expert_m_blocks * num_pairs) {
+                const uint32_t m_block_idx = next_pair_ / num_pairs;
+                const uint32_t pair_idx = next_pair_ % num_pairs;
+                block.phase = phase_;
+                block.expert_idx = expert_idx_;
+                block.m_block_idx = m_block_idx;
+                block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
+                block.pool_block_idx = pool_block_idx_ + m_block_idx;
+                block.num_valid_rows =
+                    min(num_expert_tokens - m_block_idx * Config::block_m, Config::block_m);
+                next_pair_ += num_clusters;
+                return true;
+            }
+            next_pair_ -= num_expert_m_blocks * num_pairs;
+            pool_block_idx_ += num_expert_m_blocks;
+            ++expert_idx_;
+        }
+        if (phase_ == Phase::linear1) {
+            phase_ = Phase::linear2;
+            expert_idx_ = wave_begin_;
+            pool_block_idx_ = wave_pool_block_idx_;
+        } else {
+            if (wave_end_ == num_experts) return false;
+            phase_ = Phase::linear1;
+            wave_begin_ = wave_end_;
+            wave_end_ = min(wave_begin_ + Config::num_experts_per_wave, num_experts);
+            wave_pool_block_idx_ = pool_block_idx_;
+        }
+    }
+}
+
+template <class Config>
+__device__ uint32_t Scheduler<Config>::num_tokens(uint32_t local_expert_idx) const {
+    // All elements are read, because reading one by index would move the array out of registers.
+    uint32_t mine = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        const uint32_t count = num_tokens_[i];
+        mine = local_expert_idx / warp_size == i ? count : mine;
+    }
+    return __shfl_sync(full_warp, mine, local_expert_idx % warp_size);
+}
+
+template <class Config>
+__device__ uint32_t Scheduler<Config>::num_pool_blocks_in_use() const {
+    uint32_t mine = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        mine += ceil_div(num_tokens_[i], Config::block_m);
+    }
+    return ptx::redux_sync_add(mine);
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,182 @@
+// Every wait of the kernel. A wait ends with true when what it waits for has happened, or with
+// false once this rank has given up: because this wait or any other one on this rank exceeded its
+// limit, or because a role refused to go on (`fail`). Nothing traps: the roles leave their loops,
+// meet at the common exit, and the host reads the status.
+//
+// The fast path is the poll and nothing else. After `polls_between_checks` polls a look at the
+// clock starts; after `quiet_ns` the status word is read too, which may lie in host memory and
+// costs a microsecond there, and the thread sleeps a little between polls, since whatever it waits
+// for is no matter of microseconds any more.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/timer.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe {
+
+// Where a wait stands. The comment on each line is the text of the host's error message.
+enum class WaitSite : uint32_t {
+    none = 0,                         // no wait
+    expert_counts = 1,                // token counts of a local expert from all ranks
+    grid_barrier_before_pull = 2,     // grid barrier after the token sources are written
+    rank_barrier_before_pull = 3,     // rank barrier before pull
+    grid_barrier_pull = 4,            // grid barrier that opens the pull
+    token_arrival = 5,                // a token's bulk copy from its source rank
+    grid_barrier_before_combine = 6,  // grid barrier after the last block
+    rank_barrier_before_combine = 7,  // rank barrier before combine
+    grid_barrier_combine = 8,         // grid barrier that opens combine
+    combine_arrival = 9,              // a contribution's bulk copy from the combine buffer
+    grid_barrier_after_cleanup = 10,  // grid barrier after clean-up
+    rank_barrier_after_cleanup = 11,  // rank barrier after clean-up
+    l1_block_arrival = 12,            // tokens of a pool block, before Linear1 loads them
+    l2_block_arrival = 13,            // Linear1 output of a pool block, before Linear2 loads it
+    activation_stage_empty = 14,      // a free pipeline stage, to load activations
+    weight_stage_empty = 15,          // a free pipeline stage, to load weights
+    stage_full = 16,                  // a loaded pipeline stage, to multiply
+    accumulator_empty = 17,           // a free accumulator, to multiply
+    accumulator_full = 18,            // a complete accumulator, to read
+};
+
+struct RankSet {
+    uint64_t low = 0;   // ranks 0..63
+    uint64_t high = 0;  // ranks 64..
+    __device__ void insert(uint32_t rank) {
+        if (rank < 64) {
+            low |= uint64_t{1} << rank;
+        } else {
+            high |= uint64_t{1} << (rank - 64);
+        }
+    }
+    __device__ uint32_t first() const {
+        if (low != 0) return __ffsll(static_cast<long long>(low)) - 1;
+        if (high != 0) return __ffsll(static_cast<long long>(high)) + 63;
+        return no_peer_rank;
+    }
+};
+
+// For waits that do not depend on single ranks.
+struct NoRanks {
+    __device__ RankSet operator()() const { return {}; }
+};
+
+class Waiter {
+ public:
+    __device__ explicit Waiter(const KernelArgs& args)
+        : status_(args.status), timeout_ns_(args.wait_timeout_ns) {}
+
+    // True once this thread has seen that its rank gave up; all later waits return false at once.
+    __device__ bool aborted() const { return aborted_; }
+
+    // One thread, or several independently. `poll()` returns what is there now, and the wait ends
+    // when that equals `expected`; any acquire is up to `poll`. `missing_ranks()` is asked once,
+    // after the limit, who has not arrived.
+    template <class Poll, class MissingRanks = NoRanks>
+    __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
+                          const MissingRanks& missing_ranks = {}) {
+        if (aborted_) return false;
+        Clock clock;
+        for (uint64_t seen; (seen = poll()) != expected;) {
+            if (clock.time_to_check() && give_up(clock, site, expected, seen, missing_ranks)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
+    template <class Poll, class MissingRanks = NoRanks>
+    __device__ bool warp_until(WaitSite site, uint64_t expected, const Poll& poll,
+                               const MissingRanks& missing_ranks = {}) {
+        bool arrived = true;
+        if (ptx::lane_idx() == 0) arrived = until(site, expected, poll, missing_ranks);
+        return warp_agrees(arrived);
+    }
+
+    // One thread, or several independently: until the phase of `parity` has ended.
+    __device__ bool mbarrier(WaitSite site, uint32_t barrier, uint32_t parity) {
+        return until(site, 1, [&] { return ptx::mbarrier_try_wait_parity(barrier, parity); });
+    }
+
+    // A whole converged warp: all lanes wait and agree on the outcome.
+    __device__ bool warp_mbarrier(WaitSite site, uint32_t barrier, uint32_t parity) {
+        return warp_agrees(mbarrier(site, barrier, parity));
+    }
+
+    // A whole converged warp: true if all lanes say so. Lanes must not part on an abort, because
+    // warp-collective instructions follow.
+    __device__ bool warp_agrees(bool arrived) {
+        arrived = __all_sync(full_warp, arrived);
+        aborted_ = aborted_ || !arrived;
+        __syncwarp();  // orders memory, which the vote does not
+        return arrived;
+    }
+
+    // Another warp gave up; told by a barrier that votes.
+    __device__ bool follow(bool everyone_arrived) {
+        aborted_ = aborted_ || !everyone_arrived;
+        return everyone_arrived;
+    }
+
+    // Gives up for a reason other than time. One thread.
+    __device__ void fail(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen) {
+        report(code, site, expected, seen, 0, RankSet{});
+        aborted_ = true;
+    }
+
+ private:
+    static constexpr uint32_t polls_between_checks = 32;
+    static constexpr uint64_t quiet_ns = 1'000'000;
+    static constexpr uint32_t sleep_ns = 200;
+
+    struct Clock {
+        uint64_t started = 0;
+        uint32_t polls = 0;
+        __device__ bool time_to_check() { return ++polls % polls_between_checks == 0; }
+    };
+
+    template <class MissingRanks>
+    __device__ bool give_up(Clock& clock, WaitSite site, uint64_t expected, uint64_t seen,
+                            const MissingRanks& missing_ranks) {
+        const uint64_t now = ptx::globaltimer();
+        if (clock.started == 0) clock.started = now;
+        const uint64_t waited = now - clock.started;
+        if (waited >= timeout_ns_) {
+            report(WaitCode::timeout, site, expected, seen, waited, missing_ranks());
+            aborted_ = true;
+        } else if (waited >= quiet_ns) {
+            aborted_ = ptx::ld_relaxed_sys(&status_->code) != static_cast<uint32_t>(WaitCode::ok);
+            if (!aborted_) ptx::nanosleep(sleep_ns);
+        }
+        return aborted_;
+    }
+
+    // The other fields are complete when the kernel is: nobody reads them before.
+    __device__ void report(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
+                           uint64_t waited_ns, RankSet missing_ranks) const {
+        const uint32_t first = ptx::atom_cas_relaxed_sys(
+            &status_->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
+        if (first != static_cast<uint32_t>(WaitCode::ok)) return;
+        status_->site = static_cast<uint32_t>(site);
+        status_->cta = blockIdx.x;
+        status_->warp = threadIdx.x / warp_size;
+        status_->peer_rank = missing_ranks.first();
+        status_->expected = expected;
+        status_->seen = seen;
+        status_->waited_ns = waited_ns;
+        status_->missing_ranks[0] = missing_ranks.low;
+        status_->missing_ranks[1] = missing_ranks.high;
+    }
+
+    WaitStatus* status_;
+    uint64_t timeout_ns_;
+    bool aborted_ = false;
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,35 @@
+"""The worked examples in the docstrings of heuristics and formats hold."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import deep_moe.heuristics
+
+MODULES = [
+    f"deep_moe.heuristics.{module.name}"
+    for module in pkgutil.iter_modules(deep_moe.heuristics.__path__)
+]
+
+
+@pytest.mark.parametrize("name", [*MODULES, "deep_moe.formats"])
+def test_examples_hold(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deep_moe.heuristics.config",
+        "deep_moe.heuristics.presets",
+        "deep_moe.heuristics.shape",
+        "deep_moe.heuristics.sm100",
+        "deep_moe.heuristics.symm_buffer_layout",
+        "deep_moe.heuristics.tmem_layout",
+        "deep_moe.formats",
+    ],
+)
+def test_the_worked_cases_are_there(name):
+    assert doctest.testmod(importlib.import_module(name)).attempted > 0

@@ -1,0 +1,188 @@
+"""Memory maps: no overlap, right alignment, sums equal to declared sizes, golden sizes."""
+
+import pytest
+
+from deep_moe.heuristics import MoEShape, Segment, choose_config, preset_shape, symm_buffer_layout
+from deep_moe.heuristics.segments import DTYPE_BYTES, LayoutBuilder
+from deep_moe.heuristics.tmem_layout import sm100_tmem_layout
+
+SMALL = MoEShape(2, 8, 3, 256, 128, 16)
+
+
+def test_gaps_are_rows_of_their_own():
+    builder = LayoutBuilder()
+    builder.add("a", "u8", (3,), "", alignment=1)
+    builder.mark("middle", alignment=4)
+    builder.add("b", "u64", (2,), "", alignment=16)
+    layout = builder.build(alignment=64)
+    assert [(row.name, row.offset, row.num_bytes) for row in layout.rows()] == [
+        ("a", 0, 3),
+        ("padding", 3, 13),
+        ("b", 16, 16),
+        ("padding", 32, 32),
+    ]
+    assert layout.constants() == {"a_offset": 0, "b_offset": 16, "middle": 4, "num_bytes": 64}
+    assert layout["b"].end == 32
+    with pytest.raises(KeyError, match="no segment named 'c'; there are a, b"):
+        layout["c"]
+
+
+def all_layouts():
+    for name in ("deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3"):
+        for num_ranks in (1, 8, 32):
+            shape = preset_shape(name, num_ranks=num_ranks, num_max_tokens_per_rank=512)
+            for num_tokens in (0, 1, 20, 512):
+                config = choose_config(shape, num_tokens)
+                yield pytest.param(config, id=f"{name}-{num_ranks}-{num_tokens}")
+
+
+@pytest.mark.parametrize("config", list(all_layouts()))
+def test_maps_have_no_overlap_and_add_up(config):
+    for layout in (config.symm_buffer_layout, config.smem_layout, config.tmem_layout):
+        position = 0
+        for row in layout.rows():
+            assert row.offset == position
+            assert row.num_bytes > 0
+            position += row.num_bytes
+        assert position == layout.num_bytes
+        assert len({segment.name for segment in layout.segments}) == len(layout.segments)
+    for layout in (config.symm_buffer_layout, config.smem_layout):
+        for segment in layout.segments:
+            assert segment.num_bytes == num_elements(segment) * DTYPE_BYTES[segment.dtype]
+
+
+def num_elements(segment: Segment) -> int:
+    count = 1
+    for size in segment.shape:
+        count *= size
+    return count
+
+
+@pytest.mark.parametrize("config", list(all_layouts()))
+def test_declared_sizes_are_those_of_the_maps(config):
+    assert config.smem_bytes == config.smem_layout.num_bytes
+    assert config.num_tmem_columns == config.tmem_layout.num_bytes
+
+
+def test_symmetric_buffer_segments_come_in_the_agreed_order():
+    layout = symm_buffer_layout(SMALL)
+    assert [segment.name for segment in layout.segments] == [
+        "grid_sync_counters",
+        "rank_barrier_counter",
+        "rank_barrier_signals",
+        "expert_send_count",
+        "expert_recv_count",
+        "expert_recv_sum",
+        "l1_arrival_count",
+        "l2_arrival_mask",
+        "src_token_topk_idx",
+        "token_src_metadata",
+        "input_x",
+        "input_x_sf",
+        "input_topk_idx",
+        "input_topk_weights",
+        "l1_tokens",
+        "l1_token_sf",
+        "l1_topk_weights",
+        "l2_tokens",
+        "l2_token_sf",
+        "combine",
+    ]
+    for segment in layout.segments:
+        assert segment.offset % 128 == 0
+    for name in ("l1_tokens", "l1_token_sf", "l2_tokens", "l2_token_sf", "input_x", "combine"):
+        assert layout[name].offset % 1024 == 0
+
+
+def test_symmetric_buffer_shapes():
+    layout = symm_buffer_layout(SMALL)
+    pool = SMALL.num_max_pool_tokens
+    assert layout["expert_recv_count"].shape == (2, 4)
+    assert layout["src_token_topk_idx"].shape == (4, 2, 16 * 3)
+    assert layout["token_src_metadata"].shape == (pool, 3)
+    assert layout["l1_arrival_count"].shape == (pool // 8,)
+    assert layout["l2_arrival_mask"].shape == (pool // 8, 1)
+    assert layout["l1_token_sf"].shape == (2, pool // 16 * 128)
+    assert layout["l2_tokens"].shape == (pool, 128)
+    assert layout["combine"].shape == (3, 16, 256)
+
+
+def test_the_words_that_each_call_zeroes_are_contiguous():
+    layout = symm_buffer_layout(SMALL)
+    assert layout.mark("zeroed_begin") == layout["expert_send_count"].offset
+    assert layout.mark("zeroed_end") == layout["src_token_topk_idx"].offset
+    assert layout["rank_barrier_signals"].end <= layout.mark("zeroed_begin")
+    assert layout.mark("control_bytes") == layout["input_x"].offset
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "max_tokens", "num_bytes"),
+    [
+        ("deepseek-v3", 8, 256, 294_773_760),
+        ("deepseek-v4-flash", 8, 1024, 486_668_288),
+        ("deepseek-v4-pro", 32, 4096, 10_530_273_280),
+    ],
+)
+def test_golden_buffer_sizes(name, num_ranks, max_tokens, num_bytes):
+    """A factor counted twice shows here: the sum is written out once more, without alignment."""
+    shape = preset_shape(name, num_ranks=num_ranks, num_max_tokens_per_rank=max_tokens)
+    experts, local, topk = shape.num_experts, shape.num_experts // num_ranks, shape.num_topk
+    hidden, inner = shape.hidden, shape.intermediate_hidden
+    pool = -(-(num_ranks * max_tokens * min(topk, local) + local * 191) // 384) * 384
+    control = 16 + 4 + 8 + 8 * (experts + num_ranks * local + local) + pool // 8 * (4 + 8)
+    source_table = 4 * local * num_ranks * max_tokens * topk + 12 * pool
+    inputs = max_tokens * (hidden + hidden // 32 + topk * (8 + 4))
+    pools = pool * (hidden + 4 + inner) + 8 * pool * (hidden + inner) // 32
+    combine = 2 * topk * max_tokens * hidden
+    unaligned = control + source_table + inputs + pools + combine
+    layout = symm_buffer_layout(shape)
+    assert layout.num_bytes == num_bytes
+    assert unaligned <= num_bytes < unaligned + 1024 * len(layout.segments)
+
+
+def test_the_worked_shared_memory_case():
+    """hidden 7168, 256 experts, BLOCK_M 128, 8 epilogue warps: 7 stages, by the sums of the
+    design."""
+    shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
+    config = choose_config(shape, 1024, overrides={"block_m": 128})
+    fixed = 1024 + 4 * 7168 + 2 * 32 * 128 * 2 + 32 * 8 * 4 + (4 + 4 + 16) * 8 + 4
+    stage = 64 * 128 + 128 * 128 + 4 * 128 + 4 * 128 + 16
+    assert config.num_stages == (227 * 1024 - fixed) // stage == 7
+    assert 0 <= config.smem_bytes - (fixed + 7 * stage) < 16
+    roomier = choose_config(shape, 1024, smem_capacity=232 * 1024, overrides={"block_m": 128})
+    assert roomier.num_stages == 7
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 96, 128, 192])
+def test_shared_memory_alignment(block_m):
+    shape = MoEShape(1, 9, 3, 384, 256, 64)
+    config = choose_config(shape, 64, overrides={"block_m": block_m})
+    layout = config.smem_layout
+    for name in ("cd_staging", "activations", "weights"):
+        assert layout[name].offset % 1024 == 0
+    activation_stage = layout["activations"].num_bytes // config.num_stages
+    assert activation_stage % 1024 == 0
+    for name in ("pull_buffers", "activation_sf", "weight_sf"):
+        assert layout[name].offset % 128 == 0
+    first_barrier = layout.mark("barriers_offset")
+    for segment in layout.segments:
+        if segment.name.endswith("barriers"):
+            assert segment.offset >= first_barrier
+            assert segment.offset % 8 == 0
+        elif segment.name != "tmem_ptr":
+            assert segment.end <= first_barrier
+
+
+@pytest.mark.parametrize(
+    ("block_m", "num_used", "num_allocated"),
+    [(16, 40, 64), (32, 72, 128), (64, 136, 256), (96, 200, 256), (128, 264, 512), (192, 396, 512)],
+)
+def test_tensor_memory_columns(block_m, num_used, num_allocated):
+    layout = sm100_tmem_layout(block_m=block_m, block_n=128, num_tmem_stages=2)
+    assert layout.segments[-1].end == num_used
+    assert layout.constants() == {
+        "accumulator_column": 0,
+        "activation_sf_column": 2 * block_m,
+        "weight_sf_column": num_used - 4,
+        "num_columns": num_allocated,
+    }

@@ -1,0 +1,135 @@
+"""For random problems and overrides: a config within every limit, or an error that names one."""
+
+import math
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics.smem_layout import num_combine_bytes
+
+
+@st.composite
+def shapes(draw):
+    num_ranks = draw(st.integers(1, 72))
+    num_experts_per_rank = draw(st.sampled_from([1, 2, 7, 8, 32, 33, 48, 64, 65, 97, 256]))
+    num_experts = num_ranks * num_experts_per_rank
+    return MoEShape(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=draw(st.integers(1, min(32, num_experts))),
+        hidden=128 * draw(st.integers(1, 450)),
+        intermediate_hidden=128 * draw(st.integers(1, 200)),
+        num_max_tokens_per_rank=draw(st.integers(1, 200_000)),
+    )
+
+
+OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "block_m": st.sampled_from([8, 16, 32, 64, 96, 128, 192, 256]),
+        "store_block_m": st.sampled_from([8, 16, 32, 64]),
+        "num_epilogue_warps": st.sampled_from([4, 8, 12]),
+        "num_stages": st.integers(1, 14),
+        "num_experts_per_wave": st.sampled_from([1, 2, 8, 32]),
+        "num_sms": st.integers(1, 160),
+        "num_epilogue_registers": st.sampled_from([96, 160, 208, 240]),
+        "num_combine_chunks": st.sampled_from([1, 2, 4, 7]),
+    },
+)
+
+LIMITS = (
+    "shared memory limit",
+    "register limit",
+    "index limit",
+    "must be",
+    "must divide",
+    "must cut",
+)
+
+
+def config_or_refusal(*args, **kwargs):
+    """(config, "") or (None, the error's text)."""
+    try:
+        config = choose_config(*args, **kwargs)
+    except ValueError as error:
+        event("refused")
+        return None, str(error)
+    event("configured")
+    return config, ""
+
+
+def check_within_limits(config):
+    smem, tmem, symm = config.smem_layout, config.tmem_layout, config.symm_buffer_layout
+    assert sum(row.num_bytes for row in smem.rows()) == config.smem_bytes <= 232448
+    assert sum(row.num_bytes for row in symm.rows()) == symm.num_bytes
+    assert tmem.segments[-1].end <= config.num_tmem_columns <= 512
+    assert config.num_tmem_columns & (config.num_tmem_columns - 1) == 0
+    assert 2 <= config.num_stages <= 32
+    assert config.num_sms % 2 == 0
+    assert config.num_sms >= 2
+
+    registers = config.explain().registers
+    assert sum(row.registers for row in registers) <= 64512
+    assert sum(row.num_warps for row in registers) * 32 == config.num_threads <= 1024
+
+    # boxes of the tensor maps
+    padded_block_m = -(-config.block_m // 128) * 128
+    assert max(config.block_m // 2, padded_block_m, config.store_block_m) <= 256
+    assert config.block_m % 16 == 0
+    num_warpgroups = config.num_epilogue_warps // 4
+    assert config.block_m // num_warpgroups % config.store_block_m == 0
+
+    assert config.num_experts_per_rank % config.num_experts_per_wave == 0
+    chunk, rest = divmod(config.hidden, config.num_combine_chunks)
+    assert rest == 0
+    assert chunk % 8 == 0
+    free = smem.mark("barriers_offset")
+    assert num_combine_bytes(config.num_epilogue_warps, chunk) <= free
+    assert math.ceil(chunk / 32) <= config.num_epilogue_registers - 80
+
+    assert config.num_max_pool_tokens % config.block_m == 0
+    assert config.num_padded_sf_pool_tokens < 2**31
+    assert config.num_max_pool_tokens // config.block_m * padded_block_m <= (
+        config.num_padded_sf_pool_tokens
+    )
+    assert config.num_l2_mask_words * 64 >= config.num_l1_n_blocks
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes(), st.floats(0, 1))
+def test_a_valid_shape_gets_a_config_or_a_named_limit(shape, fraction):
+    num_tokens = round(fraction * shape.num_max_tokens_per_rank)
+    config, refusal = config_or_refusal(shape, num_tokens)
+    if config is None:
+        assert refusal.startswith(("shared memory limit", "index limit"))
+    else:
+        check_within_limits(config)
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes(), OVERRIDES)
+def test_overrides_are_taken_or_refused_by_name(shape, overrides):
+    config, refusal = config_or_refusal(shape, shape.num_max_tokens_per_rank, overrides=overrides)
+    if config is None:
+        assert any(limit in refusal for limit in LIMITS)
+    else:
+        for name, value in overrides.items():
+            assert getattr(config, name) == value
+        check_within_limits(config)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 32),
+    st.integers(1, 8),
+    st.integers(1, 60),
+    st.integers(1, 16),
+    st.integers(0, 256),
+)
+def test_ordinary_sizes_are_never_refused(local_experts, num_ranks, hidden, intermediate, tokens):
+    num_experts = local_experts * num_ranks
+    shape = MoEShape(
+        num_ranks, num_experts, min(8, num_experts), 128 * hidden, 128 * intermediate, 256
+    )
+    check_within_limits(choose_config(shape, tokens))

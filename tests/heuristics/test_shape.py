@@ -1,0 +1,105 @@
+"""`MoEShape` refuses what no kernel can do, and derives the pool."""
+
+import pytest
+
+from deep_moe.heuristics import PRESETS, MoEShape, preset_shape
+
+VALID = {
+    "num_ranks": 8,
+    "num_experts": 256,
+    "num_topk": 8,
+    "hidden": 7168,
+    "intermediate_hidden": 2048,
+    "num_max_tokens_per_rank": 256,
+}
+
+
+def test_pool_of_the_worked_case():
+    # 8*256 tokens * 8 slots + 32 experts * 191 rows of padding = 22496, up to a multiple of 384
+    shape = MoEShape(**VALID)
+    assert shape.num_max_pool_tokens == 22656
+    assert shape.num_max_pool_blocks == 22656 // 8
+    assert shape.num_padded_sf_pool_tokens == 22656 * 8
+
+
+def test_a_token_is_copied_at_most_once_per_local_expert():
+    shape = MoEShape(**{**VALID, "num_experts": 16})  # 2 local experts, 8 slots
+    assert shape.num_max_pool_tokens == 4608  # 2048*2 + 2*191 = 4478
+    assert 4608 % 384 == 0
+
+
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64, 96, 128, 192])
+def test_pool_divides_by_every_block_size(block_m):
+    for num_experts in (8, 72, 256):
+        for num_tokens in (1, 77, 4096):
+            shape = MoEShape(
+                **{**VALID, "num_experts": num_experts, "num_max_tokens_per_rank": num_tokens}
+            )
+            assert shape.num_max_pool_tokens % block_m == 0
+
+
+@pytest.mark.parametrize(
+    ("intermediate_hidden", "num_words"), [(128, 1), (4096, 1), (4224, 2), (8192, 2), (8320, 3)]
+)
+def test_mask_has_a_bit_per_linear1_block(intermediate_hidden, num_words):
+    shape = MoEShape(**{**VALID, "intermediate_hidden": intermediate_hidden})
+    assert shape.num_l2_mask_words == num_words
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_ranks", 0, "num_ranks must be 1 to 72; got 0"),
+        ("num_ranks", 73, "num_ranks must be 1 to 72; got 73"),
+        (
+            "num_experts",
+            250,
+            r"num_experts must be a positive multiple of num_ranks \(8\); got 250",
+        ),
+        ("num_experts", 0, r"num_experts must be a positive multiple of num_ranks \(8\); got 0"),
+        ("num_topk", 0, "num_topk must be 1 to 32; got 0"),
+        ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
+        ("hidden", 7169, "hidden must be a positive multiple of 128; got 7169"),
+        ("hidden", 0, "hidden must be a positive multiple of 128; got 0"),
+        ("intermediate_hidden", 192, "intermediate_hidden must be .* of 128; got 192"),
+        ("num_max_tokens_per_rank", 0, "num_max_tokens_per_rank must be at least 1; got 0"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        MoEShape(**{**VALID, field: value})
+
+
+def test_more_slots_than_experts_are_refused():
+    with pytest.raises(ValueError, match=r"num_topk must be at most num_experts \(8\); got 9"):
+        MoEShape(**{**VALID, "num_experts": 8, "num_topk": 9})
+
+
+@pytest.mark.parametrize("value", [8.0, "8", True, None])
+def test_a_bad_type_is_named(value):
+    with pytest.raises(TypeError, match="num_topk must be an int, 1 to 32; got"):
+        MoEShape(**{**VALID, "num_topk": value})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8, 72])
+def test_extreme_rank_counts_are_allowed(num_ranks):
+    assert MoEShape(**{**VALID, "num_ranks": num_ranks, "num_experts": 8 * num_ranks})
+
+
+def test_presets():
+    assert PRESETS == {
+        "deepseek-v4-flash": (256, 6, 4096, 2048),
+        "deepseek-v4-pro": (384, 6, 7168, 3072),
+        "deepseek-v3": (256, 8, 7168, 2048),
+    }
+    shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=64)
+    assert (shape.num_experts_per_rank, shape.hidden, shape.num_max_tokens_per_rank) == (
+        48,
+        7168,
+        64,
+    )
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match=r"preset must be one of deepseek-v4-flash, .*; got 'gpt'"):
+        preset_shape("gpt", num_ranks=1, num_max_tokens_per_rank=1)

@@ -10,10 +10,10 @@ found from the bits of `amax` and not through a logarithm: with amax = m * 2^k, 
 The stored value is x * 2^-e rounded to nearest, ties to even. No product rounds before that: at
 byte 0 the factor is 2^127, which float32 holds.
 
-Zeros: a group of zeros has byte 0. Values that are not finite: NaN and both infinities become the
-E4M3 NaN 0x7F, and the scale comes from the group's finite values (byte 0 if there are none), so
-that they harm nothing but themselves. E2M1 has no NaN: such weights are refused. The kernels'
-quantizer of SwiGLU's output follows exactly these rules.
+A group of zeros has byte 0. E4M3 has no infinity: a group that holds an infinity or a NaN becomes
+32 NaNs (0x7F) with byte 247, the largest that float32 values lead to, and so harms nothing but its
+own token. E2M1 has no NaN either: such weights are refused. The kernels' quantizer of SwiGLU's
+output follows exactly these rules.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 GROUP_SIZE = 32
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
+E4M3_NAN_GROUP_BYTE = 247
 E2M1_MAX = 6.0
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUPS_PER_WORD = 4  # UE8M0 bytes in one int32, the lowest group in the lowest byte
@@ -41,11 +42,12 @@ def quantize_e4m3_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (384.0, [120, 120, 120, 120])
     """
     groups = _groups(x)
-    finite = groups.isfinite()
-    sf = _scale_bytes(groups.where(finite, 0.0), exponent_of_max=8, mantissa_of_max=0x600000)
+    finite = groups.isfinite().all(dim=-1)
+    sf = _scale_bytes(groups, exponent_of_max=8, mantissa_of_max=0x600000)
+    sf = sf.where(finite, E4M3_NAN_GROUP_BYTE)
     scaled = groups * _power_of_two(254 - sf).unsqueeze(-1)
-    values = scaled.where(finite, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    values = values.where(finite, torch.tensor(E4M3_NAN, dtype=torch.uint8, device=x.device))
+    values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    values = values.where(finite.unsqueeze(-1), E4M3_NAN)
     return values.reshape(x.shape).view(torch.float8_e4m3fn), pack_ue8m0(sf)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from .segments import Layout, ceil_div
+from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
 from .smem_layout import NUM_COMBINE_SLOTS, num_combine_bytes, sm100_smem_layout
 from .tmem_layout import sm100_tmem_layout
@@ -113,28 +113,34 @@ def choose_num_experts_per_wave(
 def choose_num_combine_chunks(
     hidden: int, *, num_epilogue_warps: int, num_epilogue_registers: int, num_free_bytes: int
 ) -> int:
-    """The smallest number of equal chunks of a token that combine can hold.
+    """The smallest number of chunks of a token that combine can hold.
 
-    Three BF16 chunks per warp lie in shared memory, one chunk of FP32 sums in a warp's registers
-    (80 registers per thread are left for everything else). A chunk is a multiple of 16 bytes.
+    Three BF16 chunks per warp lie in shared memory, one chunk of FP32 sums in a warp's registers.
 
     >>> choose_num_combine_chunks(7168, num_epilogue_warps=8, num_epilogue_registers=208,
     ...                           num_free_bytes=200_000)
     2
     """
-    max_sums = 32 * max_sums_per_lane(num_epilogue_registers)
+    max_chunk = 32 * max_sums_per_lane(num_epilogue_registers)
     return next(
         num_chunks
         for num_chunks in range(1, hidden // 8 + 1)
-        if hidden % (8 * num_chunks) == 0
-        and hidden // num_chunks <= max_sums
-        and num_combine_bytes(num_epilogue_warps, hidden // num_chunks) <= num_free_bytes
+        if combine_chunk_elements(hidden, num_chunks) <= max_chunk
+        and num_combine_bytes(num_epilogue_warps, combine_chunk_elements(hidden, num_chunks))
+        <= num_free_bytes
     )
 
 
+def combine_chunk_elements(hidden: int, num_chunks: int) -> int:
+    """Elements of a chunk, a multiple of the 16 bytes that a bulk copy moves at least. The last
+    chunk of a token may be shorter."""
+    return align_up(ceil_div(hidden, num_chunks), 8)
+
+
 def max_sums_per_lane(num_epilogue_registers: int) -> int:
-    """FP32 sums that a lane of an epilogue warp keeps in registers during combine."""
-    return max(8, num_epilogue_registers - 80)
+    """FP32 sums that a lane of an epilogue warp keeps during combine: 80 registers are left for
+    everything else."""
+    return min(128, max(8, num_epilogue_registers - 80))
 
 
 def smem_layout(config: Mapping[str, int | float | bool]) -> Layout:
@@ -346,12 +352,12 @@ def _choose_combine_chunks(shape: MoEShape, chosen: dict[str, int], choose: Choo
         f"bytes before the barriers and at most {max_sums_per_lane(num_epilogue_registers)} sums "
         "per lane",
     )
-    if num_chunks < 1 or shape.hidden % num_chunks or shape.hidden // num_chunks % 8:
+    chunk = combine_chunk_elements(shape.hidden, num_chunks) if num_chunks > 0 else shape.hidden
+    if num_chunks < 1 or ceil_div(shape.hidden, chunk) != num_chunks:
         raise ValueError(
-            f"num_combine_chunks must cut hidden ({shape.hidden}) into equal chunks of a multiple "
-            f"of 8 elements; got {num_chunks}"
+            f"num_combine_chunks must cut hidden ({shape.hidden}) into chunks of a multiple of 8 "
+            f"elements; got {num_chunks}"
         )
-    chunk = shape.hidden // num_chunks
     num_bytes = num_combine_bytes(num_epilogue_warps, chunk)
     if num_bytes > num_free_bytes:
         raise ValueError(

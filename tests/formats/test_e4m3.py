@@ -117,17 +117,18 @@ def test_largest_float32_stays_finite():
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_become_nan_and_leave_the_rest_alone(bad):
-    values = [bad, 3.0, -448.0, 0.0]
-    codes, byte = quantized_group(values)
-    clean_codes, clean_byte = quantized_group([0.0, *values[1:]])
-    assert byte == clean_byte
-    assert codes == [0x7F, *clean_codes[1:]]
-
-
-def test_group_without_finite_values():
-    codes, byte = quantized_group([math.nan] * 32)
-    assert (codes, byte) == ([0x7F] * 32, 0)
+def test_a_group_with_a_value_that_is_not_finite_becomes_nan_and_the_next_does_not(bad):
+    x = torch.linspace(-5, 5, 256).reshape(2, 128)
+    clean_values, clean_sf = quantize_e4m3_ue8m0(x)
+    x[1, 40] = bad
+    values, sf = quantize_e4m3_ue8m0(x)
+    codes, clean_codes = values.view(torch.uint8), clean_values.view(torch.uint8)
+    assert (codes[1, 32:64] == 0x7F).all()
+    assert unpack_ue8m0(sf)[1, 1] == 247
+    clean_codes[1, 32:64] = 0x7F
+    assert torch.equal(codes, clean_codes)
+    others = [0, 2, 3]
+    assert torch.equal(unpack_ue8m0(sf)[:, others], unpack_ue8m0(clean_sf)[:, others])
 
 
 def test_groups_do_not_influence_each_other():

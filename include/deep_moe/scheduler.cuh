@@ -94,6 +94,7 @@ __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
         };
         const auto silent_ranks = [&] {
             RankSet ranks;
+#pragma unroll 1  // once per call at most; unrolled, it costs registers
             for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
                 if (ptx::ld_relaxed_sys(local_.expert_recv_count(rank_idx, expert_idx)) == 0) {
                     ranks.insert(rank_idx);

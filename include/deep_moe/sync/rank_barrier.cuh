@@ -51,6 +51,7 @@ __device__ __forceinline__ bool rank_barrier(WaitSite site, const RankBuffers<Co
     };
     const auto late_ranks = [&] {
         RankSet ranks;
+#pragma unroll 1  // once per call at most; unrolled, it costs registers
         for (uint32_t rank = 0; rank < Config::num_ranks; ++rank) {
             if (ptx::ld_relaxed_sys(buffers.of(rank).rank_barrier_counter()) == round) {
                 ranks.insert(rank);

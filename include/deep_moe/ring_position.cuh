@@ -1,0 +1,23 @@
+// A position in a ring of pipeline stages, and the parity of the round it is in.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe {
+
+// A consumer waits for `parity`; a producer waits for `parity ^ 1`, which a fresh barrier grants at
+// once, so that the first round finds every stage free.
+template <uint32_t num_stages>
+struct RingPosition {
+    uint32_t stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == num_stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,89 @@
+// The warp that loads tokens and their scales: wait for the block's tokens, then for each k-block
+// wait for a free stage and start two tensor copies.
+#pragma once
+
+#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/tensor_copy.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/ring_position.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm100/mma.cuh"
+#include "deep_moe/sm100/shared_memory.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm100 {
+
+// Linear1 needs all tokens of the block from dispatch, Linear2 all of Linear1's n-blocks from the
+// epilogues of other CTAs. What was acquired here is read by the async proxy: hence the fence.
+template <class Config>
+__device__ bool wait_for_tokens(const SymmBuffer<Config>& local, const Block& block,
+                                Waiter& waiter) {
+    bool arrived = true;
+    if (block.phase == Phase::linear1) {
+        const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
+        arrived = waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows,
+                                    [&] { return ptx::ld_acquire_gpu(count); });
+    } else {
+#pragma unroll
+        for (uint32_t word_idx = 0; word_idx < Config::num_l2_mask_words; ++word_idx) {
+            constexpr uint32_t num_words = Config::num_l2_mask_words;
+            constexpr uint32_t num_bits_in_last = Config::num_l1_n_blocks - (num_words - 1) * 64;
+            const uint32_t num_bits = word_idx + 1 == num_words ? num_bits_in_last : 64;
+            const uint64_t* word = local.l2_arrival_mask(block.pool_block_idx, word_idx);
+            arrived = arrived &&
+                      waiter.warp_until(WaitSite::l2_block_arrival, ~uint64_t{0} >> (64 - num_bits),
+                                        [&] { return ptx::ld_acquire_gpu(word); });
+        }
+    }
+    ptx::fence_proxy_async_global();
+    return arrived;
+}
+
+template <class Config>
+__device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
+                                 const SymmBuffer<Config>& local, Waiter& waiter) {
+    Scheduler<Config> scheduler(local, blockIdx.x);
+    if (!scheduler.fetch_expert_counts(waiter)) return;
+
+    RingPosition<Config::num_stages> ring;
+    for (Block block; scheduler.next(block);) {
+        if (!wait_for_tokens(local, block, waiter)) return;
+
+        const bool is_linear1 = block.phase == Phase::linear1;
+        const TensorMap* tokens = is_linear1 ? &args.l1_activations : &args.l2_activations;
+        const TensorMap* sf = is_linear1 ? &args.l1_activation_sf : &args.l2_activation_sf;
+        const uint32_t num_k_blocks =
+            is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
+        // Tokens are split in the middle of what the MMA takes, which depends on how many there
+        // are; the copy always brings block_m / 2 rows, the last of which may go unused.
+        const uint32_t first_row = block.pool_block_idx * Config::block_m +
+                                   ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
+        // Both CTAs need the scales of all tokens.
+        const uint32_t first_sf = block.pool_block_idx * smem.sf_block_m;
+
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
+                                      smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
+                return;
+            }
+            if (ptx::elect_sync()) {
+                const uint32_t full = in_even_cta(smem.full_barrier(ring.stage));
+                ptx::mbarrier_arrive_expect_tx_shared_cluster(
+                    full, smem.activation_tile_bytes + smem.activation_sf_bytes);
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.activations(ring.stage), tokens, full, k_block_idx * Config::block_k,
+                    first_row);
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.activation_sf(ring.stage), sf, full, first_sf, k_block_idx);
+            }
+            __syncwarp();
+            ring.advance();
+        }
+    }
+}
+
+}  // namespace deep_moe::sm100

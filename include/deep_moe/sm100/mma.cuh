@@ -1,0 +1,99 @@
+// The warp that drives the tensor cores of both CTAs: D[weight rows][tokens] = weights x tokens.
+// Operands are swapped, so that the 256 rows of one MMA are weights, which are always there, and
+// its run-time N is the number of tokens, which may be small.
+#pragma once
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/tcgen05.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/ring_position.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm100/descriptors.cuh"
+#include "deep_moe/sm100/shared_memory.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm100 {
+
+// N of the 2-CTA MMA comes in steps of 16; the even CTA holds the first half of the tokens.
+__device__ __forceinline__ uint32_t num_mma_tokens(const Block& block) {
+    return align_up(block.num_valid_rows, 16u);
+}
+
+// One k-block: both operands' scales to TMEM, then one MMA per scale byte. tcgen05 executes one
+// thread's copies and MMAs in the order they are issued. One thread.
+template <class Config>
+__device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& smem, uint32_t stage,
+                                                 uint32_t tmem, uint32_t accumulator,
+                                                 uint32_t num_tokens, bool is_first) {
+    const uint32_t token_sf = tmem + Config::Tmem::activation_sf_column;
+    const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
+    constexpr uint32_t bytes_per_copy = scale_rows_per_copy * sizeof(uint32_t);
+#pragma unroll
+    for (uint32_t i = 0; i < SharedMemory<Config>::sf_block_m / scale_rows_per_copy; ++i) {
+        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
+            token_sf + i * scale_columns_per_copy,
+            scale_descriptor(smem.activation_sf(stage) + i * bytes_per_copy));
+    }
+    ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf, scale_descriptor(smem.weight_sf(stage)));
+
+    const uint64_t weights = operand_descriptor(smem.weights(stage));
+    const uint64_t tokens = operand_descriptor(smem.activations(stage));
+#pragma unroll
+    for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+        ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
+            accumulator, advance_along_k(weights, i * mma_k), advance_along_k(tokens, i * mma_k),
+            instruction_descriptor(num_tokens, i), weight_sf, token_sf, !is_first || i > 0);
+    }
+}
+
+// Even CTA only.
+template <class Config>
+__device__ void issue_mmas(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local,
+                           uint32_t tmem, Waiter& waiter) {
+    static_assert(Config::block_n == 128 && Config::block_k == 128,
+                  "an MMA takes 128 weight rows from each CTA, a scale word covers 128 of K");
+    static_assert(Config::block_m % 16 == 0 && Config::block_m >= 16 && Config::block_m <= 256,
+                  "block_m is the N of a 2-CTA MMA: a multiple of 16 up to 256");
+    constexpr uint16_t both_ctas = 0b11;
+
+    Scheduler<Config> scheduler(local, blockIdx.x);
+    if (!scheduler.fetch_expert_counts(waiter)) return;
+
+    RingPosition<Config::num_stages> ring;
+    RingPosition<Config::num_tmem_stages> accumulators;
+    for (Block block; scheduler.next(block); accumulators.advance()) {
+        if (!waiter.warp_mbarrier(WaitSite::accumulator_empty,
+                                  smem.tmem_empty_barrier(accumulators.stage),
+                                  accumulators.parity ^ 1)) {
+            return;
+        }
+        ptx::tcgen05_fence_after_thread_sync();
+
+        const uint32_t accumulator =
+            tmem + Config::Tmem::accumulator_column + accumulators.stage * Config::block_m;
+        const uint32_t num_tokens = num_mma_tokens(block);
+        const uint32_t num_k_blocks =
+            block.phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (!waiter.warp_mbarrier(WaitSite::stage_full, smem.full_barrier(ring.stage),
+                                      ring.parity)) {
+                return;
+            }
+            ptx::tcgen05_fence_after_thread_sync();
+            // The same lane every time: a commit covers the operations of the thread that issues
+            // it.
+            if (ptx::elect_sync()) {
+                multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens, k_block_idx == 0);
+                ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barrier(ring.stage), both_ctas);
+                if (k_block_idx + 1 == num_k_blocks) {
+                    ptx::tcgen05_commit_cta_group2_multicast(
+                        smem.tmem_full_barrier(accumulators.stage), both_ctas);
+                }
+            }
+            __syncwarp();
+            ring.advance();
+        }
+    }
+}
+
+}  // namespace deep_moe::sm100

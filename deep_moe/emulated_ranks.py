@@ -1,0 +1,133 @@
+"""Several ranks in one process: each a buffer, all run together by one emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.jit.launch import run_emulated
+
+from .buffer import SymmBuffer
+from .mega_moe import ACTIVATION, RECIPE, CallOptions, Pair, finish_emulated, prepare_launch
+from .symm_memory import private_host_memories
+
+
+class EmulatedRanks:
+    """`num_ranks` ranks of one layer, without processes or a GPU.
+
+    buffers: one SymmBuffer per rank; fill their views, then `call`. Sizes are those of
+    `get_symm_buffer_for_mega_moe`.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+    ) -> None:
+        self.shape = MoEShape(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            intermediate_hidden=intermediate_hidden,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+        )
+        memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
+        self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]
+
+    def call(
+        self,
+        ys: Sequence[torch.Tensor],
+        weights: Sequence[tuple[Pair, Pair]],
+        stats: Sequence[torch.Tensor | None] | None = None,
+        *,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        arch: str | None = None,
+        num_sms: int | None = None,
+        overrides: Mapping[str, int] | None = None,
+        timeout_s: float | None = None,
+        schedule_seed: int = 0,
+        checked: bool = True,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
+
+        ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
+        receive statistics. ranks: those that take part, by default all; the others never arrive.
+        """
+        taking_part = range(self.shape.num_ranks) if ranks is None else ranks
+        options = CallOptions(
+            recipe=RECIPE,
+            activation=ACTIVATION,
+            activation_clamp=activation_clamp,
+            fast_math=fast_math,
+            arch=arch,
+            num_sms=num_sms,
+            overrides=tuple((overrides or {}).items()),
+            timeout_s=timeout_s,
+            schedule_seed=schedule_seed,
+            checked=checked,
+        )
+        for name, values in (("ys", ys), ("weights", weights), ("stats", stats)):
+            if values is not None and len(values) != self.shape.num_ranks:
+                raise ValueError(
+                    f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
+                    f"got {len(values)}"
+                )
+        launches = [
+            prepare_launch(
+                ys[rank],
+                *weights[rank],
+                self.buffers[rank],
+                None if stats is None else stats[rank],
+                options,
+            )
+            for rank in taking_part
+        ]
+        try:
+            run_emulated(launches, seed=schedule_seed, checks=checked, clock="virtual")
+        except BaseException:
+            for buffer in self.buffers:
+                buffer.mark_failed("the emulator stopped")
+            raise
+        self._raise_if_failed(options, taking_part)
+
+    def reset(self) -> None:
+        """Make all buffers usable again after a failed call."""
+        for buffer in self.buffers:
+            buffer.reset()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self.buffers:
+            buffer.close()
+
+    def __enter__(self) -> EmulatedRanks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _raise_if_failed(self, options: CallOptions, ranks: Sequence[int]) -> None:
+        """Raise the first rank's failure; after one, no rank's buffer is usable."""
+        try:
+            for rank in ranks:
+                finish_emulated(self.buffers[rank], options)
+        except RuntimeError as error:
+            for buffer in self.buffers:
+                buffer.mark_failed(str(error))
+            raise

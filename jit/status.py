@@ -1,0 +1,86 @@
+"""Words the failure that a kernel left in its WaitStatus.
+
+Names and texts of the waiting places are read from the enum in include/deep_moe/sync/wait.cuh, so
+that they exist once.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from functools import lru_cache
+
+from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
+
+from .headers import find_library
+from .kernel_args import NO_PEER_RANK, WaitStatus
+
+_WAIT_HEADER = "deep_moe/sync/wait.cuh"
+
+
+class StatusCode(IntEnum):
+    """WaitCode of the kernel, and what the host adds."""
+
+    OK = 0
+    TIMEOUT = 1
+    POOL_OVERFLOW = 2
+    # Written by another rank's host, so that this rank's kernel does not wait for a call that the
+    # other one refused.
+    REFUSED_BY_PEER = 3
+
+
+def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
+    """The error that `rank`'s status stands for, or None."""
+    if status.code == StatusCode.OK:
+        return None
+    where = f"rank {rank}, CTA {status.cta}, warp {status.warp}"
+    site = site_text(status.site)
+    if status.code == StatusCode.TIMEOUT:
+        return MegaMoETimeoutError(
+            f"{where} waited {status.waited_ns / 1e9:.1f} s for {site}{_missing(status)}: "
+            f"expected {status.expected}, saw {status.seen}"
+        )
+    if status.code == StatusCode.POOL_OVERFLOW:
+        return MegaMoEError(
+            f"{where}: {status.seen} tokens do not fit the pool of {status.expected}; a rank sent "
+            f"more than the buffer was made for (at {site})"
+        )
+    if status.code == StatusCode.REFUSED_BY_PEER:
+        return MegaMoEError(f"rank {rank} stopped: another rank refused its call")
+    return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
+
+
+def site_text(site: int) -> str:
+    """What a wait at `site` waits for, in words."""
+    return wait_sites().get(site, f"unknown wait {site}")
+
+
+@lru_cache(maxsize=1)
+def wait_sites() -> dict[int, str]:
+    """Number and text of every enumerator of WaitSite."""
+    header = (find_library().path / _WAIT_HEADER).read_text()
+    body = re.search(r"enum class WaitSite\b[^{]*\{(.*?)\};", header, re.DOTALL)
+    if body is None:
+        raise ValueError(f"{_WAIT_HEADER} declares no enum class WaitSite")
+    entries = re.findall(r"^\s*\w+ = (\d+),\s*// (.+)$", body.group(1), re.MULTILINE)
+    return {int(number): text for number, text in entries}
+
+
+def missing_ranks(status: WaitStatus) -> list[int]:
+    """Ranks that had not arrived when the wait gave up."""
+    ranks = [
+        64 * word + bit
+        for word, bits in enumerate(status.missing_ranks)
+        for bit in range(64)
+        if bits >> bit & 1
+    ]
+    if not ranks and status.peer_rank != NO_PEER_RANK:
+        ranks = [status.peer_rank]
+    return ranks
+
+
+def _missing(status: WaitStatus) -> str:
+    ranks = missing_ranks(status)
+    if not ranks:
+        return ""
+    return f" (missing: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"

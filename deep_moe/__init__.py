@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .emulated_ranks import EmulatedRanks
     from .errors import (
         CacheError,
+        CheckpointError,
         CompileError,
         DeepMoEError,
         MegaMoEError,
@@ -33,6 +34,7 @@ if (_SOURCE_ROOT / "jit" / "template").is_dir() and not (Path(__file__).parent /
 
 _MODULES = {
     "CacheError": "errors",
+    "CheckpointError": "errors",
     "CompileError": "errors",
     "DeepMoEError": "errors",
     "EmulatedRanks": "emulated_ranks",
@@ -47,6 +49,7 @@ _MODULES = {
 
 __all__ = [
     "CacheError",
+    "CheckpointError",
     "CompileError",
     "DeepMoEError",
     "EmulatedRanks",

@@ -19,6 +19,10 @@ class CacheError(DeepMoEError):
     """The kernel cache folder cannot be used."""
 
 
+class CheckpointError(DeepMoEError):
+    """A checkpoint lacks a tensor, or holds one of another shape or type. The text names it."""
+
+
 class MegaMoEError(DeepMoEError):
     """The kernel stopped early and said why. The buffer has been reset and may be used again."""
 

@@ -1,0 +1,315 @@
+"""Loading experts by rank from safetensors: names, shapes, shards, and what is not read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deep_moe import checkpoint
+from deep_moe.checkpoint import (
+    DEFAULT_NAMING,
+    INDEX_NAME,
+    NAMINGS,
+    ExpertNaming,
+    StackedNaming,
+    load_experts,
+    save_experts,
+)
+from deep_moe.errors import CheckpointError
+from deep_moe.formats import unpack_ue8m0
+from deep_moe.weights import transform_weights_for_mega_moe
+
+NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 6, 256, 128, 3
+
+
+def random_layer(num_rows: int, num_columns: int):
+    shape = (NUM_EXPERTS, num_rows, num_columns // 2)
+    weight = torch.randint(-128, 128, shape, dtype=torch.int8)
+    sf = torch.randint(-(2**31), 2**31 - 1, (NUM_EXPERTS, num_rows, num_columns // 128))
+    return weight, sf.to(torch.int32)
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    return random_layer(2 * INTERMEDIATE, HIDDEN), random_layer(HIDDEN, INTERMEDIATE)
+
+
+def assert_equal(loaded, expected, experts=slice(None)):
+    for loaded_layer, expected_layer in zip(loaded, expected, strict=True):
+        for tensor, whole in zip(loaded_layer, expected_layer, strict=True):
+            assert tensor.dtype == whole.dtype
+            assert torch.equal(tensor, whole[experts])
+
+
+def stacked_tensors(weights, *, interleaved=True, blocks=True):
+    (l1_weight, l1_sf), (l2_weight, l2_sf) = weights
+    if interleaved:  # gate 0, up 0, gate 1, ...
+        order = torch.arange(2 * INTERMEDIATE).reshape(2, INTERMEDIATE).T.flatten()
+        l1_weight, l1_sf = l1_weight[:, order], l1_sf[:, order]
+    shape = (16,) if blocks else ()
+    prefix = f"model.layers.{LAYER}.mlp.experts."
+    tensors = {}
+    for name, weight, sf in (("gate_up", l1_weight, l1_sf), ("down", l2_weight, l2_sf)):
+        packed = weight.view(torch.uint8)
+        packed = packed.unflatten(2, (-1, *shape)) if blocks else packed
+        tensors[f"{prefix}{name}_proj_blocks"] = packed.contiguous()
+        tensors[f"{prefix}{name}_proj_scales"] = unpack_ue8m0(sf.contiguous())
+    return tensors
+
+
+class TestSeparateExperts:
+    @pytest.mark.parametrize("naming", ["experts", "numbered"])
+    @pytest.mark.parametrize("num_ranks", [1, 2, 6])
+    def test_what_was_saved_is_loaded_by_rank(self, tmp_path, weights, naming, num_ranks):
+        save_experts(tmp_path, {LAYER: weights}, naming=NAMINGS[naming], experts_per_file=4)
+        per_rank = NUM_EXPERTS // num_ranks
+        for rank in range(num_ranks):
+            loaded = load_experts(tmp_path, LAYER, rank_idx=rank, num_ranks=num_ranks)
+            assert_equal(loaded, weights, slice(rank * per_rank, (rank + 1) * per_rank))
+
+    def test_names_and_types_in_the_files(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=4)
+        weight_map = json.loads((tmp_path / INDEX_NAME).read_text())["weight_map"]
+        assert len(weight_map) == NUM_EXPERTS * 3 * 2
+        assert set(weight_map.values()) == {
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        }
+        with checkpoint.safe_open(tmp_path / "model-00001-of-00002.safetensors", "pt") as file:
+            up = file.get_tensor("model.layers.3.mlp.experts.1.up_proj.weight")
+            scale = file.get_tensor("model.layers.3.mlp.experts.1.up_proj.weight_scale")
+        (l1_weight, l1_sf), _ = weights
+        assert torch.equal(up, l1_weight[1, INTERMEDIATE:].view(torch.uint8))
+        assert torch.equal(scale, unpack_ue8m0(l1_sf)[1, INTERMEDIATE:])
+
+    def test_several_layers(self, tmp_path, weights):
+        other = tuple((weight.flip(0), sf.flip(0)) for weight, sf in weights)
+        save_experts(tmp_path, {0: weights, 1: other})
+        assert_equal(load_experts(tmp_path, 0), weights)
+        assert_equal(load_experts(tmp_path, 1), other)
+
+    def test_files_of_other_ranks_are_never_opened(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=2)
+        (tmp_path / "model-00001-of-00003.safetensors").unlink()
+        (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"damaged")
+        assert_equal(load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=3), weights, slice(2, 4))
+
+    def test_a_folder_without_an_index(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=2)
+        (tmp_path / INDEX_NAME).unlink()
+        assert_equal(load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2), weights, slice(3, 6))
+
+    def test_a_single_file(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=NUM_EXPERTS)
+        file = tmp_path / "model-00001-of-00001.safetensors"
+        assert_equal(load_experts(file, LAYER), weights)
+
+    def test_names_of_ones_own(self, tmp_path, weights):
+        naming = ExpertNaming(
+            "b{layer}.e{expert}.g", "b{layer}.e{expert}.u", "b{layer}.e{expert}.d", ".q", ".s"
+        )
+        save_experts(tmp_path, {LAYER: weights}, naming=naming)
+        assert_equal(load_experts(tmp_path, LAYER, naming=naming), weights)
+        with pytest.raises(CheckpointError, match="no experts of layer 3 under a known name"):
+            load_experts(tmp_path, LAYER)
+
+    def test_e8m0_scales(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=NUM_EXPERTS)
+        file = tmp_path / "model-00001-of-00001.safetensors"
+        with checkpoint.safe_open(file, "pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        for name in list(tensors):
+            if name.endswith("scale"):
+                tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
+        save_file(tensors, file)
+        assert_equal(load_experts(file, LAYER), weights)
+
+    def test_the_result_goes_into_the_transform(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights})
+        expected = transform_weights_for_mega_moe(*weights)
+        assert_equal(transform_weights_for_mega_moe(*load_experts(tmp_path, LAYER)), expected)
+
+
+class TestStackedExperts:
+    @pytest.mark.parametrize("blocks", [True, False])
+    @pytest.mark.parametrize("num_ranks", [1, 3])
+    def test_alternating_rows_of_gate_and_up(self, tmp_path, weights, blocks, num_ranks):
+        save_file(stacked_tensors(weights, blocks=blocks), tmp_path / "model.safetensors")
+        per_rank = NUM_EXPERTS // num_ranks
+        for rank in range(num_ranks):
+            loaded = load_experts(tmp_path, LAYER, rank_idx=rank, num_ranks=num_ranks)
+            assert_equal(loaded, weights, slice(rank * per_rank, (rank + 1) * per_rank))
+
+    def test_gate_before_up(self, tmp_path, weights):
+        save_file(stacked_tensors(weights, interleaved=False), tmp_path / "model.safetensors")
+        stacked = NAMINGS["stacked"]
+        assert isinstance(stacked, StackedNaming)
+        naming = StackedNaming(
+            stacked.gate_up, stacked.down, "_blocks", "_scales", "_bias", interleaved=False
+        )
+        assert_equal(load_experts(tmp_path, LAYER, naming=naming), weights)
+
+    def test_only_the_ranks_own_entries_are_read(self, tmp_path, weights, monkeypatch):
+        save_file(stacked_tensors(weights), tmp_path / "model.safetensors")
+        reads = []
+
+        class RecordingSlice:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def get_shape(self):
+                return self.inner.get_shape()
+
+            def __getitem__(self, index):
+                reads.append((index.start, index.stop))
+                return self.inner[index]
+
+        class RecordingFile:
+            def __init__(self, *args, **kwargs):
+                self.inner = real_open(*args, **kwargs)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exception):
+                self.inner.__exit__(*exception)
+
+            def keys(self):
+                return self.inner.keys()
+
+            def get_slice(self, name):
+                return RecordingSlice(self.inner.get_slice(name))
+
+        real_open = checkpoint.safe_open
+        monkeypatch.setattr(checkpoint, "safe_open", RecordingFile)
+        load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=3)
+        assert sorted(set(reads)) == [(2, 3), (3, 4)]
+
+    def test_biases_are_refused(self, tmp_path, weights):
+        tensors = stacked_tensors(weights)
+        tensors[f"model.layers.{LAYER}.mlp.experts.down_proj_bias"] = torch.zeros(
+            NUM_EXPERTS, HIDDEN
+        )
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="down_proj_bias; no kernel adds biases"):
+            load_experts(tmp_path, LAYER)
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("gate_up_proj_blocks", lambda t: t.flatten(1), "must have shape .experts, rows, K/32"),
+            ("down_proj_scales", lambda t: t[:4], "must have an entry per expert; got 4"),
+            (
+                "down_proj_blocks",
+                lambda t: t[:, :, :2],
+                r"must have shape \(256, 64\) .* \(256, 32",
+            ),
+        ],
+    )
+    def test_other_shapes_are_refused(self, tmp_path, weights, name, change, message):
+        tensors = stacked_tensors(weights)
+        full_name = f"model.layers.{LAYER}.mlp.experts.{name}"
+        tensors[full_name] = change(tensors[full_name]).contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+            load_experts(tmp_path, LAYER)
+
+
+class TestRefusals:
+    @pytest.fixture
+    def single_file(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=NUM_EXPERTS)
+        return tmp_path / "model-00001-of-00001.safetensors"
+
+    def rewrite(self, file, name, change):
+        with checkpoint.safe_open(file, "pt") as handle:
+            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        changed = change(tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed
+        save_file(tensors, file)
+
+    GATE = "model.layers.3.mlp.experts.2.gate_proj.weight"
+    SCALE = "model.layers.3.mlp.experts.2.down_proj.weight_scale"
+
+    def test_a_missing_tensor(self, single_file):
+        self.rewrite(single_file, self.SCALE, lambda _: None)
+        with pytest.raises(CheckpointError, match=f"has no tensor {self.SCALE}"):
+            load_experts(single_file, LAYER)
+        with pytest.raises(CheckpointError, match=f"no tensor {self.SCALE}, although the index"):
+            load_experts(single_file.parent, LAYER)
+
+    def test_a_weight_of_another_shape(self, single_file):
+        self.rewrite(single_file, self.GATE, lambda t: t[:64].contiguous())
+        with pytest.raises(
+            CheckpointError, match=rf"{self.GATE} must have shape \(128, 128\) .* got \(64, 128\)"
+        ):
+            load_experts(single_file, LAYER)
+
+    def test_scales_per_128_values(self, single_file):
+        self.rewrite(single_file, self.SCALE, lambda t: t[:, ::4].contiguous())
+        with pytest.raises(
+            CheckpointError, match=rf"{self.SCALE} must have shape \(256, 4\) .* got \(256, 1\)"
+        ):
+            load_experts(single_file, LAYER)
+
+    def test_fp8_weights(self, single_file):
+        self.rewrite(single_file, self.GATE, lambda t: t.view(torch.float8_e4m3fn))
+        with pytest.raises(CheckpointError, match=f"{self.GATE} must be uint8 or int8.* got torch"):
+            load_experts(single_file, LAYER)
+
+    def test_float_scales(self, single_file):
+        self.rewrite(single_file, self.SCALE, lambda t: t.float())
+        with pytest.raises(CheckpointError, match=f"{self.SCALE} must be uint8 .* torch.float32"):
+            load_experts(single_file, LAYER)
+
+    def test_sizes_that_no_kernel_takes(self, tmp_path):
+        name = DEFAULT_NAMING.gate.format(layer=0, expert=0)
+        save_file(
+            {f"{name}.weight": torch.zeros(100, 64, dtype=torch.uint8)}, tmp_path / "a.safetensors"
+        )
+        with pytest.raises(CheckpointError, match=r"multiples of 128; .* has 128 and 100"):
+            load_experts(tmp_path, 0)
+
+    def test_a_layer_that_is_not_there(self, single_file):
+        with pytest.raises(CheckpointError, match=r"no experts of layer 9 .*experts\.0\.gate_proj"):
+            load_experts(single_file, 9)
+        with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.9\."):
+            load_experts(single_file, 9, naming=DEFAULT_NAMING)
+
+    def test_experts_that_do_not_divide_among_the_ranks(self, single_file):
+        with pytest.raises(ValueError, match=r"num_ranks must divide the 6 experts .*; got 4"):
+            load_experts(single_file, LAYER, num_ranks=4)
+
+    @pytest.mark.parametrize(("rank_idx", "num_ranks"), [(-1, 2), (2, 2), (0, 0)])
+    def test_ranks_out_of_range(self, single_file, rank_idx, num_ranks):
+        with pytest.raises(ValueError, match=r"(rank_idx|num_ranks) must be"):
+            load_experts(single_file, LAYER, rank_idx=rank_idx, num_ranks=num_ranks)
+
+    def test_a_path_without_files(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"must be a \.safetensors file or a folder"):
+            load_experts(tmp_path, 0)
+        with pytest.raises(CheckpointError, match=r"must be a \.safetensors file or a folder"):
+            load_experts(tmp_path / "nowhere", 0)
+
+    def test_a_missing_shard(self, single_file):
+        single_file.unlink()
+        with pytest.raises(CheckpointError, match=f"{single_file} is missing"):
+            load_experts(single_file.parent, LAYER)
+
+    def test_a_damaged_shard(self, single_file):
+        single_file.write_bytes(b"not safetensors")
+        with pytest.raises(CheckpointError, match="is no safetensors file"):
+            load_experts(single_file.parent, LAYER)
+
+    @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": []}'])
+    def test_a_damaged_index(self, single_file, text):
+        (single_file.parent / INDEX_NAME).write_text(text)
+        with pytest.raises(CheckpointError, match="must hold a JSON object with a weight_map"):
+            load_experts(single_file.parent, LAYER)
+
+    def test_empty_files_are_not_written(self, tmp_path, weights):
+        with pytest.raises(ValueError, match="experts_per_file must be at least 1; got 0"):
+            save_experts(tmp_path, {LAYER: weights}, experts_per_file=0)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
 from .nvrtc import COMPILE_OPTIONS, compile_source, compiler_version
-from .render import KERNEL_NAME, render
+from .render import KERNEL_NAME, render_kernel
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.config import MegaMoEConfig
@@ -41,7 +41,7 @@ __all__ = [
     "compile_cached",
     "compile_source",
     "find_headers",
-    "render",
+    "render_kernel",
 ]
 
 
@@ -52,7 +52,7 @@ def build(config: MegaMoEConfig, *, cache: KernelCache | None = None) -> Compile
     """
     fields: dict[str, Any] = {**config.kernel_fields(), "arch": config.arch}
     return compile_cached(
-        render(config), arch=config.arch, kernel=KERNEL_NAME, config=fields, cache=cache
+        render_kernel(config), arch=config.arch, kernel=KERNEL_NAME, config=fields, cache=cache
     )
 
 

@@ -175,7 +175,7 @@ class KernelCache:
         folder = self.folder / key
         try:
             text = (folder / _MANIFEST).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if folder.is_dir():
                 raise _DamagedEntryError(f"{_MANIFEST} is missing") from None
             return None

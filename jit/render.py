@@ -35,7 +35,7 @@ class _LayoutStruct:
     constants: tuple[_Constant, ...]
 
 
-def render(config: MegaMoEConfig) -> str:
+def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the kernel for `config`."""
     namespace = _NAMESPACES[config.arch]
     layouts = [

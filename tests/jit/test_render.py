@@ -1,0 +1,152 @@
+"""The rendered translation unit: C++ sees the config that Python chose, and structs that agree."""
+
+import ctypes
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.errors import CompileError
+from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.jit import kernel_args
+from deep_moe.jit.headers import find_headers
+from deep_moe.jit.kernel_args import KernelArgs, LayoutCheck, WaitStatus, layout_checks
+from deep_moe.jit.nvrtc import compile_source
+from deep_moe.jit.render import render_kernel
+
+ROOT = Path(__file__).parents[2]
+SHAPE = MoEShape(
+    num_ranks=2,
+    num_experts=8,
+    num_topk=2,
+    hidden=256,
+    intermediate_hidden=128,
+    num_max_tokens_per_rank=16,
+)
+
+
+def small_config(**arguments) -> MegaMoEConfig:
+    return choose_config(SHAPE, 16, num_sms=4, **arguments)
+
+
+def compile_with(source: str, assertion: str) -> None:
+    """Compile everything but the kernel, with one more assertion."""
+    declarations = source[: source.index('extern "C"')]
+    probe = declarations + f'{assertion}\nextern "C" __global__ void probe() {{}}\n'
+    compile_source(
+        probe, arch="sm_100a", include_paths=find_headers().include_paths, kernel="probe"
+    )
+
+
+def test_every_field_and_offset_arrives_in_cpp() -> None:
+    config = small_config(activation_clamp=1.1)
+    assertions = []
+    for name, value in config.kernel_fields().items():
+        if isinstance(value, float):
+            assertions.append(f"static_assert(Config::{name} == 1.1f);")
+        else:
+            assertions.append(f"static_assert(Config::{name} == {int(value)});")
+    for struct, layout in (
+        ("Symm", config.symm_buffer_layout),
+        ("Smem", config.smem_layout),
+        ("Tmem", config.tmem_layout),
+    ):
+        for name, value in layout.constants().items():
+            assertions.append(f"static_assert(Config::{struct}::{name} == {value}ull);")
+    assert len(assertions) > 60
+    compile_with(render_kernel(config), "\n".join(assertions))
+
+
+def test_no_clamp_is_infinity_in_cpp() -> None:
+    text = render_kernel(small_config())
+    compile_with(text, "static_assert(Config::activation_clamp > 3.4e38f);")
+
+
+def test_offsets_beyond_32_bits_survive() -> None:
+    shape = replace(SHAPE, hidden=7168, num_topk=8, num_max_tokens_per_rank=65536)
+    config = choose_config(shape, 16, num_sms=4)
+    offset = config.symm_buffer_layout["combine"].offset
+    assert offset > 2**32
+    compile_with(
+        render_kernel(config), f"static_assert(Config::Symm::combine_offset == {offset}ull);"
+    )
+
+
+def test_equal_configs_render_equal_text_and_others_do_not() -> None:
+    assert render_kernel(small_config()) == render_kernel(small_config())
+    assert render_kernel(small_config()) != render_kernel(small_config(fast_math=False))
+
+
+@pytest.mark.parametrize("check", [c for c in layout_checks() if c.struct == "KernelArgs"][::5])
+def test_a_mirror_that_drifts_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, check: LayoutCheck
+) -> None:
+    wrong = replace(check, value=check.value + 8)
+    monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda: iter([wrong]))
+    expected = f"{wrong.value} bytes in KernelArgs"
+    if check.member is not None:
+        expected = f"KernelArgs::{check.member} at byte {wrong.value}"
+    with pytest.raises(CompileError, match=expected):
+        compile_with(render_kernel(small_config()), "")
+
+
+def test_every_member_of_the_header_is_mirrored_in_order() -> None:
+    header = (ROOT / "include/deep_moe/kernel_args.cuh").read_text()
+    for struct in (KernelArgs, WaitStatus):
+        body = re.search(rf"{struct.__name__} \{{\n(.*?)\n\}};", header, re.DOTALL)
+        assert body is not None
+        members = re.findall(r"^\s+[\w:]+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE)
+        mirrored = [name for name, *_ in struct._fields_ if not name.startswith("_")]
+        assert [member for member in members if member != "padding"] == mirrored
+
+
+def test_the_argument_is_aligned_for_tensor_maps() -> None:
+    for name in kernel_args.TENSOR_MAP_NAMES:
+        assert getattr(KernelArgs, name).offset % 64 == 0
+    assert ctypes.sizeof(KernelArgs) % kernel_args.ALIGNMENT == 0
+    assert ctypes.sizeof(WaitStatus) == 64
+
+
+def test_build_gives_a_kernel_whose_manifest_says_what_it_is(tmp_path: Path) -> None:
+    config = small_config()
+    kernel = jit.build(config, cache=jit.KernelCache(tmp_path))
+    assert kernel.cubin.startswith(b"\x7fELF")
+    assert ".entry mega_moe_kernel" in kernel.ptx
+    assert ".reqnctapercluster 2" in kernel.ptx
+    assert f".maxntid {config.num_threads}" in kernel.ptx
+    assert kernel.source == render_kernel(config)
+    manifest = kernel.manifest
+    assert manifest["config"]["num_stages"] == config.num_stages
+    assert manifest["config"]["activation_clamp"] == "inf"
+    assert manifest["arch"] == "sm_100a"
+    assert manifest["kernel"] == jit.KERNEL_NAME
+    # A kernel that spills, or needs more than the launch gives each thread, is a mistake.
+    assert manifest["resources"]["spill_store_bytes"] == 0
+    assert manifest["resources"]["num_registers"] * config.num_threads <= 65536
+
+
+def test_a_compile_error_shows_the_config(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "deep_moe.jit.render_kernel", lambda config: render_kernel(config) + "\nbroken"
+    )
+    with pytest.raises(CompileError, match="'num_experts_per_wave': "):
+        jit.build(small_config(), cache=jit.KernelCache(tmp_path))
+
+
+def test_a_cached_kernel_needs_neither_torch_nor_cuda() -> None:
+    """What keeps the load of a cached kernel short."""
+    jit.build(small_config())
+    script = """
+import sys
+from deep_moe import jit
+from deep_moe.heuristics import MoEShape, choose_config
+kernel = jit.build(choose_config(MoEShape(2, 8, 2, 256, 128, 16), 16, num_sms=4))
+assert kernel.ptx
+loaded = {"torch", "numpy", "cuda.bindings", "cuda.core", "filelock"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)

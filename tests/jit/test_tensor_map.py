@@ -1,0 +1,135 @@
+"""Tensor maps: every rule has an error that names the field, and the image says what was asked."""
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.jit.tensor_map import DataType, OutOfBounds, Swizzle, TensorMapSpec
+
+FP4 = {
+    "data_type": DataType.PACKED_16U4_ALIGN16B,
+    "address": 0x10000,
+    "dims": (256, 64),
+    "strides": (128,),
+    "box": (128, 32),
+    "swizzle": Swizzle.B128,
+}
+BYTES = {
+    "data_type": DataType.UINT8,
+    "address": 0x10000,
+    "dims": (256, 64),
+    "strides": (256,),
+    "box": (128, 32),
+    "swizzle": Swizzle.B128,
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (BYTES, {"dims": ()}, "dims must be 1 to 5"),
+        (BYTES, {"dims": (16,) * 6}, "dims must be 1 to 5"),
+        (BYTES, {"strides": ()}, "strides must be 1 values"),
+        (BYTES, {"box": (128,)}, "box must be 2 values"),
+        (BYTES, {"element_strides": (1,)}, "element_strides must be 2 values"),
+        (BYTES, {"address": 0x10008}, "address must be a multiple of 16"),
+        (FP4, {"address": 0x10010}, "address must be a multiple of 32"),
+        (BYTES, {"dims": (256, 0)}, r"dims\[1\] must be 1 to"),
+        (BYTES, {"dims": (256, 2**32 + 1)}, r"dims\[1\] must be 1 to"),
+        (FP4, {"dims": (192, 64)}, r"dims\[0\] must be a multiple of 128"),
+        (BYTES, {"strides": (264,)}, r"strides\[0\] must be a multiple of 16"),
+        (FP4, {"strides": (144,)}, r"strides\[0\] must be a multiple of 32"),
+        (BYTES, {"strides": (2**40,)}, r"strides\[0\] must be .* below 2\*\*40"),
+        (BYTES, {"strides": (0,)}, r"strides\[0\] must be"),
+        (BYTES, {"strides": (128,)}, r"strides\[0\] must be at least the 256 bytes"),
+        (BYTES, {"box": (0, 1)}, r"box\[0\] must be 1 to 256"),
+        (BYTES, {"box": (16, 257)}, r"box\[1\] must be 1 to 256"),
+        (BYTES, {"element_strides": (1, 9)}, r"element_strides\[1\] must be 1 to 8"),
+        (BYTES, {"box": (24, 8)}, r"box\[0\] must be a row of a multiple of 16 bytes"),
+        (BYTES, {"box": (256, 8)}, r"box\[0\] must be a row of at most 128 bytes"),
+        (BYTES, {"swizzle": Swizzle.B64}, r"box\[0\] must be a row of at most 64 bytes"),
+        (BYTES, {"swizzle": Swizzle.B32}, r"box\[0\] must be a row of at most 32 bytes"),
+        (FP4, {"box": (64, 32)}, r"box\[0\] must be 128"),
+        (FP4, {"swizzle": Swizzle.B64}, "swizzle must be NONE, B128 or B128_ATOM_32B"),
+        (BYTES, {"oob_fill": OutOfBounds.NAN}, "oob_fill must be ZEROS"),
+    ],
+)
+def test_a_broken_rule_names_the_field(base: dict, change: dict[str, Any], message: str) -> None:
+    TensorMapSpec(**base)
+    with pytest.raises(ValueError, match=message):
+        TensorMapSpec(**{**base, **change})
+
+
+def test_odd_rows_of_packed_nibbles_are_refused() -> None:
+    arguments = {**BYTES, "data_type": DataType.PACKED_16U4_ALIGN8B}
+    with pytest.raises(ValueError, match=r"dims\[0\] must be a multiple of 2"):
+        TensorMapSpec(**{**arguments, "dims": (255, 64)})
+
+
+def test_nan_fill_is_for_floating_types() -> None:
+    spec = TensorMapSpec(
+        DataType.BFLOAT16, 0x1000, (64, 8), (128,), (64, 8), oob_fill=OutOfBounds.NAN
+    )
+    assert spec.encode_emulated()[12] == 1
+
+
+def test_the_emulators_image_has_every_parameter_at_its_place() -> None:
+    spec = TensorMapSpec(
+        DataType.PACKED_16U4_ALIGN16B,
+        0x123456789A00,
+        dims=(7168, 4096, 3),
+        strides=(3584, 3584 * 4096),
+        box=(128, 64, 2),
+        swizzle=Swizzle.B128,
+        element_strides=(1, 2, 1),
+    )
+    image = spec.encode_emulated()
+    assert len(image) == 128
+    assert image[:8] == b"DMTMAP01"
+    assert tuple(image[8:13]) == (14, 3, 0, 3, 0)
+    assert struct.unpack_from("<Q", image, 16) == (0x123456789A00,)
+    assert struct.unpack_from("<5Q", image, 24) == (7168, 4096, 3, 0, 0)
+    assert struct.unpack_from("<4Q", image, 64) == (3584, 3584 * 4096, 0, 0)
+    assert struct.unpack_from("<5H", image, 96) == (128, 64, 2, 0, 0)
+    assert tuple(image[106:111]) == (1, 2, 1, 0, 0)
+    assert image[111:] == bytes(17)
+
+
+def test_rows_take_address_and_strides_from_the_tensor() -> None:
+    storage = torch.zeros(3, 4, 512, dtype=torch.int8)
+    view = storage[:, :, 128:384]  # rows of 256 bytes, 512 apart
+    spec = TensorMapSpec.of_rows(view, DataType.UINT8, name="w", box=(128, 2))
+    assert spec.address == storage.data_ptr() + 128
+    assert spec.dims == (256, 12)
+    assert spec.strides == (512,)
+    packed = TensorMapSpec.of_rows(view, DataType.PACKED_16U4_ALIGN16B, name="w", box=(128, 2))
+    assert packed.dims == (512, 12)
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (lambda t: t.transpose(1, 2), "w must have contiguous rows"),
+        (lambda t: t[:, ::2].transpose(0, 1), "w must have evenly spaced rows"),
+        (lambda t: t[:, :2], "w must have evenly spaced rows"),
+        (lambda t: t[..., 8:136], "w does not fit its tensor map: address"),
+        (
+            lambda t: t.flatten()[: 4 * 2 * 200].view(4, 2, 200),
+            "w does not fit its tensor map: str",
+        ),
+        (lambda t: t.flatten(), "w must have at least 2 dims"),
+    ],
+)
+def test_strides_that_a_map_cannot_follow_are_refused(view, message: str) -> None:
+    """B16: a map built from shapes alone would read other bytes than the tensor's."""
+    tensor = torch.zeros(4, 4, 256, dtype=torch.int8)
+    with pytest.raises(ValueError, match=message):
+        TensorMapSpec.of_rows(view(tensor), DataType.UINT8, name="w", box=(16, 2))
+
+
+def test_a_single_expert_may_have_any_outer_stride() -> None:
+    tensor = torch.zeros(2, 4, 256, dtype=torch.int8)[:1, :2]
+    spec = TensorMapSpec.of_rows(tensor, DataType.UINT8, name="w", box=(16, 2))
+    assert spec.dims == (256, 2)

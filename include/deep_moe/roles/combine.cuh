@@ -29,7 +29,6 @@ struct CombineChunks {
     static constexpr uint32_t bytes_per_access = 16;  // per lane: one uint4 of 8 BF16
     static constexpr uint32_t elements_per_access = bytes_per_access / sizeof(uint16_t);
     static constexpr uint32_t row_bytes = Config::hidden * sizeof(uint16_t);
-    // The last chunk may be shorter.
     static constexpr uint32_t chunk_bytes =
         align_up(ceil_div(row_bytes, Config::num_combine_chunks), bytes_per_access);
     static constexpr uint32_t num_chunks = ceil_div(row_bytes, chunk_bytes);
@@ -44,7 +43,8 @@ struct CombineChunks {
     static_assert(Config::num_topk <= warp_size, "one lane per slot");
 
     static __device__ uint32_t num_bytes(uint32_t chunk_idx) {
-        return min(chunk_bytes, row_bytes - chunk_idx * chunk_bytes);
+        if constexpr (row_bytes % chunk_bytes == 0) return chunk_bytes;
+        return min(chunk_bytes, row_bytes - chunk_idx * chunk_bytes);  // the last may be shorter
     }
 };
 

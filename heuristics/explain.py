@@ -8,7 +8,6 @@ from typing import Any
 
 from .config import MegaMoEConfig
 from .segments import Layout, ceil_div
-from .sm100 import expected_tokens_per_expert
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class RegisterRow:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's work when routing is uniform: blocks per wave of experts, and how the last round
-    of CTAs is filled in the last wave."""
+    """One rank's work when routing is uniform: blocks per wave of experts, how many rounds the grid
+    makes over all blocks, and which part of it the last round occupies."""
 
     num_tokens: int
     expected_tokens_per_expert: float
@@ -54,13 +53,13 @@ class Schedule:
     num_l1_blocks_per_wave: int
     num_l2_blocks_per_wave: int
     num_blocks: int
-    num_rounds_per_wave: int
+    num_rounds: int
     last_round_occupancy: float
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explained config. `to_dict` is JSON-able; `str` is for people."""
+    """The explained config. The command line prints it as tables, or `to_dict` as JSON."""
 
     arch: str
     smem_capacity: int
@@ -81,44 +80,6 @@ class Explanation:
             if field["value"] == math.inf:
                 field["value"] = None
         return plain
-
-    def __str__(self) -> str:
-        schedule = self.schedule
-        sections = [
-            f"{self.arch}, {schedule.num_tokens} tokens per rank",
-            _table("fields", [(f.name, _number(f.value), f.reason) for f in self.fields]),
-            _map_table(
-                f"shared memory: {self.smem_bytes} of {self.smem_capacity} bytes", self.smem_map
-            ),
-        ]
-        if self.tmem_map:
-            sections.append(
-                _map_table(f"tensor memory: {self.tmem_columns} columns", self.tmem_map)
-            )
-        sections.append(
-            _table(
-                f"registers: {sum(row.registers for row in self.registers)} per CTA",
-                [
-                    (row.role, f"{row.num_warps} warps", f"{row.registers_per_thread} per thread")
-                    for row in self.registers
-                ],
-            )
-        )
-        sections.append(
-            _map_table(
-                f"symmetric buffer: {self.symm_buffer_bytes} bytes per rank", self.symm_buffer_map
-            )
-        )
-        sections.append(
-            _table(
-                "schedule, uniform routing",
-                [
-                    (name.replace("_", " "), _number(value))
-                    for name, value in asdict(schedule).items()
-                ],
-            )
-        )
-        return "\n\n".join(sections)
 
 
 def explain(config: MegaMoEConfig) -> Explanation:
@@ -167,14 +128,20 @@ def _register_rows(config: MegaMoEConfig) -> tuple[RegisterRow, ...]:
 
 
 def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
-    expected = expected_tokens_per_expert(config.shape, num_tokens)
+    expected = config.shape.expected_tokens_per_expert(num_tokens)
     num_m_blocks = ceil_div(math.ceil(expected), config.block_m)
     num_m_blocks_per_wave = config.num_experts_per_wave * num_m_blocks
     num_waves = config.num_experts_per_rank // config.num_experts_per_wave
     num_l1_blocks = num_m_blocks_per_wave * config.num_l1_n_blocks
     num_l2_blocks = num_m_blocks_per_wave * config.num_l2_n_blocks
-    num_blocks = num_waves * (num_l1_blocks + num_l2_blocks)
-    in_last_round = num_blocks % config.num_sms or min(num_blocks, config.num_sms)
+    # Clusters take neighbouring n-blocks together; the last group of an odd number is not full.
+    num_groups_per_wave = num_m_blocks_per_wave * (
+        ceil_div(config.num_l1_n_blocks, config.cluster_size)
+        + ceil_div(config.num_l2_n_blocks, config.cluster_size)
+    )
+    num_clusters = config.num_sms // config.cluster_size
+    num_groups = num_waves * num_groups_per_wave
+    in_last_round = num_groups % num_clusters or min(num_groups, num_clusters)
     return Schedule(
         num_tokens=num_tokens,
         expected_tokens_per_expert=float(expected),
@@ -182,33 +149,7 @@ def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
         num_waves=num_waves,
         num_l1_blocks_per_wave=num_l1_blocks,
         num_l2_blocks_per_wave=num_l2_blocks,
-        num_blocks=num_blocks,
-        num_rounds_per_wave=ceil_div(num_l1_blocks + num_l2_blocks, config.num_sms),
-        last_round_occupancy=in_last_round / config.num_sms,
+        num_blocks=num_waves * (num_l1_blocks + num_l2_blocks),
+        num_rounds=ceil_div(num_groups, num_clusters),
+        last_round_occupancy=in_last_round / num_clusters,
     )
-
-
-def _number(value: int | float | bool) -> str:
-    if isinstance(value, float):
-        return "none" if value == math.inf else f"{value:.4g}"
-    return str(value)
-
-
-def _map_table(title: str, rows: tuple[MapRow, ...]) -> str:
-    return _table(
-        title,
-        [
-            (row.name, str(row.offset), str(row.size), f"{row.dtype}{list(row.shape)}", row.purpose)
-            for row in rows
-        ],
-    )
-
-
-def _table(title: str, rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([title, *lines])

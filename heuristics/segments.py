@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 DTYPE_BYTES = {
     "u8": 1,
@@ -53,6 +54,7 @@ class Segment:
 class Layout:
     """Segments in address order, their total size, and named positions between them."""
 
+    unit: ClassVar[str] = "u8"  # dtype of what offsets and sizes count
     segments: tuple[Segment, ...]
     num_bytes: int
     marks: tuple[tuple[str, int], ...] = ()
@@ -80,15 +82,14 @@ class Layout:
         position = 0
         for segment in self.segments:
             if segment.offset > position:
-                yield _padding(position, segment.offset)
+                yield self._padding(position, segment.offset)
             yield segment
             position = segment.end
         if self.num_bytes > position:
-            yield _padding(position, self.num_bytes)
+            yield self._padding(position, self.num_bytes)
 
-
-def _padding(begin: int, end: int) -> Segment:
-    return Segment("padding", begin, end - begin, "u8", (end - begin,), "alignment")
+    def _padding(self, begin: int, end: int) -> Segment:
+        return Segment("padding", begin, end - begin, self.unit, (end - begin,), "unused")
 
 
 class LayoutBuilder:

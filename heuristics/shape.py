@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from fractions import Fraction
 
 from .segments import align_up
 
@@ -85,6 +86,14 @@ class MoEShape:
     def num_experts_per_rank(self) -> int:
         """Experts that live on one rank; rank r owns r*this .. (r+1)*this - 1."""
         return self.num_experts // self.num_ranks
+
+    def expected_tokens_per_expert(self, num_tokens: int) -> Fraction:
+        """Tokens that an expert gets when all ranks bring `num_tokens` and routing is uniform.
+
+        >>> float(MoEShape(8, 256, 8, 7168, 2048, 1024).expected_tokens_per_expert(1024))
+        256.0
+        """
+        return Fraction(num_tokens * self.num_ranks * self.num_topk, self.num_experts)
 
     @property
     def num_max_pool_tokens(self) -> int:

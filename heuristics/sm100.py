@@ -64,15 +64,6 @@ OVERRIDABLE = (
 )
 
 
-def expected_tokens_per_expert(shape: MoEShape, num_tokens: int) -> Fraction:
-    """Tokens that an expert gets when all ranks bring `num_tokens` and routing is uniform.
-
-    >>> float(expected_tokens_per_expert(MoEShape(8, 256, 8, 7168, 2048, 1024), 1024))
-    256.0
-    """
-    return Fraction(num_tokens * shape.num_ranks * shape.num_topk, shape.num_experts)
-
-
 def choose_tile(expected: Fraction) -> Tile:
     """The first row of the table that serves `expected` tokens per expert.
 
@@ -189,7 +180,7 @@ def choose_fields(
         raise ValueError(f"num_sms must be even and at least 2 (clusters of 2); got {num_sms}")
     choose("cluster_size", CLUSTER_SIZE, "two CTAs share one tensor-core operation")
 
-    expected = expected_tokens_per_expert(shape, num_tokens)
+    expected = shape.expected_tokens_per_expert(num_tokens)
     tile = choose_tile(expected)
     tile_reason = f"{float(expected):.4g} tokens per expert expected"
     if "block_m" in overrides:

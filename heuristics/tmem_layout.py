@@ -28,6 +28,8 @@ def sm100_tmem_layout(*, block_m: int, block_n: int, num_tmem_stages: int) -> La
 class TmemLayout(Layout):
     """A layout in columns."""
 
+    unit = "u32"
+
     def constants(self) -> dict[str, int]:
         columns = {f"{segment.name}_column": segment.offset for segment in self.segments}
         return {**columns, "num_columns": self.num_bytes}

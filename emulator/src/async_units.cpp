@@ -1,0 +1,118 @@
+#include "async_units.h"
+
+namespace deep_moe::emulator {
+namespace {
+
+struct MbarrierTable {
+    std::unordered_map<uint32_t, Mbarrier> barriers;
+};
+
+template <class State>
+State& unit_state(Cta& cta, Unit unit) {
+    auto& slot = cta.units[int(unit)];
+    if (!slot) slot = std::make_shared<State>();
+    return *static_cast<State*>(slot.get());
+}
+
+}  // namespace
+
+SharedPlace shared_place(const Warp& w, Space space, uint64_t address, int lane) {
+    const auto shown = static_cast<unsigned long long>(address);
+    if (space == Space::generic) {
+        if ((address & window_mask) != shared_window) {
+            throw Fault(FaultKind::invalid_operation,
+                        format("generic address 0x%llx does not lead to shared memory", shown),
+                        lane);
+        }
+        address &= ~window_mask;
+    }
+    const uint32_t rank = uint32_t(address >> shared_rank_shift),
+                   offset = uint32_t(address) & shared_offset_mask;
+    if (address >> 32 || rank >= w.cta->cluster->ctas.size()) {
+        throw Fault(FaultKind::out_of_bounds,
+                    format("shared address 0x%llx: the cluster has %zu CTAs", shown,
+                           w.cta->cluster->ctas.size()),
+                    lane);
+    }
+    if (space == Space::shared && rank != w.cta->cluster_rank) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("shared address 0x%llx lies in the CTA with cluster rank %u, but "
+                           ".shared::cta reaches only the "
+                           "own CTA, rank %u",
+                           shown, rank, w.cta->cluster_rank),
+                    lane);
+    }
+    return {&cluster_cta(*w.cta, rank, "shared memory access"), offset};
+}
+
+Cta& cluster_cta(Cta& cta, uint32_t rank, const char* what) {
+    const auto& ctas = cta.cluster->ctas;
+    if (rank >= ctas.size()) {
+        fail(FaultKind::invalid_operation,
+             "%s needs the CTA with cluster rank %u, but the cluster has %zu CTAs", what, rank,
+             ctas.size());
+    }
+    if (!ctas[rank] || ctas[rank]->live_threads == 0) {
+        fail(FaultKind::invalid_operation,
+             "%s needs the CTA with cluster rank %u, which has exited", what, rank);
+    }
+    return *ctas[rank];
+}
+
+Mbarrier& mbarrier_at(Cta& cta, uint32_t offset) {
+    if (offset % 8)
+        fail(FaultKind::misaligned, "mbarrier address 0x%x is not a multiple of 8", offset);
+    auto& barriers = unit_state<MbarrierTable>(cta, Unit::mbarrier).barriers;
+    auto found = barriers.find(offset);
+    if (found != barriers.end()) return found->second;
+    cta.shared_at(offset, 8, Access::write, "mbarrier");
+    Mbarrier& barrier = barriers[offset];
+    barrier.address = offset;
+    return barrier;
+}
+
+static void signal(Cta& cta, bool phase_complete) {
+    cta.machine->note_progress();
+    if (phase_complete) cta.machine->wake(cta.mbarrier_waiters);
+}
+
+void arrive_at(Cta& cta, uint32_t offset, uint32_t count) {
+    signal(cta, mbarrier_at(cta, offset).arrive(count));
+}
+
+void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes) {
+    signal(cta, mbarrier_at(cta, offset).complete(num_bytes));
+}
+
+BulkState& bulk_state(Cta& cta) {
+    return unit_state<BulkState>(cta, Unit::bulk_copy);
+}
+
+TensorMemoryState& tensor_memory_state(Cta& cta) {
+    return unit_state<TensorMemoryState>(cta, Unit::tensor_memory);
+}
+
+void check_units_at_exit(Cta& cta) {
+    if (cta.units[int(Unit::bulk_copy)] && bulk_state(cta).in_flight) {
+        fail(FaultKind::invalid_operation,
+             "the CTA exits while %u asynchronous cop%s that read%s or write%s its shared memory "
+             "%s in flight",
+             bulk_state(cta).in_flight, bulk_state(cta).in_flight == 1 ? "y" : "ies",
+             bulk_state(cta).in_flight == 1 ? "s" : "", bulk_state(cta).in_flight == 1 ? "s" : "",
+             bulk_state(cta).in_flight == 1 ? "is" : "are");
+    }
+    if (!cta.units[int(Unit::tensor_memory)]) return;
+    const TensorMemoryState& state = tensor_memory_state(cta);
+    if (state.in_flight) {
+        fail(FaultKind::invalid_operation,
+             "the CTA exits while %u tcgen05 operation(s) that use it are in flight",
+             state.in_flight);
+    }
+    if (state.memory.num_allocated()) {
+        fail(FaultKind::invalid_operation,
+             "the CTA exits without giving back %u columns of tensor memory",
+             state.memory.num_allocated());
+    }
+}
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,113 @@
+// What the asynchronous instructions share: where a shared address leads in the cluster, the
+// mbarriers of a CTA, the bulk groups of its threads, its tensor memory, and the views that the
+// functional units get.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "machine.h"
+#include "mbarrier.h"
+#include "shared_window.h"
+#include "tensor_map.h"
+#include "tensor_memory.h"
+
+namespace deep_moe::emulator {
+
+struct SharedPlace {
+    Cta* cta;
+    uint32_t offset;
+};
+
+// `space` is shared (own CTA only), shared_cluster or generic.
+SharedPlace shared_place(const Warp& w, Space space, uint64_t address, int lane);
+// The CTA with this rank in the cluster of `cta`; Fault if there is none or it has exited.
+Cta& cluster_cta(Cta& cta, uint32_t rank, const char* what);
+
+class CtaWindow final : public SharedWindow {
+ public:
+    CtaWindow(Cta& cta, const char* what) : cta_(cta), what_(what) {}
+    const uint8_t* read(uint32_t address, uint32_t num_bytes) override {
+        // Operands are read 16 bytes at a time: the check for those without a loop.
+        if (num_bytes == 16 && address >= shared_base && address + 16 <= cta_.shared_end) {
+            uint64_t written[2];
+            std::memcpy(written, cta_.shadow.data() + address, 16);
+            constexpr uint64_t all = 0x0101010101010101ull;
+            if ((written[0] & written[1] & all) == all) {
+                return reinterpret_cast<const uint8_t*>(cta_.shared + address);
+            }
+        }
+        return reinterpret_cast<const uint8_t*>(
+            cta_.shared_at(address, num_bytes, Access::read, what_));
+    }
+    uint8_t* write(uint32_t address, uint32_t num_bytes) override {
+        return reinterpret_cast<uint8_t*>(cta_.shared_at(address, num_bytes, Access::write, what_));
+    }
+
+ private:
+    Cta& cta_;
+    const char* what_;
+};
+
+class RankMemory final : public GlobalMemory {
+ public:
+    explicit RankMemory(Rank& rank) : rank_(rank) {}
+    const uint8_t* read(uint64_t address, uint64_t num_bytes) override {
+        return reinterpret_cast<const uint8_t*>(
+            rank_.memory.resolve(address, num_bytes, Access::read));
+    }
+    uint8_t* write(uint64_t address, uint64_t num_bytes) override {
+        return reinterpret_cast<uint8_t*>(rank_.memory.resolve(address, num_bytes, Access::write));
+    }
+
+ private:
+    Rank& rank_;
+};
+
+// ---- mbarriers
+
+Mbarrier& mbarrier_at(Cta& cta, uint32_t offset);
+void arrive_at(Cta& cta, uint32_t offset, uint32_t count);
+void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes);
+
+// ---- state per CTA
+
+struct BulkGroup {
+    uint32_t unread = 0;      // copies whose source has not been read
+    uint32_t unfinished = 0;  // copies whose writes are not done
+};
+
+struct BulkThread {
+    std::shared_ptr<BulkGroup> open = std::make_shared<BulkGroup>();
+    std::deque<std::shared_ptr<BulkGroup>> committed;
+};
+
+struct BulkState {
+    std::unordered_map<uint32_t, BulkThread> threads;  // by thread in the CTA
+    uint32_t in_flight = 0;  // copies that have not touched this CTA's shared memory yet
+};
+BulkState& bulk_state(Cta& cta);
+
+struct TensorMemoryState {
+    TensorMemory memory;
+    std::unordered_map<uint32_t, uint64_t>
+        order_keys;  // by thread: its tcgen05 operations stay in order
+    uint32_t in_flight = 0;
+    // Allocations of the pair (cta_group::2) must happen in both CTAs: sizes asked for and columns
+    // given so far.
+    std::vector<uint32_t> pair_requests, pair_columns;
+};
+TensorMemoryState& tensor_memory_state(Cta& cta);
+
+inline uint32_t thread_in_cta(const Warp& w, int lane) {
+    return w.index * warp_size + uint32_t(lane);
+}
+
+// Called when the last thread of a CTA exits: work that still needs the CTA, or tensor memory that
+// was not given back, is an error.
+void check_units_at_exit(Cta& cta);
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,642 @@
+// cp.async.bulk*, cp.reduce.async.bulk*, prefetches of tensor maps.
+//
+// A copy is checked when it is issued and happens later, at a moment that the seed chooses: first
+// its data, then its completion. A store of a bulk group happens in two steps, reading its source
+// and writing its destination.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "async_units.h"
+#include "instruction_table.h"
+#include "numeric.h"
+
+namespace deep_moe::emulator {
+namespace {
+
+constexpr uint64_t no_order = 0;
+
+// ---- reductions
+
+enum class Reduction : uint8_t { none, add, min, max, inc, dec, bit_and, bit_or, bit_xor };
+
+template <class T>
+T reduce_integer(Reduction operation, T old, T value) {
+    switch (operation) {
+        case Reduction::add:
+            return T(old + value);
+        case Reduction::min:
+            return std::min(old, value);
+        case Reduction::max:
+            return std::max(old, value);
+        case Reduction::inc:
+            return old >= value ? T(0) : T(old + 1);
+        case Reduction::dec:
+            return old == 0 || old > value ? value : T(old - 1);
+        case Reduction::bit_and:
+            return T(old & value);
+        case Reduction::bit_or:
+            return T(old | value);
+        case Reduction::bit_xor:
+            return T(old ^ value);
+        case Reduction::none:
+            break;
+    }
+    return value;
+}
+
+template <class T>
+T reduce_float(Reduction operation, T old, T value) {
+    switch (operation) {
+        case Reduction::min:
+            return old < value ? old : value;
+        case Reduction::max:
+            return old > value ? old : value;
+        default:
+            return old + value;
+    }
+}
+
+template <class T, class F>
+void for_each_element(uint8_t* target, const uint8_t* source, uint64_t num_bytes, F f) {
+    for (uint64_t i = 0; i + sizeof(T) <= num_bytes; i += sizeof(T)) {
+        T old, value;
+        std::memcpy(&old, target + i, sizeof(T));
+        std::memcpy(&value, source + i, sizeof(T));
+        old = f(old, value);
+        std::memcpy(target + i, &old, sizeof(T));
+    }
+}
+
+// The engine runs one operation at a time, so that the elements change atomically for everybody in
+// this process.
+void combine(Reduction operation, Type type, uint8_t* target, const uint8_t* source,
+             uint64_t num_bytes) {
+    auto integers = [&]<class T>(T) {
+        for_each_element<T>(target, source, num_bytes,
+                            [&](T a, T b) { return reduce_integer<T>(operation, a, b); });
+    };
+    auto floats = [&]<class T>(T) {
+        for_each_element<T>(target, source, num_bytes,
+                            [&](T a, T b) { return reduce_float<T>(operation, a, b); });
+    };
+    switch (type) {
+        case Type::none:
+            std::memcpy(target, source, num_bytes);
+            return;
+        case Type::u32:
+        case Type::b32:
+            return integers(uint32_t{});
+        case Type::s32:
+            return integers(int32_t{});
+        case Type::u64:
+        case Type::b64:
+            return integers(uint64_t{});
+        case Type::s64:
+            return integers(int64_t{});
+        case Type::f32:
+            return floats(float{});
+        case Type::f64:
+            return floats(double{});
+        case Type::f16:
+            return for_each_element<uint16_t>(
+                target, source, num_bytes, [&](uint16_t a, uint16_t b) {
+                    return float_to_f16(reduce_float(operation, f16_to_float(a), f16_to_float(b)));
+                });
+        case Type::bf16:
+            return for_each_element<uint16_t>(
+                target, source, num_bytes, [&](uint16_t a, uint16_t b) {
+                    return float_to_bf16(
+                        reduce_float(operation, bf16_to_float(a), bf16_to_float(b)));
+                });
+        default:
+            fail(FaultKind::unsupported, "bulk reduction of .%s", name_of(type));
+    }
+}
+
+// ---- decoding
+
+// aux of every copy.
+struct CopyForm {
+    Space destination = Space::shared_cluster, source = Space::global;
+    uint8_t rank = 0;  // of the tensor, 0 for plain bytes
+    bool multicast = false, pair_barrier = false, bulk_group = false, byte_mask = false;
+    Reduction reduction = Reduction::none;
+    Type type = Type::none;
+
+    uint64_t pack() const {
+        return uint64_t(destination) | uint64_t(source) << 8 | uint64_t(rank) << 16 |
+               uint64_t(multicast) << 20 | uint64_t(pair_barrier) << 21 |
+               uint64_t(bulk_group) << 22 | uint64_t(byte_mask) << 23 | uint64_t(reduction) << 24 |
+               uint64_t(type) << 32;
+    }
+    static CopyForm unpack(uint64_t aux) {
+        CopyForm form;
+        form.destination = Space(aux & 0xff);
+        form.source = Space(aux >> 8 & 0xff);
+        form.rank = uint8_t(aux >> 16 & 0xf);
+        form.multicast = aux >> 20 & 1;
+        form.pair_barrier = aux >> 21 & 1;
+        form.bulk_group = aux >> 22 & 1;
+        form.byte_mask = aux >> 23 & 1;
+        form.reduction = Reduction(aux >> 24 & 0xff);
+        form.type = Type(aux >> 32 & 0xff);
+        return form;
+    }
+};
+
+// Destination and source space stand in this order among the modifiers.
+Space take_next_space(Decoder& d) {
+    for (const std::string& modifier : d.modifiers) {
+        if (modifier == "global") return d.take("global"), Space::global;
+        if (modifier == "shared::cta") return d.take("shared::cta"), Space::shared;
+        if (modifier == "shared::cluster") return d.take("shared::cluster"), Space::shared_cluster;
+    }
+    d.invalid("destination or source space is missing");
+}
+
+Reduction take_reduction(Decoder& d) {
+    constexpr std::pair<const char*, Reduction> names[] = {
+        {"add", Reduction::add},   {"min", Reduction::min},    {"max", Reduction::max},
+        {"inc", Reduction::inc},   {"dec", Reduction::dec},    {"and", Reduction::bit_and},
+        {"or", Reduction::bit_or}, {"xor", Reduction::bit_xor}};
+    for (auto [name, reduction] : names) {
+        if (d.take(name)) return reduction;
+    }
+    d.invalid("the reduction is missing");
+}
+
+uint8_t take_rank(Decoder& d) {
+    for (int rank = 1; rank <= TensorMap::max_rank; ++rank) {
+        if (d.take(std::to_string(rank) + "d")) return uint8_t(rank);
+    }
+    d.invalid("the dimension (.1d to .5d) is missing");
+}
+
+// `[map, {x, y}]` -> map address and coordinates.
+void append_tensor_operand(Decoder& d, size_t index, uint8_t rank, std::vector<Operand>& operands) {
+    if (index >= d.num_operands()) d.invalid("an operand is missing");
+    const ParsedOperand& p = d.parsed(index);
+    if (p.kind != ParsedOperand::Kind::address || p.elements.size() != 1) {
+        d.invalid("expected [tensor map, {coordinates}]");
+    }
+    operands.push_back(d.address(p));
+    const ParsedOperand& list = p.elements[0];
+    if (list.kind != ParsedOperand::Kind::vector) {
+        if (rank != 1) d.invalid("the number of coordinates does not match the dimension");
+        operands.push_back(d.source(list, Type::s32));
+        return;
+    }
+    if (list.elements.size() != rank)
+        d.invalid("the number of coordinates does not match the dimension");
+    for (const ParsedOperand& coordinate : list.elements)
+        operands.push_back(d.source(coordinate, Type::s32));
+}
+
+void take_completion(Decoder& d, CopyForm& form) {
+    if (d.take("mbarrier::complete_tx::bytes")) {
+        if (form.destination == Space::global)
+            d.invalid("a copy to global memory completes by .bulk_group");
+    } else if (d.take("bulk_group")) {
+        if (form.destination != Space::global)
+            d.invalid("a copy to shared memory completes by an mbarrier");
+        form.bulk_group = true;
+    } else {
+        d.invalid("the completion mechanism is missing");
+    }
+    form.multicast = d.take("multicast::cluster");
+}
+
+// ---- effects
+
+void check_aligned(uint64_t value, uint32_t grain, const char* what, int lane) {
+    if (value % grain == 0) return;
+    throw Fault(FaultKind::misaligned,
+                format("%s 0x%llx is not a multiple of %u", what,
+                       static_cast<unsigned long long>(value), grain),
+                lane);
+}
+
+// One CTA that receives data, and the barrier that counts it.
+struct Receiver {
+    Cta* cta;
+    Cta* barrier_cta;
+};
+
+std::vector<Receiver> receivers(Warp& w, const CopyForm& form, const SharedPlace& destination,
+                                const SharedPlace& barrier, uint32_t mask, int lane) {
+    const uint32_t barrier_rank = barrier.cta->cluster_rank;
+    std::vector<Receiver> all;
+    if (form.multicast) {
+        if (mask == 0)
+            throw Fault(FaultKind::invalid_operation, "multicast with an empty CTA mask", lane);
+        for (uint32_t rank = 0; rank < 16; ++rank) {
+            if (!(mask >> rank & 1)) continue;
+            Cta& cta = cluster_cta(*w.cta, rank, "multicast copy");
+            // Each receiver signals itself, or the member of its pair that has the parity of the
+            // given barrier's CTA.
+            const uint32_t target = form.pair_barrier ? (rank & ~1u) | (barrier_rank & 1) : rank;
+            all.push_back({&cta, &cluster_cta(*w.cta, target, "multicast copy")});
+        }
+        return all;
+    }
+    const bool pair = form.pair_barrier && (destination.cta->cluster_rank ^ barrier_rank) == 1;
+    if (destination.cta != barrier.cta && !pair) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("the destination lies in the CTA with cluster rank %u, the mbarrier in "
+                           "rank %u: they must be "
+                           "the same%s",
+                           destination.cta->cluster_rank, barrier_rank,
+                           form.pair_barrier ? " or a pair" : " (or a pair, with .cta_group::2)"),
+                    lane);
+    }
+    all.push_back({destination.cta, barrier.cta});
+    return all;
+}
+
+// Counts a copy for as long as it needs the CTA's shared memory.
+void hold(Cta& cta) {
+    ++bulk_state(cta).in_flight;
+}
+void release(Cta& cta) {
+    --bulk_state(cta).in_flight;
+}
+
+void hold(const std::vector<Receiver>& all) {
+    for (const Receiver& r : all) hold(*r.cta), hold(*r.barrier_cta);
+}
+void release(const std::vector<Receiver>& all) {
+    for (const Receiver& r : all) release(*r.cta), release(*r.barrier_cta);
+}
+
+std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
+    auto group = bulk_state(*w.cta).threads[thread_in_cta(w, lane)].open;
+    ++group->unread;
+    ++group->unfinished;
+    return group;
+}
+
+void finish_read(Cta& cta, BulkGroup& group) {
+    --group.unread;
+    release(cta);
+    cta.machine->wake(cta.bulk_waiters);
+    cta.machine->note_progress();
+}
+
+// The CTA may be gone by now: the writes of a group only need it if somebody still waits for them.
+void finish_write(const std::weak_ptr<BulkGroup>& weak, Cta* cta) {
+    auto group = weak.lock();
+    if (!group) return;
+    --group->unfinished;
+    cta->machine->wake(cta->bulk_waiters);
+    cta->machine->note_progress();
+}
+
+struct Piece {  // of a store
+    uint64_t address;
+    std::vector<uint8_t> bytes;
+};
+
+// A store or reduction to global memory: `read` fills the pieces, later they are written.
+void store_in_two_steps(Warp& w, const CopyForm& form, int lane,
+                        std::function<void(std::vector<Piece>&)> read) {
+    auto group = join_group(w, lane);
+    auto pieces = std::make_shared<std::vector<Piece>>();
+    Cta* cta = w.cta;
+    Rank* rank = w.grid->rank;
+    hold(*cta);
+    const uint64_t key = w.machine->new_order_key();
+    w.machine->enqueue_async(w, "bulk store, reading its source", key, [=, read = std::move(read)] {
+        read(*pieces);
+        finish_read(*cta, *group);
+    });
+    w.machine->enqueue_async(
+        w, "bulk store, writing its destination", key, [=, weak = std::weak_ptr(group)] {
+            RankMemory memory(*rank);
+            for (const Piece& piece : *pieces) {
+                combine(form.reduction, form.type, memory.write(piece.address, piece.bytes.size()),
+                        piece.bytes.data(), piece.bytes.size());
+            }
+            finish_write(weak, cta);
+        });
+}
+
+// ---- plain bytes
+
+// destination, source, size, mbarrier, CTA mask or byte mask
+Flow copy_bytes(Warp& w, const Op& op) {
+    const CopyForm form = CopyForm::unpack(op.aux);
+    w.for_each_lane([&](int lane) {
+        const uint64_t destination = w.address(op.operands[0], lane),
+                       source = w.address(op.operands[1], lane);
+        const uint32_t size = w.in<uint32_t>(op.operands[2])[lane],
+                       mask = w.in<uint32_t>(op.operands[4])[lane];
+        check_aligned(destination, 16, "bulk copy: destination", lane);
+        check_aligned(source, 16, "bulk copy: source", lane);
+        check_aligned(size, 16, "bulk copy: size", lane);
+        Cta* own = w.cta;
+        if (form.bulk_group) {
+            const SharedPlace from = shared_place(w, Space::shared, source, lane);
+            store_in_two_steps(w, form, lane, [=](std::vector<Piece>& pieces) {
+                const uint8_t* bytes = CtaWindow(*own, "bulk copy").read(from.offset, size);
+                if (!form.byte_mask) {
+                    pieces.push_back({destination, {bytes, bytes + size}});
+                    return;
+                }
+                for (uint32_t i = 0; i < size; ++i) {
+                    if (mask >> (i % 16) & 1) pieces.push_back({destination + i, {bytes[i]}});
+                }
+            });
+            return;
+        }
+        const SharedPlace to = shared_place(w, form.destination, destination, lane);
+        const SharedPlace barrier =
+            shared_place(w, form.destination, w.address(op.operands[3], lane), lane);
+        const std::vector<Receiver> all = receivers(w, form, to, barrier, mask, lane);
+        hold(all);
+        Rank* rank = w.grid->rank;
+        SharedPlace from{};
+        if (form.source != Space::global) {
+            from = shared_place(w, Space::shared, source, lane);
+            hold(*own);
+        }
+        w.machine->enqueue_async(w, "bulk copy to shared memory", no_order, [=] {
+            const uint8_t* bytes = from.cta ? CtaWindow(*own, "bulk copy").read(from.offset, size)
+                                            : RankMemory(*rank).read(source, size);
+            for (const Receiver& r : all) {
+                combine(form.reduction, form.type,
+                        CtaWindow(*r.cta, "bulk copy").write(to.offset, size), bytes, size);
+            }
+            if (from.cta) release(*own);
+            release(all);
+            for (const Receiver& r : all) complete_bytes_at(*r.barrier_cta, barrier.offset, size);
+        });
+    });
+    return Flow::next;
+}
+
+void decode_copy(Decoder& d, bool reduces) {
+    CopyForm form;
+    form.destination = take_next_space(d);
+    form.source = take_next_space(d);
+    const bool to_global = form.destination == Space::global;
+    if (to_global && form.source != Space::shared)
+        d.invalid("a copy to global memory reads .shared::cta");
+    take_completion(d, form);
+    if (reduces) {
+        form.reduction = take_reduction(d);
+        d.ignore({"noftz"});
+        form.type = d.take_type();
+    }
+    const bool policy = d.take("L2::cache_hint");
+    form.byte_mask = d.take("cp_mask");
+    if (to_global) {
+        const size_t count = 3 + policy + form.byte_mask;
+        d.expect_operands(count);
+        const Operand mask = form.byte_mask ? d.source(count - 1, Type::u16) : d.constant(0);
+        d.emit(copy_bytes,
+               {d.address(0), d.address(1), d.source(2, Type::u32), d.constant(0), mask},
+               form.pack());
+        return;
+    }
+    d.expect_operands(4 + form.multicast + policy);
+    const Operand mask = form.multicast ? d.source(4, Type::u16) : d.constant(0);
+    d.emit(copy_bytes, {d.address(0), d.address(1), d.source(2, Type::u32), d.address(3), mask},
+           form.pack());
+}
+
+void decode_bulk_copy(Decoder& d) {
+    decode_copy(d, false);
+}
+void decode_bulk_reduction(Decoder& d) {
+    decode_copy(d, true);
+}
+
+// ---- tensors
+
+TensorMap read_map(Warp& w, const Operand& address, int rank, int lane) {
+    const uint64_t at = w.address(address, lane);
+    check_aligned(at, 64, "tensor map address", lane);
+    uint8_t image[128];
+    for (uint32_t half : {0, 64}) {
+        std::memcpy(image + half, w.resolve(Space::generic, at + half, 64, Access::read, lane), 64);
+    }
+    const TensorMap map = TensorMap::decode(image);
+    if (map.rank != rank) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("the instruction has %d dimensions, the tensor map %d", rank, map.rank),
+                    lane);
+    }
+    return map;
+}
+
+Type element_type(const TensorMap& map, Reduction reduction) {
+    const bool bits = reduction >= Reduction::bit_and;
+    switch (map.data_type) {
+        case 2:
+            return Type::u32;
+        case 3:
+            return bits ? Type::b32 : Type::s32;
+        case 4:
+            return Type::u64;
+        case 5:
+            return bits ? Type::b64 : Type::s64;
+        case 6:
+            return Type::f16;
+        case 7:
+            return Type::f32;
+        case 8:
+            return Type::f64;
+        case 9:
+            return Type::bf16;
+        default:
+            fail(FaultKind::unsupported, "tensor reduction with data type %u", map.data_type);
+    }
+}
+
+struct Coordinates {
+    int32_t at[TensorMap::max_rank] = {};
+};
+
+Coordinates read_coordinates(const Warp& w, const Operand* operands, int rank, int lane) {
+    Coordinates c;
+    for (int i = 0; i < rank; ++i) c.at[i] = w.in<int32_t>(operands[i])[lane];
+    return c;
+}
+
+// destination, mbarrier, CTA mask, map, coordinates
+Flow load_tensor(Warp& w, const Op& op) {
+    const CopyForm form = CopyForm::unpack(op.aux);
+    w.for_each_lane([&](int lane) {
+        const TensorMap map = read_map(w, op.operands[3], form.rank, lane);
+        const Coordinates coordinates = read_coordinates(w, op.operands + 4, form.rank, lane);
+        const SharedPlace to =
+            shared_place(w, form.destination, w.address(op.operands[0], lane), lane);
+        const SharedPlace barrier =
+            shared_place(w, form.destination, w.address(op.operands[1], lane), lane);
+        map.check_load(coordinates.at, to.offset);
+        const std::vector<Receiver> all =
+            receivers(w, form, to, barrier, w.in<uint32_t>(op.operands[2])[lane], lane);
+        hold(all);
+        Rank* rank = w.grid->rank;
+        w.machine->enqueue_async(w, "tensor load", no_order, [=] {
+            RankMemory memory(*rank);
+            for (const Receiver& r : all) {
+                CtaWindow window(*r.cta, "tensor load");
+                map.load_tile(coordinates.at, to.offset, memory, window);
+            }
+            release(all);
+            for (const Receiver& r : all)
+                complete_bytes_at(*r.barrier_cta, barrier.offset, map.transaction_bytes());
+        });
+    });
+    return Flow::next;
+}
+
+// source, map, coordinates
+Flow store_tensor(Warp& w, const Op& op) {
+    const CopyForm form = CopyForm::unpack(op.aux);
+    w.for_each_lane([&](int lane) {
+        TensorMap map = read_map(w, op.operands[1], form.rank, lane);
+        const Coordinates coordinates = read_coordinates(w, op.operands + 2, form.rank, lane);
+        const SharedPlace from =
+            shared_place(w, Space::shared, w.address(op.operands[0], lane), lane);
+        map.check_store(coordinates.at, from.offset);
+        CopyForm stored = form;
+        if (form.reduction != Reduction::none) stored.type = element_type(map, form.reduction);
+        Cta* own = w.cta;
+        store_in_two_steps(w, stored, lane, [=](std::vector<Piece>& pieces) {
+            CtaWindow window(*own, "tensor store");
+            map.read_tile_for_store(
+                coordinates.at, from.offset, window,
+                [&](uint64_t address, const uint8_t* bytes, uint64_t num_bytes) {
+                    pieces.push_back({address, {bytes, bytes + num_bytes}});
+                });
+        });
+    });
+    return Flow::next;
+}
+
+void decode_tensor_copy(Decoder& d) {
+    CopyForm form;
+    form.rank = take_rank(d);
+    form.pair_barrier = d.take("cta_group::2");
+    d.take("cta_group::1");
+    form.destination = take_next_space(d);
+    form.source = take_next_space(d);
+    d.ignore({"tile"});
+    take_completion(d, form);
+    const bool policy = d.take("L2::cache_hint");
+    std::vector<Operand> operands;
+    if (form.destination == Space::global) {
+        if (form.source != Space::shared) d.invalid("a tensor store reads .shared::cta");
+        d.expect_operands(2 + policy);
+        operands.push_back(d.address(1));
+        append_tensor_operand(d, 0, form.rank, operands);
+        d.emit(store_tensor, std::move(operands), form.pack());
+        return;
+    }
+    if (form.source != Space::global) d.invalid("a tensor load reads .global");
+    d.expect_operands(3 + form.multicast + policy);
+    operands = {d.address(0), d.address(2),
+                form.multicast ? d.source(3, Type::u16) : d.constant(0)};
+    append_tensor_operand(d, 1, form.rank, operands);
+    d.emit(load_tensor, std::move(operands), form.pack());
+}
+
+void decode_tensor_reduction(Decoder& d) {
+    CopyForm form;
+    form.rank = take_rank(d);
+    form.destination = take_next_space(d);
+    form.source = take_next_space(d);
+    if (form.destination != Space::global || form.source != Space::shared) {
+        d.invalid("a tensor reduction goes from .shared::cta to .global");
+    }
+    form.reduction = take_reduction(d);
+    d.ignore({"tile"});
+    take_completion(d, form);
+    const bool policy = d.take("L2::cache_hint");
+    d.expect_operands(2 + policy);
+    std::vector<Operand> operands{d.address(1)};
+    append_tensor_operand(d, 0, form.rank, operands);
+    d.emit(store_tensor, std::move(operands), form.pack());
+}
+
+// ---- groups
+
+Flow commit_group(Warp& w, const Op&) {
+    w.for_each_lane([&](int lane) {
+        BulkThread& thread = bulk_state(*w.cta).threads[thread_in_cta(w, lane)];
+        thread.committed.push_back(std::exchange(thread.open, std::make_shared<BulkGroup>()));
+    });
+    return Flow::next;
+}
+
+// aux: groups that may stay pending; bit 32: wait for the reads of sources only
+Flow wait_group(Warp& w, const Op& op) {
+    const size_t allowed = uint32_t(op.aux);
+    const bool reads_only = op.aux >> 32 & 1;
+    bool waits = false;
+    w.for_each_lane([&](int lane) {
+        auto& threads = bulk_state(*w.cta).threads;
+        auto found = threads.find(thread_in_cta(w, lane));
+        if (found == threads.end()) return;
+        auto& groups = found->second.committed;
+        while (!groups.empty() && groups.front()->unfinished == 0) groups.pop_front();
+        for (size_t i = 0; i + allowed < groups.size(); ++i) {
+            if (reads_only ? groups[i]->unread : groups[i]->unfinished) waits = true;
+        }
+    });
+    if (!waits) return Flow::next;
+    return w.block(w.cta->bulk_waiters,
+                   reads_only ? "bulk groups: all but %llu to be read"
+                              : "bulk groups: all but %llu to be complete",
+                   allowed);
+}
+
+void decode_commit_group(Decoder& d) {
+    d.expect_operands(0);
+    d.emit(commit_group, {});
+}
+
+void decode_wait_group(Decoder& d) {
+    const bool read = d.take("read");
+    d.expect_operands(1);
+    d.emit(wait_group, {}, d.immediate(0) | uint64_t(read) << 32);
+}
+
+// ---- hints
+
+Flow nothing(Warp&, const Op&) {
+    return Flow::next;
+}
+
+void decode_hint(Decoder& d) {
+    d.modifiers.clear();
+    d.emit(nothing, {});
+}
+
+}  // namespace
+
+InstructionTable bulk_copy_instructions() {
+    return {
+        {"cp.async.bulk", decode_bulk_copy,
+         "bytes between global and shared memory, also to a CTA of the cluster"},
+        {"cp.async.bulk.tensor", decode_tensor_copy, "tile of a tensor map, load or store"},
+        {"cp.async.bulk.commit_group", decode_commit_group, "closes the thread's bulk group"},
+        {"cp.async.bulk.wait_group", decode_wait_group,
+         "waits until all but N groups are complete (.read: read)"},
+        {"cp.async.bulk.prefetch", decode_hint, "hint, no effect"},
+        {"cp.async.bulk.prefetch.tensor", decode_hint, "hint, no effect"},
+        {"cp.reduce.async.bulk", decode_bulk_reduction,
+         "bytes combined with the destination's elements"},
+        {"cp.reduce.async.bulk.tensor", decode_tensor_reduction,
+         "tile combined with the tensor's elements"},
+        {"prefetch.tensormap", decode_hint, "hint, no effect"},
+        {"prefetch.param.tensormap", decode_hint, "hint, no effect"},
+        {"prefetch.const.tensormap", decode_hint, "hint, no effect"},
+    };
+}
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,233 @@
+// mbarrier.*
+#include "async_units.h"
+#include "instruction_table.h"
+
+namespace deep_moe::emulator {
+namespace {
+
+// aux: space in bits 0..7, the operation's variant above.
+Space space_of(const Op& op) {
+    return Space(op.aux & 0xff);
+}
+
+SharedPlace place(const Warp& w, const Op& op, const Operand& address, int lane) {
+    return shared_place(w, space_of(op), w.address(address, lane), lane);
+}
+
+void wake_if(Cta& cta, bool phase_complete) {
+    cta.machine->note_progress();
+    if (phase_complete) cta.machine->wake(cta.mbarrier_waiters);
+}
+
+Flow init(Warp& w, const Op& op) {
+    auto count = w.in<uint32_t>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[0], lane);
+        mbarrier_at(*at.cta, at.offset).init(count[lane], w.machine->checks);
+    });
+    return Flow::next;
+}
+
+Flow inval(Warp& w, const Op& op) {
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[0], lane);
+        mbarrier_at(*at.cta, at.offset).invalidate();
+    });
+    return Flow::next;
+}
+
+enum class Arrival : uint8_t { plain, drop, expect, drop_and_expect };
+
+// state, address, count or bytes
+template <Arrival kind>
+Flow arrive(Warp& w, const Op& op) {
+    auto value = w.in<uint32_t>(op.operands[2]);
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[1], lane);
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, barrier.phase);
+        bool complete = false;
+        switch (kind) {
+            case Arrival::plain:
+                complete = barrier.arrive(value[lane]);
+                break;
+            case Arrival::drop:
+                complete = barrier.arrive_and_drop(value[lane]);
+                break;
+            case Arrival::expect:
+                complete = barrier.arrive_and_expect(1, value[lane]);
+                break;
+            case Arrival::drop_and_expect:
+                barrier.expect(value[lane]);
+                complete = barrier.arrive_and_drop(1);
+                break;
+        }
+        wake_if(*at.cta, complete);
+    });
+    return Flow::next;
+}
+
+Flow expect_tx(Warp& w, const Op& op) {
+    auto bytes = w.in<uint32_t>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[0], lane);
+        mbarrier_at(*at.cta, at.offset).expect(bytes[lane]);
+    });
+    return Flow::next;
+}
+
+Flow complete_tx(Warp& w, const Op& op) {
+    auto bytes = w.in<uint32_t>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[0], lane);
+        wake_if(*at.cta, mbarrier_at(*at.cta, at.offset).complete(bytes[lane]));
+    });
+    return Flow::next;
+}
+
+// Lanes whose phase is complete.
+uint32_t test(const Warp& w, const Op& op, bool by_parity) {
+    uint32_t done = 0;
+    w.for_each_lane([&](int lane) {
+        SharedPlace at = place(w, op, op.operands[1], lane);
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        const bool complete = by_parity ? barrier.test_parity(w.in<uint32_t>(op.operands[2])[lane])
+                                        : barrier.test_state(w.in<uint64_t>(op.operands[2])[lane]);
+        if (complete) done |= 1u << lane;
+    });
+    return done;
+}
+
+// predicate, address, parity or state
+template <bool by_parity>
+Flow test_wait(Warp& w, const Op& op) {
+    const uint32_t done = test(w, op, by_parity);
+    w.set_predicate(op.operands[0], done);
+    if (done == w.exec) return Flow::next;
+    ++w.polls;
+    return Flow::yield;
+}
+
+// The hardware suspends a thread for a bounded time; then the answer is false and the program may
+// look at other things.
+constexpr uint64_t default_suspend_ns = 1'000'000;
+
+// predicate, address, parity or state, time limit in ns (0: the default)
+template <bool by_parity>
+Flow try_wait(Warp& w, const Op& op) {
+    const uint32_t done = test(w, op, by_parity);
+    if (!done) {
+        uint64_t& deadline = w.current.token;
+        const uint64_t now = w.machine->now_ns();
+        if (!deadline) {
+            const uint32_t hint = w.uniform<uint32_t>(op.operands[3]);
+            deadline = now + (hint ? hint : default_suspend_ns);
+        }
+        if (now < deadline) {
+            const int lane = w.first_lane();
+            const SharedPlace at = place(w, op, op.operands[1], lane);
+            return w.block(w.cta->mbarrier_waiters, "mbarrier at 0x%llx in its phase %llu",
+                           w.address(op.operands[1], lane), mbarrier_at(*at.cta, at.offset).phase,
+                           deadline);
+        }
+    }
+    w.set_predicate(op.operands[0], done);
+    if (done) return Flow::next;
+    ++w.polls;
+    return Flow::yield;
+}
+
+void ignore_order(Decoder& d) {
+    d.ignore({"release", "acquire", "relaxed", "cta", "cluster", "b64"});
+}
+
+void decode_init(Decoder& d) {
+    const Space space = d.take_space();
+    if (space == Space::shared_cluster) d.invalid("mbarrier.init reaches only the own CTA");
+    d.ignore({"b64"});
+    d.expect_operands(2);
+    d.emit(init, {d.address(0), d.source(1, Type::u32)}, uint64_t(space));
+}
+
+void decode_inval(Decoder& d) {
+    const Space space = d.take_space();
+    d.ignore({"b64"});
+    d.expect_operands(1);
+    d.emit(inval, {d.address(0)}, uint64_t(space));
+}
+
+void decode_arrive(Decoder& d, bool drop) {
+    const bool expect = d.take("expect_tx");
+    d.ignore({"noComplete"});
+    const Space space = d.take_space();
+    ignore_order(d);
+    d.expect_operands(expect ? 3 : 2, 3);
+    const Operand state = d.destination(0, Type::b64);
+    if (space == Space::shared_cluster && !state.sink)
+        d.invalid("an arrival in .shared::cluster returns no state");
+    const Operand value = d.num_operands() == 3 ? d.source(2, Type::u32) : d.constant(1);
+    const Body body = drop ? (expect ? arrive<Arrival::drop_and_expect> : arrive<Arrival::drop>)
+                           : (expect ? arrive<Arrival::expect> : arrive<Arrival::plain>);
+    d.emit(body, {state, d.address(1), value}, uint64_t(space));
+}
+
+void decode_plain_arrive(Decoder& d) {
+    decode_arrive(d, false);
+}
+void decode_arrive_drop(Decoder& d) {
+    decode_arrive(d, true);
+}
+
+void decode_transactions(Decoder& d, Body body) {
+    const Space space = d.take_space();
+    ignore_order(d);
+    d.expect_operands(2);
+    d.emit(body, {d.address(0), d.source(1, Type::u32)}, uint64_t(space));
+}
+
+void decode_expect_tx(Decoder& d) {
+    decode_transactions(d, expect_tx);
+}
+void decode_complete_tx(Decoder& d) {
+    decode_transactions(d, complete_tx);
+}
+
+void decode_wait(Decoder& d, bool suspends) {
+    const bool by_parity = d.take("parity");
+    const Space space = d.take_space();
+    if (space == Space::shared_cluster) d.invalid("waits reach only the own CTA");
+    ignore_order(d);
+    d.expect_operands(3, suspends ? 4 : 3);
+    const Operand done = d.destination(0, Type::pred);
+    const Operand address = d.address(1), value = d.source(2, by_parity ? Type::u32 : Type::b64);
+    const Operand limit = d.num_operands() == 4 ? d.source(3, Type::u32) : d.constant(0);
+    const Body body = suspends ? (by_parity ? try_wait<true> : try_wait<false>)
+                               : (by_parity ? test_wait<true> : test_wait<false>);
+    d.emit(body, {done, address, value, limit}, uint64_t(space));
+}
+
+void decode_test_wait(Decoder& d) {
+    decode_wait(d, false);
+}
+void decode_try_wait(Decoder& d) {
+    decode_wait(d, true);
+}
+
+}  // namespace
+
+InstructionTable mbarrier_instructions() {
+    return {
+        {"mbarrier.init", decode_init, "sets expected arrivals, phase 0"},
+        {"mbarrier.inval", decode_inval, "ends the object's life"},
+        {"mbarrier.arrive", decode_plain_arrive,
+         "arrival, also .expect_tx, local or in the cluster"},
+        {"mbarrier.arrive_drop", decode_arrive_drop, "arrival that lowers the expected count"},
+        {"mbarrier.expect_tx", decode_expect_tx, "more bytes are expected in this phase"},
+        {"mbarrier.complete_tx", decode_complete_tx, "bytes have come, without a copy"},
+        {"mbarrier.test_wait", decode_test_wait, "asks for a phase, by state or parity"},
+        {"mbarrier.try_wait", decode_try_wait,
+         "waits a bounded time for a phase, by state or parity"},
+    };
+}
+
+}  // namespace deep_moe::emulator

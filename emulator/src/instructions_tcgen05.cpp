@@ -1,0 +1,569 @@
+// tcgen05.*: tensor memory and the fifth-generation tensor core.
+//
+// mma, cp, shift and commit of one thread run later, in the order of issue; ld and st run at once.
+#include <array>
+
+#include "async_units.h"
+#include "instruction_table.h"
+#include "mma_sm100.h"
+
+namespace deep_moe::emulator {
+namespace {
+
+int take_cta_group(Decoder& d) {
+    if (d.take("cta_group::1")) return 1;
+    if (d.take("cta_group::2")) return 2;
+    d.invalid("the .cta_group is missing");
+}
+
+// Tensor memory addresses stand in brackets in most instructions.
+Operand tensor_memory_address(Decoder& d, size_t i) {
+    if (i >= d.num_operands()) d.invalid("an operand is missing");
+    return d.parsed(i).kind == ParsedOperand::Kind::address ? d.address(i) : d.source(i, Type::u32);
+}
+
+void whole_warp(Decoder& d) {
+    d.take("sync");
+    d.take("aligned");
+    d.op.meeting = Meeting::whole_warp;
+}
+
+// The same value in all lanes, as .sync.aligned instructions demand.
+uint32_t common_address(const Warp& w, const Operand& operand) {
+    const uint32_t address = uint32_t(w.address(operand, w.first_lane()));
+    w.for_each_lane([&](int lane) {
+        if (uint32_t(w.address(operand, lane)) != address) {
+            throw Fault(FaultKind::invalid_operation,
+                        format("tensor memory address 0x%08x differs from lane %d's 0x%08x",
+                               uint32_t(w.address(operand, lane)), w.first_lane(), address),
+                        lane);
+        }
+    });
+    return address;
+}
+
+Cta& pair_peer(Cta& cta, const char* what) {
+    return cluster_cta(cta, cta.cluster_rank ^ 1, what);
+}
+
+// ---- allocation
+
+// destination, columns; aux: cta_group, space of the destination above bit 8
+Flow alloc(Warp& w, const Op& op) {
+    TensorMemoryState& state = tensor_memory_state(*w.cta);
+    const uint32_t count = w.uniform<uint32_t>(op.operands[1]);
+    TensorMemory::check_size(count);
+    const bool pair = (op.aux & 0xff) == 2;
+    if (pair) {
+        Cta& peer = pair_peer(*w.cta, "tcgen05.alloc.cta_group::2");
+        TensorMemoryState& other = tensor_memory_state(peer);
+        uint64_t& turn = w.current.token;  // which of the pair's allocations this is, from 1
+        if (!turn) {
+            state.pair_requests.push_back(count);
+            turn = state.pair_requests.size();
+            w.machine->wake(peer.tmem_waiters);
+        }
+        if (other.pair_requests.size() < turn) {
+            return w.block(w.cta->tmem_waiters,
+                           "tcgen05.alloc of %llu columns in the other CTA of the pair", count);
+        }
+        if (other.pair_requests[turn - 1] != count) {
+            fail(FaultKind::invalid_operation,
+                 "tcgen05.alloc.cta_group::2 of %u columns, the other CTA of the pair asks for %u",
+                 count, other.pair_requests[turn - 1]);
+        }
+    }
+    const std::optional<uint32_t> column = state.memory.try_allocate(count);
+    if (!column) return w.block(w.cta->tmem_waiters, "%llu free columns of tensor memory", count);
+    if (pair) {
+        TensorMemoryState& other =
+            tensor_memory_state(pair_peer(*w.cta, "tcgen05.alloc.cta_group::2"));
+        state.pair_columns.push_back(*column);
+        const size_t turn = state.pair_columns.size();
+        if (other.pair_columns.size() >= turn && other.pair_columns[turn - 1] != *column) {
+            fail(FaultKind::invalid_operation,
+                 "tcgen05.alloc.cta_group::2 gives column %u here and %u in the other CTA of the "
+                 "pair",
+                 *column, other.pair_columns[turn - 1]);
+        }
+    }
+    const int lane = w.first_lane();
+    const uint64_t destination = w.address(op.operands[0], lane);
+    *reinterpret_cast<uint32_t*>(
+        w.resolve(Space(op.aux >> 8 & 0xff), destination, 4, Access::write, lane)) = *column;
+    w.machine->note_progress();
+    return Flow::next;
+}
+
+void decode_alloc(Decoder& d) {
+    whole_warp(d);
+    const int group = take_cta_group(d);
+    const Space space = d.take_space();
+    d.ignore({"b32"});
+    d.expect_operands(2);
+    d.emit(alloc, {d.address(0), d.source(1, Type::u32)}, uint64_t(group) | uint64_t(space) << 8);
+}
+
+Flow dealloc(Warp& w, const Op& op) {
+    TensorMemoryState& state = tensor_memory_state(*w.cta);
+    if (state.in_flight) {
+        fail(FaultKind::invalid_operation,
+             "tcgen05.dealloc while %u tcgen05 operation(s) are in flight", state.in_flight);
+    }
+    state.memory.deallocate(common_address(w, op.operands[0]), w.uniform<uint32_t>(op.operands[1]));
+    w.machine->note_progress();
+    w.machine->wake(w.cta->tmem_waiters);
+    return Flow::next;
+}
+
+void decode_dealloc(Decoder& d) {
+    whole_warp(d);
+    take_cta_group(d);
+    d.ignore({"b32"});
+    d.expect_operands(2);
+    d.emit(dealloc, {tensor_memory_address(d, 0), d.source(1, Type::u32)});
+}
+
+Flow relinquish(Warp& w, const Op&) {
+    tensor_memory_state(*w.cta).memory.relinquished = true;
+    return Flow::next;
+}
+
+void decode_relinquish(Decoder& d) {
+    whole_warp(d);
+    take_cta_group(d);
+    d.expect_operands(0);
+    d.emit(relinquish, {});
+}
+
+// ---- work in the issuing thread's order
+
+void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind,
+                      std::function<void()> complete) {
+    Cta* ctas[2] = {w.cta, nullptr};
+    if (cta_group == 2) ctas[1] = &pair_peer(*w.cta, kind);
+    uint64_t& key = tensor_memory_state(*w.cta).order_keys[thread_in_cta(w, lane)];
+    if (!key) key = w.machine->new_order_key();
+    for (Cta* cta : ctas) {
+        if (cta) ++tensor_memory_state(*cta).in_flight;
+    }
+    w.machine->enqueue_async(w, kind, key,
+                             [ctas = std::to_array(ctas), complete = std::move(complete)] {
+                                 complete();
+                                 for (Cta* cta : ctas) {
+                                     if (!cta) continue;
+                                     --tensor_memory_state(*cta).in_flight;
+                                     cta->machine->note_progress();
+                                 }
+                             });
+}
+
+// The CTAs that take part, the one with the even cluster rank first.
+std::array<Cta*, 2> participants(Warp& w, int cta_group, const char* what) {
+    if (cta_group == 1) return {w.cta, nullptr};
+    Cta& peer = pair_peer(*w.cta, what);
+    return w.cta->cluster_rank & 1 ? std::array<Cta*, 2>{&peer, w.cta}
+                                   : std::array<Cta*, 2>{w.cta, &peer};
+}
+
+// ---- mma
+
+struct MmaForm {
+    MmaKind kind = MmaKind::f16;
+    int cta_group = 1;
+    bool a_in_tensor_memory = false;
+    uint32_t num_scale_blocks = 1;
+    bool disables_lanes = false;
+
+    uint64_t pack() const {
+        return uint64_t(kind) | uint64_t(cta_group) << 8 | uint64_t(a_in_tensor_memory) << 16 |
+               uint64_t(num_scale_blocks) << 24 | uint64_t(disables_lanes) << 32;
+    }
+    static MmaForm unpack(uint64_t aux) {
+        return {MmaKind(aux & 0xff), int(aux >> 8 & 0xff), (aux >> 16 & 1) != 0,
+                uint32_t(aux >> 24 & 0xff), (aux >> 32 & 1) != 0};
+    }
+};
+
+// d, a, b, idesc, sfa, sfb, enable-input-d, scale-input-d, disabled lanes (4 or 8, if any)
+Flow mma(Warp& w, const Op& op) {
+    const MmaForm form = MmaForm::unpack(op.aux);
+    const uint32_t enable = w.predicate(op.operands[6]);
+    w.for_each_lane([&](int lane) {
+        Mma mma;
+        mma.kind = form.kind;
+        mma.cta_group = form.cta_group;
+        mma.shape = InstructionDescriptor::decode(w.in<uint32_t>(op.operands[3])[lane], form.kind,
+                                                  form.cta_group);
+        mma.a_in_tensor_memory = form.a_in_tensor_memory;
+        if (form.a_in_tensor_memory)
+            mma.a_address = uint32_t(w.address(op.operands[1], lane));
+        else
+            mma.a = MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[1])[lane]);
+        mma.b = MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[2])[lane]);
+        mma.d_address = uint32_t(w.address(op.operands[0], lane));
+        mma.num_scale_blocks = form.num_scale_blocks;
+        if (is_block_scaled(form.kind)) {
+            mma.sfa_address = uint32_t(w.address(op.operands[4], lane));
+            mma.sfb_address = uint32_t(w.address(op.operands[5], lane));
+        }
+        mma.accumulate = enable >> lane & 1;
+        mma.scale_d_shift = int(w.in<uint32_t>(op.operands[7])[lane]);
+        if (form.disables_lanes) {
+            for (int i = 0; i < op.num_operands - 8; ++i) {
+                mma.disabled_lanes[i] = w.in<uint32_t>(op.operands[8 + i])[lane];
+            }
+        }
+        const std::array<Cta*, 2> ctas =
+            participants(w, form.cta_group, "tcgen05.mma.cta_group::2");
+        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", [ctas, mma] {
+            static thread_local Panels panels;
+            CtaWindow even(*ctas[0], "tcgen05.mma operand"),
+                odd(*(ctas[1] ? ctas[1] : ctas[0]), "tcgen05.mma operand");
+            const MmaCta sides[2] = {
+                {&even, &tensor_memory_state(*ctas[0]).memory},
+                {&odd, ctas[1] ? &tensor_memory_state(*ctas[1]).memory : nullptr}};
+            mma.run(sides, ctas[0]->machine->checks, panels);
+        });
+    });
+    return Flow::next;
+}
+
+MmaKind take_kind(Decoder& d) {
+    constexpr std::pair<const char*, MmaKind> kinds[] = {
+        {"kind::f16", MmaKind::f16},           {"kind::tf32", MmaKind::tf32},
+        {"kind::f8f6f4", MmaKind::f8f6f4},     {"kind::i8", MmaKind::i8},
+        {"kind::mxf8f6f4", MmaKind::mxf8f6f4}, {"kind::mxf4nvf4", MmaKind::mxf4nvf4},
+        {"kind::mxf4", MmaKind::mxf4}};
+    for (auto [name, kind] : kinds) {
+        if (d.take(name)) return kind;
+    }
+    d.invalid("the .kind is missing");
+}
+
+void take_scale_blocks(Decoder& d, MmaForm& form) {
+    if (!is_block_scaled(form.kind)) return;
+    if (!d.take("block_scale")) d.invalid("this kind needs .block_scale");
+    uint32_t block = form.kind == MmaKind::mxf4nvf4 ? 0 : 32;
+    if (d.take("block32")) block = 32;
+    if (d.take("block16")) block = 16;
+    const uint32_t k = form.kind == MmaKind::mxf8f6f4 ? 32 : 64;
+    form.num_scale_blocks = block ? k / block : 0;
+    std::string vector;
+    if (d.take_prefix("scale_vec::", vector)) form.num_scale_blocks = uint32_t(vector.at(11) - '0');
+    const bool fits = form.kind == MmaKind::mxf8f6f4 ? form.num_scale_blocks == 1
+                      : form.kind == MmaKind::mxf4
+                          ? form.num_scale_blocks == 2
+                          : form.num_scale_blocks == 2 || form.num_scale_blocks == 4;
+    if (!fits) d.invalid("this scale vector size does not exist for this kind");
+}
+
+void decode_mma(Decoder& d) {
+    MmaForm form;
+    form.cta_group = take_cta_group(d);
+    form.kind = take_kind(d);
+    take_scale_blocks(d, form);
+    std::string collector;
+    d.take_prefix("collector::", collector);  // may keep A in a cache; no effect on results
+    const bool scaled = is_block_scaled(form.kind);
+    d.expect_operands(scaled ? 7 : 5, scaled ? 7 : 7);
+    form.a_in_tensor_memory = d.parsed(1).kind == ParsedOperand::Kind::address;
+    const Operand accumulator = tensor_memory_address(d, 0);
+    const Operand a = form.a_in_tensor_memory ? d.address(1) : d.source(1, Type::b64);
+    const Operand b = d.source(2, Type::b64), shape = d.source(3, Type::u32);
+    if (scaled) {
+        d.emit(mma,
+               {accumulator, a, b, shape, tensor_memory_address(d, 4), tensor_memory_address(d, 5),
+                d.source(6, Type::pred), d.constant(0)},
+               form.pack());
+        return;
+    }
+    size_t next = 4;
+    std::vector<Operand> lanes;
+    if (d.parsed(next).kind == ParsedOperand::Kind::vector) {
+        form.disables_lanes = true;
+        lanes = d.sources(next++, Type::b32);
+        if (lanes.size() != size_t(4 * form.cta_group))
+            d.invalid("disable-output-lane needs 4 or, for a pair, 8 registers");
+    }
+    const Operand enable = d.source(next++, Type::pred);
+    const Operand shift = next < d.num_operands() ? d.constant(d.immediate(next++)) : d.constant(0);
+    if (next != d.num_operands()) d.invalid("too many operands");
+    std::vector<Operand> operands{accumulator,   a,      b,    shape, d.constant(0),
+                                  d.constant(0), enable, shift};
+    operands.insert(operands.end(), lanes.begin(), lanes.end());
+    d.emit(mma, std::move(operands), form.pack());
+}
+
+// ---- cp, shift
+
+// address, descriptor; aux: cta_group, shape above bit 8
+Flow copy(Warp& w, const Op& op) {
+    const int cta_group = int(op.aux & 0xff);
+    const CopyShape shape = CopyShape(op.aux >> 8);
+    w.for_each_lane([&](int lane) {
+        const uint32_t address = uint32_t(w.address(op.operands[0], lane));
+        const MatrixDescriptor source =
+            MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[1])[lane]);
+        const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.cp.cta_group::2");
+        enqueue_in_order(w, lane, cta_group, "tcgen05.cp", [=] {
+            for (Cta* cta : ctas) {  // each from its own shared memory
+                if (!cta) continue;
+                CtaWindow window(*cta, "tcgen05.cp source");
+                copy_to_tensor_memory(tensor_memory_state(*cta).memory, address, window, source,
+                                      shape);
+            }
+        });
+    });
+    return Flow::next;
+}
+
+CopyShape take_copy_shape(Decoder& d) {
+    if (d.take("32x128b")) {
+        if (!d.take("warpx4")) d.invalid(".32x128b needs .warpx4");
+        return CopyShape::x32x128b_warpx4;
+    }
+    if (d.take("64x128b")) {
+        if (d.take("warpx2::02_13")) return CopyShape::x64x128b_02_13;
+        if (d.take("warpx2::01_23")) return CopyShape::x64x128b_01_23;
+        d.invalid(".64x128b needs .warpx2::02_13 or .warpx2::01_23");
+    }
+    if (d.take("128x128b")) return CopyShape::x128x128b;
+    if (d.take("128x256b")) return CopyShape::x128x256b;
+    if (d.take("4x256b")) return CopyShape::x4x256b;
+    d.invalid("the shape is missing");
+}
+
+void decode_copy(Decoder& d) {
+    const int group = take_cta_group(d);
+    const CopyShape shape = take_copy_shape(d);
+    d.expect_operands(2);
+    d.emit(copy, {tensor_memory_address(d, 0), d.source(1, Type::b64)},
+           uint64_t(group) | uint64_t(shape) << 8);
+}
+
+// 31 of the quadrant's 32 lanes take the 32 bytes of the lane above them.
+Flow shift(Warp& w, const Op& op) {
+    const int cta_group = int(op.aux);
+    const bool check_written = w.machine->checks;
+    w.for_each_lane([&](int lane) {
+        const uint32_t address = uint32_t(w.address(op.operands[0], lane));
+        const uint32_t first = address >> 16, column = address & 0xffff;
+        if (first % 32)
+            fail(FaultKind::invalid_operation, "tcgen05.shift: lane %u is no multiple of 32",
+                 first);
+        const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.shift.cta_group::2");
+        enqueue_in_order(w, lane, cta_group, "tcgen05.shift", [=] {
+            for (Cta* cta : ctas) {
+                if (!cta) continue;
+                TensorMemory& memory = tensor_memory_state(*cta).memory;
+                for (uint32_t row = 0; row < 31; ++row) {
+                    const uint32_t* source = memory.read(first + row + 1, column, 8, check_written);
+                    std::memcpy(memory.write(first + row, column, 8), source, 32);
+                }
+            }
+        });
+    });
+    return Flow::next;
+}
+
+void decode_shift(Decoder& d) {
+    const int group = take_cta_group(d);
+    if (!d.take("down")) d.invalid(".down is missing");
+    d.expect_operands(1);
+    d.emit(shift, {tensor_memory_address(d, 0)}, uint64_t(group));
+}
+
+// ---- commit
+
+// mbarrier, CTA mask; aux: cta_group, space above bit 8, multicast in bit 16
+Flow commit(Warp& w, const Op& op) {
+    const int cta_group = int(op.aux & 0xff);
+    const bool multicast = op.aux >> 16 & 1;
+    w.for_each_lane([&](int lane) {
+        const SharedPlace at =
+            shared_place(w, Space(op.aux >> 8 & 0xff), w.address(op.operands[0], lane), lane);
+        std::vector<Cta*> targets;
+        if (multicast) {
+            const uint32_t mask = w.in<uint32_t>(op.operands[1])[lane];
+            for (uint32_t rank = 0; rank < 16; ++rank) {
+                if (mask >> rank & 1)
+                    targets.push_back(&cluster_cta(*w.cta, rank, "tcgen05.commit.multicast"));
+            }
+            if (targets.empty())
+                throw Fault(FaultKind::invalid_operation, "multicast with an empty CTA mask", lane);
+        } else {
+            targets.push_back(at.cta);
+        }
+        enqueue_in_order(w, lane, cta_group, "tcgen05.commit", [targets, offset = at.offset] {
+            for (Cta* cta : targets)
+                arrive_at(cluster_cta(*cta, cta->cluster_rank, "tcgen05.commit"), offset, 1);
+        });
+    });
+    return Flow::next;
+}
+
+void decode_commit(Decoder& d) {
+    const int group = take_cta_group(d);
+    if (!d.take("mbarrier::arrive::one")) d.invalid(".mbarrier::arrive::one is missing");
+    const Space space = d.take_space();
+    const bool multicast = d.take("multicast::cluster");
+    d.ignore({"b64"});
+    d.expect_operands(multicast ? 2 : 1);
+    const Operand mask = multicast ? d.source(1, Type::u16) : d.constant(0);
+    d.emit(commit, {d.address(0), mask},
+           uint64_t(group) | uint64_t(space) << 8 | uint64_t(multicast) << 16);
+}
+
+// ---- ld, st
+
+struct TransferForm {
+    TmemShape shape = TmemShape::x32x32b;
+    uint32_t num_registers = 0;
+    bool halves = false;       // .pack::16b, .unpack::16b
+    uint32_t half_offset = 0;  // of .16x32bx2
+
+    uint64_t pack() const {
+        return uint64_t(shape) | uint64_t(num_registers) << 8 | uint64_t(halves) << 20 |
+               uint64_t(half_offset) << 32;
+    }
+    static TransferForm unpack(uint64_t aux) {
+        return {TmemShape(aux & 0xff), uint32_t(aux >> 8 & 0xfff), (aux >> 20 & 1) != 0,
+                uint32_t(aux >> 32)};
+    }
+};
+
+// Calls `f(register index, lane of the warp, cell lane, cell column)` for all registers of all
+// threads.
+template <class F>
+void for_each_cell(const Warp& w, const TransferForm& form, uint32_t address, F f) {
+    check_tmem_address(form.shape, address, w.index);
+    const uint32_t first_lane = address >> 16, first_column = address & 0xffff;
+    for (uint32_t i = 0; i < form.num_registers; ++i) {
+        w.for_each_lane([&](int lane) {
+            const TmemCell cell = tmem_cell(form.shape, uint32_t(lane), i, form.half_offset);
+            f(i, lane, first_lane + cell.lane, first_column + cell.column * (form.halves ? 2 : 1));
+        });
+    }
+}
+
+// address, registers
+Flow load(Warp& w, const Op& op) {
+    const TransferForm form = TransferForm::unpack(op.aux);
+    TensorMemory& memory = tensor_memory_state(*w.cta).memory;
+    const uint32_t count = form.halves ? 2 : 1;
+    const bool check_written = w.machine->checks;
+    for_each_cell(w, form, common_address(w, op.operands[0]),
+                  [&](uint32_t i, int lane, uint32_t row, uint32_t column) {
+                      const uint32_t* cells = memory.read(row, column, count, check_written);
+                      w.out<uint32_t>(op.operands[1 + i])
+                          .set(lane, form.halves ? (cells[0] & 0xffff) | cells[1] << 16 : cells[0]);
+                  });
+    return Flow::next;
+}
+
+Flow store(Warp& w, const Op& op) {
+    const TransferForm form = TransferForm::unpack(op.aux);
+    TensorMemory& memory = tensor_memory_state(*w.cta).memory;
+    const uint32_t count = form.halves ? 2 : 1;
+    for_each_cell(w, form, common_address(w, op.operands[0]),
+                  [&](uint32_t i, int lane, uint32_t row, uint32_t column) {
+                      uint32_t* cells = memory.write(row, column, count);
+                      const uint32_t value = w.in<uint32_t>(op.operands[1 + i])[lane];
+                      cells[0] = form.halves ? value & 0xffff : value;
+                      if (form.halves) cells[1] = value >> 16;
+                  });
+    return Flow::next;
+}
+
+TransferForm take_transfer(Decoder& d, const char* halves) {
+    constexpr std::pair<const char*, TmemShape> shapes[] = {{"32x32b", TmemShape::x32x32b},
+                                                            {"16x64b", TmemShape::x16x64b},
+                                                            {"16x128b", TmemShape::x16x128b},
+                                                            {"16x256b", TmemShape::x16x256b},
+                                                            {"16x32bx2", TmemShape::x16x32bx2}};
+    TransferForm form;
+    whole_warp(d);
+    bool found = false;
+    for (auto [name, shape] : shapes) {
+        if (!d.take(name)) continue;
+        form.shape = shape;
+        found = true;
+    }
+    if (!found) d.invalid("the shape is missing");
+    std::string repeat;
+    if (!d.take_prefix("x", repeat)) d.invalid("the repeat count (.x1 to .x128) is missing");
+    form.num_registers = uint32_t(std::stoul(repeat.substr(1))) * registers_per_repeat(form.shape);
+    if (form.num_registers < 1 || form.num_registers > 128) d.invalid("more than 128 registers");
+    form.halves = d.take(halves);
+    d.ignore({"b32"});
+    return form;
+}
+
+void decode_load(Decoder& d) {
+    TransferForm form = take_transfer(d, "pack::16b");
+    const bool two = form.shape == TmemShape::x16x32bx2;
+    d.expect_operands(two ? 3 : 2);
+    if (two) form.half_offset = uint32_t(d.immediate(2));
+    std::vector<Operand> operands{tensor_memory_address(d, 1)};
+    const std::vector<Operand> registers = d.destinations(0, Type::b32);
+    if (registers.size() != form.num_registers)
+        d.invalid("the number of registers does not match the shape");
+    operands.insert(operands.end(), registers.begin(), registers.end());
+    d.emit(load, std::move(operands), form.pack());
+}
+
+void decode_store(Decoder& d) {
+    TransferForm form = take_transfer(d, "unpack::16b");
+    const bool two = form.shape == TmemShape::x16x32bx2;
+    d.expect_operands(two ? 3 : 2);
+    if (two) form.half_offset = uint32_t(d.immediate(1));
+    std::vector<Operand> operands{tensor_memory_address(d, 0)};
+    const std::vector<Operand> registers = d.sources(two ? 2 : 1, Type::b32);
+    if (registers.size() != form.num_registers)
+        d.invalid("the number of registers does not match the shape");
+    operands.insert(operands.end(), registers.begin(), registers.end());
+    d.emit(store, std::move(operands), form.pack());
+}
+
+// ---- waits and fences: loads and stores are complete when they have been issued
+
+Flow nothing(Warp&, const Op&) {
+    return Flow::next;
+}
+
+void decode_wait(Decoder& d) {
+    whole_warp(d);
+    d.expect_operands(0);
+    d.emit(nothing, {});
+}
+
+void decode_fence(Decoder& d) {
+    d.expect_operands(0);
+    d.emit(nothing, {});
+}
+
+}  // namespace
+
+InstructionTable tcgen05_instructions() {
+    return {
+        {"tcgen05.alloc", decode_alloc,
+         "allocates columns of tensor memory, for one CTA or a pair"},
+        {"tcgen05.dealloc", decode_dealloc, "gives columns back"},
+        {"tcgen05.relinquish_alloc_permit", decode_relinquish, "no more allocations in this CTA"},
+        {"tcgen05.mma", decode_mma,
+         "dense f16, tf32, f8f6f4, i8; block-scaled mxf8f6f4, mxf4, mxf4nvf4"},
+        {"tcgen05.cp", decode_copy, "shared memory to tensor memory, all shapes"},
+        {"tcgen05.shift", decode_shift, "rows of a quadrant down by one lane"},
+        {"tcgen05.commit", decode_commit,
+         "arrival when the thread's earlier operations are complete"},
+        {"tcgen05.ld", decode_load, "tensor memory to registers, all shapes"},
+        {"tcgen05.st", decode_store, "registers to tensor memory, all shapes"},
+        {"tcgen05.wait::ld", decode_wait, "no effect: loads are complete when issued"},
+        {"tcgen05.wait::st", decode_wait, "no effect: stores are complete when issued"},
+        {"tcgen05.fence::before_thread_sync", decode_fence, "no effect"},
+        {"tcgen05.fence::after_thread_sync", decode_fence, "no effect"},
+    };
+}
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,133 @@
+// The mbarrier object: phase, pending arrivals, pending bytes, and what counts as misuse.
+#pragma once
+
+#include <cstdint>
+
+#include "fault.h"
+
+namespace deep_moe::emulator {
+
+struct Mbarrier {
+    static constexpr uint32_t max_count = (1u << 20) - 1;
+
+    uint32_t address = 0;  // for messages
+    bool valid = false;
+    uint64_t phase = 0;  // completed phases
+    uint32_t expected = 0;
+    uint32_t pending = 0;
+    int64_t transactions = 0;  // expected bytes that have not come yet
+    bool observed = true;      // somebody has seen that the last phase is complete
+    bool checks_observation = true;
+
+    void init(uint32_t count, bool check_observation = true) {
+        if (valid) {
+            fail(FaultKind::barrier_misuse,
+                 "mbarrier.init of the barrier at 0x%x, which is in use: it needs mbarrier.inval "
+                 "first",
+                 address);
+        }
+        if (count < 1 || count > max_count) {
+            fail(FaultKind::barrier_misuse, "mbarrier.init with count %u, not 1..2^20-1", count);
+        }
+        *this = {.address = address, .valid = true};
+        expected = pending = count;
+        checks_observation = check_observation;
+    }
+
+    void invalidate() {
+        check("mbarrier.inval");
+        valid = false;
+    }
+
+    // True when this completed the phase, here and in all that change counts.
+    [[nodiscard]] bool arrive(uint32_t count) {
+        check("arrival");
+        take_arrivals(count);
+        return complete_if_done();
+    }
+
+    void expect(uint32_t bytes) {
+        check("expect_tx");
+        add_transactions(int64_t(bytes), "expect_tx");
+    }
+
+    [[nodiscard]] bool arrive_and_expect(uint32_t count, uint32_t bytes) {
+        check("arrive.expect_tx");
+        add_transactions(int64_t(bytes), "expect_tx");
+        take_arrivals(count);
+        return complete_if_done();
+    }
+
+    [[nodiscard]] bool complete(uint32_t bytes) {
+        check("complete_tx");
+        add_transactions(-int64_t(bytes), "complete_tx");
+        return complete_if_done();
+    }
+
+    // arrive.drop: one arrival, and one less in the phases that follow.
+    [[nodiscard]] bool arrive_and_drop(uint32_t count) {
+        check("arrive_drop");
+        take_arrivals(count);
+        expected -= count;
+        return complete_if_done();
+    }
+
+    // True when the phase with this parity is complete.
+    bool test_parity(uint32_t parity) {
+        check("wait");
+        const bool complete = (phase & 1) != (parity & 1);
+        if (complete && phase > 0) observed = true;
+        return complete;
+    }
+
+    // `state` is what an arrival returned: the number of the phase it belonged to.
+    bool test_state(uint64_t state) {
+        check("wait");
+        const bool complete = phase != state;
+        if (complete) observed = true;
+        return complete;
+    }
+
+ private:
+    void check(const char* what) const {
+        if (!valid)
+            fail(FaultKind::barrier_misuse,
+                 "%s on the mbarrier at 0x%x, which nobody has initialized", what, address);
+    }
+
+    void take_arrivals(uint32_t count) {
+        if (count < 1 || count > pending) {
+            fail(FaultKind::barrier_misuse,
+                 "%u arrival%s at the mbarrier at 0x%x, which expects %u per phase and waits for "
+                 "%u more%s",
+                 count, count == 1 ? "" : "s", address, expected, pending,
+                 pending == 0 ? " (its phase is still open because of outstanding bytes)" : "");
+        }
+        pending -= count;
+    }
+
+    void add_transactions(int64_t bytes, const char* what) {
+        transactions += bytes;
+        if (transactions > int64_t(max_count) || transactions < -int64_t(max_count)) {
+            fail(FaultKind::barrier_misuse,
+                 "%s brings the byte count of the mbarrier at 0x%x to %lld, outside of +-(2^20-1)",
+                 what, address, static_cast<long long>(transactions));
+        }
+    }
+
+    bool complete_if_done() {
+        if (pending != 0 || transactions != 0) return false;
+        if (!observed && checks_observation) {
+            fail(FaultKind::barrier_misuse,
+                 "the mbarrier at 0x%x completes phase %llu although nobody has seen the end of "
+                 "the phase before",
+                 address, static_cast<unsigned long long>(phase));
+        }
+        ++phase;
+        pending = expected;
+        observed = false;
+        return true;
+    }
+};
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,89 @@
+// Fragments of the warp-level matrix instructions: which thread holds which element for ldmatrix,
+// stmatrix and mma.sync.
+#pragma once
+
+#include <cstdint>
+
+#include "operand_panel.h"
+#include "wgmma.h"
+
+namespace deep_moe::emulator {
+
+// Where 16-bit half `h` of register `j` of lane `t` lies: in the 16-byte row whose address lane
+// `row_lane` supplies, at `byte`.
+struct MatrixRow {
+    uint32_t row_lane, byte;
+};
+
+inline MatrixRow matrix_row_b16(uint32_t t, uint32_t j, uint32_t h, bool transposed) {
+    if (transposed) return {8 * j + 2 * (t % 4) + h, 2 * (t / 4)};
+    return {8 * j + t / 4, 2 * (2 * (t % 4) + h)};
+}
+
+// The same for byte `e` of register `j` in stmatrix.m16n8.trans.b8.
+inline MatrixRow matrix_row_b8(uint32_t t, uint32_t j, uint32_t e) {
+    return {8 * j + 2 * (t % 4) + (e & 1), t / 4 + 8 * (e >> 1)};
+}
+
+// mma.sync.m16n8kK with A row-major and B column-major: D (4 registers, or 2 with F16 results) = A
+// * B + C.
+struct WarpMma {
+    Element a_type = Element::f16, b_type = Element::f16;
+    Accumulator d_type = Accumulator::f32;
+    uint32_t k = 16;
+
+    uint32_t elements_per_register() const { return 4 / container_bytes(a_type); }
+    uint32_t num_a_registers() const { return 16 * k / elements_per_register() / 32; }
+    uint32_t num_b_registers() const { return num_a_registers() / 2; }
+
+    void run(const uint32_t* const* a, const uint32_t* const* b, const uint32_t* const* c,
+             uint32_t* const* d, Panels& panels) const {
+        panels.resize(16, 8, k);
+        const uint32_t per_register = elements_per_register();
+        for (uint32_t t = 0; t < 32; ++t) {
+            double values[4];
+            for (uint32_t r = 0; r < num_a_registers(); ++r) {
+                decode_row(a_type, false, reinterpret_cast<const uint8_t*>(&a[r][t]), per_register,
+                           values, 1);
+                for (uint32_t e = 0; e < per_register; ++e) {
+                    const FragmentElement at = a_element(t, r, e, per_register);
+                    panels.a[at.row * k + at.column] = values[e];
+                }
+            }
+            for (uint32_t r = 0; r < num_b_registers(); ++r) {
+                decode_row(b_type, false, reinterpret_cast<const uint8_t*>(&b[r][t]), per_register,
+                           values, 1);
+                for (uint32_t e = 0; e < per_register; ++e) {
+                    const uint32_t row = per_register * (t % 4) + e + 4 * per_register * r;
+                    panels.b[row * panels.pitch + t / 4] = values[e];
+                }
+            }
+        }
+        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
+            panels.multiply(first_row, k);
+            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
+                for (uint32_t column = 0; column < 8; ++column) {
+                    const double product =
+                        panels.product[(row - first_row) * panels.pitch + column];
+                    const uint32_t lane = row % 8 * 4 + column / 2,
+                                   index = column % 2 + 2 * (row / 8);
+                    if (d_type == Accumulator::f32) {
+                        d[index][lane] = std::bit_cast<uint32_t>(
+                            float(product + double(std::bit_cast<float>(c[index][lane]))));
+                    } else if (d_type == Accumulator::s32) {
+                        d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
+                    } else {
+                        const uint32_t shift = 16 * (index % 2);
+                        const double sum =
+                            product + double(f16_to_float(uint16_t(c[index / 2][lane] >> shift)));
+                        uint32_t& cell = d[index / 2][lane];
+                        cell = (cell & ~(0xffffu << shift)) | uint32_t(float_to_f16(float(sum)))
+                                                                  << shift;
+                    }
+                }
+            }
+        }
+    }
+};
+
+}  // namespace deep_moe::emulator

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.jit.kernel_args import KernelArgs
 from deep_moe.jit.status import error_of
 
 from .errors import MegaMoEError
@@ -68,8 +69,8 @@ class SymmBuffer:
         self.x_sf = self._view("input_x_sf")
         self.topk_idx = self._view("input_topk_idx")
         self.topk_weights = self._view("input_topk_weights")
-        # By everything that a map depends on; see deep_moe/mega_moe.py.
-        self.tensor_map_images: dict[tuple[Any, ...], dict[str, bytes]] = {}
+        # Filled by deep_moe/mega_moe.py.
+        self.standing_args: dict[tuple[Any, ...], KernelArgs] = {}
         self.num_calls = 0
         self._closed = False
         self._failure: str | None = None
@@ -96,14 +97,17 @@ class SymmBuffer:
 
         A call on a GPU runs behind the host's back: its failure shows here, at the next call.
         """
-        if self._closed:
-            raise ValueError("sym_buffer must be an open buffer; this one is closed")
+        self.raise_if_closed()
         if self._failure is not None:
             raise MegaMoEError(
                 f"sym_buffer cannot be used after a failed call ({self._failure}); call its "
                 "reset() on every rank"
             )
         self.raise_if_failed()
+
+    def raise_if_closed(self) -> None:
+        if self._closed:
+            raise ValueError("sym_buffer must be an open buffer; this one is closed")
 
     def raise_if_failed(self) -> None:
         """Raise what the last kernel reported, if it gave up. Does not wait for a GPU."""
@@ -136,7 +140,7 @@ class SymmBuffer:
         self._closed = True
         self.memory.synchronize()
         _open_buffers.pop(self.handle, None)
-        self.tensor_map_images.clear()
+        self.standing_args.clear()
         del self.x, self.x_sf, self.topk_idx, self.topk_weights, self.memory
 
     def _barrier(self) -> None:

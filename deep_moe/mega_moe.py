@@ -34,8 +34,8 @@ EMULATED_NUM_SMS = 4
 DEFAULT_TIMEOUT_S = 60.0
 # A peer's part of a call takes this long in the emulator, not microseconds.
 DEFAULT_EMULATED_TIMEOUT_S = 600.0
-# Distinct (weights, tile) pairs whose tensor maps are kept per buffer; a model has one per layer.
-_MAX_TENSOR_MAP_IMAGES = 1024
+# Distinct (weights, tile) pairs whose arguments are kept per buffer; a model has one per layer.
+_MAX_STANDING_ARGS = 1024
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -122,7 +122,7 @@ def fp8_fp4_mega_moe(
         _require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
     _require_type("fast_math", fast_math, bool, "a bool")
     _require_type("schedule_seed", schedule_seed, int, "an int")
-    sym_buffer.raise_if_unusable()
+    sym_buffer.raise_if_closed()
     names, values = _split_overrides(overrides)
     torch.ops.deep_moe.mega_moe(
         y,
@@ -239,8 +239,8 @@ def prepare_launch(
     config = _choose_config(
         shape,
         num_tokens,
-        options.arch or weight_arch(buffer.device),
-        options.num_sms or _default_num_sms(buffer),
+        weight_arch(buffer.device) if options.arch is None else options.arch,
+        _default_num_sms(buffer) if options.num_sms is None else options.num_sms,
         options.activation_clamp,
         options.fast_math,
         options.overrides,
@@ -248,16 +248,10 @@ def prepare_launch(
     if is_checked(options, buffer):
         _check_expert_ids(buffer, num_tokens)
 
-    args = KernelArgs()
-    for name, image in _tensor_map_images(config, buffer, l1_weights, l2_weights).items():
-        setattr(args, name, TensorMapImage.from_buffer_copy(image))
-    for rank, address in enumerate(buffer.memory.addresses):
-        args.rank_buffers[rank] = address
+    args = KernelArgs.from_buffer_copy(_standing_args(config, buffer, l1_weights, l2_weights))
     args.y = y.data_ptr()
     args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
-    args.status = buffer.memory.status_address
     args.wait_timeout_ns = round(1e9 * _timeout_s(options, buffer))
-    args.rank_idx = buffer.rank
     args.num_tokens = num_tokens
     memory = _memory_regions(y, l1_weights, l2_weights, buffer, stats)
     return RankLaunch(buffer.rank, _kernel(config), config, args, memory)
@@ -420,10 +414,11 @@ def _timeout_s(options: CallOptions, buffer: SymmBuffer) -> float:
     return DEFAULT_EMULATED_TIMEOUT_S if buffer.is_emulated else DEFAULT_TIMEOUT_S
 
 
-def _tensor_map_images(
+def _standing_args(
     config: MegaMoEConfig, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair
-) -> Mapping[str, bytes]:
-    """Encoded once for everything they depend on: tile, and the weights' addresses and strides."""
+) -> KernelArgs:
+    """The arguments that do not change from call to call, made once for all they depend on: the
+    tile, and the weights' addresses and strides."""
     tensors = (*l1_weights, *l2_weights)
     key = (
         config.arch,
@@ -431,18 +426,22 @@ def _tensor_map_images(
         config.store_block_m,
         *((tensor.data_ptr(), tensor.stride()) for tensor in tensors),
     )
-    images = buffer.tensor_map_images
-    if key not in images:
-        specs = sm100_tensor_maps(
-            config, buffer.memory.addresses[buffer.rank], l1_weights, l2_weights
-        )
-        if len(images) >= _MAX_TENSOR_MAP_IMAGES:
-            images.pop(next(iter(images)))
-        images[key] = {
-            name: spec.encode_emulated() if buffer.is_emulated else spec.encode_cuda()
-            for name, spec in specs.items()
-        }
-    return images[key]
+    known = buffer.standing_args
+    if key not in known:
+        args = KernelArgs()
+        addresses = buffer.memory.addresses
+        specs = sm100_tensor_maps(config, addresses[buffer.rank], l1_weights, l2_weights)
+        for name, spec in specs.items():
+            image = spec.encode_emulated() if buffer.is_emulated else spec.encode_cuda()
+            setattr(args, name, TensorMapImage.from_buffer_copy(image))
+        for rank, address in enumerate(addresses):
+            args.rank_buffers[rank] = address
+        args.status = buffer.memory.status_address
+        args.rank_idx = buffer.rank
+        if len(known) >= _MAX_STANDING_ARGS:
+            known.pop(next(iter(known)))
+        known[key] = args
+    return known[key]
 
 
 def _memory_regions(

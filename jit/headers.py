@@ -24,7 +24,7 @@ from deep_moe.errors import MissingPackageError
 
 _CUTLASS_PROBE = "cute/tensor.hpp"
 _CUDA_PROBE = "cuda_fp8.h"
-_CCCL_PROBE = "cuda/std/cstdint"
+_CCCL_PROBE = "cccl/cuda/std/cstdint"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HeaderFolder:
 
 @dataclass(frozen=True)
 class Headers:
-    """All folders a kernel is compiled with, in search order."""
+    """Where a kernel's headers come from. `cccl` is the folder that holds `cccl/`."""
 
     library: HeaderFolder
     cutlass: HeaderFolder
@@ -45,16 +45,21 @@ class Headers:
     cccl: HeaderFolder
 
     @property
-    def folders(self) -> tuple[HeaderFolder, ...]:
-        return (self.library, self.cutlass, self.cuda, self.cccl)
-
-    @property
     def include_paths(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(folder.path for folder in self.folders))
+        # CUDA's own headers name those of CCCL without the folder `cccl`, CUTLASS's with it.
+        paths = (
+            self.library.path,
+            self.cutlass.path,
+            self.cuda.path,
+            self.cccl.path / "cccl",
+            self.cccl.path,
+        )
+        return tuple(dict.fromkeys(paths))
 
     @property
     def identities(self) -> tuple[str, ...]:
-        return tuple(folder.identity for folder in self.folders)
+        folders = (self.library, self.cutlass, self.cuda, self.cccl)
+        return tuple(folder.identity for folder in folders)
 
 
 def find_headers() -> Headers:
@@ -125,11 +130,9 @@ def _cuda_include_folders() -> Iterator[tuple[Path, bool]]:
     spec = importlib.util.find_spec("nvidia")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         yield Path(location, "cu13", "include"), True
-        yield Path(location, "cu13", "include", "cccl"), True
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root:
             yield Path(root, "include"), False
-            yield Path(root, "include", "cccl"), False
 
 
 def _package_version(package: str) -> str:
@@ -148,10 +151,10 @@ def _cutlass_version(include: Path) -> str:
 
 
 def _cuda_version(include: Path) -> str:
-    """CUDA_VERSION of the toolkit that `include` (or its parent: the cccl folder) belongs to."""
-    for header in (include / "cuda.h", include.parent / "cuda.h"):
-        if header.is_file():
-            match = re.search(r"#define CUDA_VERSION (\d+)", header.read_text(errors="replace"))
-            if match:
-                return match.group(1)
+    """CUDA_VERSION of the toolkit that `include` belongs to."""
+    header = include / "cuda.h"
+    if header.is_file():
+        match = re.search(r"#define CUDA_VERSION (\d+)", header.read_text(errors="replace"))
+        if match:
+            return match.group(1)
     return "unversioned"

@@ -40,7 +40,7 @@ def test_all_headers_are_found_here() -> None:
         (found.library, "deep_moe/kernel_args.cuh"),
         (found.cutlass, "cute/tensor.hpp"),
         (found.cuda, "cuda_fp8.h"),
-        (found.cccl, "cuda/std/cstdint"),
+        (found.cccl, "cccl/cuda/std/cstdint"),
     ):
         assert (folder.path / probe).is_file()
     assert len(set(found.identities)) == 4
@@ -78,6 +78,7 @@ def test_a_cutlass_checkout_is_found_and_versioned(monkeypatch, tmp_path: Path) 
 
 @pytest.mark.parametrize("variable", ["DEEP_MOE_CUTLASS_INCLUDE", "CUTLASS_PATH"])
 def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch, tmp_path, variable: str) -> None:
+    monkeypatch.delenv("DEEP_MOE_CUTLASS_INCLUDE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     with pytest.raises(MissingPackageError, match=f"{variable}=.*cute/tensor.hpp"):
         find_cutlass()
@@ -112,7 +113,8 @@ def test_a_toolkit_serves_where_packages_lack(monkeypatch, tmp_path: Path) -> No
     monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", str(make_cutlass(tmp_path / "cutlass")))
     found = find_headers()
     assert found.cuda.path == include
-    assert found.cccl.path == include / "cccl"
+    assert found.cccl.path == include
+    assert found.include_paths[-2:] == (include, include / "cccl")
     assert "13010" in found.cuda.identity
     assert "13010" in found.cccl.identity
 

@@ -1,0 +1,36 @@
+"""Executes PTX on a CPU, warp by warp, and checks it while it runs. Knows nothing about MoE."""
+
+from .errors import (
+    BarrierMisuse,
+    Deadlock,
+    EmulatorError,
+    InvalidOperation,
+    InvalidPtx,
+    KernelTrap,
+    LaunchError,
+    Misaligned,
+    OutOfBounds,
+    RaceDetected,
+    Uninitialized,
+    Unsupported,
+)
+from .machine import Machine, Module, Statistics, supported_instructions
+
+__all__ = [
+    "BarrierMisuse",
+    "Deadlock",
+    "EmulatorError",
+    "InvalidOperation",
+    "InvalidPtx",
+    "KernelTrap",
+    "LaunchError",
+    "Machine",
+    "Misaligned",
+    "Module",
+    "OutOfBounds",
+    "RaceDetected",
+    "Statistics",
+    "Uninitialized",
+    "Unsupported",
+    "supported_instructions",
+]

@@ -1,0 +1,68 @@
+"""What the emulator raises. Texts name the instruction, its PTX and source line, rank, CTA, warp, lane."""
+
+from __future__ import annotations
+
+
+class EmulatorError(RuntimeError):
+    """Base of the errors below; raised itself for faults of the emulator."""
+
+
+class InvalidPtx(EmulatorError):
+    """The text is not PTX as the emulator's parser knows it."""
+
+
+class Unsupported(EmulatorError):
+    """The PTX uses something that the emulator does not implement."""
+
+
+class OutOfBounds(EmulatorError):
+    """An access outside every registered region, a CTA's shared memory, or a lane's local memory."""
+
+
+class Misaligned(EmulatorError):
+    """An address that is not a multiple of the access size."""
+
+
+class Uninitialized(EmulatorError):
+    """A read of shared or tensor memory that nobody wrote."""
+
+
+class BarrierMisuse(EmulatorError):
+    """A barrier used against its rules."""
+
+
+class Deadlock(EmulatorError):
+    """No warp can go on. The text says where each stands and what it waits for."""
+
+
+class KernelTrap(EmulatorError):
+    """The kernel executed trap."""
+
+
+class InvalidOperation(EmulatorError):
+    """An instruction was given operands that the architecture does not allow."""
+
+
+class LaunchError(EmulatorError):
+    """A launch or memory region that cannot be."""
+
+
+class RaceDetected(EmulatorError):
+    """Two accesses to the same memory without an order between them."""
+
+
+# By FaultKind of emulator/src/fault.h.
+BY_KIND: dict[int, type[EmulatorError]] = {
+    1: InvalidPtx,
+    2: Unsupported,
+    3: OutOfBounds,
+    4: Misaligned,
+    5: Uninitialized,
+    6: BarrierMisuse,
+    7: Deadlock,
+    8: KernelTrap,
+    9: InvalidOperation,
+    10: LaunchError,
+    11: RaceDetected,
+    12: EmulatorError,
+}

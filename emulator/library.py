@@ -1,0 +1,140 @@
+"""Builds the emulator's shared library with one C++ compiler and loads it.
+
+A wheel carries the library beside this file. A source checkout builds it on first use into its build
+folder, under a name made of a digest of the sources, so that an edit is a new library. The module
+imports nothing from its package: the build of a wheel loads it alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+LIBRARY_NAME = "libdeep_moe_emulator.so"
+SOURCES = Path(__file__).parent / "src"
+CHECKOUT_BUILDS = Path(__file__).parents[1] / "build" / "emulator"
+
+# No flag that depends on the building machine: hot loops choose their instructions at load time.
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fwrapv",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-Wno-format-security",
+)
+NUM_COMPILERS = 2
+
+
+class LibraryError(RuntimeError):
+    """The library cannot be built or loaded."""
+
+
+def build(output: Path) -> None:
+    """Compile the sources into the shared library `output`."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise LibraryError(
+            "the emulator has to be compiled once and needs g++ 12 or newer: "
+            "install it, or name a compiler in CXX"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
+
+        def compile_unit(source: Path) -> Path:
+            unit = Path(folder) / f"{source.stem}.o"
+            _run([compiler, *FLAGS, "-c", str(source), "-o", str(unit)])
+            return unit
+
+        # The largest first, so that no long one runs alone at the end.
+        sources = sorted(SOURCES.glob("*.cpp"), key=lambda s: -s.stat().st_size)
+        with ThreadPoolExecutor(NUM_COMPILERS) as pool:
+            units = list(pool.map(compile_unit, sources))
+        linked = Path(folder) / LIBRARY_NAME
+        _run(
+            [compiler, "-shared", "-static-libstdc++", "-static-libgcc"]
+            + [str(unit) for unit in units]
+            + ["-o", str(linked)]
+        )
+        linked.replace(output)
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise LibraryError(f"{' '.join(command)}\nfailed:\n{result.stderr}")
+
+
+def source_digest() -> str:
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def library_path() -> Path:
+    """The library, built if it is not there yet."""
+    packaged = Path(__file__).parent / LIBRARY_NAME
+    if packaged.exists():
+        return packaged
+    built = CHECKOUT_BUILDS / source_digest() / LIBRARY_NAME
+    if not built.exists():
+        # Processes that build at the same time make the same file; the last rename wins.
+        build(built)
+    return built
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library with the types of its functions declared."""
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(f"cannot load the emulator's library {path}: {error}") from error
+    handle, u32, u64, integer, text = (
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_uint64,
+        ctypes.c_int,
+        ctypes.c_char_p,
+    )
+    three, u32_out, u64_out = u32 * 3, ctypes.POINTER(u32), ctypes.POINTER(u64)
+    signatures = {
+        "dm_create": (handle, [u64, integer, integer]),
+        "dm_destroy": (None, [handle]),
+        "dm_error": (text, [handle]),
+        "dm_set_residency": (None, [handle, u32]),
+        "dm_add_memory": (integer, [handle, u32, u64, u64, text, integer]),
+        "dm_remove_memory": (integer, [handle, u32, u64]),
+        "dm_load": (integer, [handle, text, u64, text, u32_out]),
+        "dm_unload": (None, [handle, u32]),
+        "dm_kernel": (integer, [handle, u32, text, u32_out, u32_out, three]),
+        "dm_kernel_parameter": (integer, [handle, u32, text, u32, u32_out, u32_out]),
+        "dm_launch": (
+            integer,
+            [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64],
+        ),
+        "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
+        "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),
+        "dm_supported_instructions": (text, []),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

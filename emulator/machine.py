@@ -1,0 +1,204 @@
+"""The emulated machine: ranks with global memory, PTX modules, launches, and a run to completion."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import BY_KIND, EmulatorError, LaunchError
+from .library import load
+
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a machine has executed so far."""
+
+    warp_instructions: int
+    lane_instructions: int
+    virtual_ns: int
+
+
+class Module:
+    """PTX that a machine has loaded."""
+
+    def __init__(self, machine: Machine, index: int, name: str) -> None:
+        self.machine = machine
+        self.index = index
+        self.name = name
+
+
+class Machine:
+    """Runs PTX for any number of ranks on one host thread.
+
+    seed: picks the interleaving of warps and the moments at which asynchronous operations complete;
+    the same seed gives the same run. checks: look for reads of shared memory that nobody wrote and
+    the like. clock: "virtual" counts instructions, and time leaps when everything waits; "real" is
+    the host's, for kernels that talk to other processes. max_resident_ctas: how many CTAs of one
+    grid are there at once.
+
+    Global addresses in PTX are host addresses. A rank may touch only what `add_memory` named.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        checks: bool = True,
+        clock: Literal["virtual", "real"] = "virtual",
+        max_resident_ctas: int = 4096,
+    ) -> None:
+        if clock not in ("virtual", "real"):
+            raise ValueError(f"clock must be 'virtual' or 'real', not {clock!r}")
+        self._library = load()
+        self._handle = self._library.dm_create(seed % 2**64, checks, clock == "real")
+        self._library.dm_set_residency(self._handle, max_resident_ctas)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.dm_destroy(self._handle)
+            self._handle = None
+
+    def add_memory(
+        self, rank: int, address: int, num_bytes: int, name: str, *, writable: bool = True
+    ) -> None:
+        """Let a rank's kernels access `num_bytes` bytes of host memory at `address`.
+
+        The caller keeps the memory alive until `remove_memory` or the machine's end.
+        """
+        self._check(
+            self._library.dm_add_memory(
+                self._handle, rank, address, num_bytes, name.encode(), writable
+            )
+        )
+
+    def remove_memory(self, rank: int, address: int) -> None:
+        """Forget the region that starts at `address`."""
+        self._check(self._library.dm_remove_memory(self._handle, rank, address))
+
+    def load(self, ptx: str, *, name: str = "module") -> Module:
+        """Parse and decode PTX. What the emulator cannot do is an error here, not at run time."""
+        text = ptx.encode()
+        index = ctypes.c_uint32()
+        self._check(
+            self._library.dm_load(self._handle, text, len(text), name.encode(), ctypes.byref(index))
+        )
+        return Module(self, index.value, name)
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        *,
+        grid: Size,
+        block: Size,
+        cluster: Size | None = None,
+        shared_bytes: int = 0,
+        args: bytes | Sequence[bytes] = b"",
+        rank: int = 0,
+    ) -> None:
+        """Queue a kernel; `run` executes all queued ones together.
+
+        cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
+        args: the whole parameter block, or one `bytes` per parameter.
+        """
+        if module.machine is not self:
+            raise LaunchError(f"module {module.name} belongs to another machine")
+        name = kernel.encode()
+        size, count, declared = ctypes.c_uint32(), ctypes.c_uint32(), (ctypes.c_uint32 * 3)()
+        self._check(
+            self._library.dm_kernel(
+                self._handle, module.index, name, ctypes.byref(size), ctypes.byref(count), declared
+            )
+        )
+        block_of_bytes = (
+            args
+            if isinstance(args, bytes)
+            else self._pack_parameters(module, name, size.value, count.value, args)
+        )
+        three = ctypes.c_uint32 * 3
+        self._check(
+            self._library.dm_launch(
+                self._handle,
+                module.index,
+                name,
+                rank,
+                three(*grid),
+                three(*block),
+                three(*(cluster or (0, 0, 0))),
+                shared_bytes,
+                block_of_bytes,
+                len(block_of_bytes),
+            )
+        )
+
+    def _pack_parameters(
+        self, module: Module, kernel: bytes, size: int, count: int, args: Sequence[bytes]
+    ) -> bytes:
+        if len(args) != count:
+            raise LaunchError(f"{kernel.decode()} takes {count} arguments, not {len(args)}")
+        packed = bytearray(size)
+        for index, value in enumerate(args):
+            offset, num_bytes = ctypes.c_uint32(), ctypes.c_uint32()
+            self._check(
+                self._library.dm_kernel_parameter(
+                    self._handle,
+                    module.index,
+                    kernel,
+                    index,
+                    ctypes.byref(offset),
+                    ctypes.byref(num_bytes),
+                )
+            )
+            if len(value) != num_bytes.value:
+                raise LaunchError(
+                    f"argument {index} of {kernel.decode()} has {num_bytes.value} bytes, "
+                    f"not {len(value)}"
+                )
+            packed[offset.value : offset.value + num_bytes.value] = value
+        return bytes(packed)
+
+    def run(self, progress: Callable[[int], None] | None = None) -> None:
+        """Execute all queued launches to completion.
+
+        progress: called now and then with the number of warp instructions executed; what it raises
+        (KeyboardInterrupt included) stops the run.
+        """
+        stopped: list[BaseException] = []
+
+        def report(steps: int) -> int:
+            try:
+                if progress is not None:
+                    progress(steps)
+            except BaseException as error:
+                stopped.append(error)
+                return 0
+            return 1
+
+        callback_type = self._library.dm_run.argtypes[1]
+        status = self._library.dm_run(self._handle, callback_type(report))
+        if stopped:
+            raise stopped[0]
+        self._check(status)
+
+    @property
+    def statistics(self) -> Statistics:
+        warp, lane, ns = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        self._library.dm_statistics(
+            self._handle, ctypes.byref(warp), ctypes.byref(lane), ctypes.byref(ns)
+        )
+        return Statistics(warp.value, lane.value, ns.value)
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = self._library.dm_error(self._handle).decode(errors="replace")
+            raise BY_KIND.get(status, EmulatorError)(text)
+
+
+def supported_instructions() -> dict[str, str]:
+    """Every mnemonic that the emulator decodes, with one line on what it does."""
+    text = load().dm_supported_instructions().decode()
+    return dict(line.split("\t") for line in text.splitlines())

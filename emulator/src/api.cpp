@@ -1,0 +1,150 @@
+// The C ABI that emulator/library.py loads. Every call that can fail returns a FaultKind (0: fine);
+// the text of the last failure of a machine is `dm_error`.
+#include <string>
+#include <vector>
+
+#include "instruction_table.h"
+#include "machine.h"
+
+using namespace deep_moe::emulator;
+
+namespace {
+
+struct Handle {
+    Machine machine;
+    std::vector<std::unique_ptr<Module>> modules;
+    std::string error;
+};
+
+template <class F>
+int guarded(Handle* h, F f) {
+    try {
+        f();
+        return 0;
+    } catch (const Fault& fault) {
+        h->error = fault.what();
+        return int(fault.kind);
+    } catch (const std::exception& e) {
+        h->error = e.what();
+        return int(FaultKind::internal);
+    }
+}
+
+}  // namespace
+
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+EXPORT Handle* dm_create(uint64_t seed, int checks, int real_clock) {
+    auto* h = new Handle;
+    h->machine.seed = seed;
+    h->machine.checks = checks != 0;
+    h->machine.real_clock = real_clock != 0;
+    return h;
+}
+
+EXPORT void dm_destroy(Handle* h) {
+    delete h;
+}
+
+EXPORT const char* dm_error(Handle* h) {
+    return h->error.c_str();
+}
+
+EXPORT void dm_set_residency(Handle* h, uint32_t ctas) {
+    h->machine.max_resident_ctas = ctas;
+}
+
+EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
+                         const char* name, int writable) {
+    return guarded(h,
+                   [&] { h->machine.rank(rank).memory.add(address, bytes, name, writable != 0); });
+}
+
+EXPORT int dm_remove_memory(Handle* h, uint32_t rank, uint64_t address) {
+    return guarded(h, [&] { h->machine.rank(rank).memory.remove(address); });
+}
+
+EXPORT int dm_load(Handle* h, const char* ptx, uint64_t bytes, const char* name, uint32_t* module) {
+    return guarded(h, [&] {
+        h->modules.push_back(load_module({ptx, bytes}, name));
+        *module = uint32_t(h->modules.size() - 1);
+    });
+}
+
+EXPORT void dm_unload(Handle* h, uint32_t module) {
+    if (!h->modules.at(module)) return;
+    h->machine.forget_module(*h->modules[module]);
+    h->modules[module].reset();
+}
+
+// What `dm_launch` needs to know about a kernel: bytes of all arguments, number of arguments,
+// declared cluster size.
+EXPORT int dm_kernel(Handle* h, uint32_t module, const char* kernel, uint32_t* parameter_bytes,
+                     uint32_t* num_parameters, uint32_t cluster[3]) {
+    return guarded(h, [&] {
+        auto found = h->modules.at(module)->programs.find(kernel);
+        if (found == h->modules[module]->programs.end()) {
+            std::string known;
+            for (const auto& [name, program] : h->modules[module]->programs) known += " " + name;
+            throw Fault(FaultKind::launch, std::string("there is no kernel '") + kernel +
+                                               "'; the module has:" + known);
+        }
+        const Program& p = *found->second;
+        *parameter_bytes = p.parameter_bytes;
+        *num_parameters = uint32_t(p.parameters.size());
+        for (int i = 0; i < 3; ++i) cluster[i] = p.cluster[i];
+    });
+}
+
+EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, uint32_t index,
+                               uint32_t* offset, uint32_t* bytes) {
+    return guarded(h, [&] {
+        const KernelParameter& p = h->modules.at(module)->programs.at(kernel)->parameters.at(index);
+        *offset = uint32_t(p.offset);
+        *bytes = uint32_t(p.size);
+    });
+}
+
+EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t rank,
+                     const uint32_t grid[3], const uint32_t block[3], const uint32_t cluster[3],
+                     uint32_t shared_bytes, const void* arguments, uint64_t argument_bytes) {
+    return guarded(h, [&] {
+        const auto* bytes = static_cast<const std::byte*>(arguments);
+        h->machine.launch(*h->modules.at(module)->programs.at(kernel), rank, grid, block, cluster,
+                          shared_bytes, {bytes, bytes + argument_bytes});
+    });
+}
+
+// `progress` (may be null) gets the number of warp instructions so far and returns 0 to stop the
+// run.
+EXPORT int dm_run(Handle* h, int (*progress)(uint64_t steps)) {
+    int result = guarded(h, [&] {
+        std::function<bool(uint64_t)> callback;
+        if (progress) callback = [&](uint64_t steps) { return progress(steps) != 0; };
+        h->machine.run(callback);
+    });
+    if (result) h->machine.reset();
+    return result;
+}
+
+EXPORT void dm_statistics(Handle* h, uint64_t* warp_instructions, uint64_t* lane_instructions,
+                          uint64_t* virtual_ns) {
+    *warp_instructions = h->machine.steps;
+    *lane_instructions = h->machine.lane_steps;
+    *virtual_ns = h->machine.virtual_ns;
+}
+
+// "name\tsummary\n" for every instruction.
+EXPORT const char* dm_supported_instructions() {
+    static const std::string text = [] {
+        std::string all;
+        for (const Instruction& i : all_instructions())
+            all += std::string(i.name) + "\t" + i.summary + "\n";
+        return all;
+    }();
+    return text.c_str();
+}
+
+}  // extern "C"

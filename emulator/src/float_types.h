@@ -1,0 +1,42 @@
+// Storage types of half-precision registers, and how floating instructions round and flush.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "instruction_table.h"
+#include "numeric.h"
+
+namespace deep_moe::emulator {
+
+struct Half {
+    uint16_t bits;
+    operator float() const { return f16_to_float(bits); }
+    static Half from(float value) { return {float_to_f16(value)}; }
+};
+
+struct BFloat {
+    uint16_t bits;
+    operator float() const { return bf16_to_float(bits); }
+    static BFloat from(float value) { return {float_to_bf16(value)}; }
+};
+
+inline float flush(float value) {
+    return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
+}
+
+// The floating halves of instructions that exist for integers too. Each decodes the whole
+// statement.
+bool has_float_type(const Decoder& d);
+void decode_float_add(Decoder& d);
+void decode_float_sub(Decoder& d);
+void decode_float_mul(Decoder& d);
+void decode_float_fma(Decoder& d);
+void decode_float_div(Decoder& d);
+void decode_float_min(Decoder& d);
+void decode_float_max(Decoder& d);
+void decode_float_abs(Decoder& d);
+void decode_float_neg(Decoder& d);
+
+}  // namespace deep_moe::emulator

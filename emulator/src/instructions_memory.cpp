@@ -1,0 +1,593 @@
+// Loads, stores, atomics and reductions, prefetches, bulk zero fill, non-bulk asynchronous copies.
+#include <algorithm>
+
+#include "float_types.h"
+#include "lanes.h"
+
+namespace deep_moe::emulator {
+
+namespace {
+
+// aux of loads and stores
+constexpr uint64_t space_bits = 0xf;
+constexpr uint64_t strong =
+    1 << 4;  // volatile, relaxed, acquire, release: another thread may change it
+constexpr uint64_t uniform_address = 1 << 5;
+constexpr int count_shift = 8;
+
+// The common cases of Warp::resolve without calls.
+inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t bytes,
+                               Access access, int lane) {
+    if (space == Space::generic || space == Space::global || space == Space::constant ||
+        space == Space::param) {
+        const Region* r = w.last_region;
+        uint64_t at = address - (r ? r->address : 0);
+        if (r && w.last_region_version == w.grid->rank->memory.version() && at < r->size &&
+            bytes <= r->size - at && (access == Access::read || r->writable) &&
+            !(address & (bytes - 1)))
+            return reinterpret_cast<std::byte*>(address);
+    } else if (space == Space::shared || space == Space::shared_cluster) {
+        uint32_t offset = uint32_t(address) & shared_offset_mask;
+        Cta& cta = *w.cta;
+        if ((address >> shared_rank_shift) == cta.cluster_rank && offset >= shared_base &&
+            offset < cta.shared_end && bytes <= cta.shared_end - offset &&
+            !(offset & (bytes - 1))) {
+            uint8_t* shadow = cta.shadow.data() + offset;
+            if (access == Access::write) {
+                std::memset(shadow, 1, bytes);
+                return cta.shared + offset;
+            }
+            bool written = true;
+            for (uint32_t i = 0; i < bytes; ++i) written &= shadow[i] != 0;
+            if (written || !cta.machine->checks) return cta.shared + offset;
+        }
+    }
+    return w.resolve(space, address, bytes, access, lane);
+}
+
+template <class T>
+T load_value(const std::byte* from, bool is_strong) {
+    T value;
+    if (is_strong && sizeof(T) <= 8) {
+        __atomic_load(reinterpret_cast<const T*>(from), &value, __ATOMIC_ACQUIRE);
+    } else {
+        std::memcpy(&value, from, sizeof(T));
+    }
+    return value;
+}
+
+// operands: N destinations, address
+template <class T, int N>
+Flow load(Warp& w, const Op& op) {
+    Space space = Space(op.aux & space_bits);
+    const Operand& address = op.operands[N];
+    bool is_strong = op.aux & strong;
+    if (is_strong) ++w.polls;
+    if (op.aux & uniform_address) {
+        int lane = w.first_lane();
+        const std::byte* from =
+            fast_resolve(w, space, w.address(address, lane), sizeof(T) * N, Access::read, lane);
+        for (int k = 0; k < N; ++k) {
+            T value = load_value<T>(from + k * sizeof(T), is_strong);
+            auto d = w.out<T>(op.operands[k]);
+            w.for_each_lane([&](int i) { d.set(i, value); });
+        }
+    } else {
+        T values[N][warp_size];
+        w.for_each_lane([&](int i) {
+            const std::byte* from =
+                fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::read, i);
+            for (int k = 0; k < N; ++k)
+                values[k][i] = load_value<T>(from + k * sizeof(T), is_strong);
+        });
+        for (int k = 0; k < N; ++k) {
+            auto d = w.out<T>(op.operands[k]);
+            w.for_each_lane([&](int i) { d.set(i, values[k][i]); });
+        }
+    }
+    return is_strong ? Flow::yield : Flow::next;
+}
+
+// operands: address, N sources
+template <class T, int N>
+Flow store(Warp& w, const Op& op) {
+    Space space = Space(op.aux & space_bits);
+    const Operand& address = op.operands[0];
+    bool is_strong = op.aux & strong, changed = false;
+    w.for_each_lane([&](int i) {
+        std::byte* to =
+            fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::write, i);
+        for (int k = 0; k < N; ++k) {
+            T value = w.in<T>(op.operands[k + 1])[i], old;
+            std::byte* at = to + k * sizeof(T);
+            std::memcpy(&old, at, sizeof(T));
+            changed |= old != value;
+            if (is_strong && sizeof(T) <= 8)
+                __atomic_store(reinterpret_cast<T*>(at), &value, __ATOMIC_RELEASE);
+            else
+                std::memcpy(at, &value, sizeof(T));
+        }
+    });
+    if (changed) w.machine->note_progress();
+    return Flow::next;
+}
+
+template <class T>
+Body load_body(Decoder& d, size_t n) {
+    switch (n) {
+        case 1:
+            return load<T, 1>;
+        case 2:
+            return load<T, 2>;
+        case 4:
+            return load<T, 4>;
+        case 8:
+            return load<T, 8>;
+    }
+    d.unsupported("a vector of this length");
+}
+template <class T>
+Body store_body(Decoder& d, size_t n) {
+    switch (n) {
+        case 1:
+            return store<T, 1>;
+        case 2:
+            return store<T, 2>;
+        case 4:
+            return store<T, 4>;
+        case 8:
+            return store<T, 8>;
+    }
+    d.unsupported("a vector of this length");
+}
+
+void ignore_cache_hints(Decoder& d) {
+    d.ignore({"weak", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified", "L2::cache_hint"});
+    std::string level;
+    while (d.take_prefix("L1::", level) || d.take_prefix("L2::", level)) {
+    }
+}
+
+// True if another thread may be waiting for, or changing, what the access touches.
+bool take_strength(Decoder& d) {
+    bool is_strong = false;
+    for (std::string_view name : {"volatile", "relaxed", "acquire", "release", "mmio", "acq_rel"})
+        is_strong |= d.take(name);
+    d.ignore({"cta", "cluster", "gpu", "sys"});
+    return is_strong;
+}
+
+size_t take_vector(Decoder& d) {
+    std::string_view v = d.take_any({"v2", "v4", "v8"});
+    return v == "v2" ? 2 : v == "v4" ? 4 : v == "v8" ? 8 : 1;
+}
+
+// 128-bit registers count as two of 64 bits.
+std::vector<Operand> split_wide(const std::vector<Operand>& all) {
+    std::vector<Operand> halves;
+    for (Operand o : all) {
+        o.bits = 64;
+        halves.push_back(o);
+        o.high_half = true;
+        halves.push_back(o);
+    }
+    return halves;
+}
+
+// The address and the space it lies in: a variable's own when the instruction says .param or
+// nothing.
+Operand take_address(Decoder& d, size_t i, Space& space) {
+    Operand address = d.address(i);
+    bool symbol = address.base == Base::constants && d.symbol_space != Space::generic;
+    if (symbol && (space == Space::param || space == Space::generic)) space = d.symbol_space;
+    if (space == Space::constant || space == Space::param) space = Space::global;
+    return address;
+}
+
+void decode_ld(Decoder& d) {
+    bool is_strong = take_strength(d);
+    Space space = d.take_space();
+    ignore_cache_hints(d);
+    size_t n = take_vector(d);
+    Type type = d.take_type();
+    d.expect_operands(2, 3);
+    Operand address = take_address(d, 1, space);
+    std::vector<Operand> operands = d.destinations(0, type);
+    if (operands.size() != n) d.invalid("the vector's length is not that of the instruction");
+    if (type == Type::b128) {
+        operands = split_wide(operands);
+        n *= 2;
+    }
+    bool uniform = address.base == Base::constants && space != Space::local;
+    operands.push_back(address);
+    Body body = nullptr;
+    switch (type == Type::b128 ? 64 : num_bits(type)) {
+        case 8:
+            body = is_signed(type) ? load_body<int8_t>(d, n) : load_body<uint8_t>(d, n);
+            break;
+        case 16:
+            body = is_signed(type) ? load_body<int16_t>(d, n) : load_body<uint16_t>(d, n);
+            break;
+        case 32:
+            body = load_body<uint32_t>(d, n);
+            break;
+        case 64:
+            body = load_body<uint64_t>(d, n);
+            break;
+        default:
+            d.unsupported("this type");
+    }
+    d.emit(body, operands,
+           uint64_t(space) | (is_strong ? strong : 0) | (uniform ? uniform_address : 0));
+}
+
+void decode_ldu(Decoder& d) {
+    decode_ld(d);
+}
+
+void decode_st(Decoder& d) {
+    bool is_strong = take_strength(d);
+    Space space = d.take_space();
+    ignore_cache_hints(d);
+    size_t n = take_vector(d);
+    Type type = d.take_type();
+    d.expect_operands(2, 3);
+    std::vector<Operand> operands{take_address(d, 0, space)};
+    std::vector<Operand> values = d.sources(1, type);
+    if (values.size() != n) d.invalid("the vector's length is not that of the instruction");
+    if (type == Type::b128) {
+        values = split_wide(values);
+        n *= 2;
+    }
+    operands.insert(operands.end(), values.begin(), values.end());
+    Body body = nullptr;
+    switch (type == Type::b128 ? 64 : num_bits(type)) {
+        case 8:
+            body = store_body<uint8_t>(d, n);
+            break;
+        case 16:
+            body = store_body<uint16_t>(d, n);
+            break;
+        case 32:
+            body = store_body<uint32_t>(d, n);
+            break;
+        case 64:
+            body = store_body<uint64_t>(d, n);
+            break;
+        default:
+            d.unsupported("this type");
+    }
+    d.emit(body, operands, uint64_t(space) | (is_strong ? strong : 0));
+}
+
+// ---- atomics ----
+
+struct AtomicExch {
+    template <class T>
+    T operator()(T, T b) const {
+        return b;
+    }
+};
+struct AtomicAdd {
+    template <class T>
+    T operator()(T a, T b) const {
+        if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat>)
+            return T::from(float(a) + float(b));
+        else
+            return T(a + b);
+    }
+};
+template <class T>
+struct Two {  // packed halves
+    T low, high;
+};
+struct AtomicAddTwo {
+    template <class P>
+    P operator()(P a, P b) const {
+        return {AtomicAdd{}(a.low, b.low), AtomicAdd{}(a.high, b.high)};
+    }
+};
+struct AtomicAnd {
+    template <class T>
+    T operator()(T a, T b) const {
+        return T(a & b);
+    }
+};
+struct AtomicOr {
+    template <class T>
+    T operator()(T a, T b) const {
+        return T(a | b);
+    }
+};
+struct AtomicXor {
+    template <class T>
+    T operator()(T a, T b) const {
+        return T(a ^ b);
+    }
+};
+struct AtomicMin {
+    template <class T>
+    T operator()(T a, T b) const {
+        return b < a ? b : a;
+    }
+};
+struct AtomicMax {
+    template <class T>
+    T operator()(T a, T b) const {
+        return b > a ? b : a;
+    }
+};
+struct AtomicInc {
+    template <class T>
+    T operator()(T a, T b) const {
+        return a >= b ? T(0) : T(a + 1);
+    }
+};
+struct AtomicDec {
+    template <class T>
+    T operator()(T a, T b) const {
+        return a == 0 || a > b ? b : T(a - 1);
+    }
+};
+
+template <class T, class F>
+T atomic_apply(std::byte* at, F f) {
+    using U = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                 std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    auto* word = reinterpret_cast<U*>(at);
+    U seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+    for (;;) {
+        T old;
+        std::memcpy(&old, &seen, sizeof(T));
+        T value = f(old);
+        U next;
+        std::memcpy(&next, &value, sizeof(T));
+        if (__atomic_compare_exchange_n(word, &seen, next, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_RELAXED))
+            return old;
+    }
+}
+
+// aux: space, count of elements, bit 6: has destinations. operands: N destinations (atom), address,
+// N values
+template <class T, class F>
+Flow atomic(Warp& w, const Op& op) {
+    Space space = Space(op.aux & space_bits);
+    uint32_t n = uint32_t(op.aux >> count_shift) & 0xff;
+    bool returns = op.aux & 64;
+    uint32_t first = returns ? n : 0;
+    const Operand& address = op.operands[first];
+    bool changed = false;
+    ++w.polls;
+    w.for_each_lane([&](int i) {
+        // Every element is an atomic access of its own; the address is checked for all of them
+        // together.
+        std::byte* at =
+            w.resolve(space, w.address(address, i), uint32_t(sizeof(T)) * n, Access::read_write, i);
+        for (uint32_t k = 0; k < n; ++k) {
+            T b = w.in<T>(op.operands[first + 1 + k])[i];
+            T written{};
+            T old = atomic_apply<T>(at + k * sizeof(T), [&](T a) { return written = F{}(a, b); });
+            changed |= std::memcmp(&old, &written, sizeof(T)) != 0;
+            if (returns) w.out<T>(op.operands[k]).set(i, old);
+        }
+    });
+    if (changed) w.machine->note_progress();
+    return Flow::next;
+}
+
+// operands: destination, address, compare, value
+template <class T>
+Flow compare_and_swap(Warp& w, const Op& op) {
+    Space space = Space(op.aux & space_bits);
+    bool changed = false;
+    ++w.polls;
+    w.for_each_lane([&](int i) {
+        auto* at = reinterpret_cast<T*>(
+            w.resolve(space, w.address(op.operands[1], i), sizeof(T), Access::read_write, i));
+        T expected = w.in<T>(op.operands[2])[i], value = w.in<T>(op.operands[3])[i];
+        T seen = expected;
+        if (__atomic_compare_exchange_n(at, &seen, value, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST))
+            changed |= value != expected;
+        w.out<T>(op.operands[0]).set(i, seen);
+    });
+    if (changed) w.machine->note_progress();
+    return Flow::yield;
+}
+
+template <class F>
+Body atomic_integer(Decoder& d, Type type) {
+    switch (type) {
+        case Type::u32:
+        case Type::b32:
+            return atomic<uint32_t, F>;
+        case Type::s32:
+            return atomic<int32_t, F>;
+        case Type::u64:
+        case Type::b64:
+            return atomic<uint64_t, F>;
+        case Type::s64:
+            return atomic<int64_t, F>;
+        default:
+            d.unsupported(std::string("type .") + name_of(type) + " is not supported here");
+    }
+}
+
+Body atomic_add(Decoder& d, Type type) {
+    switch (type) {
+        case Type::f32:
+            return atomic<float, AtomicAdd>;
+        case Type::f64:
+            return atomic<double, AtomicAdd>;
+        case Type::f16:
+            return atomic<Half, AtomicAdd>;
+        case Type::bf16:
+            return atomic<BFloat, AtomicAdd>;
+        case Type::f16x2:
+            return atomic<Two<Half>, AtomicAddTwo>;
+        case Type::bf16x2:
+            return atomic<Two<BFloat>, AtomicAddTwo>;
+        default:
+            return atomic_integer<AtomicAdd>(d, type);
+    }
+}
+
+void decode_atomic(Decoder& d, bool returns) {
+    take_strength(d);
+    Space space = d.take_space();
+    d.ignore({"noftz"});
+    ignore_cache_hints(d);
+    size_t n = take_vector(d);
+    std::string_view name =
+        d.take_any({"and", "or", "xor", "exch", "cas", "add", "inc", "dec", "min", "max"});
+    Type type = d.take_type();
+    size_t at = returns ? 1 : 0;
+    if (name == "cas") {
+        d.expect_operands(4, 5);
+        Operand address = take_address(d, 1, space);
+        std::vector<Operand> operands{d.destination(0, type), address, d.source(2, type),
+                                      d.source(3, type)};
+        d.emit(for_bits(d, type, [](auto t) -> Body { return compare_and_swap<decltype(t)>; }),
+               operands, uint64_t(space));
+        return;
+    }
+    Body body = nullptr;
+    if (name == "and")
+        body = atomic_integer<AtomicAnd>(d, type);
+    else if (name == "or")
+        body = atomic_integer<AtomicOr>(d, type);
+    else if (name == "xor")
+        body = atomic_integer<AtomicXor>(d, type);
+    else if (name == "exch")
+        body = atomic_integer<AtomicExch>(d, type);
+    else if (name == "inc")
+        body = atomic_integer<AtomicInc>(d, type);
+    else if (name == "dec")
+        body = atomic_integer<AtomicDec>(d, type);
+    else if (name == "min")
+        body = atomic_integer<AtomicMin>(d, type);
+    else if (name == "max")
+        body = atomic_integer<AtomicMax>(d, type);
+    else if (name == "add")
+        body = atomic_add(d, type);
+    else
+        d.invalid("the instruction has no operation");
+    d.expect_operands(at + 2, at + 3);
+    std::vector<Operand> operands;
+    bool has_result = returns && d.parsed(0).kind != ParsedOperand::Kind::sink;
+    if (has_result) operands = d.destinations(0, type);
+    operands.push_back(take_address(d, at, space));
+    std::vector<Operand> values = d.sources(at + 1, type);
+    if (values.size() != n) d.invalid("the vector's length is not that of the instruction");
+    operands.insert(operands.end(), values.begin(), values.end());
+    d.emit(body, operands, uint64_t(space) | uint64_t(n) << count_shift | (has_result ? 64 : 0));
+}
+
+void decode_atom(Decoder& d) {
+    decode_atomic(d, true);
+}
+void decode_red(Decoder& d) {
+    decode_atomic(d, false);
+}
+
+// ---- the rest ----
+
+Flow nothing(Warp&, const Op&) {
+    return Flow::next;
+}
+
+void decode_nothing(Decoder& d) {
+    d.modifiers.clear();
+    d.emit(nothing, {});
+}
+
+// operands: address, size
+Flow bulk_zero(Warp& w, const Op& op) {
+    Space space = Space(op.aux & space_bits);
+    w.for_each_lane([&](int i) {
+        uint64_t address = w.address(op.operands[0], i);
+        uint64_t bytes = w.in<uint64_t>(op.operands[1])[i];
+        if (bytes % 8 || address % 8)
+            throw Fault(FaultKind::misaligned,
+                        "st.bulk needs an address and a size that are multiples of 8", i);
+        for (uint64_t at = 0; at < bytes; at += 8)
+            std::memset(w.resolve(space, address + at, 8, Access::write, i), 0, 8);
+    });
+    w.machine->note_progress();
+    return Flow::next;
+}
+
+void decode_st_bulk(Decoder& d) {
+    d.ignore({"weak"});
+    Space space = d.take_space();
+    d.expect_operands(3);
+    if (d.immediate(2) != 0) d.unsupported("only the value 0 can be stored");
+    d.emit(bulk_zero, {take_address(d, 0, space), d.source(1, Type::u64)}, uint64_t(space));
+}
+
+// operands: shared address, global address, source size; aux: copy size. The copy happens at once,
+// which is one of the moments that the program must expect.
+Flow copy_to_shared(Warp& w, const Op& op) {
+    uint32_t bytes = uint32_t(op.aux & 0xff);
+    bool ignore = op.num_operands > 3;
+    w.for_each_lane([&](int i) {
+        uint32_t from_bytes = w.in<uint32_t>(op.operands[2])[i];
+        if (ignore && (w.predicate(op.operands[3]) >> i) & 1) from_bytes = 0;
+        if (from_bytes > bytes)
+            throw Fault(FaultKind::invalid_operation, "cp.async copies more bytes than its size",
+                        i);
+        std::byte buffer[16] = {};
+        uint64_t source = w.address(op.operands[1], i);
+        if (source & (bytes - 1))
+            w.resolve(Space::global, source, bytes, Access::read, i);  // words the error
+        for (uint32_t k = 0; k < from_bytes; ++k)
+            buffer[k] = *w.resolve(Space::global, source + k, 1, Access::read, i);
+        std::memcpy(w.resolve(Space::shared, w.address(op.operands[0], i), bytes, Access::write, i),
+                    buffer, bytes);
+    });
+    w.machine->note_progress();
+    return Flow::next;
+}
+
+void decode_cp_async(Decoder& d) {
+    d.ignore({"ca", "cg", "shared", "shared::cta", "global"});
+    ignore_cache_hints(d);
+    if (d.num_operands() < 3) d.invalid("expected an address pair and a size");
+    uint64_t bytes = d.immediate(2);
+    if (bytes != 4 && bytes != 8 && bytes != 16) d.invalid("the size must be 4, 8 or 16");
+    std::vector<Operand> operands{d.address(0), d.address(1)};
+    using Kind = ParsedOperand::Kind;
+    bool has_size = d.num_operands() > 3 && (d.parsed(3).kind == Kind::immediate ||
+                                             (d.parsed(3).kind == Kind::reg && !d.is_predicate(3)));
+    operands.push_back(has_size ? d.source(3, Type::u32) : d.constant(bytes));
+    if (d.num_operands() > 3 && d.parsed(3).kind == Kind::reg && d.is_predicate(3))
+        operands.push_back(d.source(3, Type::pred));
+    d.emit(copy_to_shared, operands, bytes);
+}
+
+}  // namespace
+
+InstructionTable memory_instructions() {
+    return {
+        {"ld", decode_ld, "load; every space, vector, cache hint and ordering"},
+        {"ldu", decode_ldu, "load of read-only data"},
+        {"st", decode_st, "store; every space, vector, cache hint and ordering"},
+        {"st.bulk", decode_st_bulk, "zero fill of shared memory"},
+        {"atom", decode_atom, "atomic update that returns the old value"},
+        {"red", decode_red, "atomic update"},
+        {"prefetch", decode_nothing, "prefetch (no effect)"},
+        {"prefetchu", decode_nothing, "prefetch (no effect)"},
+        {"discard", decode_nothing, "cache line may be dropped (no effect)"},
+        {"applypriority", decode_nothing, "cache priority (no effect)"},
+        {"cp.async", decode_cp_async, "copy of 4, 8 or 16 bytes from global to shared memory"},
+        {"cp.async.commit_group", decode_nothing,
+         "end of a group of cp.async (copies are complete at once)"},
+        {"cp.async.wait_group", decode_nothing,
+         "wait for groups of cp.async (copies are complete at once)"},
+        {"cp.async.wait_all", decode_nothing,
+         "wait for all cp.async (copies are complete at once)"},
+    };
+}
+
+}  // namespace deep_moe::emulator

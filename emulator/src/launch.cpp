@@ -1,0 +1,314 @@
+// From a launch to warps: checks the geometry, lays out constants, creates clusters, CTAs and
+// warps, retires them.
+#include <algorithm>
+#include <cstring>
+
+#include "async_units.h"
+#include "machine.h"
+
+namespace deep_moe::emulator {
+
+namespace {
+
+constexpr uint32_t max_shared_bytes = 227 * 1024;
+
+std::byte* aligned(std::vector<std::byte>& storage, size_t bytes, size_t alignment) {
+    storage.resize(bytes + alignment);
+    auto address = reinterpret_cast<uintptr_t>(storage.data());
+    return storage.data() + ((address + alignment - 1) / alignment * alignment - address);
+}
+
+void broadcast(std::byte* to, int bits, uint64_t low, uint64_t high) {
+    for (int lane = 0; lane < warp_size; ++lane) {
+        if (bits <= 32) {
+            if (bits == 1 && lane) break;
+            uint32_t value = uint32_t(low);
+            std::memcpy(to + lane * 4, &value, 4);
+        } else {
+            std::memcpy(to + lane * 8, &low, 8);
+            if (bits == 128) std::memcpy(to + warp_size * 8 + lane * 8, &high, 8);
+        }
+    }
+}
+
+[[noreturn]] void refuse(const Program& program, const std::string& why) {
+    throw Fault(FaultKind::launch, "launch of " + program.name + ": " + why);
+}
+
+}  // namespace
+
+Rank& Machine::rank(uint32_t index) {
+    auto& slot = ranks[index];
+    if (!slot) {
+        slot = std::make_unique<Rank>();
+        slot->index = index;
+    }
+    return *slot;
+}
+
+ModuleMemory& Machine::module_memory(const Module& module, Rank& rank) {
+    auto [found, is_new] = rank.modules.try_emplace(&module);
+    ModuleMemory& memory = found->second;
+    if (!is_new || module.variables.empty()) return memory;
+    // Variables lie 256 bytes apart, so that one that is overrun does not hide in its neighbour.
+    constexpr size_t gap = 256;
+    size_t bytes = gap;
+    std::map<std::string, size_t> offsets;
+    for (const auto& [name, symbol] : module.variables) {
+        if (symbol.space != Space::global && symbol.space != Space::constant) continue;
+        size_t alignment = std::max<size_t>(symbol.alignment, gap);
+        bytes = (bytes + alignment - 1) / alignment * alignment;
+        offsets[name] = bytes;
+        bytes += symbol.size + gap;
+    }
+    std::byte* base = aligned(memory.storage, bytes, 4096);
+    for (const auto& [name, offset] : offsets) {
+        const Symbol& symbol = module.variables.at(name);
+        memory.addresses[name] = reinterpret_cast<uint64_t>(base + offset);
+        if (!symbol.initializer.empty())
+            std::memcpy(base + offset, symbol.initializer.data(), symbol.initializer.size());
+        if (symbol.size)
+            rank.memory.add(memory.addresses[name], symbol.size, module.name + ": " + name,
+                            symbol.space == Space::global);
+    }
+    for (const auto& [name, offset] : offsets) {
+        for (const auto& [at, target] : module.variables.at(name).pointers) {
+            uint64_t value;
+            std::memcpy(&value, base + offset + at, 8);
+            auto other = memory.addresses.find(target);
+            if (other == memory.addresses.end())
+                throw Fault(FaultKind::unsupported,
+                            "the initializer of " + name + " refers to " + target);
+            value += other->second;
+            std::memcpy(base + offset + at, &value, 8);
+        }
+    }
+    return memory;
+}
+
+void Machine::forget_module(const Module& module) {
+    for (auto& [index, rank] : ranks) {
+        auto found = rank->modules.find(&module);
+        if (found == rank->modules.end()) continue;
+        for (const auto& [name, address] : found->second.addresses)
+            if (module.variables.at(name).size) rank->memory.remove(address);
+        rank->modules.erase(found);
+    }
+}
+
+void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t grid_size[3],
+                     const uint32_t block_size[3], const uint32_t cluster_size[3],
+                     uint32_t shared_bytes, const std::vector<std::byte>& parameters) {
+    auto grid = std::make_unique<Grid>();
+    Grid& g = *grid;
+    g.machine = this;
+    g.rank = &rank(rank_index);
+    g.program = &program;
+    g.id = ++last_grid_id;
+    g.num_ctas = 1;
+    g.num_threads = 1;
+    uint32_t cluster_ctas = 1;
+    for (int i = 0; i < 3; ++i) {
+        g.grid[i] = grid_size[i];
+        g.block[i] = block_size[i];
+        uint32_t declared = program.cluster[i];
+        if (cluster_size[0] && program.cluster[0] && cluster_size[i] != declared)
+            refuse(program,
+                   format("cluster size %u in dimension %d, but the kernel was compiled for %u",
+                          cluster_size[i], i, declared));
+        g.cluster[i] = cluster_size[0] ? cluster_size[i] : declared ? declared : 1;
+        if (!g.grid[i] || !g.block[i] || !g.cluster[i]) refuse(program, "a size is zero");
+        if (g.grid[i] % g.cluster[i])
+            refuse(program, format("grid size %u is not a multiple of cluster size %u", g.grid[i],
+                                   g.cluster[i]));
+        if (program.required_threads[0] && program.required_threads[i] != g.block[i])
+            refuse(program, format("block size %u in dimension %d, the kernel requires %u",
+                                   g.block[i], i, program.required_threads[i]));
+        g.num_ctas *= g.grid[i];
+        g.num_threads *= g.block[i];
+        cluster_ctas *= g.cluster[i];
+    }
+    if (g.num_threads > 1024)
+        refuse(program, format("%u threads per CTA; at most 1024", g.num_threads));
+    if (program.max_threads && g.num_threads > program.max_threads)
+        refuse(program, format("%u threads per CTA; the kernel was compiled for at most %u",
+                               g.num_threads, program.max_threads));
+    if (cluster_ctas > 16) refuse(program, format("%u CTAs per cluster; at most 16", cluster_ctas));
+    if (parameters.size() != program.parameter_bytes)
+        refuse(program, format("%zu bytes of arguments; the kernel takes %u", parameters.size(),
+                               program.parameter_bytes));
+    uint32_t total_shared = program.dynamic_shared_offset - shared_base + shared_bytes;
+    if (total_shared > max_shared_bytes)
+        refuse(program, format("%u bytes of shared memory per CTA; at most %u", total_shared,
+                               max_shared_bytes));
+    g.dynamic_shared_bytes = shared_bytes;
+    g.num_warps = (g.num_threads + warp_size - 1) / warp_size;
+    g.parameters = aligned(g.parameter_storage, std::max<size_t>(parameters.size(), 1), 128);
+    std::copy(parameters.begin(), parameters.end(), g.parameters);
+    if (!parameters.empty())
+        g.rank->memory.add(reinterpret_cast<uint64_t>(g.parameters), parameters.size(),
+                           "parameters of " + program.name, false);
+
+    ModuleMemory& memory = module_memory(*program.module, *g.rank);
+    g.constants.resize(cluster_ctas);
+    for (uint32_t r = 0; r < cluster_ctas; ++r) {
+        g.constants[r].resize(program.constant_bytes);
+        for (const Constant& c : program.constants) {
+            uint64_t low = c.low;
+            if (c.parameter) low += reinterpret_cast<uint64_t>(g.parameters);
+            if (c.symbol) {
+                if (c.symbol->space == Space::shared)
+                    low += c.symbol->address + (uint64_t(r) << shared_rank_shift);
+                else if (c.symbol->space == Space::local)
+                    low += c.symbol->address;
+                else
+                    low += memory.addresses.at(c.symbol->name);
+            }
+            broadcast(g.constants[r].data() + c.offset, c.bits, low, c.high);
+        }
+    }
+    g.ctas.resize(g.num_ctas);
+    grids.push_back(std::move(grid));
+}
+
+// Creates clusters as long as the grid's residency allows it. Clusters are taken in order of their
+// first CTA.
+void Machine::admit_ctas(Grid& g) {
+    const Program& program = *g.program;
+    uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
+    uint32_t num_clusters[3] = {g.grid[0] / g.cluster[0], g.grid[1] / g.cluster[1],
+                                g.grid[2] / g.cluster[2]};
+    while (g.next_cta < g.num_ctas &&
+           (g.live_ctas == 0 || g.live_ctas + cluster_ctas <= max_resident_ctas)) {
+        uint32_t ci = g.next_cta / cluster_ctas;
+        uint32_t cx = ci % num_clusters[0], cy = ci / num_clusters[0] % num_clusters[1],
+                 cz = ci / num_clusters[0] / num_clusters[1];
+        auto cluster = std::make_unique<Cluster>();
+        cluster->index = ci;
+        for (uint32_t r = 0; r < cluster_ctas; ++r) {
+            uint32_t rx = r % g.cluster[0], ry = r / g.cluster[0] % g.cluster[1],
+                     rz = r / g.cluster[0] / g.cluster[1];
+            uint32_t x = cx * g.cluster[0] + rx, y = cy * g.cluster[1] + ry,
+                     z = cz * g.cluster[2] + rz;
+            uint32_t index = x + g.grid[0] * (y + g.grid[1] * z);
+            auto cta = std::make_unique<Cta>();
+            Cta& c = *cta;
+            c.machine = this;
+            c.grid = &g;
+            c.cluster = cluster.get();
+            c.index = index;
+            c.cluster_rank = r;
+            c.live_threads = g.num_threads;
+            c.shared_end = program.dynamic_shared_offset + g.dynamic_shared_bytes;
+            c.shared = aligned(c.shared_storage, c.shared_end, 1024);
+            c.shadow.assign(c.shared_end, 0);
+            if (program.max_registers || program.max_threads || program.required_threads[0]) {
+                // What the compiler may use at launch; setmaxnreg moves registers between
+                // warpgroups of this sum.
+                uint32_t threads = (g.num_threads + 127) / 128 * 128;
+                uint32_t each = program.max_registers ? program.max_registers
+                                                      : std::min(65536 / threads / 8 * 8, 255u);
+                c.launch_registers = each;
+            }
+            for (uint32_t wi = 0; wi < g.num_warps; ++wi) {
+                auto warp = std::make_unique<Warp>();
+                Warp& w = *warp;
+                w.machine = this;
+                w.grid = &g;
+                w.cta = &c;
+                w.program = &program;
+                w.index = wi;
+                w.num_registers = c.launch_registers;
+                uint32_t lanes = std::min<uint32_t>(warp_size, g.num_threads - wi * warp_size);
+                w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
+                w.current.lanes = w.live;
+                w.registers.assign(program.register_bytes, std::byte{0xcb});
+                w.local.assign(size_t(program.local_bytes) * warp_size, std::byte{0xcb});
+                w.special.assign(size_t(Special::count) * warp_size, 0);
+                auto row = [&](Special s) { return w.special.data() + size_t(s) * warp_size; };
+                auto fill = [&](Special s, uint32_t value) {
+                    std::fill_n(row(s), warp_size, value);
+                };
+                for (uint32_t lane = 0; lane < warp_size; ++lane) {
+                    uint32_t t = wi * warp_size + lane;
+                    row(Special::tid_x)[lane] = t % g.block[0];
+                    row(Special::tid_y)[lane] = t / g.block[0] % g.block[1];
+                    row(Special::tid_z)[lane] = t / g.block[0] / g.block[1];
+                    row(Special::laneid)[lane] = lane;
+                    row(Special::lanemask_eq)[lane] = 1u << lane;
+                    row(Special::lanemask_lt)[lane] = (1u << lane) - 1;
+                    row(Special::lanemask_le)[lane] = ((1u << lane) - 1) | 1u << lane;
+                    row(Special::lanemask_gt)[lane] = ~(((1u << lane) - 1) | 1u << lane);
+                    row(Special::lanemask_ge)[lane] = ~((1u << lane) - 1);
+                }
+                uint32_t values[][3] = {{g.block[0], g.block[1], g.block[2]},
+                                        {x, y, z},
+                                        {g.grid[0], g.grid[1], g.grid[2]},
+                                        {cx, cy, cz},
+                                        {num_clusters[0], num_clusters[1], num_clusters[2]},
+                                        {rx, ry, rz},
+                                        {g.cluster[0], g.cluster[1], g.cluster[2]}};
+                Special firsts[] = {Special::ntid_x,          Special::ctaid_x,
+                                    Special::nctaid_x,        Special::clusterid_x,
+                                    Special::nclusterid_x,    Special::cluster_ctaid_x,
+                                    Special::cluster_nctaid_x};
+                for (size_t k = 0; k < 7; ++k)
+                    for (uint32_t d = 0; d < 3; ++d)
+                        fill(Special(uint32_t(firsts[k]) + d), values[k][d]);
+                fill(Special::warpid, wi);
+                fill(Special::nwarpid, g.num_warps);
+                fill(Special::smid, index);
+                fill(Special::nsmid, g.num_ctas);
+                fill(Special::gridid, g.id);
+                fill(Special::cluster_ctarank, r);
+                fill(Special::cluster_nctarank, cluster_ctas);
+                fill(Special::is_explicit_cluster,
+                     cluster_ctas > 1 || program.cluster[0] ? full_mask : 0);
+                fill(Special::dynamic_smem_size, g.dynamic_shared_bytes);
+                fill(Special::total_smem_size, c.shared_end);
+                fill(Special::aggr_smem_size, c.shared_end);
+                fill(Special::reserved_smem_offset_begin, 0);
+                fill(Special::reserved_smem_offset_cap, shared_base);
+                w.bases[int(Base::registers)] = w.registers.data();
+                w.bases[int(Base::constants)] = g.constants[r].data();
+                w.bases[int(Base::special)] = reinterpret_cast<std::byte*>(w.special.data());
+                c.warps.push_back(std::move(warp));
+            }
+            cluster->live_threads += g.num_threads;
+            cluster->ctas.push_back(&c);
+            g.ctas[index] = std::move(cta);
+            ++g.live_ctas;
+        }
+        for (Cta* c : cluster->ctas)
+            for (auto& w : c->warps) make_ready(*w);
+        g.clusters.push_back(std::move(cluster));
+        g.next_cta += cluster_ctas;
+    }
+}
+
+// The CTA's threads have all exited. Its memory goes; the objects stay until the run ends, because
+// queues and timers may still name its warps.
+void Machine::retire_cta(Cta& cta) {
+    Grid& g = *cta.grid;
+    check_units_at_exit(cta);
+    for (auto& w : cta.warps) {
+        std::vector<std::byte>().swap(w->registers);
+        std::vector<std::byte>().swap(w->local);
+        std::vector<uint32_t>().swap(w->special);
+    }
+    --g.live_ctas;
+    if (g.next_cta < g.num_ctas) admit_ctas(g);
+}
+
+void Machine::reset() {
+    ready.clear();
+    timers.clear();
+    async_queues.clear();
+    async_by_key.clear();
+    for (auto& g : grids)
+        if (!g->program->parameters.empty())
+            g->rank->memory.remove(reinterpret_cast<uint64_t>(g->parameters));
+    grids.clear();
+}
+
+}  // namespace deep_moe::emulator

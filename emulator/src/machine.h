@@ -1,0 +1,382 @@
+// The state of a run: machine, ranks, grids, clusters, CTAs and warps, and what an instruction body
+// may do with them. Bodies get a `Warp&`; everything else is reached from there.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fault.h"
+#include "memory.h"
+#include "program.h"
+
+namespace deep_moe::emulator {
+
+struct Machine;
+struct Grid;
+struct Cta;
+struct Warp;
+struct TensorMemory;  // tensor_memory.h
+struct AsyncState;    // async_state.h: bulk groups, mbarriers and the like, per CTA
+
+// Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address
+// is offset + (cluster rank << 24); generic addresses of shared and local memory lie in windows of
+// their own.
+constexpr uint64_t shared_window = 0x0100'0000'0000'0000ull;
+constexpr uint64_t local_window = 0x0200'0000'0000'0000ull;
+constexpr uint64_t window_mask = 0xff00'0000'0000'0000ull;
+constexpr uint32_t shared_base = 0x400;  // the first KiB of the window is reserved
+constexpr uint32_t shared_rank_shift = 24;
+constexpr uint32_t shared_offset_mask = (1u << shared_rank_shift) - 1;
+
+std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+
+// ---- operands as 32 lanes
+// ---------------------------------------------------------------------------------
+
+template <class T>
+constexpr size_t lane_stride = sizeof(T) <= 4 ? 4 : 8;
+
+template <class T>
+struct In {
+    const std::byte* data;
+    T operator[](int lane) const {
+        return *reinterpret_cast<const T*>(data + size_t(lane) * lane_stride<T>);
+    }
+};
+
+template <class T>
+struct Out {  // writes to lanes; types below 32 bits are extended to their 4 bytes
+    std::byte* data;
+    void set(int lane, T value) const {
+        if constexpr (std::is_integral_v<T> && std::is_signed_v<T> && sizeof(T) < 4) {
+            reinterpret_cast<int32_t*>(data)[lane] = value;
+        } else if constexpr (sizeof(T) < 4) {
+            uint32_t wide = 0;
+            std::memcpy(&wide, &value, sizeof(T));
+            reinterpret_cast<uint32_t*>(data)[lane] = wide;
+        } else {
+            reinterpret_cast<T*>(data)[lane] = value;
+        }
+    }
+};
+
+// Indices of the rows of `Warp::special`, 32 lanes of 4 bytes each.
+enum class Special : uint32_t {
+    tid_x,
+    tid_y,
+    tid_z,
+    ntid_x,
+    ntid_y,
+    ntid_z,
+    ctaid_x,
+    ctaid_y,
+    ctaid_z,
+    nctaid_x,
+    nctaid_y,
+    nctaid_z,
+    laneid,
+    warpid,
+    nwarpid,
+    smid,
+    nsmid,
+    gridid,
+    clusterid_x,
+    clusterid_y,
+    clusterid_z,
+    nclusterid_x,
+    nclusterid_y,
+    nclusterid_z,
+    cluster_ctaid_x,
+    cluster_ctaid_y,
+    cluster_ctaid_z,
+    cluster_nctaid_x,
+    cluster_nctaid_y,
+    cluster_nctaid_z,
+    cluster_ctarank,
+    cluster_nctarank,
+    is_explicit_cluster,
+    lanemask_eq,
+    lanemask_le,
+    lanemask_lt,
+    lanemask_ge,
+    lanemask_gt,
+    dynamic_smem_size,
+    total_smem_size,
+    aggr_smem_size,
+    reserved_smem_offset_begin,
+    reserved_smem_offset_cap,
+    count
+};
+
+// ---- waiting
+// ------------------------------------------------------------------------------------------------
+
+// Warps that wait for one thing (or one kind of thing). Whoever changes it calls `Machine::wake`;
+// every woken warp runs its instruction again, which looks for itself whether it may go on.
+struct WaitQueue {
+    std::vector<Warp*> warps;
+};
+
+struct Wait {
+    const char* text = "";  // printf pattern with up to two %llx / %llu
+    unsigned long long a = 0, b = 0;
+};
+
+// Lanes of one warp that share a program counter.
+struct Group {
+    uint32_t pc = 0;
+    uint32_t lanes = 0;
+    bool blocked = false;  // at `pc`, until the warp is woken
+    bool meeting = false;  // at `pc`, until the other lanes of a collective come
+    uint64_t token =
+        0;  // kept for the body between the runs of one blocked instruction, 0 at first
+    uint64_t deadline = 0;  // virtual ns at which a blocked group is woken anyway, 0 = never
+    Wait wait;
+};
+
+struct Warp {
+    // What bodies use.
+    Machine* machine = nullptr;
+    Grid* grid = nullptr;
+    Cta* cta = nullptr;
+    const Program* program = nullptr;
+    uint32_t index = 0;  // in its CTA
+    uint32_t live = 0;   // lanes that have not exited
+    uint32_t exec = 0;   // lanes that execute the current instruction (guard and meeting applied)
+    Group current;
+    uint32_t carry = 0;        // the condition code of add.cc, one bit per lane
+    std::byte* bases[3] = {};  // by `Base`
+
+    const std::byte* data(const Operand& o) const { return bases[int(o.base)] + o.offset; }
+    template <class T>
+    In<T> in(const Operand& o) const {
+        return {data(o)};
+    }
+    template <class T>
+    Out<T> out(const Operand& o) const {
+        return {bases[0] + o.offset};
+    }
+    uint32_t predicate(const Operand& o) const {
+        uint32_t bits = *reinterpret_cast<const uint32_t*>(data(o));
+        return o.negated ? ~bits : bits;
+    }
+    // Sets the executing lanes' bits of a predicate, leaves the others.
+    void set_predicate(const Operand& o, uint32_t bits) const {
+        if (o.sink) return;
+        auto& p = *reinterpret_cast<uint32_t*>(bases[0] + o.offset);
+        p = (p & ~exec) | (bits & exec);
+    }
+    // Value of the first executing lane.
+    template <class T>
+    T uniform(const Operand& o) const {
+        return in<T>(o)[first_lane()];
+    }
+    // 64-bit address of an address operand in one lane.
+    uint64_t address(const Operand& o, int lane) const {
+        uint64_t base = o.bits == 64 ? in<uint64_t>(o)[lane] : in<uint32_t>(o)[lane];
+        uint64_t sum = base + uint64_t(o.displacement);
+        return o.bits == 64 ? sum : uint32_t(sum);
+    }
+    int first_lane() const { return __builtin_ctz(exec); }
+    template <class F>
+    void for_each_lane(F f) const {
+        for (uint32_t m = exec; m; m &= m - 1) f(__builtin_ctz(m));
+    }
+
+    // Host address of `bytes` bytes for an access by `lane`, after every check; throws Fault.
+    std::byte* resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane);
+
+    // Waits: `return w.block(queue, "mbarrier %llx", a)`. Run again after `Machine::wake(queue)`,
+    // or at `deadline` (0: never).
+    Flow block(WaitQueue& queue, const char* text, uint64_t a = 0, uint64_t b = 0,
+               uint64_t deadline = 0);
+
+    // Moves the executing lanes to `pc` and lets the group's others go on behind the current
+    // instruction.
+    Flow jump(uint32_t pc);
+    void exit_lanes(uint32_t lanes);
+
+    // Engine.
+    std::vector<Group> others;  // groups of lanes besides `current`
+    bool ready = false;         // in the machine's ready list
+    uint64_t polls = 0;         // loads that may be polls, failed waits, clock reads
+    uint32_t quanta_since_merge = 0;
+    uint64_t steps_since_progress = 0;
+    std::vector<std::byte> registers;
+    std::vector<uint32_t> special;
+    std::vector<std::byte> local;                              // lane-major
+    std::array<std::vector<uint64_t>, warp_size> call_stacks;  // return pc << 32 | call site
+    const Region* last_region = nullptr;
+    uint64_t last_region_version = 0;
+    uint32_t num_registers = 0;  // per thread, as setmaxnreg sees it (0: unknown)
+    uint32_t cluster_arrived =
+        0;  // lanes that have arrived at the cluster barrier and not waited yet
+    uint64_t cluster_generation = 0;  // phase in which they arrived
+};
+
+struct NamedBarrier {
+    uint32_t arrived = 0;   // threads
+    uint32_t expected = 0;  // threads, 0 while nobody has arrived
+    uint64_t generation = 0;
+    uint32_t count = 0;  // threads whose predicate was true (barrier.red)
+    uint32_t result_count = 0, result_threads = 0;  // of the last completed generation
+    bool counts_all = false;                        // expected: every thread that has not exited
+    WaitQueue waiters;
+};
+
+struct Cluster {
+    std::vector<Cta*> ctas;  // by rank
+    uint32_t index = 0;
+    // barrier.cluster: threads that have arrived in this phase
+    uint32_t arrived = 0;
+    uint32_t live_threads = 0;
+    uint64_t generation = 0;
+    WaitQueue waiters;
+};
+
+struct Cta {
+    Machine* machine = nullptr;
+    Grid* grid = nullptr;
+    Cluster* cluster = nullptr;
+    uint32_t index = 0;  // linear in the grid
+    uint32_t cluster_rank = 0;
+    uint32_t live_threads = 0;
+    std::vector<std::unique_ptr<Warp>> warps;
+
+    // Shared memory, indexed by shared offset (so 0..0x3ff are not used). `shadow` has one byte per
+    // byte.
+    std::byte* shared = nullptr;
+    uint32_t shared_end = 0;  // first offset past the end
+    std::vector<std::byte> shared_storage;
+    std::vector<uint8_t> shadow;  // bit 0: written
+
+    NamedBarrier barriers[16];
+    WaitQueue mbarrier_waiters;  // wake it when any mbarrier of this CTA completes a phase
+    WaitQueue bulk_waiters;      // wake it when a bulk group of a thread of this CTA moves on
+    WaitQueue tmem_waiters;  // wake it when tensor memory is given back or async tcgen05 work ends
+    WaitQueue register_waiters;     // setmaxnreg.inc
+    uint32_t launch_registers = 0;  // per thread, 0 if the module does not say
+    int64_t free_registers = 0;     // setmaxnreg pool
+
+    std::shared_ptr<void>
+        units[4];  // state of functional units, by `Unit`; created by them on first use
+
+    // Threads have exited: barriers that wait for nobody else complete.
+    void threads_exited();
+
+    // Checked access to this CTA's shared memory by offset. `what` words the error.
+    std::byte* shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what);
+};
+
+enum class Unit : int { mbarrier, bulk_copy, tensor_memory, matrix };
+
+// A module's .global and .const variables as one rank has them.
+struct ModuleMemory {
+    std::vector<std::byte> storage;
+    std::map<std::string, uint64_t> addresses;
+};
+
+struct Rank {
+    uint32_t index = 0;
+    RegionTable memory;
+    std::map<const Module*, ModuleMemory> modules;
+};
+
+struct Grid {
+    Machine* machine = nullptr;
+    Rank* rank = nullptr;
+    const Program* program = nullptr;
+    uint32_t id = 0;
+    uint32_t grid[3], block[3], cluster[3];
+    uint32_t num_threads = 0, num_warps = 0;  // per CTA
+    uint32_t num_ctas = 0, next_cta = 0, live_ctas = 0;
+    uint32_t dynamic_shared_bytes = 0;
+    std::vector<std::vector<std::byte>>
+        constants;  // by cluster rank: addresses of shared variables differ
+    std::byte* parameters = nullptr;
+    std::vector<std::byte> parameter_storage;
+    std::vector<std::unique_ptr<Cta>> ctas;
+    std::vector<std::unique_ptr<Cluster>> clusters;
+};
+
+struct Where {  // of an instruction, kept with asynchronous work for messages
+    const Program* program = nullptr;
+    uint32_t pc = 0, rank = 0, cta = 0, warp = 0, lanes = 0;
+};
+
+struct AsyncOperation {
+    const char* kind;
+    Where where;
+    std::function<void()> complete;
+};
+
+struct Machine {
+    // ---- what bodies use
+    bool checks = true;
+    // Work that completes later, at a moment that the seed chooses. Operations with the same
+    // non-zero key complete in the order in which they were enqueued; key 0 has no order.
+    // `complete` may throw Fault and may enqueue more.
+    void enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
+                       std::function<void()> complete);
+    // A fresh key, never equal to another one.
+    uint64_t new_order_key() { return ++last_order_key; }
+    void wake(WaitQueue& queue);
+    // Tells the scheduler that something changed that others may wait for (memory, a barrier's
+    // phase).
+    void note_progress() { ++progress; }
+    uint64_t now_ns() const;  // %globaltimer
+
+    // ---- engine
+    uint64_t last_order_key = 0;
+    uint64_t progress = 0;
+    uint64_t seed = 0;
+    uint64_t random_state = 0;
+    uint64_t random();
+    bool real_clock = false;
+    uint64_t virtual_ns = 1'000'000'000'000ull;
+    uint64_t steps = 0;                 // warp instructions
+    uint64_t lane_steps = 0;            // lane instructions
+    uint32_t max_resident_ctas = 4096;  // per grid
+    std::map<uint32_t, std::unique_ptr<Rank>> ranks;
+    std::deque<std::unique_ptr<Grid>> grids;  // running
+    std::vector<Warp*> ready;
+    struct Queue {
+        uint64_t key;
+        std::deque<AsyncOperation> operations;
+    };
+    std::vector<std::unique_ptr<Queue>> async_queues;  // none is empty
+    std::unordered_map<uint64_t, Queue*> async_by_key;
+    std::multimap<uint64_t, Warp*> timers;
+    WaitQueue sleepers;  // nanosleep
+
+    Rank& rank(uint32_t index);
+    void launch(const Program& program, uint32_t rank, const uint32_t grid[3],
+                const uint32_t block[3], const uint32_t cluster[3], uint32_t shared_bytes,
+                const std::vector<std::byte>& parameters);
+    void run(const std::function<bool(uint64_t steps)>& progress_callback);
+    void make_ready(Warp& warp);
+    void run_warp(Warp& warp, uint64_t budget);
+    bool complete_one_async();
+    void admit_ctas(Grid& grid);
+    void retire_cta(Cta& cta);
+    bool advance_clock();
+    std::string deadlock_report(const char* reason) const;
+    void reset();  // forgets all launches
+    ModuleMemory& module_memory(const Module& module, Rank& rank);
+    void forget_module(const Module& module);
+
+ private:
+    uint32_t last_grid_id = 0;
+};
+
+std::string describe_instruction(const Program& program, uint32_t pc);
+std::string describe(const Where& where, int lane);
+
+}  // namespace deep_moe::emulator

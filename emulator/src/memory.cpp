@@ -1,0 +1,76 @@
+#include "memory.h"
+
+#include <iterator>
+
+#include "machine.h"
+
+namespace deep_moe::emulator {
+
+void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, bool writable) {
+    if (size == 0) throw Fault(FaultKind::launch, "memory region '" + name + "' is empty");
+    auto next = regions_.lower_bound(address);
+    const Region* other = nullptr;
+    if (next != regions_.end() && next->second.address < address + size) other = &next->second;
+    if (next != regions_.begin() &&
+        std::prev(next)->second.address + std::prev(next)->second.size > address)
+        other = &std::prev(next)->second;
+    if (other)
+        throw Fault(FaultKind::launch,
+                    "memory region '" + name + "' overlaps '" + other->name + "'");
+    regions_[address] = {address, size, writable, name};
+    ++version_;
+}
+
+void RegionTable::remove(uint64_t address) {
+    if (!regions_.erase(address))
+        throw Fault(FaultKind::launch,
+                    format("no memory region starts at 0x%llx", (unsigned long long)address));
+    ++version_;
+}
+
+const Region* RegionTable::find(uint64_t address) const {
+    auto next = regions_.upper_bound(address);
+    if (next == regions_.begin()) return nullptr;
+    const Region& r = std::prev(next)->second;
+    return address - r.address < r.size ? &r : nullptr;
+}
+
+std::byte* RegionTable::resolve(uint64_t address, uint64_t bytes, Access access) const {
+    const Region* r = find(address);
+    if (!r || bytes > r->size - (address - r->address) || (access != Access::read && !r->writable))
+        fail(address, bytes, access);
+    return reinterpret_cast<std::byte*>(address);
+}
+
+void RegionTable::fail(uint64_t address, uint64_t bytes, Access access) const {
+    const char* what = access == Access::read    ? "read"
+                       : access == Access::write ? "write"
+                                                 : "atomic update";
+    std::string text = format("%s of %llu bytes at global address 0x%llx ", what,
+                              (unsigned long long)bytes, (unsigned long long)address);
+    const Region* inside = find(address);
+    if (inside && access != Access::read && !inside->writable)
+        throw Fault(FaultKind::out_of_bounds, text + "in read-only memory '" + inside->name + "'");
+    text += "is out of bounds: ";
+    auto next = regions_.upper_bound(address);
+    const Region* before = next == regions_.begin() ? nullptr : &std::prev(next)->second;
+    if (before) {
+        uint64_t end = before->address + before->size;
+        text += address >= end
+                    ? format("%llu bytes past the end of '%s' (%llu bytes at 0x%llx)",
+                             (unsigned long long)(address - end), before->name.c_str(),
+                             (unsigned long long)before->size, (unsigned long long)before->address)
+                    : format("it runs past the end of '%s' (%llu bytes at 0x%llx)",
+                             before->name.c_str(), (unsigned long long)before->size,
+                             (unsigned long long)before->address);
+    } else if (next != regions_.end()) {
+        text +=
+            format("%llu bytes before '%s'", (unsigned long long)(next->second.address - address),
+                   next->second.name.c_str());
+    } else {
+        text += "this rank has no memory registered";
+    }
+    throw Fault(FaultKind::out_of_bounds, text);
+}
+
+}  // namespace deep_moe::emulator

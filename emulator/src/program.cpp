@@ -1,0 +1,161 @@
+// Names and sizes of PTX types, and the words for an instruction's place in error messages.
+#include "program.h"
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "machine.h"
+
+namespace deep_moe::emulator {
+
+namespace {
+
+struct TypeRow {
+    Type type;
+    const char* name;
+    int bits;
+};
+
+constexpr TypeRow type_rows[] = {
+    {Type::none, "", 0},
+    {Type::pred, "pred", 1},
+    {Type::b8, "b8", 8},
+    {Type::b16, "b16", 16},
+    {Type::b32, "b32", 32},
+    {Type::b64, "b64", 64},
+    {Type::b128, "b128", 128},
+    {Type::u8, "u8", 8},
+    {Type::u16, "u16", 16},
+    {Type::u32, "u32", 32},
+    {Type::u64, "u64", 64},
+    {Type::s8, "s8", 8},
+    {Type::s16, "s16", 16},
+    {Type::s32, "s32", 32},
+    {Type::s64, "s64", 64},
+    {Type::f16, "f16", 16},
+    {Type::bf16, "bf16", 16},
+    {Type::f32, "f32", 32},
+    {Type::f64, "f64", 64},
+    {Type::tf32, "tf32", 32},
+    {Type::f16x2, "f16x2", 32},
+    {Type::bf16x2, "bf16x2", 32},
+    {Type::f32x2, "f32x2", 64},
+    {Type::e4m3, "e4m3", 8},
+    {Type::e5m2, "e5m2", 8},
+    {Type::e2m1, "e2m1", 8},
+    {Type::e2m3, "e2m3", 8},
+    {Type::e3m2, "e3m2", 8},
+    {Type::ue8m0, "ue8m0", 8},
+    {Type::e4m3x2, "e4m3x2", 16},
+    {Type::e5m2x2, "e5m2x2", 16},
+    {Type::e2m1x2, "e2m1x2", 8},
+    {Type::e2m3x2, "e2m3x2", 16},
+    {Type::e3m2x2, "e3m2x2", 16},
+    {Type::ue8m0x2, "ue8m0x2", 16},
+    {Type::e4m3x4, "e4m3x4", 32},
+    {Type::e5m2x4, "e5m2x4", 32},
+    {Type::e2m1x4, "e2m1x4", 16},
+    {Type::e2m3x4, "e2m3x4", 32},
+    {Type::e3m2x4, "e3m2x4", 32},
+    {Type::u16x2, "u16x2", 32},
+    {Type::s16x2, "s16x2", 32},
+    {Type::u8x4, "u8x4", 32},
+    {Type::s8x4, "s8x4", 32},
+};
+
+const TypeRow& row(Type type) {
+    for (const TypeRow& r : type_rows)
+        if (r.type == type) return r;
+    return type_rows[0];
+}
+
+}  // namespace
+
+int num_bits(Type type) {
+    return row(type).bits;
+}
+const char* name_of(Type type) {
+    return row(type).name;
+}
+
+bool is_signed(Type type) {
+    return type == Type::s8 || type == Type::s16 || type == Type::s32 || type == Type::s64;
+}
+
+bool is_float(Type type) {
+    return type == Type::f16 || type == Type::bf16 || type == Type::f32 || type == Type::f64 ||
+           type == Type::tf32;
+}
+
+bool parse_type(std::string_view text, Type& type) {
+    if (text.empty()) return false;
+    for (const TypeRow& r : type_rows) {
+        if (text == r.name) {
+            type = r.type;
+            return true;
+        }
+    }
+    return false;
+}
+
+const char* name_of(Space space) {
+    switch (space) {
+        case Space::generic:
+            return "generic";
+        case Space::global:
+            return "global";
+        case Space::shared:
+            return "shared";
+        case Space::shared_cluster:
+            return "shared::cluster";
+        case Space::local:
+            return "local";
+        case Space::constant:
+            return "const";
+        case Space::param:
+            return "param";
+    }
+    return "";
+}
+
+std::string format(const char* pattern, ...) {
+    char buffer[1024];
+    va_list arguments;
+    va_start(arguments, pattern);
+    std::vsnprintf(buffer, sizeof buffer, pattern, arguments);
+    va_end(arguments);
+    return buffer;
+}
+
+std::string describe_source(const Program& program, int index) {
+    std::string text;
+    while (index >= 0) {
+        const SourceLine& s = program.source_lines[size_t(index)];
+        if (!text.empty()) text += ", inlined at ";
+        text += format("%s:%d", s.file.c_str(), s.line);
+        index = s.inlined_at == index ? -1 : s.inlined_at;
+    }
+    return text;
+}
+
+std::string describe_instruction(const Program& program, uint32_t pc) {
+    const OpInfo& info = program.infos[pc];
+    std::string line = info.ptx_line >= 1 && size_t(info.ptx_line) <= program.lines->size()
+                           ? (*program.lines)[size_t(info.ptx_line) - 1]
+                           : "";
+    size_t start = line.find_first_not_of(" \t");
+    std::string text = format("%s, PTX line %d: ", program.module_name.c_str(), info.ptx_line);
+    text += start == std::string::npos ? line : line.substr(start);
+    std::string source = describe_source(program, info.source);
+    if (!source.empty()) text += "\n    source " + source;
+    return text;
+}
+
+std::string describe(const Where& where, int lane) {
+    std::string text = format("  kernel %s, rank %u, CTA %u, warp %u", where.program->name.c_str(),
+                              where.rank, where.cta, where.warp);
+    if (lane >= 0) text += format(", lane %d", lane);
+    return text + "\n  " + describe_instruction(*where.program, where.pc);
+}
+
+}  // namespace deep_moe::emulator

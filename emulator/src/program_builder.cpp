@@ -1,0 +1,793 @@
+#include "program_builder.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace deep_moe::emulator {
+
+namespace {
+
+uint32_t align_up(uint32_t value, uint32_t alignment) {
+    return alignment ? (value + alignment - 1) / alignment * alignment : value;
+}
+
+uint8_t storage_bits(Type type) {
+    if (type == Type::pred) return 1;
+    int bits = num_bits(type);
+    return uint8_t(bits <= 32 ? 32 : bits);
+}
+
+uint32_t storage_bytes(int bits) {
+    return bits == 1 ? 4 : uint32_t(bits) / 8 * warp_size;
+}
+
+}  // namespace
+
+ProgramBuilder::ProgramBuilder(const ParsedModule& module,
+                               std::shared_ptr<const std::vector<std::string>> lines)
+    : module_(module), lines_(std::move(lines)) {}
+
+void ProgramBuilder::fail(FaultKind kind, const Statement& statement,
+                          const std::string& why) const {
+    std::string text =
+        format("%s: PTX line %d: %s", module_.name.c_str(), statement.line, why.c_str());
+    if (statement.line >= 1 && size_t(statement.line) <= lines_->size()) {
+        std::string line = (*lines_)[size_t(statement.line) - 1];
+        size_t start = line.find_first_not_of(" \t");
+        text += "\n    " + (start == std::string::npos ? line : line.substr(start));
+    }
+    if (statement.source >= 0) {
+        const SourceLine& source = module_.source_lines[size_t(statement.source)];
+        text += format("\n    source %s:%d", source.file.c_str(), source.line);
+    }
+    throw Fault(kind, text);
+}
+
+std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
+    program_ = std::make_unique<Program>();
+    Program& p = *program_;
+    p.module_name = module_.name;
+    p.name = entry.name;
+    p.target = module_.target;
+    p.lines = lines_;
+    p.source_lines = module_.source_lines;
+    std::copy(entry.cluster, entry.cluster + 3, p.cluster);
+    std::copy(entry.required_threads, entry.required_threads + 3, p.required_threads);
+    p.max_threads = entry.max_threads;
+    p.max_registers = entry.max_registers;
+    for (const Variable& v : entry.parameters) {
+        uint32_t offset = align_up(p.parameter_bytes, uint32_t(v.symbol.alignment));
+        p.parameters.push_back({v.symbol.name, offset, v.symbol.size, v.symbol.alignment});
+        p.parameter_bytes = offset + uint32_t(v.symbol.size);
+    }
+    waiting_.push_back(&entry);
+    for (size_t i = 0; i < waiting_.size(); ++i) decode_function(*waiting_[i]);
+    lay_out_shared();
+    resolve_branches();
+    find_leaders();
+    for (const FunctionRange& range : ranges_) allocate_registers(range);
+    for (auto& list : p.operand_lists) {
+        for (Operand& o : list) {
+            if (o.base == Base::registers)
+                o.offset = o.sink ? 0 : registers_[o.offset].offset + (o.high_half ? 256 : 0);
+        }
+    }
+    for (Op& op : p.ops) {
+        if (op.guard != Guard::always) op.guard_offset = registers_[op.guard_offset].offset;
+    }
+    p.register_bytes = align_up(high_water_, 64);
+    return std::move(program_);
+}
+
+// ---- names
+// ----------------------------------------------------------------------------------------------------
+
+Type ProgramBuilder::register_type(const std::string& name) const {
+    return function_->register_types.at(name);
+}
+
+Operand ProgramBuilder::register_operand(const std::string& name) {
+    Operand o;
+    o.base = Base::registers;
+    o.bits = storage_bits(register_type(name));
+    auto [found, is_new] =
+        register_ids_.try_emplace(function_->name + "/" + name, int(registers_.size()));
+    if (is_new) registers_.push_back({o.bits});
+    o.offset = uint32_t(found->second);
+    return o;
+}
+
+Operand ProgramBuilder::temporary(int bits) {
+    Operand o;
+    o.base = Base::registers;
+    o.bits = uint8_t(bits);
+    o.offset = uint32_t(registers_.size());
+    registers_.push_back({o.bits});
+    return o;
+}
+
+Operand ProgramBuilder::constant(uint64_t low, int bits, uint64_t high) {
+    auto [found, is_new] = constant_operands_.try_emplace({low, {high, bits}});
+    if (is_new) {
+        Constant c;
+        c.low = low;
+        c.high = high;
+        c.bits = uint8_t(bits);
+        c.offset = program_->constant_bytes;
+        program_->constant_bytes += storage_bytes(bits);
+        program_->constant_bytes = align_up(program_->constant_bytes, 64);
+        program_->constants.push_back(c);
+        found->second.base = Base::constants;
+        found->second.bits = uint8_t(bits);
+        found->second.offset = c.offset;
+    }
+    return found->second;
+}
+
+std::string ProgramBuilder::variable_key(const std::string& name, int scope) const {
+    for (int s = scope; s >= 0; s = function_->scopes[size_t(s)].parent) {
+        if (function_->scopes[size_t(s)].variables.count(name))
+            return function_->name + "/" + std::to_string(s) + "/" + name;
+    }
+    if (program_->symbols.count(function_->name + "//" + name))
+        return function_->name + "//" + name;
+    return name;
+}
+
+// The function's own variables: .local and .param lie in the lane's frame, .shared is laid out
+// later.
+void ProgramBuilder::place_variables(const Function& function) {
+    auto in_frame = [&](Symbol symbol, const std::string& key) {
+        symbol.address =
+            align_up(program_->local_bytes, uint32_t(std::max<uint64_t>(symbol.alignment, 1)));
+        program_->local_bytes = uint32_t(symbol.address + symbol.size);
+        symbol.space = Space::local;
+        program_->symbols[key] = symbol;
+    };
+    for (size_t s = 0; s < function.scopes.size(); ++s) {
+        for (const auto& [name, index] : function.scopes[s].variables) {
+            const Symbol& symbol = function.variables[size_t(index)].symbol;
+            std::string key = function.name + "/" + std::to_string(s) + "/" + name;
+            if (symbol.space == Space::local || symbol.space == Space::param) {
+                in_frame(symbol, key);
+            } else {
+                program_->symbols[key] = symbol;
+                program_->symbols[key].name = key;
+            }
+        }
+    }
+    if (!function.entry) {
+        for (const Variable& v : function.parameters)
+            in_frame(v.symbol, function.name + "//" + v.symbol.name);
+        for (const Variable& v : function.results)
+            in_frame(v.symbol, function.name + "//" + v.symbol.name);
+    }
+}
+
+Operand ProgramBuilder::symbol_address(const std::string& name, int64_t displacement, int bits,
+                                       int scope, Space& space) {
+    Constant c;
+    c.bits = uint8_t(bits);
+    c.low = uint64_t(displacement);
+    const KernelParameter* parameter = nullptr;
+    std::string key = variable_key(name, scope);
+    if (key == name) {
+        for (const KernelParameter& p : program_->parameters)
+            if (function_->entry && p.name == name) parameter = &p;
+    }
+    if (parameter) {
+        c.low += parameter->offset;
+        c.parameter = true;
+        c.bits = 64;
+        space = Space::param;
+    } else {
+        if (key == name && !program_->symbols.count(key)) {
+            auto found = module_.variables.find(name);
+            if (found == module_.variables.end()) return {};
+            program_->symbols[key] = found->second.symbol;
+        }
+        c.symbol = &program_->symbols[key];
+        space = c.symbol->space;
+        if (space == Space::global || space == Space::constant) c.bits = 64;
+    }
+    for (const Constant& other : program_->constants) {
+        if (other.symbol == c.symbol && other.parameter == c.parameter && other.low == c.low &&
+            other.bits == c.bits && (c.symbol || c.parameter)) {
+            Operand o;
+            o.bits = other.bits;
+            o.offset = other.offset;
+            return o;
+        }
+    }
+    c.offset = program_->constant_bytes;
+    program_->constant_bytes = align_up(program_->constant_bytes + storage_bytes(c.bits), 64);
+    program_->constants.push_back(c);
+    Operand o;
+    o.bits = c.bits;
+    o.offset = c.offset;
+    return o;
+}
+
+void ProgramBuilder::lay_out_shared() {
+    uint32_t end = shared_base;
+    uint32_t dynamic_alignment = 16;
+    for (auto& [key, symbol] : program_->symbols) {
+        if (symbol.space != Space::shared) continue;
+        if (symbol.dynamic) {
+            dynamic_alignment = std::max(dynamic_alignment, uint32_t(symbol.alignment));
+            continue;
+        }
+        end = align_up(end, uint32_t(symbol.alignment));
+        symbol.address = end;
+        end += uint32_t(symbol.size);
+    }
+    program_->static_shared_bytes = end - shared_base;
+    program_->dynamic_shared_offset = align_up(end, dynamic_alignment);
+    for (auto& [key, symbol] : program_->symbols) {
+        if (symbol.space == Space::shared && symbol.dynamic)
+            symbol.address = program_->dynamic_shared_offset;
+    }
+}
+
+// ---- ops
+// ------------------------------------------------------------------------------------------------------
+
+void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
+                            const std::vector<int>& reads, const std::vector<int>& writes,
+                            const Statement& statement) {
+    program_->operand_lists.push_back(std::move(operands));
+    auto& list = program_->operand_lists.back();
+    program_->ops.push_back(op);
+    Op& stored = program_->ops.back();
+    stored.operands = list.data();
+    stored.num_operands = uint16_t(list.size());
+    program_->infos.push_back({statement.line, statement.source});
+    reads_.push_back(reads);
+    writes_.push_back(writes);
+    if (!statement.guard.empty()) {
+        Operand guard = register_operand(statement.guard);
+        stored.guard = statement.guard_negated ? Guard::if_false : Guard::if_true;
+        stored.guard_offset = guard.offset;
+        reads_.back().push_back(int(guard.offset));
+    }
+}
+
+size_t ProgramBuilder::label_statement(const std::string& label, const Statement& statement) const {
+    for (int s = statement.scope; s >= 0; s = function_->scopes[size_t(s)].parent) {
+        auto found = function_->scopes[size_t(s)].labels.find(label);
+        if (found != function_->scopes[size_t(s)].labels.end()) return found->second;
+    }
+    fail(FaultKind::invalid_ptx, statement, "there is no label '" + label + "'");
+}
+
+uint32_t ProgramBuilder::add_branch_table(const std::string& label, const Statement& statement) {
+    for (int s = statement.scope; s >= 0; s = function_->scopes[size_t(s)].parent) {
+        auto found = function_->scopes[size_t(s)].branch_targets.find(label);
+        if (found == function_->scopes[size_t(s)].branch_targets.end()) continue;
+        std::vector<size_t> statements;
+        for (const std::string& target : found->second)
+            statements.push_back(label_statement(target, statement));
+        table_statements_.push_back(std::move(statements));
+        table_ranges_.push_back(ranges_.size() - 1);
+        program_->branch_tables.emplace_back();
+        return uint32_t(table_statements_.size() - 1);
+    }
+    fail(FaultKind::invalid_ptx, statement, "there is no .branchtargets list '" + label + "'");
+}
+
+// `call{.uni} (results), function, (arguments)`, every part but the function optional.
+uint32_t ProgramBuilder::add_call(const Statement& statement) {
+    const ParsedOperand *results = nullptr, *callee = nullptr, *arguments = nullptr;
+    for (const ParsedOperand& o : statement.operands) {
+        if (o.kind == ParsedOperand::Kind::parenthesis)
+            (callee ? arguments : results) = &o;
+        else if (!callee)
+            callee = &o;
+        else
+            fail(FaultKind::unsupported, statement, "indirect calls are not supported");
+    }
+    if (!callee || callee->kind != ParsedOperand::Kind::symbol)
+        fail(FaultKind::unsupported, statement, "indirect calls are not supported");
+    auto found = module_.functions.find(callee->name);
+    if (found == module_.functions.end() || !found->second.defined)
+        fail(FaultKind::unsupported, statement,
+             "call of '" + callee->name + "', which has no body in this module");
+    const Function& target = found->second;
+    callees_[function_->name].insert(target.name);
+    std::set<std::string> reachable;
+    std::vector<std::string> stack{target.name};
+    while (!stack.empty()) {
+        std::string name = stack.back();
+        stack.pop_back();
+        if (name == function_->name)
+            fail(FaultKind::unsupported, statement, "recursive calls are not supported");
+        if (!reachable.insert(name).second) continue;
+        for (const std::string& next : callees_[name]) stack.push_back(next);
+    }
+    if (std::find(waiting_.begin(), waiting_.end(), &target) == waiting_.end()) {
+        place_variables(target);
+        waiting_.push_back(&target);
+    }
+    CallSite site;
+    site.callee = target.name;
+    auto match = [&](const ParsedOperand* list, const std::vector<Variable>& formals, bool in,
+                     std::vector<FrameCopy>& copies) {
+        size_t count = list ? list->elements.size() : 0;
+        if (count != formals.size())
+            fail(FaultKind::invalid_ptx, statement, "the call does not match the function");
+        for (size_t i = 0; i < count; ++i) {
+            const ParsedOperand& actual = list->elements[i];
+            if (actual.kind != ParsedOperand::Kind::symbol)
+                fail(FaultKind::unsupported, statement,
+                     "only .param variables can be passed to a function");
+            const Symbol& own = program_->symbols.at(variable_key(actual.name, statement.scope));
+            const Symbol& formal =
+                program_->symbols.at(target.name + "//" + formals[i].symbol.name);
+            uint32_t bytes = uint32_t(std::min(own.size, formal.size));
+            if (in)
+                copies.push_back({uint32_t(own.address), uint32_t(formal.address), bytes});
+            else
+                copies.push_back({uint32_t(formal.address), uint32_t(own.address), bytes});
+        }
+    };
+    match(results, target.results, false, site.results);
+    match(arguments, target.parameters, true, site.arguments);
+    program_->calls.push_back(std::move(site));
+    return uint32_t(program_->calls.size() - 1);
+}
+
+void ProgramBuilder::decode_function(const Function& function) {
+    function_ = &function;
+    if (function.entry) place_variables(function);
+    FunctionRange range;
+    range.function = &function;
+    range.begin = uint32_t(program_->ops.size());
+    ranges_.push_back(range);
+    std::vector<uint32_t> starts;
+    call_targets_[function.name] = range.begin;
+    for (const Statement& statement : function.statements) {
+        starts.push_back(uint32_t(program_->ops.size()));
+        const Instruction* instruction = find_instruction(statement.mnemonic);
+        if (!instruction)
+            fail(FaultKind::unsupported, statement,
+                 "unknown instruction '" + statement.mnemonic + "'");
+        Decoder decoder(statement, *this);
+        decoder.name_length = std::strlen(instruction->name);
+        decoder.start();
+        instruction->decode(decoder);
+        decoder.finish();
+    }
+    starts.push_back(uint32_t(program_->ops.size()));
+    Statement last;
+    last.mnemonic = function.entry ? "exit" : "ret";
+    last.line = function.statements.empty() ? function.line : function.statements.back().line;
+    Decoder decoder(last, *this);
+    decoder.name_length = last.mnemonic.size();
+    decoder.start();
+    find_instruction(last.mnemonic)->decode(decoder);
+    ranges_.back().end = uint32_t(program_->ops.size());
+    ranges_.back().statement_ops = std::move(starts);
+}
+
+void ProgramBuilder::resolve_branches() {
+    for (const PendingBranch& b : pending_)
+        program_->ops[b.op].target = ranges_[b.range].statement_ops[b.statement];
+    for (size_t i = 0; i < table_statements_.size(); ++i) {
+        for (size_t statement : table_statements_[i])
+            program_->branch_tables[i].push_back(
+                ranges_[table_ranges_[i]].statement_ops[statement]);
+    }
+    for (CallSite& call : program_->calls) call.target = call_targets_.at(call.callee);
+}
+
+void ProgramBuilder::find_leaders() {
+    auto& ops = program_->ops;
+    for (const FunctionRange& range : ranges_) ops[range.begin].leader = true;
+    for (const PendingBranch& b : pending_) {
+        ops[ops[b.op].target].leader = true;
+        if (b.op + 1 < ops.size()) ops[b.op + 1].leader = true;
+    }
+    for (const auto& table : program_->branch_tables)
+        for (uint32_t target : table) ops[target].leader = true;
+    for (size_t i = 0; i + 1 < ops.size(); ++i)
+        if (ops[i].ends_block) ops[i + 1].leader = true;
+}
+
+// Linear scan over live intervals. A register's lanes are written under masks and lanes may be at
+// different places, but each lane follows the control flow graph, so liveness of the graph is
+// enough for all of them. Registers of different functions never share.
+void ProgramBuilder::allocate_registers(const FunctionRange& range) {
+    auto& ops = program_->ops;
+    uint32_t base = high_water_;
+    std::vector<uint32_t> blocks;  // first op
+    std::vector<uint32_t> block_of(range.end - range.begin);
+    for (uint32_t i = range.begin; i < range.end; ++i) {
+        if (ops[i].leader) blocks.push_back(i);
+        block_of[i - range.begin] = uint32_t(blocks.size() - 1);
+    }
+    size_t num_blocks = blocks.size();
+    std::vector<std::vector<uint32_t>> successors(num_blocks);
+    std::map<uint32_t, const std::vector<uint32_t>*> tables;
+    for (size_t b = 0; b < num_blocks; ++b) {
+        uint32_t last = (b + 1 < num_blocks ? blocks[b + 1] : range.end) - 1;
+        const Op& op = ops[last];
+        auto add = [&](uint32_t target) {
+            successors[b].push_back(block_of[target - range.begin]);
+        };
+        if (op.is_branch) add(op.target);
+        if (op.is_table_branch)
+            for (uint32_t target : program_->branch_tables[op.aux]) add(target);
+        if ((!op.never_falls_through || op.guard != Guard::always) && last + 1 < range.end)
+            add(last + 1);
+    }
+    // Number the function's registers densely.
+    std::map<int, int> dense;
+    std::vector<int> ids;
+    auto number = [&](int id) {
+        auto [found, is_new] = dense.try_emplace(id, int(ids.size()));
+        if (is_new) ids.push_back(id);
+        return found->second;
+    };
+    for (uint32_t i = range.begin; i < range.end; ++i) {
+        for (int& id : reads_[i]) id = number(id);
+        for (int& id : writes_[i]) id = number(id);
+    }
+    size_t words = (ids.size() + 63) / 64;
+    using Bits = std::vector<uint64_t>;
+    std::vector<Bits> use(num_blocks, Bits(words)), kill(num_blocks, Bits(words)),
+        in(num_blocks, Bits(words)), out(num_blocks, Bits(words));
+    auto get = [](const Bits& bits, int i) { return bits[size_t(i) / 64] >> (i % 64) & 1; };
+    auto set = [](Bits& bits, int i) { bits[size_t(i) / 64] |= 1ull << (i % 64); };
+    for (uint32_t i = range.begin; i < range.end; ++i) {
+        size_t b = block_of[i - range.begin];
+        for (int id : reads_[i])
+            if (!get(kill[b], id)) set(use[b], id);
+        if (ops[i].guard == Guard::always)
+            for (int id : writes_[i]) set(kill[b], id);
+    }
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (size_t b = num_blocks; b-- > 0;) {
+            for (size_t w = 0; w < words; ++w) {
+                uint64_t o = 0;
+                for (uint32_t s : successors[b]) o |= in[s][w];
+                uint64_t n = use[b][w] | (o & ~kill[b][w]);
+                if (o != out[b][w] || n != in[b][w]) changed = true;
+                out[b][w] = o;
+                in[b][w] = n;
+            }
+        }
+    }
+    std::vector<uint32_t> first(ids.size(), UINT32_MAX), last(ids.size(), 0);
+    auto extend = [&](int id, uint32_t at) {
+        first[size_t(id)] = std::min(first[size_t(id)], at);
+        last[size_t(id)] = std::max(last[size_t(id)], at);
+    };
+    for (size_t b = 0; b < num_blocks; ++b) {
+        uint32_t begin = blocks[b], end = (b + 1 < num_blocks ? blocks[b + 1] : range.end) - 1;
+        for (size_t w = 0; w < words; ++w) {
+            for (uint64_t m = in[b][w]; m; m &= m - 1)
+                extend(int(w * 64) + __builtin_ctzll(m), begin);
+            for (uint64_t m = out[b][w]; m; m &= m - 1)
+                extend(int(w * 64) + __builtin_ctzll(m), end);
+        }
+    }
+    for (uint32_t i = range.begin; i < range.end; ++i) {
+        for (int id : reads_[i]) extend(id, i);
+        for (int id : writes_[i]) extend(id, i);
+    }
+    std::vector<int> order;
+    for (size_t i = 0; i < ids.size(); ++i)
+        if (first[i] != UINT32_MAX) order.push_back(int(i));
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return first[size_t(a)] < first[size_t(b)]; });
+    std::map<int, std::vector<uint32_t>> free;  // bits -> offsets
+    std::multimap<uint32_t, int> active;        // last -> id
+    for (int id : order) {
+        while (!active.empty() && active.begin()->first < first[size_t(id)]) {
+            VirtualRegister& dead = registers_[size_t(ids[size_t(active.begin()->second)])];
+            free[dead.bits].push_back(dead.offset);
+            active.erase(active.begin());
+        }
+        VirtualRegister& r = registers_[size_t(ids[size_t(id)])];
+        auto& pool = free[r.bits];
+        if (pool.empty()) {
+            if (r.bits == 1) {  // one cache line of predicates at a time
+                for (int k = 15; k >= 0; --k) pool.push_back(base + uint32_t(k) * 4);
+                base += 64;
+            } else {
+                pool.push_back(base);
+                base += storage_bytes(r.bits);
+            }
+        }
+        r.offset = pool.back();
+        pool.pop_back();
+        active.emplace(last[size_t(id)], id);
+    }
+    high_water_ = base;
+}
+
+// ---- decoder
+// --------------------------------------------------------------------------------------------------
+
+Decoder::Decoder(const Statement& statement, ProgramBuilder& builder)
+    : statement(statement), builder(builder) {}
+
+void Decoder::start() {
+    std::string_view rest = std::string_view(statement.mnemonic).substr(name_length);
+    while (!rest.empty()) {
+        rest.remove_prefix(1);  // the dot
+        size_t dot = rest.find('.');
+        modifiers.emplace_back(rest.substr(0, dot));
+        if (dot == std::string_view::npos) break;
+        rest.remove_prefix(dot);
+    }
+}
+
+void Decoder::finish() {
+    if (modifiers.empty()) return;
+    std::string left;
+    for (const std::string& m : modifiers) left += " ." + m;
+    unsupported("modifier" + left + " of this instruction is not supported");
+}
+
+bool Decoder::has(std::string_view modifier) const {
+    return std::find(modifiers.begin(), modifiers.end(), modifier) != modifiers.end();
+}
+
+bool Decoder::is_predicate(size_t i) const {
+    return parsed(i).kind == ParsedOperand::Kind::reg &&
+           builder.register_type(parsed(i).name) == Type::pred;
+}
+
+bool Decoder::take(std::string_view modifier) {
+    auto found = std::find(modifiers.begin(), modifiers.end(), modifier);
+    if (found == modifiers.end()) return false;
+    modifiers.erase(found);
+    return true;
+}
+
+std::string_view Decoder::take_any(std::initializer_list<std::string_view> choices) {
+    for (std::string_view choice : choices)
+        if (take(choice)) return choice;
+    return {};
+}
+
+bool Decoder::take_prefix(std::string_view prefix, std::string& whole) {
+    for (auto it = modifiers.begin(); it != modifiers.end(); ++it) {
+        if (it->compare(0, prefix.size(), prefix) != 0) continue;
+        whole = *it;
+        modifiers.erase(it);
+        return true;
+    }
+    return false;
+}
+
+void Decoder::ignore(std::initializer_list<std::string_view> names) {
+    for (std::string_view name : names) take(name);
+}
+
+bool Decoder::peek_type(Type& type) const {
+    for (const std::string& m : modifiers)
+        if (parse_type(m, type)) return true;
+    return false;
+}
+
+Type Decoder::take_type() {
+    Type type;
+    for (auto it = modifiers.begin(); it != modifiers.end(); ++it) {
+        if (!parse_type(*it, type)) continue;
+        modifiers.erase(it);
+        return type;
+    }
+    invalid("the instruction has no type");
+}
+
+Type Decoder::take_type(std::initializer_list<Type> allowed) {
+    Type type = take_type();
+    if (std::find(allowed.begin(), allowed.end(), type) == allowed.end())
+        unsupported(std::string("type .") + name_of(type) + " is not supported here");
+    return type;
+}
+
+Space Decoder::take_space(Space otherwise) {
+    if (take("global")) return Space::global;
+    if (take("shared::cluster")) return Space::shared_cluster;
+    if (take("shared::cta") || take("shared")) return Space::shared;
+    if (take("local")) return Space::local;
+    if (take("const")) return Space::constant;
+    if (take("param") || take("param::entry") || take("param::func")) return Space::param;
+    return otherwise;
+}
+
+void Decoder::expect_operands(size_t low, size_t high) {
+    if (high == 0) high = low;
+    if (num_operands() < low || num_operands() > high)
+        invalid(format("expected %zu operands, found %zu", low, num_operands()));
+}
+
+Operand Decoder::destination(const ParsedOperand& p, Type type) {
+    Operand o;
+    o.bits = storage_bits(type);
+    if (p.kind == ParsedOperand::Kind::sink) {
+        o.base = Base::registers;
+        o.sink = true;
+        return o;
+    }
+    if (p.kind != ParsedOperand::Kind::reg) invalid("the destination is not a register");
+    Operand r = builder.register_operand(p.name);
+    if (r.bits == o.bits) {
+        writes.push_back(int(r.offset));
+        return r;
+    }
+    if (r.bits == 64 && o.bits == 32) {  // a narrow result in a wide register is extended
+        Operand narrow = builder.temporary(32);
+        writes.push_back(int(narrow.offset));
+        widenings.push_back({narrow, r, is_signed(type)});
+        return narrow;
+    }
+    invalid("register " + p.name + " is too narrow for ." + name_of(type));
+}
+
+Operand Decoder::source(const ParsedOperand& p, Type type) {
+    int bits = storage_bits(type);
+    switch (p.kind) {
+        case ParsedOperand::Kind::reg: {
+            Operand r = builder.register_operand(p.name);
+            r.negated = p.negated;
+            if (r.bits == 64 && bits == 32) {  // the low half of a wide register
+                Operand narrow = builder.temporary(32);
+                Op helper;
+                helper.body = narrow_body();
+                builder.append(helper, {narrow, r}, {int(r.offset)}, {int(narrow.offset)},
+                               statement);
+                r = narrow;
+            } else if (r.bits != bits) {
+                invalid("register " + p.name + " does not hold a ." + name_of(type));
+            }
+            reads.push_back(int(r.offset));
+            return r;
+        }
+        case ParsedOperand::Kind::immediate: {
+            if (type == Type::pred) return constant(p.value ? full_mask : 0, 1);
+            if (is_float(type) && num_bits(type) >= 32 && p.value != 0)
+                return constant(uint64_t(p.value), bits);  // raw bits
+            return constant(uint64_t(p.value), bits);
+        }
+        case ParsedOperand::Kind::float_immediate: {
+            if (type == Type::f64 && !p.is_double) {
+                float f;
+                uint32_t low = uint32_t(p.bits);
+                std::memcpy(&f, &low, 4);
+                double d = f;
+                uint64_t wide;
+                std::memcpy(&wide, &d, 8);
+                return constant(wide, 64);
+            }
+            if (bits == 32 && p.is_double) {
+                double d;
+                std::memcpy(&d, &p.bits, 8);
+                float f = float(d);
+                uint32_t low;
+                std::memcpy(&low, &f, 4);
+                return constant(low, 32);
+            }
+            return constant(p.bits, bits);
+        }
+        case ParsedOperand::Kind::special: {
+            Operand o;
+            if (!special_operand(p.name, o))
+                unsupported("special register " + p.name + " is not supported here");
+            if (bits == 64) unsupported("special register " + p.name + " is 32 bits wide");
+            return o;
+        }
+        case ParsedOperand::Kind::symbol: {
+            if (p.name == "WARP_SZ") return constant(warp_size, bits);
+            Space space;
+            Operand o = builder.symbol_address(p.name, p.value, bits, statement.scope, space);
+            if (!o.bits) invalid("there is no variable '" + p.name + "'");
+            if (o.bits != bits) invalid("the address of '" + p.name + "' has 64 bits");
+            return o;
+        }
+        default:
+            invalid("the operand is not a value");
+    }
+}
+
+Operand Decoder::destination(size_t i, Type type) {
+    if (i >= num_operands()) invalid("an operand is missing");
+    return destination(parsed(i), type);
+}
+Operand Decoder::source(size_t i, Type type) {
+    if (i >= num_operands()) invalid("an operand is missing");
+    return source(parsed(i), type);
+}
+Operand Decoder::address(size_t i) {
+    if (i >= num_operands()) invalid("an operand is missing");
+    return address(parsed(i));
+}
+
+Operand Decoder::second(size_t i) {
+    Operand o;
+    o.base = Base::registers;
+    o.sink = true;
+    const ParsedOperand& p = parsed(i);
+    if (p.second.empty()) return o;
+    o = builder.register_operand(p.second);
+    writes.push_back(int(o.offset));
+    return o;
+}
+
+Operand Decoder::address(const ParsedOperand& p) {
+    if (p.kind != ParsedOperand::Kind::address) invalid("the operand is not an address");
+    auto kind = ParsedOperand::Kind(p.bits);
+    if (kind == ParsedOperand::Kind::reg) {
+        Operand o = builder.register_operand(p.name);
+        reads.push_back(int(o.offset));
+        o.displacement = p.value;
+        return o;
+    }
+    if (kind == ParsedOperand::Kind::immediate) return constant(uint64_t(p.value), 64);
+    Operand o = builder.symbol_address(p.name, p.value, 32, statement.scope, symbol_space);
+    if (!o.bits) invalid("there is no variable '" + p.name + "'");
+    return o;
+}
+
+std::vector<Operand> Decoder::destinations(size_t i, Type type) {
+    if (parsed(i).kind != ParsedOperand::Kind::vector) return {destination(i, type)};
+    std::vector<Operand> all;
+    for (const ParsedOperand& p : parsed(i).elements) all.push_back(destination(p, type));
+    return all;
+}
+
+std::vector<Operand> Decoder::sources(size_t i, Type type) {
+    if (parsed(i).kind != ParsedOperand::Kind::vector) return {source(i, type)};
+    std::vector<Operand> all;
+    for (const ParsedOperand& p : parsed(i).elements) all.push_back(source(p, type));
+    return all;
+}
+
+uint64_t Decoder::immediate(size_t i) {
+    if (i >= num_operands() || parsed(i).kind != ParsedOperand::Kind::immediate)
+        invalid("expected an immediate");
+    return uint64_t(parsed(i).value);
+}
+
+Operand Decoder::constant(uint64_t value, int bits) {
+    return builder.constant(bits == 32 ? value & 0xffffffffu : value, bits);
+}
+
+void Decoder::emit(Body body, std::initializer_list<Operand> operands, uint64_t aux) {
+    emit(body, std::vector<Operand>(operands), aux);
+}
+
+void Decoder::emit(Body body, std::vector<Operand> operands, uint64_t aux) {
+    op.body = body;
+    op.aux = aux;
+    builder.append(op, std::move(operands), reads, writes, statement);
+    for (const Widening& w : widenings) {
+        Op helper;
+        helper.body = w.is_signed ? widen_signed_body() : widen_body();
+        builder.append(helper, {w.wide, w.narrow}, {int(w.narrow.offset)}, {int(w.wide.offset)},
+                       statement);
+    }
+    widenings.clear();
+    reads.clear();
+    writes.clear();
+}
+
+void Decoder::branch_to(const std::string& label) {
+    builder.pending_.push_back({uint32_t(builder.program_->ops.size()),
+                                builder.label_statement(label, statement),
+                                builder.ranges_.size() - 1});
+}
+
+void Decoder::unsupported(const std::string& why) {
+    builder.fail(FaultKind::unsupported, statement, "'" + statement.mnemonic + "': " + why);
+}
+
+void Decoder::invalid(const std::string& why) {
+    builder.fail(FaultKind::invalid_ptx, statement, "'" + statement.mnemonic + "': " + why);
+}
+
+}  // namespace deep_moe::emulator

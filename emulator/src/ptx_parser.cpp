@@ -1,0 +1,757 @@
+// A hand-written tokenizer and a recursive-descent parser for the PTX that compilers emit.
+#include "ptx_parser.h"
+
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+
+namespace deep_moe::emulator {
+
+namespace {
+
+struct Token {
+    enum class Kind { word, number, text, symbol, end };
+    Kind kind = Kind::end;
+    std::string_view text;
+    int line = 0;
+};
+
+bool is_word_start(char c) {
+    return std::isalpha(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' ||
+           c == '.';
+}
+bool is_word_char(char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' ||
+           c == '.';
+}
+
+class Tokenizer {
+ public:
+    Tokenizer(std::string_view text, const std::string& module) : text_(text), module_(module) {}
+
+    std::vector<Token> run() {
+        std::vector<Token> tokens;
+        tokens.reserve(text_.size() / 4);
+        while (skip_space()) tokens.push_back(next());
+        tokens.push_back({Token::Kind::end, {}, line_});
+        return tokens;
+    }
+
+ private:
+    bool skip_space() {
+        while (at_ < text_.size()) {
+            char c = text_[at_];
+            if (c == '\n') {
+                ++line_;
+                ++at_;
+            } else if (std::isspace(static_cast<unsigned char>(c)) || c == '\0') {
+                ++at_;
+            } else if (c == '/' && at_ + 1 < text_.size() && text_[at_ + 1] == '/') {
+                while (at_ < text_.size() && text_[at_] != '\n') ++at_;
+            } else if (c == '/' && at_ + 1 < text_.size() && text_[at_ + 1] == '*') {
+                at_ += 2;
+                while (at_ + 1 < text_.size() && !(text_[at_] == '*' && text_[at_ + 1] == '/')) {
+                    if (text_[at_] == '\n') ++line_;
+                    ++at_;
+                }
+                at_ += 2;
+            } else {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    Token next() {
+        size_t start = at_;
+        char c = text_[at_];
+        if (c == '"') {
+            ++at_;
+            while (at_ < text_.size() && text_[at_] != '"') ++at_;
+            ++at_;
+            return {Token::Kind::text, text_.substr(start + 1, at_ - start - 2), line_};
+        }
+        if (std::isdigit(static_cast<unsigned char>(c))) {
+            bool hex_float =
+                c == '0' && at_ + 1 < text_.size() && std::strchr("fFdDxXbB", text_[at_ + 1]);
+            ++at_;
+            while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) ||
+                                          (text_[at_] == '.' && !hex_float) ||
+                                          ((text_[at_] == '+' || text_[at_] == '-') && !hex_float &&
+                                           (text_[at_ - 1] == 'e' || text_[at_ - 1] == 'E'))))
+                ++at_;
+            return {Token::Kind::number, text_.substr(start, at_ - start), line_};
+        }
+        if (is_word_start(c)) {
+            while (at_ < text_.size()) {
+                if (is_word_char(text_[at_])) {
+                    ++at_;
+                } else if (text_.substr(at_, 2) == "::") {
+                    at_ += 2;
+                } else {
+                    break;
+                }
+            }
+            return {Token::Kind::word, text_.substr(start, at_ - start), line_};
+        }
+        ++at_;
+        return {Token::Kind::symbol, text_.substr(start, 1), line_};
+    }
+
+    std::string_view text_;
+    const std::string& module_;
+    size_t at_ = 0;
+    int line_ = 1;
+};
+
+class Parser {
+ public:
+    Parser(std::string_view text, const std::string& name)
+        : module_(std::make_unique<ParsedModule>()) {
+        module_->name = name;
+        size_t start = 0;
+        while (start <= text.size()) {
+            size_t end = text.find('\n', start);
+            if (end == std::string_view::npos) end = text.size();
+            module_->lines.emplace_back(text.substr(start, end - start));
+            start = end + 1;
+        }
+        tokens_ = Tokenizer(text, module_->name).run();
+        collect_info_strings();
+    }
+
+    std::unique_ptr<ParsedModule> run() {
+        while (peek().kind != Token::Kind::end) top_level();
+        return std::move(module_);
+    }
+
+ private:
+    // ---- tokens
+
+    const Token& peek(size_t ahead = 0) const {
+        return tokens_[std::min(at_ + ahead, tokens_.size() - 1)];
+    }
+    const Token& take() {
+        const Token& t = peek();
+        if (at_ + 1 < tokens_.size()) ++at_;
+        return t;
+    }
+    bool is(std::string_view text, size_t ahead = 0) const {
+        const Token& t = peek(ahead);
+        return t.kind != Token::Kind::text && t.kind != Token::Kind::end && t.text == text;
+    }
+    bool accept(std::string_view text) {
+        if (!is(text)) return false;
+        take();
+        return true;
+    }
+    void expect(std::string_view text) {
+        if (!accept(text))
+            fail("expected '" + std::string(text) + "', found '" + std::string(peek().text) + "'");
+    }
+    [[noreturn]] void fail(const std::string& why) const {
+        int line = peek().line;
+        std::string source =
+            line >= 1 && size_t(line) <= module_->lines.size() ? module_->lines[line - 1] : "";
+        throw Fault(FaultKind::invalid_ptx,
+                    format("%s: PTX line %d: %s\n    %s", module_->name.c_str(), line, why.c_str(),
+                           source.c_str()));
+    }
+    std::string word() {
+        if (peek().kind != Token::Kind::word)
+            fail("expected a name, found '" + std::string(peek().text) + "'");
+        return std::string(take().text);
+    }
+    int64_t integer() {
+        bool negative = accept("-");
+        if (peek().kind != Token::Kind::number)
+            fail("expected a number, found '" + std::string(peek().text) + "'");
+        int64_t value = int64_t(parse_integer(take().text));
+        return negative ? -value : value;
+    }
+    static uint64_t parse_integer(std::string_view text) {
+        std::string digits(text);
+        if (!digits.empty() && (digits.back() == 'U' || digits.back() == 'u')) digits.pop_back();
+        if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'b' || digits[1] == 'B'))
+            return std::strtoull(digits.c_str() + 2, nullptr, 2);
+        return std::strtoull(digits.c_str(), nullptr, 0);
+    }
+
+    // ---- module scope
+
+    void top_level() {
+        if (accept(".version")) {
+            module_->version = std::string(take().text);
+        } else if (accept(".target")) {
+            module_->target = word();
+            while (accept(",")) word();
+        } else if (accept(".address_size")) {
+            if (integer() != 64) fail("only .address_size 64 is supported");
+        } else if (accept(".file")) {
+            parse_file();
+        } else if (accept(".section")) {
+            skip_section();
+        } else if (accept(".pragma")) {
+            while (!accept(";")) take();
+        } else if (accept(".alias")) {
+            fail(".alias is not supported");
+        } else if (accept(";")) {
+        } else {
+            declaration();
+        }
+    }
+
+    void parse_file() {
+        int index = int(integer());
+        files_[index] = std::string(take().text);
+        while (accept(",")) integer();
+    }
+
+    void skip_section() {
+        word();
+        expect("{");
+        int depth = 1;
+        while (depth) {
+            if (peek().kind == Token::Kind::end) fail("a .section does not end");
+            if (is("{")) ++depth;
+            if (is("}")) --depth;
+            take();
+        }
+    }
+
+    // The names of inlined functions are byte strings in .debug_str, behind the code that uses
+    // them.
+    void collect_info_strings() {
+        for (size_t i = 0; i + 3 < tokens_.size(); ++i) {
+            if (tokens_[i].text != ".section" || tokens_[i + 1].text != ".debug_str") continue;
+            std::string* current = nullptr;
+            for (i += 3; i + 1 < tokens_.size() && tokens_[i].text != "}"; ++i) {
+                if (tokens_[i].kind == Token::Kind::word && tokens_[i + 1].text == ":") {
+                    current = &info_strings_[std::string(tokens_[i].text)];
+                } else if (tokens_[i].kind == Token::Kind::number && current) {
+                    uint64_t value = parse_integer(tokens_[i].text);
+                    if (value) current->push_back(char(value));
+                }
+            }
+        }
+    }
+
+    void declaration() {
+        bool external = false;
+        for (;;) {
+            if (accept(".extern")) {
+                external = true;
+            } else if (accept(".visible") || accept(".weak") || accept(".common")) {
+            } else {
+                break;
+            }
+        }
+        if (accept(".entry")) {
+            parse_function(true);
+        } else if (accept(".func")) {
+            parse_function(false);
+        } else {
+            Space space;
+            if (!accept_space(space)) fail("unknown directive '" + std::string(peek().text) + "'");
+            for (Variable& v : parse_variables(space, external))
+                module_->variables[v.symbol.name] = std::move(v);
+        }
+    }
+
+    bool accept_space(Space& space) {
+        if (accept(".global"))
+            space = Space::global;
+        else if (accept(".const"))
+            space = Space::constant;
+        else if (accept(".shared"))
+            space = Space::shared;
+        else if (accept(".local"))
+            space = Space::local;
+        else if (accept(".param"))
+            space = Space::param;
+        else
+            return false;
+        return true;
+    }
+
+    // `.align 16 .b8 a[4][2] = {..}, b;` after the state space.
+    std::vector<Variable> parse_variables(Space space, bool external) {
+        std::vector<Variable> all;
+        uint64_t alignment = 0;
+        int vector = 1;
+        Type type = Type::none;
+        while (peek().kind == Token::Kind::word && peek().text[0] == '.') {
+            std::string w = word();
+            if (w == ".align")
+                alignment = uint64_t(integer());
+            else if (w == ".v2")
+                vector = 2;
+            else if (w == ".v4")
+                vector = 4;
+            else if (w == ".attribute")
+                skip_parenthesis();
+            else if (!parse_type(w.substr(1), type))
+                fail("unknown type '" + w + "' in a variable");
+        }
+        if (type == Type::none) fail("a variable has no type");
+        uint64_t element = uint64_t(num_bits(type)) / 8;
+        do {
+            Variable v;
+            v.line = peek().line;
+            v.external = external;
+            v.symbol.name = word();
+            v.symbol.space = space;
+            uint64_t count = uint64_t(vector);
+            while (accept("[")) {
+                if (is("]")) {
+                    v.symbol.dynamic = true;
+                    count = 0;
+                } else {
+                    count *= uint64_t(integer());
+                }
+                expect("]");
+            }
+            v.symbol.alignment = alignment ? alignment : element * uint64_t(vector);
+            if (accept("=")) {
+                initializer(v.symbol, type, element);
+                if (v.symbol.dynamic) count = v.symbol.initializer.size() / element;
+                v.symbol.dynamic = false;
+            }
+            v.symbol.size = count * element;
+            v.symbol.initializer.resize(v.symbol.initializer.empty() ? 0 : v.symbol.size);
+            all.push_back(std::move(v));
+        } while (accept(","));
+        expect(";");
+        return all;
+    }
+
+    void skip_parenthesis() {
+        expect("(");
+        int depth = 1;
+        while (depth) {
+            if (is("(")) ++depth;
+            if (is(")")) --depth;
+            take();
+        }
+    }
+
+    void initializer(Symbol& symbol, Type type, uint64_t element) {
+        if (accept("{")) {
+            while (!accept("}")) {
+                initializer(symbol, type, element);
+                accept(",");
+            }
+            return;
+        }
+        uint64_t bits = 0;
+        if (peek().kind == Token::Kind::word) {
+            std::string name = word();
+            if (name == "generic") {
+                expect("(");
+                name = word();
+                expect(")");
+            }
+            if (accept("+")) bits = uint64_t(integer());
+            if (element != 8) fail("an address in an initializer needs 8 bytes");
+            symbol.pointers.emplace_back(symbol.initializer.size(), name);
+        } else {
+            ParsedOperand value = number();
+            bits = uint64_t(value.value);
+            if (value.kind == ParsedOperand::Kind::float_immediate) {
+                double d;
+                if (value.is_double) {
+                    std::memcpy(&d, &value.bits, 8);
+                } else {
+                    float f;
+                    std::memcpy(&f, &value.bits, 4);
+                    d = f;
+                }
+                bits = 0;
+                if (type == Type::f32) {
+                    float f = float(d);
+                    std::memcpy(&bits, &f, 4);
+                } else {
+                    std::memcpy(&bits, &d, 8);
+                }
+            }
+        }
+        size_t at = symbol.initializer.size();
+        symbol.initializer.resize(at + element);
+        std::memcpy(symbol.initializer.data() + at, &bits, element);
+    }
+
+    // ---- functions
+
+    std::vector<Variable> parse_parameters() {
+        std::vector<Variable> all;
+        if (!accept("(")) return all;
+        while (!accept(")")) {
+            if (accept(".reg")) fail("register parameters are not supported");
+            expect(".param");
+            uint64_t alignment = 0, element = 0;
+            while (peek().kind == Token::Kind::word && peek().text[0] == '.') {
+                std::string w = word();
+                Type type;
+                if (w == ".align") {
+                    uint64_t value = uint64_t(integer());
+                    if (!element) alignment = value;  // behind the type it belongs to .ptr
+                } else if (w == ".ptr" || w == ".global" || w == ".shared" || w == ".const" ||
+                           w == ".local" || w == ".surfref" || w == ".texref" ||
+                           w == ".samplerref") {
+                } else if (parse_type(w.substr(1), type)) {
+                    element = uint64_t(num_bits(type)) / 8;
+                } else {
+                    fail("unknown '" + w + "' in a parameter");
+                }
+            }
+            Variable v;
+            v.line = peek().line;
+            v.symbol.name = word();
+            v.symbol.space = Space::param;
+            uint64_t count = 1;
+            if (accept("[")) {
+                count = is("]") ? 0 : uint64_t(integer());
+                expect("]");
+            }
+            v.symbol.size = element * count;
+            v.symbol.alignment = alignment ? alignment : element;
+            all.push_back(std::move(v));
+            accept(",");
+        }
+        return all;
+    }
+
+    void three(uint32_t out[3]) {
+        out[0] = uint32_t(integer());
+        out[1] = accept(",") ? uint32_t(integer()) : 1;
+        out[2] = accept(",") ? uint32_t(integer()) : 1;
+    }
+
+    void parse_function(bool entry) {
+        Function f;
+        f.entry = entry;
+        f.line = peek().line;
+        if (!entry) f.results = parse_parameters();
+        f.name = word();
+        f.parameters = parse_parameters();
+        for (;;) {
+            if (accept(".maxntid")) {
+                uint32_t n[3];
+                three(n);
+                f.max_threads = n[0] * n[1] * n[2];
+            } else if (accept(".reqntid")) {
+                three(f.required_threads);
+            } else if (accept(".minnctapersm") || accept(".maxclusterrank") ||
+                       accept(".abi_preserve") || accept(".abi_preserve_control")) {
+                integer();
+            } else if (accept(".maxnreg")) {
+                f.max_registers = uint32_t(integer());
+            } else if (accept(".reqnctapercluster")) {
+                three(f.cluster);
+            } else if (accept(".explicitcluster") || accept(".noreturn") ||
+                       accept(".blocksareclusters")) {
+            } else if (accept(".pragma")) {
+                while (!accept(";")) take();
+            } else {
+                break;
+            }
+        }
+        if (accept(";")) {  // a declaration
+            if (!module_->functions.count(f.name)) module_->functions[f.name] = std::move(f);
+            return;
+        }
+        expect("{");
+        f.defined = true;
+        function_ = &f;
+        f.scopes.emplace_back();
+        scope_ = 0;
+        source_ = -1;
+        while (!accept("}")) body_item();
+        function_ = nullptr;
+        module_->functions[f.name] = std::move(f);
+    }
+
+    void open_scope() {
+        Scope inner;
+        inner.parent = scope_;
+        function_->scopes.push_back(std::move(inner));
+        scope_ = int(function_->scopes.size()) - 1;
+    }
+
+    void body_item() {
+        if (peek().kind == Token::Kind::end) fail("the function does not end");
+        if (accept(";")) return;
+        if (accept("{")) {
+            int outer = scope_;
+            open_scope();
+            while (!accept("}")) body_item();
+            scope_ = outer;
+            return;
+        }
+        if (peek().kind == Token::Kind::word && is(":", 1)) {
+            label();
+            return;
+        }
+        if (accept(".reg")) return registers();
+        if (accept(".loc")) return location();
+        if (accept(".pragma")) {
+            while (!accept(";")) take();
+            return;
+        }
+        if (accept(".file")) return parse_file();
+        Space space;
+        bool external = accept(".extern");
+        if (accept_space(space)) {
+            for (Variable& v : parse_variables(space, external)) {
+                scope().variables[v.symbol.name] = int(function_->variables.size());
+                function_->variables.push_back(std::move(v));
+            }
+            return;
+        }
+        statement();
+    }
+
+    Scope& scope() { return function_->scopes[size_t(scope_)]; }
+
+    void label() {
+        std::string name = word();
+        expect(":");
+        if (accept(".branchtargets")) {
+            auto& targets = scope().branch_targets[name];
+            do targets.push_back(word());
+            while (accept(","));
+            expect(";");
+        } else if (accept(".calltargets") || accept(".callprototype")) {
+            while (!accept(";")) take();
+        } else {
+            if (!scope().labels.emplace(name, function_->statements.size()).second)
+                fail("label '" + name + "' is defined twice");
+        }
+    }
+
+    void registers() {
+        std::string type_name = word();
+        Type type;
+        if (type_name == ".v2" || type_name == ".v4") fail("vector registers are not supported");
+        if (!parse_type(type_name.substr(1), type))
+            fail("unknown register type '" + type_name + "'");
+        do {
+            RegisterDeclaration d;
+            d.name = word();
+            d.type = type;
+            if (accept("<")) {
+                d.count = int(integer());
+                expect(">");
+                scope().ranges[d.name] = d;
+            } else {
+                scope().registers[d.name] = d;
+            }
+        } while (accept(","));
+        expect(";");
+    }
+
+    using LocationKey = std::array<int, 3>;  // file, line, column
+
+    LocationKey location_key() {
+        LocationKey key;
+        for (int& part : key) part = int(integer());
+        return key;
+    }
+
+    void location() {
+        LocationKey key = location_key();
+        SourceLine source{file_name(key[0]), key[1], -1, ""};
+        if (accept(",")) {
+            if (word() != "function_name") fail("expected function_name in .loc");
+            auto found = info_strings_.find(word());
+            if (found != info_strings_.end()) source.function = found->second;
+            if (accept("+")) integer();
+            expect(",");
+            if (word() != "inlined_at") fail("expected inlined_at in .loc");
+            LocationKey outer = location_key();
+            auto [entry, is_new] =
+                location_index_.try_emplace(outer, int(module_->source_lines.size()));
+            if (is_new) module_->source_lines.push_back({file_name(outer[0]), outer[1], -1, ""});
+            source.inlined_at = entry->second;
+        }
+        source_ = int(module_->source_lines.size());
+        module_->source_lines.push_back(source);
+        location_index_[key] = source_;  // a later inlined_at names its call site by this key
+    }
+
+    std::string file_name(int index) const {
+        auto found = files_.find(index);
+        return found == files_.end() ? "file " + std::to_string(index) : found->second;
+    }
+
+    // ---- statements
+
+    void statement() {
+        Statement s;
+        s.line = peek().line;
+        s.source = source_;
+        s.scope = scope_;
+        if (accept("@")) {
+            s.guard_negated = accept("!");
+            s.guard = resolve(word());
+            if (s.guard.empty() || !function_->register_types.count(s.guard))
+                fail("the guard is not a register");
+        }
+        if (peek().kind != Token::Kind::word)
+            fail("expected an instruction, found '" + std::string(peek().text) + "'");
+        s.mnemonic = word();
+        if (s.mnemonic[0] == '.') fail("unknown directive '" + s.mnemonic + "'");
+        while (!accept(";")) {
+            if (peek().kind == Token::Kind::end) fail("the instruction does not end");
+            s.operands.push_back(operand());
+            if (!is(";")) expect(",");
+        }
+        function_->statements.push_back(std::move(s));
+    }
+
+    ParsedOperand number() {
+        ParsedOperand p;
+        bool negative = accept("-");
+        if (peek().kind != Token::Kind::number)
+            fail("expected a number, found '" + std::string(peek().text) + "'");
+        std::string text(take().text);
+        p.kind = ParsedOperand::Kind::immediate;
+        if (text.size() == 10 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F')) {
+            p.kind = ParsedOperand::Kind::float_immediate;
+            p.bits = std::strtoull(text.c_str() + 2, nullptr, 16);
+            if (negative) p.bits ^= 0x80000000ull;
+        } else if (text.size() == 18 && text[0] == '0' && (text[1] == 'd' || text[1] == 'D')) {
+            p.kind = ParsedOperand::Kind::float_immediate;
+            p.is_double = true;
+            p.bits = std::strtoull(text.c_str() + 2, nullptr, 16);
+            if (negative) p.bits ^= 0x8000000000000000ull;
+        } else if (text.find('.') != std::string::npos) {
+            p.kind = ParsedOperand::Kind::float_immediate;
+            p.is_double = true;
+            double value = std::strtod(text.c_str(), nullptr) * (negative ? -1 : 1);
+            std::memcpy(&p.bits, &value, 8);
+        } else {
+            p.value = int64_t(parse_integer(text));
+            if (negative) p.value = -p.value;
+        }
+        return p;
+    }
+
+    ParsedOperand operand() {
+        ParsedOperand p;
+        if (accept("[")) return address();
+        if (accept("{")) {
+            p.kind = ParsedOperand::Kind::vector;
+            while (!accept("}")) {
+                p.elements.push_back(operand());
+                accept(",");
+            }
+            return p;
+        }
+        if (accept("(")) {
+            p.kind = ParsedOperand::Kind::parenthesis;
+            while (!accept(")")) {
+                p.elements.push_back(operand());
+                accept(",");
+            }
+            return p;
+        }
+        if (accept("!")) {
+            p = operand();
+            p.negated = !p.negated;
+            return p;
+        }
+        if (is("-") || peek().kind == Token::Kind::number) return number();
+        named(p, word());
+        if (p.kind == ParsedOperand::Kind::symbol) {
+            if (accept("+"))
+                p.value = integer();
+            else if (is("-"))
+                p.value = integer();
+        }
+        if (accept("|")) p.second = resolve(word());
+        return p;
+    }
+
+    void named(ParsedOperand& p, const std::string& name) {
+        if (name == "_") {
+            p.kind = ParsedOperand::Kind::sink;
+            return;
+        }
+        std::string resolved = resolve(name);
+        p.name = resolved.empty() ? name : resolved;
+        if (!resolved.empty())
+            p.kind = ParsedOperand::Kind::reg;
+        else if (name[0] == '%')
+            p.kind = ParsedOperand::Kind::special;
+        else
+            p.kind = ParsedOperand::Kind::symbol;
+    }
+
+    ParsedOperand address() {
+        ParsedOperand p, base;
+        if (peek().kind == Token::Kind::number || is("-")) {
+            base.kind = ParsedOperand::Kind::immediate;
+            base.value = integer();
+        } else {
+            named(base, word());
+        }
+        p.kind = ParsedOperand::Kind::address;
+        p.name = base.name;
+        p.bits = uint64_t(base.kind);  // what the name is
+        p.value = base.value;
+        while (is("+") || is("-")) {
+            accept("+");
+            p.value += integer();
+        }
+        while (accept(",")) p.elements.push_back(operand());
+        expect("]");
+        return p;
+    }
+
+    // The unique name of a register visible here, or "" if there is none. Names of inner scopes get
+    // a suffix.
+    std::string resolve(const std::string& name) {
+        size_t digits = name.size();
+        while (digits > 0 && std::isdigit(static_cast<unsigned char>(name[digits - 1]))) --digits;
+        for (int s = scope_; s >= 0; s = function_->scopes[size_t(s)].parent) {
+            const Scope& scope = function_->scopes[size_t(s)];
+            const RegisterDeclaration* found = nullptr;
+            auto exact = scope.registers.find(name);
+            if (exact != scope.registers.end()) {
+                found = &exact->second;
+            } else if (digits < name.size()) {
+                for (size_t cut = digits; cut < name.size() && !found; ++cut) {
+                    auto range = scope.ranges.find(std::string_view(name).substr(0, cut));
+                    if (range != scope.ranges.end() &&
+                        std::atoi(name.c_str() + cut) < range->second.count)
+                        found = &range->second;
+                }
+            }
+            if (found) {
+                std::string unique = s == 0 ? name : name + "@" + std::to_string(s);
+                function_->register_types.emplace(unique, found->type);
+                return unique;
+            }
+        }
+        return "";
+    }
+
+    std::unique_ptr<ParsedModule> module_;
+    std::vector<Token> tokens_;
+    size_t at_ = 0;
+    std::map<int, std::string> files_;
+    std::map<std::string, std::string> info_strings_;
+    std::map<LocationKey, int> location_index_;
+    Function* function_ = nullptr;
+    int scope_ = 0;
+    int source_ = -1;
+};
+
+}  // namespace
+
+std::unique_ptr<ParsedModule> parse_ptx(std::string_view text, const std::string& name) {
+    return Parser(text, name).run();
+}
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,473 @@
+// Runs warps: which one next and for how long, the rendezvous of lanes, asynchronous completions,
+// the virtual clock, and what to say when nothing can go on.
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "machine.h"
+
+namespace deep_moe::emulator {
+
+namespace {
+
+constexpr uint64_t deadlock_ns =
+    4'400'000'000'000ull;  // virtual time without progress that counts as a deadlock
+constexpr uint32_t patience =
+    4;  // quanta in which the lowest program counter goes first before another group may
+
+uint64_t host_ns() {
+    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        std::chrono::system_clock::now().time_since_epoch())
+                        .count());
+}
+
+void host_sleep(uint64_t ns) {
+    timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
+    nanosleep(&t, nullptr);
+}
+
+Where where_of(const Warp& w) {
+    return {w.program, w.current.pc, w.grid->rank->index, w.cta->index, w.index, w.exec};
+}
+
+[[noreturn]] void rethrow(const Fault& fault, const Where& where) {
+    throw Fault(fault.kind, std::string(fault.what()) + "\n" + describe(where, fault.lane),
+                fault.lane);
+}
+
+bool runnable(const Group& g) {
+    return !g.blocked && !g.meeting;
+}
+
+// Puts a group that can run into `current`; the lowest program counter, or one at random. False:
+// all wait.
+bool choose_group(Warp& w, bool at_random) {
+    int best = -1;
+    uint32_t count = 0;
+    for (size_t i = 0; i < w.others.size(); ++i) {
+        if (!runnable(w.others[i])) continue;
+        ++count;
+        if (at_random) {
+            if (w.machine->random() % count == 0) best = int(i);
+        } else if (best < 0 || w.others[i].pc < w.others[size_t(best)].pc) {
+            best = int(i);
+        }
+    }
+    bool current_runs = w.current.lanes && runnable(w.current);
+    if (best < 0) return current_runs;
+    if (current_runs && !at_random && w.current.pc <= w.others[size_t(best)].pc) return true;
+    if (current_runs && at_random && w.machine->random() % (count + 1) == 0) return true;
+    std::swap(w.current, w.others[size_t(best)]);
+    if (!w.others[size_t(best)].lanes) {
+        w.others[size_t(best)] = w.others.back();
+        w.others.pop_back();
+    }
+    return true;
+}
+
+// Joins the current group with all others that stand at the same instruction.
+bool merge(Warp& w) {
+    bool merged = false;
+    for (size_t i = 0; i < w.others.size();) {
+        Group& g = w.others[i];
+        if (g.pc == w.current.pc && !g.blocked && !g.token && !w.current.token) {
+            w.current.lanes |= g.lanes;
+            g = w.others.back();
+            w.others.pop_back();
+            merged = true;
+        } else {
+            ++i;
+        }
+    }
+    if (merged) w.quanta_since_merge = 0;
+    return merged;
+}
+
+enum class Met { run, wait };
+
+void park_in_meeting(Warp& w, uint32_t lanes) {
+    if (lanes != w.current.lanes) {
+        Group rest;
+        rest.pc = w.current.pc + 1;
+        rest.lanes = w.current.lanes & ~lanes;
+        w.others.push_back(rest);
+        w.current.lanes = lanes;
+    }
+    w.current.meeting = true;
+}
+
+Met meet_whole_warp(Warp& w, const Op& op, uint32_t exec) {
+    if (exec == w.live) {
+        w.exec = exec;
+        return Met::run;
+    }
+    if (w.current.lanes == w.live) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("the whole warp must execute this instruction, but its guard is false "
+                           "in lanes 0x%08x",
+                           w.live & ~exec));
+    }
+    (void)op;
+    park_in_meeting(w, exec);
+    w.current.wait = {"the warp's other lanes (this group has 0x%08llx, the warp 0x%08llx)", exec,
+                      w.live};
+    return Met::wait;
+}
+
+// Runs the lanes whose mask is complete; others of the group go on waiting. Lanes may name
+// different masks.
+Met meet_member_mask(Warp& w, const Op& op, uint32_t exec) {
+    auto masks = w.in<uint32_t>(op.operands[op.mask_operand]);
+    uint32_t complete = 0;
+    for (uint32_t rest = exec; rest;) {
+        int lane = __builtin_ctz(rest);
+        uint32_t mask = masks[lane], same = 0;
+        for (uint32_t m = rest; m; m &= m - 1)
+            if (masks[__builtin_ctz(m)] == mask) same |= 1u << __builtin_ctz(m);
+        rest &= ~same;
+        if (same & ~mask) {
+            throw Fault(FaultKind::invalid_operation,
+                        format("the member mask 0x%08x does not name the executing lane", mask),
+                        __builtin_ctz(same & ~mask));
+        }
+        uint32_t needed = mask & w.live;
+        if ((needed & ~same) == 0) {
+            complete = same;
+            break;
+        }
+        // bar.warp.sync pairs up across instructions: other groups may wait at another one with the
+        // same mask.
+        if (op.meets_anywhere) {
+            uint32_t together = same;
+            for (const Group& g : w.others) {
+                const Op& other = w.program->ops[g.pc];
+                if (g.meeting && other.meets_anywhere &&
+                    w.in<uint32_t>(other.operands[other.mask_operand])[__builtin_ctz(g.lanes)] ==
+                        mask)
+                    together |= g.lanes;
+            }
+            if ((needed & ~together) == 0) {
+                for (Group& g : w.others) {
+                    if (g.meeting && (g.lanes & needed) == g.lanes &&
+                        w.program->ops[g.pc].meets_anywhere) {
+                        g.meeting = false;
+                        ++g.pc;
+                    }
+                }
+                complete = same;
+                break;
+            }
+        }
+    }
+    if (!complete) {
+        park_in_meeting(w, exec);
+        w.current.wait = {"lanes of its member mask 0x%08llx (this group has 0x%08llx)",
+                          masks[__builtin_ctz(exec)], exec};
+        return Met::wait;
+    }
+    if (complete != exec) {  // the rest of the executing lanes tries again on its own
+        Group rest = w.current;
+        rest.lanes = exec & ~complete;
+        w.others.push_back(rest);
+        w.current.lanes &= ~rest.lanes;
+    }
+    w.exec = complete;
+    return Met::run;
+}
+
+}  // namespace
+
+// xorshift64*
+uint64_t Machine::random() {
+    random_state ^= random_state >> 12;
+    random_state ^= random_state << 25;
+    random_state ^= random_state >> 27;
+    return (random_state * 0x2545F4914F6CDD1Dull) >> 16;
+}
+
+uint64_t Machine::now_ns() const {
+    return real_clock ? host_ns() : virtual_ns;
+}
+
+void Machine::make_ready(Warp& w) {
+    if (w.ready || !w.live) return;
+    w.ready = true;
+    ready.push_back(&w);
+}
+
+void Machine::wake(WaitQueue& queue) {
+    for (Warp* w : queue.warps) {
+        if (!w->live) continue;
+        if (w->current.blocked) w->current.blocked = false;
+        for (Group& g : w->others) g.blocked = false;
+        make_ready(*w);
+    }
+    queue.warps.clear();
+}
+
+void Machine::enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
+                            std::function<void()> complete) {
+    AsyncOperation operation{kind, where_of(issuer), std::move(complete)};
+    if (order_key) {
+        auto found = async_by_key.find(order_key);
+        if (found != async_by_key.end()) {
+            found->second->operations.push_back(std::move(operation));
+            return;
+        }
+    }
+    auto queue = std::make_unique<Queue>();
+    queue->key = order_key;
+    queue->operations.push_back(std::move(operation));
+    if (order_key) async_by_key[order_key] = queue.get();
+    async_queues.push_back(std::move(queue));
+}
+
+bool Machine::complete_one_async() {
+    if (async_queues.empty()) return false;
+    size_t pick = random() % async_queues.size();
+    Queue& queue = *async_queues[pick];
+    AsyncOperation operation = std::move(queue.operations.front());
+    queue.operations.pop_front();
+    if (queue.operations.empty()) {
+        if (queue.key) async_by_key.erase(queue.key);
+        async_queues[pick] = std::move(async_queues.back());
+        async_queues.pop_back();
+    }
+    note_progress();
+    try {
+        operation.complete();
+    } catch (const Fault& fault) {
+        throw Fault(fault.kind, std::string(fault.what()) + "\n  in the asynchronous " +
+                                    operation.kind + " issued by\n" +
+                                    describe(operation.where, -1));
+    }
+    return true;
+}
+
+void Machine::run_warp(Warp& w, uint64_t budget) {
+    const Op* ops = w.program->ops.data();
+    bool lowest_first = true;
+    if (!w.others.empty()) {
+        lowest_first = ++w.quanta_since_merge <= patience;
+        choose_group(w, !lowest_first);
+    }
+    uint64_t executed = 0, lanes = 0;
+    auto account = [&] {
+        steps += executed;
+        lane_steps += lanes;
+        if (!real_clock) virtual_ns += executed;
+    };
+    try {
+        while (executed < budget) {
+            Group& g = w.current;
+            const Op& op = ops[g.pc];
+            if (!w.others.empty() && (op.leader || op.meeting != Meeting::none)) {
+                merge(w);
+                if (lowest_first && op.leader && !w.others.empty()) {
+                    uint32_t before = g.pc;
+                    choose_group(w, false);
+                    if (g.pc != before) continue;
+                }
+            }
+            ++executed;
+            uint32_t exec = g.lanes;
+            if (op.guard != Guard::always) {
+                uint32_t p = *reinterpret_cast<const uint32_t*>(w.bases[0] + op.guard_offset);
+                exec &= op.guard == Guard::if_true ? p : ~p;
+                if (!exec) {
+                    ++g.pc;
+                    continue;
+                }
+            }
+            w.exec = exec;
+            if (op.meeting != Meeting::none) {
+                Met met = op.meeting == Meeting::whole_warp ? meet_whole_warp(w, op, exec)
+                                                            : meet_member_mask(w, op, exec);
+                if (met == Met::wait) {
+                    if (choose_group(w, !lowest_first)) continue;
+                    account();
+                    return;
+                }
+            }
+            lanes += uint64_t(__builtin_popcount(w.exec));
+            Flow flow = op.body(w, op);
+            switch (flow) {
+                case Flow::next:
+                    g.token = 0;
+                    ++g.pc;
+                    break;
+                case Flow::jumped:
+                    if (!w.current.lanes) {  // they have exited
+                        if (!w.live || !choose_group(w, !lowest_first)) {
+                            account();
+                            return;
+                        }
+                    }
+                    break;
+                case Flow::blocked:
+                    g.blocked = true;
+                    if (choose_group(w, !lowest_first)) break;
+                    account();
+                    return;
+                case Flow::yield:
+                    g.token = 0;
+                    ++g.pc;
+                    account();
+                    make_ready(w);
+                    return;
+            }
+        }
+    } catch (const Fault& fault) {
+        account();
+        rethrow(fault, where_of(w));
+    }
+    account();
+    make_ready(w);
+}
+
+// Nothing is ready: lets time pass until the next deadline. False when there is none.
+bool Machine::advance_clock() {
+    while (!timers.empty()) {
+        auto [deadline, w] = *timers.begin();
+        uint64_t now = now_ns();
+        if (deadline > now) {
+            if (real_clock) {
+                host_sleep(std::min<uint64_t>(deadline - now, 50'000));
+                if (now_ns() < deadline) return true;
+            } else {
+                virtual_ns = deadline;
+            }
+        }
+        timers.erase(timers.begin());
+        bool woken = false;
+        auto unblock = [&](Group& g) {
+            if (g.blocked && g.deadline && g.deadline <= deadline) g.blocked = false, woken = true;
+        };
+        if (w->live) {
+            unblock(w->current);
+            for (Group& g : w->others) unblock(g);
+        }
+        if (woken) {
+            make_ready(*w);
+            return true;
+        }
+    }
+    return false;
+}
+
+void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
+    random_state = seed * 0x9E3779B97F4A7C15ull + 0x1234567890ABCDEFull;
+    for (int i = 0; i < 8; ++i) random();
+    for (auto& grid : grids) admit_ctas(*grid);
+
+    uint64_t seen_progress = progress, idle_quanta = 0, leap = 1000, last_change_ns = now_ns();
+    uint64_t next_report = steps + 5'000'000;
+    uint32_t async_odds = 4, schedulings = 0;
+    for (;;) {
+        while (!timers.empty() && timers.begin()->first <= now_ns()) {
+            if (!advance_clock()) break;
+        }
+        if (ready.empty()) {
+            if (complete_one_async()) continue;
+            bool all_done = true;
+            for (auto& grid : grids)
+                all_done = all_done && grid->live_ctas == 0 && grid->next_cta == grid->num_ctas;
+            if (all_done) break;
+            if (!advance_clock())
+                throw Fault(FaultKind::deadlock,
+                            deadlock_report("every warp waits and nothing is pending"));
+            continue;
+        }
+        if (++schedulings % 512 == 0) async_odds = 1u << (random() % 6);
+        if (!async_queues.empty() && random() % async_odds == 0) {
+            complete_one_async();
+            if (ready.empty()) continue;
+        }
+        size_t pick = random() % ready.size();
+        Warp& w = *ready[pick];
+        ready[pick] = ready.back();
+        ready.pop_back();
+        w.ready = false;
+        uint64_t dice = random();
+        uint64_t budget = dice % 8 == 0 ? 1 + (dice >> 8) % 16 : 64 + (dice >> 8) % 1024;
+        uint64_t polls = w.polls;
+        Cta& cta = *w.cta;
+        run_warp(w, budget);
+        if (!w.live && cta.live_threads == 0) {
+            try {
+                retire_cta(cta);
+            } catch (const Fault& fault) {
+                throw Fault(fault.kind,
+                            std::string(fault.what()) + "\n" + describe(where_of(w), -1));
+            }
+        }
+
+        if (progress != seen_progress) {
+            seen_progress = progress;
+            idle_quanta = 0;
+            leap = 1000;
+            last_change_ns = now_ns();
+        } else if (w.polls == polls && w.ready) {
+            idle_quanta = 0;  // it computes
+        } else if (++idle_quanta > 4 * ready.size() + 16) {
+            idle_quanta = 0;
+            if (complete_one_async()) continue;
+            if (real_clock) {
+                host_sleep(50'000);
+            } else {
+                virtual_ns += leap;
+                leap *= 2;
+                if (virtual_ns - last_change_ns > deadlock_ns) {
+                    throw Fault(
+                        FaultKind::deadlock,
+                        deadlock_report(
+                            "warps poll, but nothing changed for over an hour of virtual time"));
+                }
+            }
+        }
+        if (steps >= next_report) {
+            next_report = steps + 5'000'000;
+            if (progress_callback && !progress_callback(steps))
+                throw Fault(FaultKind::internal, "stopped by the caller");
+        }
+    }
+    reset();
+}
+
+std::string Machine::deadlock_report(const char* reason) const {
+    std::string text = std::string("deadlock: ") + reason;
+    size_t listed = 0, total = 0;
+    std::map<std::string, int> others_at;
+    for (const auto& grid : grids) {
+        for (const auto& cta : grid->ctas) {
+            if (!cta) continue;
+            for (const auto& w : cta->warps) {
+                if (!w->live) continue;
+                auto one = [&](const Group& g) {
+                    if (!g.lanes) return;
+                    ++total;
+                    if (listed >= 64) return;
+                    ++listed;
+                    text +=
+                        format("\nkernel %s, rank %u, CTA %u, warp %u", w->program->name.c_str(),
+                               grid->rank->index, cta->index, w->index);
+                    if (g.lanes != w->live) text += format(", lanes 0x%08x", g.lanes);
+                    if (g.blocked || g.meeting) {
+                        text += " waits for ";
+                        text += format(g.wait.text, g.wait.a, g.wait.b);
+                    } else {
+                        text += " runs";
+                    }
+                    text += "\n    " + describe_instruction(*w->program, g.pc);
+                };
+                one(w->current);
+                for (const Group& g : w->others) one(g);
+            }
+        }
+    }
+    if (total > listed) text += format("\n... and %zu more", total - listed);
+    return text;
+}
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,159 @@
+// What a warp does besides running bodies: groups of lanes that split, wait, meet and merge;
+// checked memory access.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace deep_moe::emulator {
+
+std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
+    if (offset < shared_base || offset >= shared_end || bytes > shared_end - offset) {
+        throw Fault(
+            FaultKind::out_of_bounds,
+            format(
+                "%s of %u bytes at shared offset 0x%x is out of bounds: the CTA's shared memory is "
+                "0x%x..0x%x",
+                what, bytes, offset, shared_base, shared_end));
+    }
+    if (access == Access::write) {
+        std::memset(shadow.data() + offset, 1, bytes);
+    } else if (machine->checks) {
+        for (uint32_t i = 0; i < bytes; ++i) {
+            if (!shadow[offset + i]) {
+                throw Fault(
+                    FaultKind::uninitialized,
+                    format("%s of %u bytes at shared offset 0x%x: byte 0x%x was never written",
+                           what, bytes, offset, offset + i));
+            }
+        }
+    }
+    return shared + offset;
+}
+
+std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane) {
+    try {
+        if (space == Space::generic) {
+            uint64_t window = address & window_mask;
+            if (window == shared_window) {
+                space = Space::shared_cluster;
+                address &= ~window_mask;
+            } else if (window == local_window) {
+                space = Space::local;
+                address &= ~window_mask;
+            } else {
+                space = Space::global;
+            }
+        }
+        // Vectors wider than 16 bytes are aligned like the rest: to their size.
+        if (address & (bytes - 1)) {
+            throw Fault(FaultKind::misaligned,
+                        format("%s address 0x%llx is not aligned to %u bytes", name_of(space),
+                               (unsigned long long)address, bytes));
+        }
+        const char* what = access == Access::read    ? "read"
+                           : access == Access::write ? "write"
+                                                     : "atomic update";
+        switch (space) {
+            case Space::shared:
+            case Space::shared_cluster: {
+                uint64_t rank = address >> shared_rank_shift;
+                Cta* owner = cta;
+                if (rank != cta->cluster_rank) {
+                    if (space == Space::shared || rank >= cta->cluster->ctas.size()) {
+                        throw Fault(FaultKind::out_of_bounds,
+                                    format("%s address 0x%llx belongs to CTA rank %llu of the "
+                                           "cluster, this CTA has "
+                                           "rank %u of %zu",
+                                           name_of(space), (unsigned long long)address,
+                                           (unsigned long long)rank, cta->cluster_rank,
+                                           cta->cluster->ctas.size()));
+                    }
+                    owner = cta->cluster->ctas[rank];
+                    if (!owner->live_threads) {
+                        throw Fault(FaultKind::out_of_bounds,
+                                    format("%s of shared memory of CTA rank %llu, which has exited",
+                                           what, (unsigned long long)rank));
+                    }
+                }
+                return owner->shared_at(uint32_t(address) & shared_offset_mask, bytes, access,
+                                        what);
+            }
+            case Space::local:
+                if (address >= program->local_bytes || bytes > program->local_bytes - address) {
+                    throw Fault(
+                        FaultKind::out_of_bounds,
+                        format("%s of %u bytes at local address 0x%llx is out of bounds: the lane "
+                               "has %u "
+                               "bytes",
+                               what, bytes, (unsigned long long)address, program->local_bytes));
+                }
+                return local.data() + size_t(lane) * program->local_bytes + address;
+            default: {
+                const RegionTable& table = grid->rank->memory;
+                if (last_region_version != table.version() || !last_region ||
+                    address - last_region->address >= last_region->size) {
+                    last_region = table.find(address);
+                    last_region_version = table.version();
+                }
+                if (!last_region || bytes > last_region->size - (address - last_region->address) ||
+                    (access != Access::read && !last_region->writable))
+                    table.fail(address, bytes, access);
+                return reinterpret_cast<std::byte*>(address);
+            }
+        }
+    } catch (Fault& fault) {
+        fault.lane = lane;
+        throw;
+    }
+}
+
+// ---- groups
+// ---------------------------------------------------------------------------------------------------
+
+Flow Warp::block(WaitQueue& queue, const char* text, uint64_t a, uint64_t b, uint64_t deadline) {
+    if (exec != current.lanes) {  // the lanes whose guard is false go on
+        Group rest;
+        rest.pc = current.pc + 1;
+        rest.lanes = current.lanes & ~exec;
+        others.push_back(rest);
+        current.lanes = exec;
+    }
+    current.wait = {text, a, b};
+    current.deadline = deadline;
+    queue.warps.push_back(this);
+    if (deadline) machine->timers.emplace(deadline, this);
+    return Flow::blocked;
+}
+
+Flow Warp::jump(uint32_t target) {
+    uint32_t taken = exec;
+    if (taken == current.lanes) {
+        current.pc = target;
+        return Flow::jumped;
+    }
+    Group rest;
+    rest.lanes = current.lanes & ~taken;
+    rest.pc = current.pc + 1;
+    current.lanes = taken;
+    current.pc = target;
+    if (rest.pc < current.pc) std::swap(rest, current);
+    others.push_back(rest);
+    return Flow::jumped;
+}
+
+void Warp::exit_lanes(uint32_t lanes) {
+    live &= ~lanes;
+    current.lanes &= ~lanes;
+    for (Group& g : others) g.meeting = false;  // whoever waits for these lanes looks again
+    uint32_t count = uint32_t(__builtin_popcount(lanes));
+    cta->live_threads -= count;
+    Cluster& cluster = *cta->cluster;
+    cluster.live_threads -= count;
+    if (cluster_generation == cluster.generation)
+        cluster.arrived -= uint32_t(__builtin_popcount(cluster_arrived & lanes));
+    cluster_arrived &= ~lanes;
+    machine->note_progress();
+    cta->threads_exited();
+}
+
+}  // namespace deep_moe::emulator

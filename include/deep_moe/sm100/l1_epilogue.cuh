@@ -18,6 +18,7 @@
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/stmatrix.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
+#include "deep_moe/quantize.cuh"
 #include "deep_moe/sm100/epilogue_warp.cuh"
 #include "deep_moe/sm100/scale_layout.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"

@@ -1,4 +1,7 @@
-"""What the emulator raises. Texts name the instruction, its PTX and source line, rank, CTA, warp, lane."""
+"""What the emulator raises. Texts name the instruction, its PTX and source line, rank, CTA, warp
+and lane."""
+
+# ruff: noqa: N818 (named after what went wrong)
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Unsupported(EmulatorError):
 
 
 class OutOfBounds(EmulatorError):
-    """An access outside every registered region, a CTA's shared memory, or a lane's local memory."""
+    """An access outside the registered regions, a CTA's shared or a lane's local memory."""
 
 
 class Misaligned(EmulatorError):

@@ -1,8 +1,8 @@
 """Builds the emulator's shared library with one C++ compiler and loads it.
 
-A wheel carries the library beside this file. A source checkout builds it on first use into its build
-folder, under a name made of a digest of the sources, so that an edit is a new library. The module
-imports nothing from its package: the build of a wheel loads it alone.
+A wheel carries the library beside this file. A source checkout builds it on first use into its
+build folder, under a name made of a digest of the sources, so that an edit is a new library. The
+module imports nothing from its package: the build of a wheel loads it alone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ class LibraryError(RuntimeError):
     """The library cannot be built or loaded."""
 
 
-def build(output: Path) -> None:
-    """Compile the sources into the shared library `output`."""
+def build(output: Path, *, kept_units: Path | None = None) -> None:
+    """Compile the sources into the shared library `output`.
+
+    kept_units: folder of compiled units, by digest; what is there is not compiled again.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise LibraryError(
@@ -53,22 +56,25 @@ def build(output: Path) -> None:
         )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
+        headers = source_digest("*.h")
 
         def compile_unit(source: Path) -> Path:
             unit = Path(folder) / f"{source.stem}.o"
+            kept = kept_units and kept_units / f"{headers}-{source_digest(source.name)}.o"
+            if kept and kept.exists():
+                return kept
             _run([compiler, *FLAGS, "-c", str(source), "-o", str(unit)])
-            return unit
+            return unit.replace(kept) if kept else unit
 
+        if kept_units:
+            kept_units.mkdir(parents=True, exist_ok=True)
         # The largest first, so that no long one runs alone at the end.
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda s: -s.stat().st_size)
         with ThreadPoolExecutor(NUM_COMPILERS) as pool:
-            units = list(pool.map(compile_unit, sources))
+            units = [str(unit) for unit in pool.map(compile_unit, sources)]
         linked = Path(folder) / LIBRARY_NAME
-        _run(
-            [compiler, "-shared", "-static-libstdc++", "-static-libgcc"]
-            + [str(unit) for unit in units]
-            + ["-o", str(linked)]
-        )
+        runtime = ["-static-libstdc++", "-static-libgcc"]
+        _run([compiler, "-shared", *runtime, *units, "-o", str(linked)])
         linked.replace(output)
 
 
@@ -78,11 +84,11 @@ def _run(command: list[str]) -> None:
         raise LibraryError(f"{' '.join(command)}\nfailed:\n{result.stderr}")
 
 
-def source_digest() -> str:
+def source_digest(pattern: str = "*.*") -> str:
+    """Digest of the compiler's flags and of the sources whose names match."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".h", ".cpp"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for source in sorted(SOURCES.glob(pattern)):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -94,7 +100,7 @@ def library_path() -> Path:
     built = CHECKOUT_BUILDS / source_digest() / LIBRARY_NAME
     if not built.exists():
         # Processes that build at the same time make the same file; the last rename wins.
-        build(built)
+        build(built, kept_units=CHECKOUT_BUILDS / "units")
     return built
 
 

@@ -1,4 +1,4 @@
-"""The emulated machine: ranks with global memory, PTX modules, launches, and a run to completion."""
+"""The emulated machine: ranks with global memory, PTX modules, launches, a run to completion."""
 
 from __future__ import annotations
 

@@ -117,6 +117,7 @@ class Parser {
             start = end + 1;
         }
         tokens_ = Tokenizer(text, module_->name).run();
+        collect_files();
         collect_info_strings();
     }
 
@@ -202,8 +203,8 @@ class Parser {
     }
 
     void parse_file() {
-        int index = int(integer());
-        files_[index] = std::string(take().text);
+        integer();
+        take();
         while (accept(",")) integer();
     }
 
@@ -216,6 +217,14 @@ class Parser {
             if (is("{")) ++depth;
             if (is("}")) --depth;
             take();
+        }
+    }
+
+    // .file directives may stand behind the code that names them by number.
+    void collect_files() {
+        for (size_t i = 0; i + 2 < tokens_.size(); ++i) {
+            if (tokens_[i].text == ".file" && tokens_[i + 1].kind == Token::Kind::number)
+                files_[int(parse_integer(tokens_[i + 1].text))] = std::string(tokens_[i + 2].text);
         }
     }
 

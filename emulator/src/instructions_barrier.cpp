@@ -9,8 +9,8 @@ namespace {
 
 void complete(Machine& machine, NamedBarrier& b) {
     b.result_count = b.count;
-    b.result_threads = b.arrived;
-    b.arrived = b.expected = b.count = 0;
+    b.result_threads = b.lanes;
+    b.arrived = b.expected = b.count = b.lanes = 0;
     b.counts_all = false;
     ++b.generation;
     machine.note_progress();
@@ -49,6 +49,7 @@ void arrive(Warp& w, uint32_t index, uint32_t expected, uint32_t predicate) {
                            index, expected, b.expected));
     }
     b.arrived += warp_size;
+    b.lanes += uint32_t(__builtin_popcount(w.exec));
     b.count += uint32_t(__builtin_popcount(predicate & w.exec));
     if (b.arrived >= b.expected) complete(*w.machine, b);
 }
@@ -90,8 +91,7 @@ Flow barrier_reduce(Warp& w, const Op& op) {
         auto d = w.out<uint32_t>(op.operands[0]);
         w.for_each_lane([&](int lane) { d.set(lane, b.result_count); });
     } else {
-        bool result =
-            op.aux == reduce_or ? b.result_count > 0 : b.result_count == w.grid->num_threads;
+        bool result = op.aux == reduce_or ? b.result_count > 0 : b.result_count == b.result_threads;
         w.set_predicate(op.operands[0], result ? full_mask : 0);
     }
     return Flow::next;

@@ -226,6 +226,7 @@ struct NamedBarrier {
     uint32_t expected = 0;  // threads, 0 while nobody has arrived
     uint64_t generation = 0;
     uint32_t count = 0;  // threads whose predicate was true (barrier.red)
+    uint32_t lanes = 0;  // threads that have arrived, without the missing ones of a last warp
     uint32_t result_count = 0, result_threads = 0;  // of the last completed generation
     bool counts_all = false;                        // expected: every thread that has not exited
     WaitQueue waiters;

@@ -2,6 +2,7 @@
 
 from .config import ARCHITECTURES, Decision, MegaMoEConfig, choose_config
 from .explain import Explanation, explain
+from .prepare_inputs import PrepareInputsConfig
 from .presets import PRESETS, preset_shape
 from .segments import Layout, Segment
 from .shape import MoEShape
@@ -15,6 +16,7 @@ __all__ = [
     "Layout",
     "MegaMoEConfig",
     "MoEShape",
+    "PrepareInputsConfig",
     "Segment",
     "choose_config",
     "explain",

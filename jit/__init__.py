@@ -1,4 +1,4 @@
-"""Run-time compilation and launch of the Mega MoE kernel.
+"""Run-time compilation and launch of the kernels.
 
     from deep_moe import jit
     kernel = jit.build(config)            # deep_moe.heuristics.MegaMoEConfig -> CompiledKernel
@@ -7,7 +7,8 @@
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`compile_cached` does the same for any other source that includes the header library.
+`build_prepare_inputs` does the same for the kernel that prepares inputs, `compile_cached` for any
+other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
@@ -21,39 +22,63 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
 from .nvrtc import COMPILE_OPTIONS, compile_source, compiler_version
-from .render import KERNEL_NAME, render_kernel
+from .render import KERNEL_NAME, PREPARE_INPUTS_NAME, render_kernel, render_prepare_inputs
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 
 __all__ = [
     "KERNEL_NAME",
+    "PREPARE_INPUTS_NAME",
     "CompiledKernel",
     "DamagedEntryWarning",
     "EntryReport",
     "KernelCache",
     "build",
+    "build_prepare_inputs",
     "compile_cached",
     "compile_source",
     "find_headers",
     "render_kernel",
+    "render_prepare_inputs",
 ]
 
 
+class KernelConfig(Protocol):
+    """What every kernel's config can say of itself."""
+
+    @property
+    def arch(self) -> str: ...
+
+    def kernel_fields(self) -> dict[str, int | float | bool]: ...
+
+
 def build(config: MegaMoEConfig, *, cache: KernelCache | None = None) -> CompiledKernel:
-    """The kernel for `config`, from the cache or compiled now.
+    """The Mega MoE kernel for `config`, from the cache or compiled now.
 
     Raises CompileError with the compiler's log, MissingPackageError, or CacheError.
     """
+    return _build(render_kernel(config), KERNEL_NAME, config, cache)
+
+
+def build_prepare_inputs(
+    config: PrepareInputsConfig, *, cache: KernelCache | None = None
+) -> CompiledKernel:
+    """The kernel that prepares inputs; otherwise as `build`."""
+    return _build(render_prepare_inputs(config), PREPARE_INPUTS_NAME, config, cache)
+
+
+def _build(
+    source: str, kernel: str, config: KernelConfig, cache: KernelCache | None
+) -> CompiledKernel:
     fields: dict[str, Any] = {**config.kernel_fields(), "arch": config.arch}
-    return compile_cached(
-        render_kernel(config), arch=config.arch, kernel=KERNEL_NAME, config=fields, cache=cache
-    )
+    return compile_cached(source, arch=config.arch, kernel=kernel, config=fields, cache=cache)
 
 
 def compile_cached(

@@ -69,6 +69,11 @@ class CompiledKernel:
     def arch(self) -> str:
         return self.manifest["arch"]
 
+    @property
+    def name(self) -> str:
+        """Its extern "C" entry."""
+        return self.manifest["kernel"]
+
 
 @dataclass(frozen=True)
 class EntryReport:

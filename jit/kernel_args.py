@@ -1,6 +1,6 @@
-"""The kernel's argument, mirrored from include/deep_moe/kernel_args.cuh.
+"""The kernels' arguments, mirrored from kernel_args.cuh and prepare_inputs.cuh in include/deep_moe.
 
-The template renders `layout_checks()` as static_asserts, so that a header that differs from this
+The templates render `layout_checks()` as static_asserts, so that a header that differs from this
 mirror in a size or an offset does not compile.
 """
 
@@ -73,6 +73,26 @@ class WaitStatus(ctypes.Structure):
     )
 
 
+class PrepareInputsArgs(ctypes.Structure):
+    """By-value argument of `prepare_inputs_kernel`; tensors are contiguous.
+
+    x, topk_idx, topk_weights: what the caller has. input_*: the segments of the symmetric buffer.
+    num_chunks: 8 values of x each. num_slots: of topk_idx and topk_weights.
+    """
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("topk_idx", ctypes.c_uint64),
+        ("topk_weights", ctypes.c_uint64),
+        ("input_x", ctypes.c_uint64),
+        ("input_x_sf", ctypes.c_uint64),
+        ("input_topk_idx", ctypes.c_uint64),
+        ("input_topk_weights", ctypes.c_uint64),
+        ("num_chunks", ctypes.c_uint32),
+        ("num_slots", ctypes.c_uint32),
+    )
+
+
 @dataclass(frozen=True)
 class LayoutCheck:
     """A fact that host and device must agree on. `member` is None for the size of the struct."""
@@ -82,9 +102,9 @@ class LayoutCheck:
     value: int
 
 
-def layout_checks() -> Iterator[LayoutCheck]:
-    """Size and every member's offset of the structs above."""
-    for struct in (KernelArgs, WaitStatus):
+def layout_checks(*structs: type[ctypes.Structure]) -> Iterator[LayoutCheck]:
+    """Size and every member's offset of some of the structs above."""
+    for struct in structs:
         yield LayoutCheck(struct.__name__, None, ctypes.sizeof(struct))
         for name, *_ in struct._fields_:
             if not name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Renders the translation unit of one kernel from its config."""
+"""Renders the translation unit of a kernel from its config."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .kernel_args import layout_checks
+from .kernel_args import KernelArgs, PrepareInputsArgs, WaitStatus, layout_checks
 
 if TYPE_CHECKING:
     import jinja2
 
     from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 
 KERNEL_NAME = "mega_moe_kernel"
+PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
 
 # Folder and namespace of each target's kernel in the header library.
 _NAMESPACES = {"sm_100a": "sm100", "sm_90a": "sm90"}
@@ -36,7 +38,7 @@ class _LayoutStruct:
 
 
 def render_kernel(config: MegaMoEConfig) -> str:
-    """CUDA C++ source of the kernel for `config`."""
+    """CUDA C++ source of the Mega MoE kernel for `config`."""
     namespace = _NAMESPACES[config.arch]
     layouts = [
         _layout_struct("Symm", config.symm_buffer_layout.constants(), "unsigned long long"),
@@ -44,19 +46,29 @@ def render_kernel(config: MegaMoEConfig) -> str:
     ]
     if config.tmem_layout is not None:
         layouts.append(_layout_struct("Tmem", config.tmem_layout.constants(), "unsigned int"))
-    return _template().render(
+    return _template("mega_moe.cu.j2").render(
         arch=config.arch,
         header=f"deep_moe/{namespace}/mega_moe.cuh",
         namespace=namespace,
         kernel=KERNEL_NAME,
-        constants=[_constant(name, value) for name, value in config.kernel_fields().items()],
+        constants=_constants(config.kernel_fields()),
         layouts=layouts,
-        layout_checks=list(layout_checks()),
+        layout_checks=list(layout_checks(KernelArgs, WaitStatus)),
     )
 
 
-@lru_cache(maxsize=1)
-def _template() -> jinja2.Template:
+def render_prepare_inputs(config: PrepareInputsConfig) -> str:
+    """CUDA C++ source of the kernel that prepares inputs."""
+    return _template("prepare_inputs.cu.j2").render(
+        arch=config.arch,
+        kernel=PREPARE_INPUTS_NAME,
+        constants=_constants(config.kernel_fields()),
+        layout_checks=list(layout_checks(PrepareInputsArgs)),
+    )
+
+
+@lru_cache(maxsize=2)
+def _template(name: str) -> jinja2.Template:
     import jinja2
 
     environment = jinja2.Environment(
@@ -65,7 +77,7 @@ def _template() -> jinja2.Template:
         keep_trailing_newline=True,
         autoescape=False,  # C++, not HTML
     )
-    return environment.get_template("mega_moe.cu.j2")
+    return environment.get_template(name)
 
 
 def _layout_struct(name: str, constants: Mapping[str, int], type_name: str) -> _LayoutStruct:
@@ -74,6 +86,10 @@ def _layout_struct(name: str, constants: Mapping[str, int], type_name: str) -> _
         name,
         tuple(_Constant(key, type_name, f"{value}{suffix}") for key, value in constants.items()),
     )
+
+
+def _constants(fields: Mapping[str, int | float | bool]) -> list[_Constant]:
+    return [_constant(name, value) for name, value in fields.items()]
 
 
 def _constant(name: str, value: int | float | bool) -> _Constant:

@@ -1,0 +1,39 @@
+"""`PrepareInputsConfig`: everything that the kernel which prepares inputs is built from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
+ARCHS = ("sm_100a", "sm_90a")
+
+
+@dataclass(frozen=True)
+class PrepareInputsConfig:
+    """One kernel; equal configs give equal kernels. Sizes are arguments of the launch.
+
+    has_int32_topk_idx: else int64. has_bf16_topk_weights: else float32. num_chunks_per_lane: loads
+    of 16 bytes that each lane has under way at once.
+
+    >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4)
+    >>> [config.num_ctas(n * 7168) for n in (1, 2, 8192)]
+    [2, 4, 14336]
+    """
+
+    has_int32_topk_idx: bool = False
+    has_bf16_topk_weights: bool = False
+    num_threads: int = 128
+    num_chunks_per_lane: int = 4
+    arch: str = "sm_100a"
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHS:
+            raise ValueError(f"arch must be one of {', '.join(ARCHS)}; got {self.arch!r}")
+
+    def kernel_fields(self) -> dict[str, int | float | bool]:
+        """The fields that the kernel's `Config` struct has, in declaration order."""
+        return {name: value for name, value in asdict(self).items() if name != "arch"}
+
+    def num_ctas(self, num_values: int) -> int:
+        """The grid for `num_values` values of x."""
+        return -(-num_values // (VALUES_PER_CHUNK * self.num_chunks_per_lane * self.num_threads))

@@ -1,0 +1,113 @@
+"""Several ranks in one process."""
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe import EmulatedRanks, MegaMoEError, MegaMoETimeoutError
+from deep_moe.reference import reference_mega_moe
+from deep_moe.synthetic import Tokens, exact_layer, exact_tokens
+
+
+class Example:
+    """Three ranks with different numbers of tokens, and their exact results."""
+
+    def __init__(self, num_tokens: tuple[int, ...]) -> None:
+        num_ranks = len(num_tokens)
+        self.ranks = EmulatedRanks(num_ranks, 2 * num_ranks, 8, 2, 128, 128)
+        shape = self.ranks.shape
+        self.layer = exact_layer(shape)
+        self.tokens: list[Tokens] = []
+        self.weights = []
+        self.ys = []
+        for rank, buffer in enumerate(self.ranks.buffers):
+            n = num_tokens[rank]
+            tokens = exact_tokens(shape, n, seed=rank)
+            buffer.x[:n].copy_(tokens.x)
+            buffer.x_sf[:n].copy_(tokens.x_sf)
+            buffer.topk_idx[:n].copy_(tokens.topk_idx)
+            buffer.topk_weights[:n].copy_(tokens.topk_weights)
+            self.tokens.append(tokens)
+            self.weights.append(
+                deep_moe.transform_weights_for_mega_moe(*self.layer.of_rank(rank, num_ranks))
+            )
+            self.ys.append(torch.full((n, shape.hidden), torch.nan, dtype=torch.bfloat16))
+
+    def call(self, **options) -> None:
+        self.ranks.call(self.ys, self.weights, num_sms=2, **options)
+
+    def assert_exact(self) -> None:
+        for tokens, y in zip(self.tokens, self.ys, strict=True):
+            expected = reference_mega_moe(
+                tokens.x,
+                tokens.x_sf,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                self.layer.l1,
+                self.layer.l2,
+            )
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [(8, 8), (8, 0, 3), (0, 0)])
+def test_ranks_with_different_numbers_of_tokens(num_tokens: tuple[int, ...]) -> None:
+    example = Example(num_tokens)
+    example.call()
+    example.assert_exact()
+
+
+def test_a_dirty_pool_and_another_interleaving_change_no_bit() -> None:
+    """B17."""
+    example = Example((8, 5))
+    for seed in range(3):
+        example.call(schedule_seed=seed)
+        example.assert_exact()
+        for buffer in example.ranks.buffers:
+            pool_begin = buffer.layout["l1_tokens"].offset
+            buffer.memory.tensor[pool_begin:] = 0xFF
+
+
+def test_statistics_of_each_rank() -> None:
+    example = Example((8, 8))
+    stats = [torch.zeros(2, dtype=torch.int32) for _ in range(2)]
+    example.ranks.call(example.ys, example.weights, stats, num_sms=2)
+    all_ids = torch.cat([tokens.topk_idx.flatten() for tokens in example.tokens])
+    counts = torch.bincount(all_ids[all_ids >= 0], minlength=4).int()
+    assert torch.equal(torch.cat(stats), counts)
+
+
+def test_a_rank_that_takes_no_part_is_named_until_reset() -> None:
+    example = Example((4, 4, 4))
+    with pytest.raises(MegaMoETimeoutError) as caught:
+        example.call(ranks=[0, 2], timeout_s=0.05)
+    # Which of the waits for the other ranks gives up first depends on the interleaving.
+    assert "rank barrier before pull" in str(caught.value) or "all ranks" in str(caught.value)
+    assert "missing: rank 1" in str(caught.value)
+    with pytest.raises(MegaMoEError, match="reset"):
+        example.call()
+    example.ranks.reset()
+    example.call()
+    example.assert_exact()
+
+
+def test_one_of_its_buffers_cannot_be_called_alone() -> None:
+    example = Example((4, 4))
+    buffer, (l1, l2) = example.ranks.buffers[0], example.weights[0]
+    with pytest.raises(ValueError, match="through its EmulatedRanks"):
+        deep_moe.fp8_fp4_mega_moe(example.ys[0], l1, l2, buffer)
+
+
+def test_a_list_for_another_number_of_ranks_is_refused() -> None:
+    example = Example((4, 4))
+    with pytest.raises(ValueError, match="ys must have one entry for each of the 2 ranks; got 1"):
+        example.ranks.call(example.ys[:1], example.weights)
+    with pytest.raises(ValueError, match="stats must have one entry for each of the 2 ranks"):
+        example.ranks.call(example.ys, example.weights, [None])
+
+
+def test_leaving_the_context_closes_the_buffers() -> None:
+    with EmulatedRanks(2, 4, 8, 2, 128, 128) as ranks:
+        buffers = ranks.buffers
+    for buffer in buffers:
+        with pytest.raises(ValueError, match="open buffer"):
+            buffer.raise_if_unusable()

@@ -95,11 +95,9 @@ TensorMemoryState& tensor_memory_state(Cta& cta) {
 void check_units_at_exit(Cta& cta) {
     if (cta.units[int(Unit::bulk_copy)] && bulk_state(cta).in_flight) {
         fail(FaultKind::invalid_operation,
-             "the CTA exits while %u asynchronous cop%s that read%s or write%s its shared memory "
-             "%s in flight",
-             bulk_state(cta).in_flight, bulk_state(cta).in_flight == 1 ? "y" : "ies",
-             bulk_state(cta).in_flight == 1 ? "s" : "", bulk_state(cta).in_flight == 1 ? "s" : "",
-             bulk_state(cta).in_flight == 1 ? "is" : "are");
+             "the CTA exits while asynchronous copies that need its shared memory are in flight "
+             "(%u)",
+             bulk_state(cta).in_flight);
     }
     if (!cta.units[int(Unit::tensor_memory)]) return;
     const TensorMemoryState& state = tensor_memory_state(cta);

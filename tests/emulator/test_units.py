@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from .tensor_images import tensor_map
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "emulator" / "src"
@@ -24,9 +25,12 @@ INVALID_OPERATION = 9
 def units(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("units") / "libunits.so"
     subprocess.run(
-        ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{SOURCES}"]
-        + [str(Path(__file__).parent / "unit_hooks.cpp"), str(SOURCES / "dot_kernel.cpp")]
-        + ["-o", str(library)],
+        [
+            *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{SOURCES}"),
+            str(Path(__file__).parent / "unit_hooks.cpp"),
+            str(SOURCES / "dot_kernel.cpp"),
+            *("-o", str(library)),
+        ],
         check=True,
     )
     loaded = ctypes.CDLL(str(library))
@@ -264,7 +268,7 @@ def put_scales(cells: np.ndarray, column: int, scales: np.ndarray) -> None:
 
 
 def chunked(codes: np.ndarray, fmt: int) -> np.ndarray:
-    """Rows of codes as the tensor core wants them: 16 elements to 16 bytes, padding after 8 or 12."""
+    """Rows of codes as the tensor core wants them: 16 elements in 16 bytes, padding behind."""
     if fmt in (E4M3, E5M2):
         return codes.astype(np.uint8)
     bits = 4 if fmt == E2M1 else 6
@@ -295,7 +299,8 @@ def run_mma(
     arrays = ctypes.c_void_p * 2
     code = units.run_mma(
         kind, group, ctypes.c_uint32(idesc), ctypes.c_uint64(a), ctypes.c_uint64(b),
-        arrays(*[s.ctypes.data for s in shared]), shared[0].size, arrays(*[c.ctypes.data for c in cells]),
+        arrays(*[s.ctypes.data for s in shared]), shared[0].size,
+        arrays(*[c.ctypes.data for c in cells]),
         d, sfa, sfb, blocks, int(accumulate), repeat, error,
     )  # fmt: skip
     return code, error.value.decode()
@@ -517,16 +522,8 @@ def test_hopper_sum_drops_low_bits(units):
 # ---- tensor maps
 
 
-def tensor_map(data_type, address, dims, strides, box, swizzle=0, element_strides=None, nan_fill=0):
-    rank = len(dims)
-    pad = lambda values, count: list(values) + [0] * (count - len(values))  # noqa: E731
-    image = struct.pack("<Q8B", 0x313050414D544D44, data_type, rank, 0, swizzle, nan_fill, 0, 0, 0)
-    image += struct.pack("<Q5Q4Q", address, *pad(dims, 5), *pad(strides, 4))
-    image += struct.pack("<5H5B", *pad(box, 5), *pad(element_strides or [1] * rank, 5))
-    return np.frombuffer(image.ljust(128, b"\0"), np.uint8).copy()
-
-
 def tensor_load(units, image, coordinates, destination, shared):
+    image = np.frombuffer(image, np.uint8)
     coords = np.array(list(coordinates) + [0] * 5, np.int32)
     counted = ctypes.c_uint32()
     error = ctypes.create_string_buffer(512)
@@ -622,7 +619,12 @@ def test_store_clips_rows_exactly_and_columns_to_16_bytes(units):
     error = ctypes.create_string_buffer(512)
     assert (
         units.tensor_store(
-            pointer(image), pointer(coords), 0x400, pointer(shared), shared.size, error
+            pointer(np.frombuffer(image, np.uint8)),
+            pointer(coords),
+            0x400,
+            pointer(shared),
+            shared.size,
+            error,
         )
         == 0
     )
@@ -653,8 +655,6 @@ def test_invalid_tensor_maps_are_named(units, fields, text):
 
 
 def test_an_image_without_the_magic_is_refused(units):
-    code, _, error = tensor_load(
-        units, np.zeros(128, np.uint8), (0, 0), 0x400, np.zeros(0x1000, np.uint8)
-    )
+    code, _, error = tensor_load(units, bytes(128), (0, 0), 0x400, np.zeros(0x1000, np.uint8))
     assert code == INVALID_OPERATION
     assert "DMTMAP01" in error

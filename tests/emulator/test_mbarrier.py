@@ -1,0 +1,123 @@
+"""mbarrier.*: the order of phases, waits, and misuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deep_moe.emulator import EmulatorError
+
+from .device import run_kernel
+
+KERNEL = """
+KERNEL(CLUSTER)(u32* out) {
+    u32 base = shared_address(dynamic_shared);
+    BODY
+}
+"""
+
+
+def run_body(body: str, threads: int = 1, cluster: int = 1, seed: int = 0) -> np.ndarray:
+    out = np.zeros(64, np.uint32)
+    dims = f"__cluster_dims__({cluster})" if cluster > 1 else ""
+    source = KERNEL.replace("BODY", body).replace("CLUSTER", dims)
+    run_kernel(source, out, threads=threads, ctas=cluster, cluster=cluster, seed=seed)
+    return out
+
+
+TEST_PARITY = """
+    auto done = [&](u32 parity) {
+        u32 result;
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;"
+            " selp.u32 %0, 1, 0, p; }" : "=r"(result) : "r"(base), "r"(parity) : "memory");
+        return result;
+    };
+"""
+
+
+def test_phases_need_arrivals_and_bytes():
+    out = run_body(
+        TEST_PARITY
+        + """
+    init_barrier(base, 2);
+    out[0] = done(1); out[1] = done(0);
+    asm volatile("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], 64;" :: "r"(base));
+    expect_bytes(base, 192);
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) : "memory");
+    out[2] = done(0);
+    asm volatile("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], 128;"
+        :: "r"(base));
+    out[3] = done(0); out[4] = done(1);
+    u64 state;
+    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1], 2;" : "=l"(state) : "r"(base)
+        : "memory");
+    u32 by_state;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.shared::cta.b64 p, [%1], %2;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(by_state) : "r"(base), "l"(state) : "memory");
+    out[5] = by_state; out[6] = done(1);
+"""
+    )
+    assert out[:7].tolist() == [1, 0, 0, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_remote_arrivals_pass_data_between_ctas(seed):
+    out = run_body(
+        """
+    u32 rank = cluster_rank();
+    if (threadIdx.x == 0) init_barrier(base, 32);
+    cluster_sync();
+    if (rank == 1) {
+        asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, 0;"
+            "st.shared::cluster.u32 [remote+16], %1; }"
+            :: "r"(base + 4 * threadIdx.x), "r"(threadIdx.x) : "memory");
+        asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, 0;"
+            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }"
+                :: "r"(base) : "memory");
+    } else {
+        wait(base, 0);
+        out[threadIdx.x] = ((u32*)dynamic_shared)[4 + threadIdx.x];
+    }
+    cluster_sync();
+""",
+        threads=32,
+        cluster=2,
+        seed=seed,
+    )
+    assert out[:32].tolist() == list(range(32))
+
+
+ARRIVE = 'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) : "memory");'
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (ARRIVE, "nobody has initialized"),
+        ("init_barrier(base, 1); init_barrier(base, 1);", "needs mbarrier.inval first"),
+        ("init_barrier(base, 1); expect_bytes(base, 16); " + ARRIVE, "waits for 0 more"),
+        ("init_barrier(base + 4, 1);", "multiple of 8"),
+        ("init_barrier(base, out[0]);", "count 0"),
+        ("init_barrier(base, 1); expect_bytes(base, 1 << 20);", "byte count"),
+        ("init_barrier(base, 1); " + ARRIVE + ARRIVE, "nobody has seen"),
+    ],
+)
+def test_misuse_is_named(body, text):
+    with pytest.raises(EmulatorError, match=text):
+        run_body(body)
+
+
+def test_invalidated_barriers_may_be_initialized_again():
+    out = run_body(
+        TEST_PARITY
+        + "init_barrier(base, 1);"
+        + ARRIVE
+        + """
+    out[0] = done(0);
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(base) : "memory");
+    init_barrier(base, 3);
+    out[1] = done(0);
+"""
+    )
+    assert out[:2].tolist() == [1, 0]

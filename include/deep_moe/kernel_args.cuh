@@ -50,7 +50,7 @@ struct alignas(64) KernelArgs {
     void* y;                               // bf16 [num_tokens, hidden]
     int32_t* cumulative_local_expert_recv_stats;  // [num_experts_per_rank], or null
     WaitStatus* status;
-    uint64_t wait_timeout_ns;  // limit of every single wait, in nanoseconds of %globaltimer
+    uint64_t wait_timeout_ns;  // limit of a wait for other ranks, in nanoseconds of %globaltimer
     uint32_t rank_idx;
     uint32_t num_tokens;  // of this rank, in this call
 };

@@ -61,11 +61,6 @@ struct RankSet {
     }
 };
 
-// For waits that do not depend on single ranks.
-struct NoRanks {
-    __device__ RankSet operator()() const { return {}; }
-};
-
 class Waiter {
  public:
     __device__ explicit Waiter(const KernelArgs& args)
@@ -75,27 +70,27 @@ class Waiter {
     __device__ bool aborted() const { return aborted_; }
 
     // One thread, or several independently. `poll()` returns what is there now, and the wait ends
-    // when that equals `expected`; any acquire is up to `poll`. `missing_ranks()` is asked once,
-    // after the limit, who has not arrived.
-    template <class Poll, class MissingRanks = NoRanks>
+    // when that equals `expected`; any acquire is up to `poll`.
+    template <class Poll>
+    __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
+        // Waits inside a rank may depend on one for other ranks. That one shall run out first, so
+        // that the report names the cause.
+        return wait(site, expected, timeout_ns_ + timeout_ns_ / 2, poll, NoRanks{});
+    }
+
+    // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
+    template <class Poll, class LateRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
-                          const MissingRanks& missing_ranks = {}) {
-        if (aborted_) return false;
-        Clock clock;
-        for (uint64_t seen; (seen = poll()) != expected;) {
-            if (clock.time_to_check() && give_up(clock, site, expected, seen, missing_ranks)) {
-                return false;
-            }
-        }
-        return true;
+                          const LateRanks& late_ranks) {
+        return wait(site, expected, timeout_ns_, poll, late_ranks);
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
-    template <class Poll, class MissingRanks = NoRanks>
+    template <class Poll, class... LateRanks>
     __device__ bool warp_until(WaitSite site, uint64_t expected, const Poll& poll,
-                               const MissingRanks& missing_ranks = {}) {
+                               const LateRanks&... late_ranks) {
         bool arrived = true;
-        if (ptx::lane_idx() == 0) arrived = until(site, expected, poll, missing_ranks);
+        if (ptx::lane_idx() == 0) arrived = until(site, expected, poll, late_ranks...);
         return warp_agrees(arrived);
     }
 
@@ -135,20 +130,38 @@ class Waiter {
     static constexpr uint64_t quiet_ns = 1'000'000;
     static constexpr uint32_t sleep_ns = 200;
 
+    struct NoRanks {
+        __device__ RankSet operator()() const { return {}; }
+    };
+
     struct Clock {
+        uint64_t limit_ns;
         uint64_t started = 0;
         uint32_t polls = 0;
         __device__ bool time_to_check() { return ++polls % polls_between_checks == 0; }
     };
 
-    template <class MissingRanks>
+    template <class Poll, class LateRanks>
+    __device__ bool wait(WaitSite site, uint64_t expected, uint64_t limit_ns, const Poll& poll,
+                         const LateRanks& late_ranks) {
+        if (aborted_) return false;
+        Clock clock{limit_ns};
+        for (uint64_t seen; (seen = poll()) != expected;) {
+            if (clock.time_to_check() && give_up(clock, site, expected, seen, late_ranks)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    template <class LateRanks>
     __device__ bool give_up(Clock& clock, WaitSite site, uint64_t expected, uint64_t seen,
-                            const MissingRanks& missing_ranks) {
+                            const LateRanks& late_ranks) {
         const uint64_t now = ptx::globaltimer();
         if (clock.started == 0) clock.started = now;
         const uint64_t waited = now - clock.started;
-        if (waited >= timeout_ns_) {
-            report(WaitCode::timeout, site, expected, seen, waited, missing_ranks());
+        if (waited >= clock.limit_ns) {
+            report(WaitCode::timeout, site, expected, seen, waited, late_ranks());
             aborted_ = true;
         } else if (waited >= quiet_ns) {
             aborted_ = ptx::ld_relaxed_sys(&status_->code) != static_cast<uint32_t>(WaitCode::ok);

@@ -24,7 +24,7 @@ class CheckpointError(DeepMoEError):
 
 
 class MegaMoEError(DeepMoEError):
-    """The kernel stopped early and said why. The buffer has been reset and may be used again."""
+    """The kernel stopped early and said why. The buffer needs `reset()` on every rank."""
 
 
 class MegaMoETimeoutError(MegaMoEError):

@@ -9,7 +9,7 @@ copied into the buffer first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 from deep_moe.jit.sm100_maps import sm100_tensor_maps
 
+from .arguments import check_contiguous, check_start, check_tensor, require_type
 from .buffer import SymmBuffer, describe_difference
 from .symm_memory import HostMemory
 from .weights import weight_arch
@@ -68,6 +69,13 @@ class CallOptions:
             raise ValueError(f"schedule_seed must be at least 0; got {self.schedule_seed}")
 
 
+@dataclass(frozen=True)
+class MegaMoELaunch(RankLaunch):
+    """One rank's part of a Mega MoE call."""
+
+    config: MegaMoEConfig
+
+
 def fp8_fp4_mega_moe(
     y: torch.Tensor,
     l1_weights: Pair,
@@ -102,26 +110,28 @@ def fp8_fp4_mega_moe(
     timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
         default 60 on GPUs and 600 in the emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
-    checked: look at the inputs too (expert ids, agreement of the ranks' arguments) and, on a CPU,
-        for races in the kernel. On by default on CPUs; on a GPU it waits for the inputs. Unchecked,
-        an expert id out of range is taken as -1.
+    checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
+        in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
+        out of range is taken as -1.
 
     Nothing is launched if an argument is not allowed. MegaMoETimeoutError says which rank did not
-    arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it.
+    arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it. After it, and on
+    CPUs after a ValueError for arguments that differ between processes, the buffer needs
+    `sym_buffer.reset()` on every rank.
     """
     w1, sf1 = _pair("l1_weights", l1_weights)
     w2, sf2 = _pair("l2_weights", l2_weights)
-    _require_type("y", y, torch.Tensor, "a tensor")
-    _require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    require_type("y", y, torch.Tensor, "a tensor")
+    require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     stats = cumulative_local_expert_recv_stats
     if stats is not None:
-        _require_type("cumulative_local_expert_recv_stats", stats, torch.Tensor, "a tensor or None")
-    _require_type("recipe", recipe, (tuple, list), "a tuple of 3 ints")
-    _require_type("activation", activation, str, "a str")
+        require_type("cumulative_local_expert_recv_stats", stats, torch.Tensor, "a tensor or None")
+    require_type("recipe", recipe, (tuple, list), "a tuple of 3 ints")
+    require_type("activation", activation, str, "a str")
     if activation_clamp is not None:
-        _require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
-    _require_type("fast_math", fast_math, bool, "a bool")
-    _require_type("schedule_seed", schedule_seed, int, "an int")
+        require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
+    require_type("fast_math", fast_math, bool, "a bool")
+    require_type("schedule_seed", schedule_seed, int, "an int")
     sym_buffer.raise_if_closed()
     names, values = _split_overrides(overrides)
     torch.ops.deep_moe.mega_moe(
@@ -220,21 +230,21 @@ def prepare_launch(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
     options: CallOptions,
-) -> RankLaunch:
+) -> MegaMoELaunch:
     """Check one rank's arguments and turn them into the kernel's."""
     buffer.raise_if_unusable()
     shape = buffer.shape
     _check_output(y, buffer)
     _check_weights(l1_weights, l2_weights, buffer)
     if stats is not None:
-        _check_tensor(
+        check_tensor(
             "cumulative_local_expert_recv_stats",
             stats,
             torch.int32,
             (shape.num_experts_per_rank,),
             buffer.device,
         )
-        _check_contiguous("cumulative_local_expert_recv_stats", stats)
+        check_contiguous("cumulative_local_expert_recv_stats", stats)
     num_tokens = y.shape[0]
     config = _choose_config(
         shape,
@@ -254,7 +264,16 @@ def prepare_launch(
     args.wait_timeout_ns = round(1e9 * _timeout_s(options, buffer))
     args.num_tokens = num_tokens
     memory = _memory_regions(y, l1_weights, l2_weights, buffer, stats)
-    return RankLaunch(buffer.rank, _kernel(config), config, args, memory)
+    return MegaMoELaunch(
+        buffer.rank,
+        _kernel(config),
+        config.num_sms,
+        config.num_threads,
+        config.smem_bytes,
+        args,
+        memory,
+        config,
+    )
 
 
 def is_checked(options: CallOptions, buffer: SymmBuffer) -> bool:
@@ -322,10 +341,10 @@ def _call_cuda(
     launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options)
     with torch.cuda.device(buffer.device):
         launcher = _cuda_launcher(launch.kernel.key, launch.config, buffer.device.index)
-        launcher.launch(launch.args, torch.cuda.current_stream().cuda_stream)
+        launcher.launch(launch.args, launch.num_ctas, torch.cuda.current_stream().cuda_stream)
 
 
-def _agree(launch: RankLaunch, memory: HostMemory, buffer: SymmBuffer) -> None:
+def _agree(launch: MegaMoELaunch, memory: HostMemory, buffer: SymmBuffer) -> None:
     """Compare what must be equal on all ranks with the ranks that have come before. Ranks that come
     later compare for themselves, and stop this one if they must."""
     config = launch.config
@@ -399,7 +418,12 @@ def _kernel(config: MegaMoEConfig) -> CompiledKernel:
 @lru_cache(maxsize=256)
 def _cuda_launcher(key: str, config: MegaMoEConfig, device_index: int) -> CudaLauncher:
     """One per kernel and device: a module belongs to the device's context."""
-    return CudaLauncher(_kernel(config), config)
+    return CudaLauncher(
+        _kernel(config),
+        num_threads=config.num_threads,
+        smem_bytes=config.smem_bytes,
+        is_cooperative=True,  # for the kernel's grid barriers
+    )
 
 
 def _default_num_sms(buffer: SymmBuffer) -> int:
@@ -455,68 +479,56 @@ def _memory_regions(
     if not buffer.is_emulated:
         return ()
     memory = buffer.memory
-
-    def tensor_region(name: str, tensor: torch.Tensor, is_writable: bool) -> MemoryRegion:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in steps)
-        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
-        return MemoryRegion(name, tensor.data_ptr(), num_bytes, is_writable)
-
+    of_tensor = MemoryRegion.of_tensor
     regions = [
         MemoryRegion(f"symmetric buffer of rank {rank}", address, buffer.nbytes, True)
         for rank, address in enumerate(memory.addresses)
     ]
     regions.append(MemoryRegion("wait status", memory.status_address, 64, True))
-    regions.append(tensor_region("y", y, True))
+    regions.append(of_tensor("y", y, is_writable=True))
     regions += [
-        tensor_region("l1_weights[0]", l1_weights[0], False),
-        tensor_region("l1_weights[1]", l1_weights[1], False),
-        tensor_region("l2_weights[0]", l2_weights[0], False),
-        tensor_region("l2_weights[1]", l2_weights[1], False),
+        of_tensor("l1_weights[0]", l1_weights[0], is_writable=False),
+        of_tensor("l1_weights[1]", l1_weights[1], is_writable=False),
+        of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
+        of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
     ]
     if stats is not None:
-        regions.append(tensor_region("cumulative_local_expert_recv_stats", stats, True))
+        regions.append(of_tensor("cumulative_local_expert_recv_stats", stats, is_writable=True))
     return tuple(region for region in regions if region.num_bytes)
 
 
 def _pair(name: str, value: Any) -> Pair:
     allowed = "a pair (weight, scales) of tensors"
-    _require_type(name, value, (tuple, list), allowed)
+    require_type(name, value, (tuple, list), allowed)
     if len(value) != 2:
         raise ValueError(f"{name} must be {allowed}; got {len(value)} values")
     for i in range(2):
-        _require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
+        require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
     return value[0], value[1]
 
 
 def _split_overrides(overrides: Mapping[str, int] | None) -> tuple[list[str], list[int]]:
     if overrides is None:
         return [], []
-    _require_type("overrides", overrides, dict, "a dict of config fields")
+    require_type("overrides", overrides, dict, "a dict of config fields")
     for name, value in overrides.items():
-        _require_type("overrides", name, str, "named by str")
-        _require_type(f"overrides[{name!r}]", value, int, "an int")
+        require_type("overrides", name, str, "named by str")
+        require_type(f"overrides[{name!r}]", value, int, "an int")
     return list(overrides), list(overrides.values())
-
-
-def _require_type(name: str, value: Any, types: Any, allowed: str) -> None:
-    if not isinstance(value, types) or (isinstance(value, bool) and types is int):
-        raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
 
 
 def _check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
     shape = buffer.shape
     if y.ndim != 2:
         raise ValueError(f"y must be 2-dimensional [tokens, hidden]; got shape {tuple(y.shape)}")
-    _check_tensor("y", y, torch.bfloat16, (y.shape[0], shape.hidden), buffer.device)
+    check_tensor("y", y, torch.bfloat16, (y.shape[0], shape.hidden), buffer.device)
     if y.shape[0] > shape.num_max_tokens_per_rank:
         raise ValueError(
             "y must have at most num_max_tokens_per_rank "
             f"({shape.num_max_tokens_per_rank}) tokens; got {y.shape[0]}"
         )
-    _check_contiguous("y", y)
-    if y.data_ptr() % 16:
-        raise ValueError(f"y must start at a multiple of 16 bytes; got {y.data_ptr():#x}")
+    check_contiguous("y", y)
+    check_start("y", y, 16)
 
 
 def _check_weights(l1_weights: Pair, l2_weights: Pair, buffer: SymmBuffer) -> None:
@@ -532,29 +544,7 @@ def _check_weights(l1_weights: Pair, l2_weights: Pair, buffer: SymmBuffer) -> No
         ("l2_weights[0]", l2_weights[0], torch.int8, (experts, hidden, inter // 2)),
         ("l2_weights[1]", l2_weights[1], torch.int32, (experts, inter // 128, hidden)),
     ):
-        _check_tensor(name, tensor, dtype, expected, buffer.device)
-
-
-def _check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    device: torch.device,
-) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"{name} must have shape {tuple(shape)} for this buffer; got {tuple(tensor.shape)}"
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, as the buffer is; got {tensor.device}")
-
-
-def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+        check_tensor(name, tensor, dtype, expected, buffer.device)
 
 
 def _check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .kernel_args import KernelArgs
-from .render import KERNEL_NAME
-
 if TYPE_CHECKING:
-    from deep_moe.heuristics.config import MegaMoEConfig
+    import torch
 
     from .cache import CompiledKernel
 
@@ -25,26 +22,45 @@ class MemoryRegion:
     num_bytes: int
     is_writable: bool
 
+    @classmethod
+    def of_tensor(cls, name: str, tensor: torch.Tensor, *, is_writable: bool) -> MemoryRegion:
+        """From the tensor's first element to its last."""
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        return cls(name, tensor.data_ptr(), num_bytes, is_writable)
+
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """One rank's part of a call. `memory` is what its arguments point to: the emulator faults on
-    any access outside."""
+    """One rank's part of a call.
+
+    num_threads: per CTA. smem_bytes: dynamic shared memory per CTA. memory: what `args` points to;
+    the emulator faults on any access outside.
+    """
 
     rank: int
     kernel: CompiledKernel
-    config: MegaMoEConfig
-    args: KernelArgs
+    num_ctas: int
+    num_threads: int
+    smem_bytes: int
+    args: ctypes.Structure
     memory: tuple[MemoryRegion, ...]
 
 
 def run_emulated(
-    launches: Sequence[RankLaunch], *, seed: int, checks: bool, clock: Literal["virtual", "real"]
+    launches: Sequence[RankLaunch],
+    *,
+    seed: int,
+    checks: bool,
+    clock: Literal["virtual", "real"],
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Run all launches at once, to completion.
 
     seed: picks the interleaving. checks: look for races and the like (slower). clock: "real" if
-    other processes take part, else "virtual", where waiting costs nothing.
+    other processes take part, else "virtual", where waiting costs nothing. progress: told now and
+    then how many warp instructions have been executed.
     """
     from deep_moe.emulator import Machine
 
@@ -59,61 +75,71 @@ def run_emulated(
                 region.name,
                 writable=region.is_writable,
             )
-        kernel, config = launch.kernel, launch.config
+        kernel = launch.kernel
         if kernel.key not in modules:
             modules[kernel.key] = machine.load(kernel.ptx, name=str(kernel.folder / "kernel.ptx"))
         machine.launch(
             modules[kernel.key],
-            KERNEL_NAME,
-            grid=(config.num_sms, 1, 1),
-            block=(config.num_threads, 1, 1),
-            shared_bytes=config.smem_bytes,
+            kernel.name,
+            grid=(launch.num_ctas, 1, 1),
+            block=(launch.num_threads, 1, 1),
+            shared_bytes=launch.smem_bytes,
             args=bytes(launch.args),
             rank=launch.rank,
         )
-    machine.run()
+    machine.run(progress)
 
 
 class CudaLauncher:
     """A kernel loaded into the current CUDA context.
 
     cuda.core loads the module. The launch itself goes through cuda.bindings, because cuda.core
-    has no kernel argument that is a struct of 1792 bytes. The grid is launched cooperatively: the
-    kernel's grid barriers need all CTAs resident at once, whatever other streams do.
+    has no kernel argument that is a struct of 1792 bytes.
+
+    num_threads, smem_bytes: as in RankLaunch. is_cooperative: all CTAs are resident at once,
+        whatever other streams do, as grid barriers need it.
     """
 
-    def __init__(self, kernel: CompiledKernel, config: MegaMoEConfig) -> None:
+    def __init__(
+        self,
+        kernel: CompiledKernel,
+        *,
+        num_threads: int,
+        smem_bytes: int = 0,
+        is_cooperative: bool = False,
+    ) -> None:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
         self._driver = driver
         # Kept: the module is unloaded with it.
-        self._object_code = ObjectCode.from_cubin(kernel.cubin, name=KERNEL_NAME)
-        handle = self._object_code.get_kernel(KERNEL_NAME).handle
+        self._object_code = ObjectCode.from_cubin(kernel.cubin, name=kernel.name)
+        handle = self._object_code.get_kernel(kernel.name).handle
         self._function = driver.CUkernel(int(handle))
         (status, device) = driver.cuCtxGetDevice()
         _check(driver, status, "find the current device")
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            config.smem_bytes,
+            smem_bytes,
             self._function,
             device,
         )
-        _check(driver, status, f"give the kernel {config.smem_bytes} bytes of shared memory")
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
+        _check(driver, status, f"give the kernel {smem_bytes} bytes of shared memory")
         self._config = driver.CUlaunchConfig()
-        self._config.gridDimX = config.num_sms
         self._config.gridDimY = self._config.gridDimZ = 1
-        self._config.blockDimX = config.num_threads
+        self._config.blockDimX = num_threads
         self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = config.smem_bytes
-        self._config.attrs = [cooperative]
-        self._config.numAttrs = 1
+        self._config.sharedMemBytes = smem_bytes
+        if is_cooperative:
+            cooperative = driver.CUlaunchAttribute()
+            cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            cooperative.value.cooperative = 1
+            self._config.attrs = [cooperative]
+            self._config.numAttrs = 1
 
-    def launch(self, args: KernelArgs, stream: int) -> None:
+    def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueue one call on a stream (a cudaStream_t). The arguments are copied."""
+        self._config.gridDimX = num_ctas
         self._config.hStream = stream
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         (status,) = self._driver.cuLaunchKernelEx(

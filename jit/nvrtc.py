@@ -18,12 +18,14 @@ from typing import Any
 from deep_moe.errors import CompileError, MissingPackageError
 
 # CUTLASS leaves functions unannotated, which are host functions unless -default-device is given.
+# -no-cache: with a driver present NVRTC keeps results of its own, and a kept one has no log.
 # -v makes ptxas report registers and spills; Config members that one kernel does not use and
 # cute's unused helpers would each give warning 177.
 COMPILE_OPTIONS = (
     "-std=c++20",
     "-default-device",
     "-lineinfo",
+    "-no-cache",
     "--ptxas-options=-v",
     "-diag-suppress=177",
 )

@@ -1,7 +1,6 @@
 """The launch on a GPU: arguments arrive whole, grids are resident, graphs replay."""
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +38,9 @@ extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(128, 1)
 NUM_SMEM_BYTES = 200 * 1024
 
 
-def make_launcher() -> tuple[CudaLauncher, SimpleNamespace]:
+def make_launcher() -> tuple[CudaLauncher, int]:
     major, minor = torch.cuda.get_device_capability()
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2
-    config = SimpleNamespace(num_sms=num_sms, num_threads=128, smem_bytes=NUM_SMEM_BYTES)
     kernel = jit.compile_cached(
         SOURCE.replace("NUM_SMEM_BYTES", str(NUM_SMEM_BYTES)),
         arch=f"sm_{major}{minor}a",
@@ -50,7 +48,8 @@ def make_launcher() -> tuple[CudaLauncher, SimpleNamespace]:
     )
     torch.cuda.current_stream()  # makes the context current
     torch.zeros(1, device="cuda")
-    return CudaLauncher(kernel, config), config
+    launcher = CudaLauncher(kernel, num_threads=128, smem_bytes=NUM_SMEM_BYTES, is_cooperative=True)
+    return launcher, num_sms
 
 
 def make_args() -> tuple[KernelArgs, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,36 +69,36 @@ def make_args() -> tuple[KernelArgs, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_the_whole_argument_arrives_and_the_host_sees_the_status() -> None:
-    launcher, config = make_launcher()
+    launcher, num_sms = make_launcher()
     args, y, counter, status = make_args()
-    launcher.launch(args, torch.cuda.current_stream().cuda_stream)
+    launcher.launch(args, num_sms, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
     assert bytes(y.cpu().numpy()) == bytes(args)
-    assert counter.item() == config.num_sms
+    assert counter.item() == num_sms
     assert WaitStatus.from_address(status.data_ptr()).code == 7
 
 
 def test_arguments_are_copied_at_the_launch() -> None:
-    launcher, _ = make_launcher()
+    launcher, num_sms = make_launcher()
     args, y, _, _ = make_args()
     before = bytes(args)
-    launcher.launch(args, torch.cuda.current_stream().cuda_stream)
+    launcher.launch(args, num_sms, torch.cuda.current_stream().cuda_stream)
     args.num_tokens = 1
     torch.cuda.synchronize()
     assert bytes(y.cpu().numpy()) == before
 
 
 def test_a_captured_launch_replays() -> None:
-    launcher, config = make_launcher()
+    launcher, num_sms = make_launcher()
     args, y, counter, _ = make_args()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launcher.launch(args, torch.cuda.current_stream().cuda_stream)
+        launcher.launch(args, num_sms, torch.cuda.current_stream().cuda_stream)
     assert counter.item() == 0
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    assert counter.item() == 3 * config.num_sms
+    assert counter.item() == 3 * num_sms
     assert bytes(y.cpu().numpy()) == bytes(args)
 
 

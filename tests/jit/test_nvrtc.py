@@ -105,3 +105,10 @@ def test_without_the_package_the_library_is_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nvrtc.importlib.metadata, "version", not_found)
     assert compiler_version().startswith("nvrtc 13.")
     assert "libnvrtc.so" in compiler_version()
+
+
+def test_a_second_compile_has_a_log_too() -> None:
+    """With a driver present, NVRTC would take the second from a cache of its own, without a log."""
+    results = [compile_source(SOURCE, arch="sm_90a", kernel="add_one") for _ in range(2)]
+    assert results[0].resources == results[1].resources
+    assert "ptxas info" in results[1].log

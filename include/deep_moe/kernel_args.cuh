@@ -22,7 +22,7 @@ enum class WaitCode : uint32_t {
 
 // Why a call failed. Host-readable, one per rank, zero before the call. A non-zero `code` is also
 // the signal on which every other wait of the rank gives up. The first failure wins.
-struct alignas(64) WaitStatus {
+struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite
     uint32_t cta;

@@ -75,7 +75,7 @@ class Waiter {
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
         // Waits inside a rank may depend on one for other ranks. That one shall run out first, so
         // that the report names the cause.
-        return wait(site, expected, timeout_ns_ + timeout_ns_ / 2, poll, NoRanks{});
+        return wait(site, expected, 3 * timeout_ns_, poll, NoRanks{});
     }
 
     // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.

@@ -1,0 +1,161 @@
+"""Runs small kernels, made of pieces of the device library, for several ranks in the emulator.
+
+A test kernel is a few lines of CUDA C++ that include what is under test. In front of them stands
+the same `Config` that the real kernel would get. Its parameter is the real `KernelArgs`; what it
+wants to tell the test it writes to `args.y`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deep_moe import jit
+from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.jit.kernel_args import KernelArgs, WaitStatus
+
+DTYPES = {
+    "u8": np.uint8,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "i64": np.int64,
+    "u64": np.uint64,
+    "f32": np.float32,
+    "bf16": np.uint16,
+}
+ARCHS = ("sm_100a", "sm_90a")
+SECOND = 1_000_000_000
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def small_config(
+    num_tokens: int = 8, *, num_sms: int = 2, overrides: dict[str, int] | None = None, **shape: int
+) -> MegaMoEConfig:
+    """A config as the heuristics make it, for a shape that is small unless said otherwise."""
+    sizes = {
+        "num_ranks": 1,
+        "num_experts": 4,
+        "num_topk": 2,
+        "hidden": 256,
+        "intermediate_hidden": 128,
+        "num_max_tokens_per_rank": num_tokens,
+        **shape,
+    }
+    return choose_config(MoEShape(**sizes), num_tokens, num_sms=num_sms, overrides=overrides)
+
+
+def config_struct(config: MegaMoEConfig) -> str:
+    """The `struct Config` of a rendered kernel."""
+    rendered = jit.render_kernel(config)
+    return rendered[rendered.index("struct Config {") : rendered.index("// The host fills")]
+
+
+def aligned_bytes(num_bytes: int) -> np.ndarray:
+    """Zeros that start on a multiple of 1024, as TMA sources must."""
+    memory = np.zeros(num_bytes + 1024, np.uint8)
+    start = -memory.ctypes.data % 1024
+    return memory[start : start + num_bytes]
+
+
+class Ranks:
+    """Symmetric buffers, outputs and statuses of all ranks, in this process."""
+
+    def __init__(self, config: MegaMoEConfig, *, output_bytes: int, seed: int = 0) -> None:
+        self.config = config
+        self.seed = seed
+        self.layout = config.symm_buffer_layout
+        ranks = range(config.num_ranks)
+        self.buffers = [aligned_bytes(self.layout.num_bytes) for _ in ranks]
+        self.outputs = [aligned_bytes(output_bytes) for _ in ranks]
+        self.stats = [np.zeros(config.num_experts_per_rank, np.int32) for _ in ranks]
+        self.statuses = [WaitStatus() for _ in ranks]
+
+    def segment(self, rank: int, name: str) -> np.ndarray:
+        """A segment of a rank's buffer, in its declared dtype and shape."""
+        segment = self.layout[name]
+        flat = self.buffers[rank][segment.offset : segment.end].view(DTYPES[segment.dtype])
+        return flat.reshape(segment.shape)
+
+    def output(self, rank: int, dtype: Any, *shape: int) -> np.ndarray:
+        """The start of what a rank's kernel wrote to args.y."""
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.outputs[rank][:num_bytes].view(dtype).reshape(shape)
+
+    def zeroed_control(self, rank: int) -> np.ndarray:
+        """The control words that a call must leave zero."""
+        return self.buffers[rank][self.layout.mark("zeroed_begin") : self.layout.mark("zeroed_end")]
+
+    def args(self, rank: int, *, num_tokens: int = 0, timeout_ns: int = 100 * SECOND) -> KernelArgs:
+        args = KernelArgs()
+        for i, buffer in enumerate(self.buffers):
+            args.rank_buffers[i] = buffer.ctypes.data
+        args.y = self.outputs[rank].ctypes.data
+        args.cumulative_local_expert_recv_stats = self.stats[rank].ctypes.data
+        args.status = ctypes.addressof(self.statuses[rank])
+        args.wait_timeout_ns = timeout_ns
+        args.rank_idx = rank
+        args.num_tokens = num_tokens
+        return args
+
+    def run(
+        self,
+        source: str,
+        *,
+        arch: str = "sm_90a",
+        num_threads: int = 32,
+        shared_bytes: int = 0,
+        num_tokens: Sequence[int] | None = None,
+        only: Sequence[int] | None = None,
+        timeout_ns: int = 100 * SECOND,
+        cluster_size: int = 1,
+    ) -> None:
+        """Run `kernel` of `source` on all ranks, or on those in `only`, to completion."""
+        from deep_moe.emulator import Machine
+
+        includes, _, rest = source.partition("\n\n")
+        text = "\n\n".join((includes, config_struct(self.config), rest))
+        compiled = jit.compile_cached(text, arch=arch, kernel="kernel")
+        machine = Machine(seed=self.seed, checks=True, clock="virtual")
+        module = machine.load(compiled.ptx, name="kernel.ptx")
+        ranks = range(self.config.num_ranks) if only is None else only
+        for rank in ranks:
+            for peer, buffer in enumerate(self.buffers):
+                machine.add_memory(rank, buffer.ctypes.data, buffer.nbytes, f"buffer {peer}")
+            for name, memory in (("output", self.outputs[rank]), ("stats", self.stats[rank])):
+                machine.add_memory(rank, memory.ctypes.data, memory.nbytes, name)
+            status = self.statuses[rank]
+            machine.add_memory(rank, ctypes.addressof(status), ctypes.sizeof(status), "status")
+            args = self.args(
+                rank,
+                num_tokens=0 if num_tokens is None else num_tokens[rank],
+                timeout_ns=timeout_ns,
+            )
+            machine.launch(
+                module,
+                "kernel",
+                grid=(self.config.num_sms, 1, 1),
+                block=(num_threads, 1, 1),
+                cluster=(cluster_size, 1, 1),
+                shared_bytes=shared_bytes,
+                args=bytes(args),
+                rank=rank,
+            )
+        machine.run()
+
+
+@pytest.fixture
+def make_config() -> Any:
+    return small_config
+
+
+@pytest.fixture
+def make_ranks() -> type[Ranks]:
+    return Ranks

@@ -1,0 +1,77 @@
+"""Waits that do not end: who reports what, and that everybody else stops too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MILLISECOND = 1_000_000
+
+KERNEL = r"""
+#include <deep_moe/layout/rank_buffers.cuh>
+#include <deep_moe/ptx/ld_st.cuh>
+#include <deep_moe/ptx/mbarrier.cuh>
+#include <deep_moe/sync/wait.cuh>
+
+using namespace deep_moe;
+
+// y: [0] a word that never becomes 7. [1] how many warps came out of their waits with false.
+// CTA 0 waits for the word, CTA 1 for a barrier that nobody arrives on.
+extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
+    auto* words = static_cast<uint32_t*>(args.y);
+    __shared__ uint64_t barrier;
+    if (threadIdx.x == 0) ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
+    __syncthreads();
+    Waiter waiter(args);
+    const auto poll = [&] { return ptx::ld_acquire_gpu(words); };
+    // Three times each: after the first, the answer comes at once.
+    for (uint32_t i = 0; i < 3; ++i) {
+        const bool arrived =
+            blockIdx.x == 0
+                ? waiter.warp_until(WaitSite::l1_block_arrival, 7, poll)
+                : waiter.warp_mbarrier(WaitSite::stage_full, ptx::shared_address(&barrier), 0);
+        if (!arrived && waiter.aborted() && threadIdx.x % warp_size == 31) {
+            atomicAdd(words + 1, 1);
+        }
+    }
+}
+"""
+
+
+def test_the_first_wait_over_its_limit_reports_and_all_others_give_up(
+    make_config: Any, make_ranks: Any
+) -> None:
+    ranks = make_ranks(make_config(), output_bytes=8)
+    ranks.output(0, np.uint32, 2)[0] = 5
+    ranks.run(KERNEL, num_threads=96, timeout_ns=4 * MILLISECOND)
+
+    assert ranks.output(0, np.uint32, 2).tolist() == [5, 2 * 3 * 3]
+    status = ranks.statuses[0]
+    assert status.code == 1
+    assert status.peer_rank == 0xFFFFFFFF
+    # Waits inside a rank have three times the limit; the clock is looked at now and then.
+    assert 12 * MILLISECOND <= status.waited_ns < 100 * MILLISECOND
+    reports = {0: (12, 7, 5), 1: (16, 1, 0)}
+    assert (status.site, status.expected, status.seen) == reports[status.cta]
+    assert status.warp in range(3)
+
+
+def test_a_status_set_by_somebody_else_ends_all_waits_long_before_their_limit(
+    make_config: Any, make_ranks: Any
+) -> None:
+    ranks = make_ranks(make_config(), output_bytes=8)
+    ranks.statuses[0].code = 3
+    ranks.run(KERNEL, num_threads=64)
+    assert ranks.output(0, np.uint32, 2)[1] == 2 * 2 * 3
+    status = ranks.statuses[0]
+    assert (status.code, status.site, status.waited_ns) == (3, 0, 0)
+
+
+def test_what_is_there_already_is_not_waited_for(make_config: Any, make_ranks: Any) -> None:
+    ranks = make_ranks(make_config(), output_bytes=8)
+    ranks.output(0, np.uint32, 2)[0] = 7
+    kernel = KERNEL.replace("blockIdx.x == 0", "true")
+    ranks.run(kernel, timeout_ns=0)
+    assert ranks.statuses[0].code == 0
+    assert ranks.output(0, np.uint32, 2)[1] == 0

@@ -19,7 +19,11 @@ struct Half {
 struct BFloat {
     uint16_t bits;
     operator float() const { return bf16_to_float(bits); }
-    static BFloat from(float value) { return {float_to_bf16(value)}; }
+    static BFloat from(float value) {  // to nearest even, in integers so that loops vectorize
+        uint32_t code = std::bit_cast<uint32_t>(value);
+        uint32_t rounded = (code + 0x7fff + ((code >> 16) & 1)) >> 16;
+        return {uint16_t((code & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded)};
+    }
 };
 
 inline float flush(float value) {

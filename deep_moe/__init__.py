@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MegaMoETimeoutError,
         MissingPackageError,
     )
+    from .input_preparation import prepare_inputs
     from .mega_moe import fp8_fp4_mega_moe
     from .weights import transform_weights_for_mega_moe
 
@@ -44,6 +45,7 @@ _MODULES = {
     "SymmBuffer": "buffer",
     "fp8_fp4_mega_moe": "mega_moe",
     "get_symm_buffer_for_mega_moe": "buffer",
+    "prepare_inputs": "input_preparation",
     "transform_weights_for_mega_moe": "weights",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "SymmBuffer",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
+    "prepare_inputs",
     "transform_weights_for_mega_moe",
 ]
 

@@ -16,7 +16,7 @@ class PrepareInputsConfig:
     of 16 bytes that each lane has under way at once.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4)
-    >>> [config.num_ctas(n * 7168) for n in (1, 2, 8192)]
+    >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
     [2, 4, 14336]
     """
 
@@ -34,6 +34,10 @@ class PrepareInputsConfig:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         return {name: value for name, value in asdict(self).items() if name != "arch"}
 
-    def num_ctas(self, num_values: int) -> int:
-        """The grid for `num_values` values of x."""
-        return -(-num_values // (VALUES_PER_CHUNK * self.num_chunks_per_lane * self.num_threads))
+    def num_chunks(self, num_values: int) -> int:
+        """What lanes load at once, for `num_values` values of x."""
+        return num_values // VALUES_PER_CHUNK
+
+    def num_ctas(self, num_chunks: int) -> int:
+        """The grid: a lane for each chunk."""
+        return -(-num_chunks // (self.num_chunks_per_lane * self.num_threads))

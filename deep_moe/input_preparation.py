@@ -1,0 +1,175 @@
+"""A call's inputs from what a model has: one kernel quantizes the tokens and converts the router's
+output, straight into the symmetric buffer.
+
+For PyTorch it is one operator, `deep_moe::prepare_inputs`, which writes the four views that
+`deep_moe::mega_moe` reads; so a compiler keeps the two in order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from deep_moe import jit
+from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+from deep_moe.jit.cache import CompiledKernel
+from deep_moe.jit.kernel_args import PrepareInputsArgs
+from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
+
+from .arguments import check_contiguous, check_start, check_tensor, require_type
+from .buffer import SymmBuffer
+from .weights import weight_arch
+
+_TOPK_IDX_DTYPES = (torch.int64, torch.int32)
+_TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+_X_ALIGNMENT = 16  # bytes that a lane loads at once
+
+
+def prepare_inputs(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    sym_buffer: SymmBuffer,
+    *,
+    arch: str | None = None,
+) -> None:
+    """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
+
+    x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does.
+    topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
+    topk_weights: float32 or bfloat16 [tokens, topk].
+    arch: "sm_100a" or "sm_90a"; by default that of the buffer's GPU, sm_100a on a CPU, where the
+        kernel runs in the emulator.
+
+    Tokens may be 0. Later rows keep what they hold. Nothing waits for the GPU, and the launch can
+    be captured in a CUDA graph. Expert ids are looked at by `fp8_fp4_mega_moe`, not here.
+    """
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        require_type(name, tensor, torch.Tensor, "a tensor")
+    require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    sym_buffer.raise_if_closed()
+    torch.ops.deep_moe.prepare_inputs(
+        x,
+        topk_idx,
+        topk_weights,
+        sym_buffer.x,
+        sym_buffer.x_sf,
+        sym_buffer.topk_idx,
+        sym_buffer.topk_weights,
+        arch,
+    )
+
+
+torch.library.define(
+    "deep_moe::prepare_inputs",
+    "(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor(a!) input_x, Tensor(b!) input_x_sf, "
+    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch) -> ()",
+)
+
+
+@torch.library.impl("deep_moe::prepare_inputs", "CompositeExplicitAutograd")
+def _prepare_inputs(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    input_x: torch.Tensor,
+    input_x_sf: torch.Tensor,
+    input_topk_idx: torch.Tensor,
+    input_topk_weights: torch.Tensor,
+    arch: str | None,
+) -> None:
+    check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
+    device = input_x.device
+    config = _choose_config(device, arch, topk_idx.dtype, topk_weights.dtype)
+    if x.shape[0] == 0:
+        return
+    args = PrepareInputsArgs(
+        x=x.data_ptr(),
+        topk_idx=topk_idx.data_ptr(),
+        topk_weights=topk_weights.data_ptr(),
+        input_x=input_x.data_ptr(),
+        input_x_sf=input_x_sf.data_ptr(),
+        input_topk_idx=input_topk_idx.data_ptr(),
+        input_topk_weights=input_topk_weights.data_ptr(),
+        num_chunks=config.num_chunks(x.numel()),
+        num_slots=topk_idx.numel(),
+    )
+    num_ctas = config.num_ctas(args.num_chunks)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            launcher = _cuda_launcher(config, device.index)
+            launcher.launch(args, num_ctas, torch.cuda.current_stream().cuda_stream)
+        return
+    read = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    # Only these rows: the emulator refuses to write to any other.
+    written = {
+        "sym_buffer.x": input_x,
+        "sym_buffer.x_sf": input_x_sf,
+        "sym_buffer.topk_idx": input_topk_idx,
+        "sym_buffer.topk_weights": input_topk_weights,
+    }
+    memory = [MemoryRegion.of_tensor(name, read[name], is_writable=False) for name in read]
+    memory += [
+        MemoryRegion.of_tensor(name, written[name][: x.shape[0]], is_writable=True)
+        for name in written
+    ]
+    launch = RankLaunch(0, _kernel(config), num_ctas, config.num_threads, 0, args, tuple(memory))
+    run_emulated([launch], seed=0, checks=True, clock="virtual")
+
+
+@torch.library.register_fake("deep_moe::prepare_inputs")
+def _prepare_inputs_fake(*_: object) -> None:
+    """The operator only writes to tensors that it is given."""
+
+
+def check_inputs(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    input_x: torch.Tensor,
+    input_topk_idx: torch.Tensor,
+) -> None:
+    """Raise if the first three are not what can be written to a buffer with the other two."""
+    if x.ndim != 2:
+        raise ValueError(f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}")
+    num_tokens = x.shape[0]
+    max_tokens, hidden = input_x.shape
+    device = input_x.device
+    check_tensor("x", x, torch.bfloat16, (num_tokens, hidden), device)
+    if num_tokens > max_tokens:
+        raise ValueError(
+            f"x must have at most num_max_tokens_per_rank ({max_tokens}) tokens; got {num_tokens}"
+        )
+    slots = (num_tokens, input_topk_idx.shape[1])
+    check_tensor("topk_idx", topk_idx, _TOPK_IDX_DTYPES, slots, device)
+    check_tensor("topk_weights", topk_weights, _TOPK_WEIGHT_DTYPES, slots, device)
+    # The kernel reads and writes in no particular order.
+    storage = input_x.untyped_storage().data_ptr()
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        check_contiguous(name, tensor)
+        if tensor.untyped_storage().data_ptr() == storage:
+            raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
+    check_start("x", x, _X_ALIGNMENT)
+
+
+@lru_cache(maxsize=64)
+def _choose_config(
+    device: torch.device, arch: str | None, idx_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> PrepareInputsConfig:
+    return PrepareInputsConfig(
+        has_int32_topk_idx=idx_dtype == torch.int32,
+        has_bf16_topk_weights=weight_dtype == torch.bfloat16,
+        arch=weight_arch(device) if arch is None else arch,
+    )
+
+
+@lru_cache(maxsize=64)
+def _kernel(config: PrepareInputsConfig) -> CompiledKernel:
+    return jit.build_prepare_inputs(config)
+
+
+@lru_cache(maxsize=64)
+def _cuda_launcher(config: PrepareInputsConfig, device_index: int) -> CudaLauncher:
+    """One per kernel and device: a module belongs to the device's context."""
+    return CudaLauncher(_kernel(config), num_threads=config.num_threads)

@@ -1,0 +1,75 @@
+"""The compiled kernel: no spills, full occupancy, an argument that agrees on both sides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.errors import CompileError
+from deep_moe.heuristics import PrepareInputsConfig
+from deep_moe.jit.kernel_args import PrepareInputsArgs, layout_checks
+
+HEADER = Path(__file__).parents[2] / "include/deep_moe/prepare_inputs.cuh"
+THREADS_PER_SM, REGISTERS_PER_SM = 2048, 65536
+
+
+def compile_kernel(source: str, arch: str):
+    return jit.compile_source(
+        source,
+        arch=arch,
+        include_paths=jit.find_headers().include_paths,
+        kernel=jit.PREPARE_INPUTS_NAME,
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("int32_idx", "bf16_weights"), list(product([False, True], repeat=2)))
+def test_no_spills_and_full_occupancy(arch: str, int32_idx: bool, bf16_weights: bool) -> None:
+    config = PrepareInputsConfig(int32_idx, bf16_weights, arch=arch)
+    compilation = compile_kernel(jit.render_prepare_inputs(config), arch)
+    resources = compilation.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+    assert resources.stack_bytes == resources.static_smem_bytes == 0
+    assert resources.num_registers * THREADS_PER_SM <= REGISTERS_PER_SM
+    assert "warning" not in compilation.log.lower(), compilation.log
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_tokens_are_loaded_in_16_bytes_before_anything_is_stored(arch: str) -> None:
+    config = PrepareInputsConfig(arch=arch)
+    ptx = compile_kernel(jit.render_prepare_inputs(config), arch).ptx
+    accesses = re.findall(r"\b((?:ld|st)\.global\.\S+)", ptx)
+    num_loads = config.num_chunks_per_lane
+    assert accesses[:num_loads] == ["ld.global.v4.u32"] * num_loads
+    assert accesses.count("ld.global.v4.u32") == num_loads
+    assert accesses.count("st.global.v2.u32") == num_loads
+
+
+@pytest.mark.parametrize("check", list(layout_checks(PrepareInputsArgs)))
+def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, check) -> None:
+    wrong = replace(check, value=check.value + 8)
+    monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))
+    with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
+        compile_kernel(jit.render_prepare_inputs(PrepareInputsConfig()), "sm_90a")
+
+
+def test_every_member_of_the_header_is_mirrored_in_order() -> None:
+    body = re.search(r"struct PrepareInputsArgs \{\n(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    assert body is not None
+    members = re.findall(r"^\s+(?:const )?\w+\*? (\w+);", body.group(1), re.MULTILINE)
+    assert members == [name for name, *_ in PrepareInputsArgs._fields_]
+
+
+def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
+    config = PrepareInputsConfig(has_int32_topk_idx=True, arch="sm_90a")
+    kernel = jit.build_prepare_inputs(config, cache=jit.KernelCache(tmp_path))
+    assert kernel.name == jit.PREPARE_INPUTS_NAME
+    assert f".entry {jit.PREPARE_INPUTS_NAME}" in kernel.ptx
+    assert kernel.manifest["config"] == {**config.kernel_fields(), "arch": "sm_90a"}
+    (entry,) = jit.KernelCache(tmp_path).entries()
+    assert entry.key == kernel.key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -58,11 +58,13 @@ class EmulatedRanks:
         schedule_seed: int = 0,
         checked: bool = True,
         ranks: Sequence[int] | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
 
         ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
         receive statistics. ranks: those that take part, by default all; the others never arrive.
+        progress: told now and then how many warp instructions have been executed.
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         options = CallOptions(
@@ -94,7 +96,13 @@ class EmulatedRanks:
             for rank in taking_part
         ]
         try:
-            run_emulated(launches, seed=schedule_seed, checks=checked, clock="virtual")
+            run_emulated(
+                launches,
+                seed=schedule_seed,
+                checks=checked,
+                clock="virtual",
+                progress=progress,
+            )
         except BaseException:
             for buffer in self.buffers:
                 buffer.mark_failed("the emulator stopped")

@@ -1,0 +1,114 @@
+"""`deep-moe warmup`: compile every kernel that a deployment needs, before it serves."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import (
+    ArchOption,
+    ClampOption,
+    ExpertsOption,
+    FolderOption,
+    HiddenOption,
+    IntermediateOption,
+    JsonOption,
+    ModelOption,
+    OverrideOption,
+    RanksOption,
+    TopkOption,
+    make_shape,
+    parse_overrides,
+)
+from .output import new_table, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from deep_moe.deployment import DeploymentKernel
+    from deep_moe.heuristics import MegaMoEConfig
+
+
+def warmup(
+    model: ModelOption = None,
+    ranks: RanksOption = 8,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Most tokens of one call per rank.")
+    ] = 256,
+    experts: ExpertsOption = None,
+    topk: TopkOption = None,
+    hidden: HiddenOption = None,
+    intermediate: IntermediateOption = None,
+    arch: ArchOption = "sm_100a",
+    num_sms: Annotated[int, typer.Option("--num-sms", help="CTAs of the launch.")] = 148,
+    clamp: ClampOption = None,
+    override: OverrideOption = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; default: one per CPU.")
+    ] = None,
+    folder: FolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens."""
+    from rich.progress import Progress
+
+    from deep_moe.deployment import build_deployment, deployment_configs
+    from deep_moe.heuristics import choose_config
+
+    shape = make_shape(
+        model=model,
+        ranks=ranks,
+        experts=experts,
+        topk=topk,
+        hidden=hidden,
+        intermediate=intermediate,
+        max_tokens=max_tokens,
+    )
+    overrides = parse_overrides(override)
+
+    @cache
+    def choose(num_tokens: int) -> MegaMoEConfig:
+        return choose_config(
+            shape,
+            num_tokens,
+            arch=arch,
+            num_sms=num_sms,
+            activation_clamp=clamp,
+            overrides=overrides,
+        )
+
+    configs = deployment_configs(choose, max_tokens)
+    with Progress(console=stderr()) as progress:
+        task = progress.add_task("compiling", total=len(configs))
+        kernels = build_deployment(
+            configs,
+            cache_folder=folder,
+            num_workers=workers,
+            on_built=lambda kernel: progress.advance(task),
+        )
+    if as_json:
+        print_json([_as_dict(kernel) for kernel in kernels])
+        return
+    table = new_table(
+        f"{arch}, {num_sms} SMs", "tokens", "block_m", "kernel", "built", right=("block_m",)
+    )
+    for kernel in kernels:
+        built = "cached" if kernel.was_cached else f"{kernel.compile_seconds:.1f} s"
+        tokens = f"{kernel.first_num_tokens} to {kernel.last_num_tokens}"
+        table.add_row(tokens, str(kernel.config.block_m), kernel.key, built)
+    stdout().print(table)
+    num_cached = sum(kernel.was_cached for kernel in kernels)
+    stdout().print(f"{len(kernels)} kernels, {num_cached} of them were cached")
+
+
+def _as_dict(kernel: DeploymentKernel) -> dict[str, object]:
+    fields = kernel.config.kernel_fields()
+    return {
+        "first_num_tokens": kernel.first_num_tokens,
+        "last_num_tokens": kernel.last_num_tokens,
+        "key": kernel.key,
+        "was_cached": kernel.was_cached,
+        "compile_seconds": kernel.compile_seconds,
+        "config": {name: None if value == math.inf else value for name, value in fields.items()},
+    }

@@ -1,0 +1,49 @@
+"""`deep-moe warmup`: it compiles what a deployment needs, once."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deep_moe.cli import app
+from deep_moe.jit import KernelCache
+
+TWO_KERNELS = ["--ranks", "2", "--max-tokens", "12", "--experts", "4", "--num-sms", "4"]
+
+
+def run_warmup(folder: Path, *options: str):
+    return CliRunner().invoke(app, ["warmup", "--folder", str(folder), *options])
+
+
+@pytest.fixture(scope="module")
+def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    result = run_warmup(folder, *TWO_KERNELS, "--json")
+    assert result.exit_code == 0, result.output
+    kernels = json.loads(result.stdout)
+    assert len(kernels) == 2
+    assert not any(kernel["was_cached"] for kernel in kernels)
+    return folder
+
+
+def test_every_kernel_is_in_the_cache_and_intact(warm_folder: Path):
+    entries = list(KernelCache(warm_folder).entries())
+    assert len(entries) == 2
+    assert all(entry.problem is None for entry in entries)
+    assert {entry.manifest["config"]["block_m"] for entry in entries} == {16, 32}
+
+
+def test_a_second_run_finds_everything_in_the_cache(warm_folder: Path):
+    kernels = json.loads(run_warmup(warm_folder, *TWO_KERNELS, "--json").stdout)
+    assert all(kernel["was_cached"] for kernel in kernels)
+    assert [kernel["first_num_tokens"] for kernel in kernels] == [0, 9]
+    assert kernels[-1]["last_num_tokens"] == 12
+    assert "2 of them were cached" in run_warmup(warm_folder, *TWO_KERNELS).stdout
+
+
+def test_an_impossible_override_fails_before_compiling(tmp_path: Path):
+    result = run_warmup(tmp_path, "--override", "num_stages=90")
+    assert result.exit_code == 1
+    assert "num_stages" in str(result.exception)
+    assert list(KernelCache(tmp_path).entries()) == []

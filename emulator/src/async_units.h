@@ -29,27 +29,31 @@ Cta& cluster_cta(Cta& cta, uint32_t rank, const char* what);
 
 class CtaWindow final : public SharedWindow {
  public:
-    CtaWindow(Cta& cta, const char* what) : cta_(cta), what_(what) {}
+    CtaWindow(Cta& cta, const char* what, bool checks_fences = true)
+        : cta_(cta), what_(what), checks_fences_(checks_fences && cta.machine->checks) {}
     const uint8_t* read(uint32_t address, uint32_t num_bytes) override {
-        // Operands are read 16 bytes at a time: the check for those without a loop.
+        // Operands are read 16 bytes at a time: both checks for those without a loop.
         if (num_bytes == 16 && address >= shared_base && address + 16 <= cta_.shared_end) {
-            uint64_t written[2];
-            std::memcpy(written, cta_.shadow.data() + address, 16);
-            constexpr uint64_t all = 0x0101010101010101ull;
-            if ((written[0] & written[1] & all) == all) {
+            uint64_t shadow[2];
+            std::memcpy(shadow, cta_.shadow.data() + address, 16);
+            constexpr uint64_t all_written = 0x0101010101010101ull;
+            if (shadow[0] == all_written && shadow[1] == all_written) {
                 return reinterpret_cast<const uint8_t*>(cta_.shared + address);
             }
         }
-        return reinterpret_cast<const uint8_t*>(
-            cta_.shared_at(address, num_bytes, Access::read, what_));
+        const std::byte* at = cta_.shared_at(address, num_bytes, Access::read, what_);
+        if (checks_fences_) check_fences(address, num_bytes);
+        return reinterpret_cast<const uint8_t*>(at);
     }
     uint8_t* write(uint32_t address, uint32_t num_bytes) override {
         return reinterpret_cast<uint8_t*>(cta_.shared_at(address, num_bytes, Access::write, what_));
     }
 
  private:
+    void check_fences(uint32_t address, uint32_t num_bytes) const;
     Cta& cta_;
     const char* what_;
+    bool checks_fences_;
 };
 
 class RankMemory final : public GlobalMemory {

@@ -169,13 +169,20 @@ void decode_cluster_barrier(Decoder& d) {
     d.emit(kind == "arrive" ? cluster_arrive : cluster_wait, {});
 }
 
-// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted
+// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Of the proxy
+// fences it checks those between ordinary stores and asynchronous reads of shared memory.
 
 Flow fence(Warp&, const Op&) {
     return Flow::next;
 }
 
+Flow fence_async(Warp& w, const Op&) {
+    w.fence_async_proxy();
+    return Flow::next;
+}
+
 void decode_fence(Decoder& d) {
+    const bool covers_shared = d.has("proxy") && d.has("async") && !d.has("global");
     d.ignore({"sc",
               "acq_rel",
               "acquire",
@@ -196,7 +203,7 @@ void decode_fence(Decoder& d) {
               "tensormap::generic",
               "sync_restrict::shared::cta",
               "sync_restrict::shared::cluster"});
-    d.emit(fence, {});
+    d.emit(covers_shared ? fence_async : fence, {});
 }
 
 void decode_membar(Decoder& d) {
@@ -221,7 +228,7 @@ InstructionTable barrier_instructions() {
         {"bar", decode_barrier, "CTA barrier; sync, arrive, red"},
         {"barrier", decode_barrier, "CTA barrier; sync, arrive, red"},
         {"barrier.cluster", decode_cluster_barrier, "cluster barrier; arrive, wait"},
-        {"fence", decode_fence, "memory fence, proxies included (no effect)"},
+        {"fence", decode_fence, "memory fence (no effect), proxy fence (checked for shared memory)"},
         {"membar", decode_membar, "memory fence (no effect)"},
     };
 }

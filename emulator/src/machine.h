@@ -192,6 +192,9 @@ struct Warp {
 
     // Host address of `bytes` bytes for an access by `lane`, after every check; throws Fault.
     std::byte* resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane);
+    // An ordinary store to the own CTA's shared memory: asynchronous readers need a proxy fence.
+    inline void note_store(uint32_t offset, uint32_t bytes);
+    void fence_async_proxy();
 
     // Waits: `return w.block(queue, "mbarrier %llx", a)`. Run again after `Machine::wake(queue)`,
     // or at `deadline` (0: never).
@@ -209,6 +212,8 @@ struct Warp {
     uint64_t polls = 0;         // loads that may be polls, failed waits, clock reads
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
+    // Shared offsets between which this warp has ordinary stores that no fence.proxy.async followed.
+    uint32_t unfenced_begin = ~0u, unfenced_end = 0;
     std::vector<std::byte> registers;
     std::vector<uint32_t> special;
     std::vector<std::byte> local;                              // lane-major
@@ -256,7 +261,8 @@ struct Cta {
     std::byte* shared = nullptr;
     uint32_t shared_end = 0;  // first offset past the end
     std::vector<std::byte> shared_storage;
-    std::vector<uint8_t> shadow;  // bit 0: written
+    // bit 0: written; bit 1: by an ordinary store of the warp in bits 7..2 that no proxy fence followed
+    std::vector<uint8_t> shadow;
 
     NamedBarrier barriers[16];
     WaitQueue mbarrier_waiters;  // wake it when any mbarrier of this CTA completes a phase
@@ -275,6 +281,12 @@ struct Cta {
     // Checked access to this CTA's shared memory by offset. `what` words the error.
     std::byte* shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what);
 };
+
+inline void Warp::note_store(uint32_t offset, uint32_t bytes) {
+    std::memset(cta->shadow.data() + offset, int(3 | index << 2), bytes);
+    if (offset < unfenced_begin) unfenced_begin = offset;
+    if (offset + bytes > unfenced_end) unfenced_end = offset + bytes;
+}
 
 enum class Unit : int { mbarrier, bulk_copy, tensor_memory, matrix };
 

@@ -75,8 +75,10 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                                            what, (unsigned long long)rank));
                     }
                 }
-                return owner->shared_at(uint32_t(address) & shared_offset_mask, bytes, access,
-                                        what);
+                const uint32_t offset = uint32_t(address) & shared_offset_mask;
+                std::byte* at = owner->shared_at(offset, bytes, access, what);
+                if (access != Access::read && owner == cta) note_store(offset, bytes);
+                return at;
             }
             case Space::local:
                 if (address >= program->local_bytes || bytes > program->local_bytes - address) {
@@ -105,6 +107,16 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
         fault.lane = lane;
         throw;
     }
+}
+
+void Warp::fence_async_proxy() {
+    uint8_t* shadow = cta->shadow.data();
+    const uint8_t mine = uint8_t(3 | index << 2);
+    for (uint32_t i = unfenced_begin; i < unfenced_end; ++i) {
+        shadow[i] = shadow[i] == mine ? 1 : shadow[i];
+    }
+    unfenced_begin = ~0u;
+    unfenced_end = 0;
 }
 
 // ---- groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import Deadlock, EmulatorError
+from deep_moe.emulator import Deadlock, EmulatorError, RaceDetected
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map
@@ -125,6 +125,15 @@ def test_tensor_store_undoes_the_swizzle_and_clips():
     expected = np.zeros_like(target)
     expected[12:20, 64:112] = tile[:8, :48]
     assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("fence", ["", "if (threadIdx.x < 32) fence_async();"])
+def test_ordinary_stores_need_a_proxy_fence_in_every_writing_warp(fence):
+    target = aligned(np.zeros((16, 64), np.uint8))
+    image = tensor_map(0, target.ctypes.data, [64, 16], [64], [64, 16], 0)
+    source = STORE.replace("INSTRUCTION", PLAIN_STORE).replace("fence_async();", fence)
+    with pytest.raises(RaceDetected, match="has not executed fence"):
+        run_kernel(source, image, np.zeros(4096, np.uint8), 0, 0, memory=(target,))
 
 
 def test_tensor_reduction_adds_floats():

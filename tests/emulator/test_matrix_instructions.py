@@ -125,7 +125,9 @@ def test_wgmma(a_in_registers, n, types):
 
 
 def test_overwriting_a_wgmma_operand_before_the_wait_is_an_error():
-    tail = "if (threadIdx.x == 0) dynamic_shared[8192 + 5] ^= 1;\n__syncthreads();"
+    tail = (
+        "__syncthreads();\nif (threadIdx.x == 0) dynamic_shared[8192 + 5] ^= 1;\n__syncthreads();"
+    )
     source = wgmma_source(16, False, "e4m3.e4m3", 32, tail)
     data, fragments = np.ones((80, 128), np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(EmulatorError, match="changed before its group was waited for"):

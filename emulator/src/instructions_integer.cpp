@@ -966,6 +966,91 @@ const std::initializer_list<std::string_view> comparisons = {
     "eq", "ne",  "lt",  "le",  "gt",  "ge",  "lo",  "ls",  "hi",
     "hs", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
 
+// Comparisons of halves and of pairs of halves: one function for all of them.
+using FloatComparison = bool (*)(float, float);
+
+template <class C>
+bool compare_floats(float a, float b) {
+    return C{}(a, b);
+}
+
+FloatComparison float_comparison(Decoder& d, std::string_view name) {
+    static const std::map<std::string_view, FloatComparison> table = {
+        {"eq", compare_floats<Eq>},   {"ne", compare_floats<Ne>},   {"lt", compare_floats<Lt>},
+        {"le", compare_floats<Le>},   {"gt", compare_floats<Gt>},   {"ge", compare_floats<Ge>},
+        {"equ", compare_floats<Equ>}, {"neu", compare_floats<Neu>}, {"ltu", compare_floats<Ltu>},
+        {"leu", compare_floats<Leu>}, {"gtu", compare_floats<Gtu>}, {"geu", compare_floats<Geu>},
+        {"num", compare_floats<Num>}, {"nan", compare_floats<Nan>}};
+    auto found = table.find(name);
+    if (found == table.end()) d.invalid("the comparison is not one for this type");
+    return found->second;
+}
+
+bool is_half(Type type) {
+    return type == Type::f16 || type == Type::bf16 || type == Type::f16x2 || type == Type::bf16x2;
+}
+
+// Which of the (one or two) halves of a lane compare true; operands a and b follow the results.
+template <class H>
+uint32_t compare_halves(Warp& w, const Op& op, int lane) {
+    uint32_t a = w.in<uint32_t>(op.operands[2])[lane], b = w.in<uint32_t>(op.operands[3])[lane];
+    auto compare = reinterpret_cast<FloatComparison>(op.aux);
+    uint32_t low = compare(H{uint16_t(a)}, H{uint16_t(b)});
+    uint32_t high = compare(H{uint16_t(a >> 16)}, H{uint16_t(b >> 16)});
+    return low | high << 1;
+}
+
+// operands: d, value of a true half, a, b
+template <class H>
+Flow set_halves(Warp& w, const Op& op) {
+    auto d = w.out<uint32_t>(op.operands[0]);
+    auto yes = w.in<uint32_t>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        uint32_t bits = compare_halves<H>(w, op, lane);
+        d.set(lane, (bits & 1 ? yes[lane] & 0xffff : 0) | (bits & 2 ? yes[lane] & 0xffff0000 : 0));
+    });
+    return Flow::next;
+}
+
+// operands: p (low half), q (high half), a, b
+template <class H>
+Flow setp_halves(Warp& w, const Op& op) {
+    uint32_t low = 0, high = 0;
+    w.for_each_lane([&](int lane) {
+        uint32_t bits = compare_halves<H>(w, op, lane);
+        low |= (bits & 1) << lane;
+        high |= (bits >> 1) << lane;
+    });
+    w.set_predicate(op.operands[0], low);
+    w.set_predicate(op.operands[1], high);
+    return Flow::next;
+}
+
+void decode_set_halves(Decoder& d, std::string_view name, Type to, Type from) {
+    auto comparison = reinterpret_cast<uint64_t>(float_comparison(d, name));
+    bool pair = from == Type::f16x2 || from == Type::bf16x2;
+    uint32_t yes = 0;
+    switch (to) {
+        case Type::f16:
+        case Type::f16x2:
+            yes = 0x3c003c00;
+            break;
+        case Type::bf16:
+        case Type::bf16x2:
+            yes = 0x3f803f80;
+            break;
+        default:
+            yes = full_mask;
+            break;
+    }
+    if (!pair && num_bits(to) == 32) d.unsupported("a 32-bit result of comparing halves");
+    d.expect_operands(3);
+    bool is_bf16 = from == Type::bf16 || from == Type::bf16x2;
+    d.emit(is_bf16 ? set_halves<BFloat> : set_halves<Half>,
+           {d.destination(0, to), d.constant(yes), d.source(1, from), d.source(2, from)},
+           comparison);
+}
+
 BoolOp take_bool_op(Decoder& d) {
     if (d.take("and")) return bool_and;
     if (d.take("or")) return bool_or;
@@ -978,6 +1063,15 @@ void decode_setp(Decoder& d) {
     BoolOp combine_with = take_bool_op(d);
     bool ftz = d.take("ftz");
     Type type = d.take_type();
+    if (type == Type::f16x2 || type == Type::bf16x2) {
+        if (combine_with != bool_none) d.unsupported("combining with a predicate");
+        auto comparison = reinterpret_cast<uint64_t>(float_comparison(d, name));
+        d.expect_operands(3);
+        d.emit(type == Type::f16x2 ? setp_halves<Half> : setp_halves<BFloat>,
+               {d.destination(0, Type::pred), d.second(0), d.source(1, type), d.source(2, type)},
+               comparison);
+        return;
+    }
     d.expect_operands(3, 4);
     std::vector<Operand> operands{d.destination(0, Type::pred), d.second(0), d.source(1, type),
                                   d.source(2, type)};
@@ -989,8 +1083,13 @@ void decode_set(Decoder& d) {
     std::string_view name = d.take_any(comparisons);
     BoolOp combine_with = take_bool_op(d);
     bool ftz = d.take("ftz");
-    Type to = d.take_type({Type::u32, Type::s32, Type::f32});
-    Type type = d.take_type();
+    Type to = d.take_type(), type = d.take_type();
+    if (is_half(type)) {
+        if (combine_with != bool_none) d.unsupported("combining with a predicate");
+        return decode_set_halves(d, name, to, type);
+    }
+    if (to != Type::u32 && to != Type::s32 && to != Type::f32)
+        d.unsupported(std::string("a result of type .") + name_of(to));
     d.expect_operands(3, 4);
     Operand none;
     std::vector<Operand> operands{d.destination(0, to), none, d.source(1, type), d.source(2, type)};

@@ -84,6 +84,8 @@ class Tokenizer {
         }
         if (is_word_start(c)) {
             while (at_ < text_.size()) {
+                // Directives may be written without a space between them: .reg.b16
+                if (c == '.' && text_[at_] == '.' && at_ > start) break;
                 if (is_word_char(text_[at_])) {
                     ++at_;
                 } else if (text_.substr(at_, 2) == "::") {

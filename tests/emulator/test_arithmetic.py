@@ -371,3 +371,24 @@ def test_comparison_combines_and_gives_the_complement():
     less, not_positive = a < b, a <= 0
     expected = (less & not_positive) + 2 * (~less & not_positive)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["f16x2", "bf16x2"])
+def test_pairs_of_halves_compare_separately(kind):
+    dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
+    values = [torch.from_numpy(RANDOM.permutation(floats())).to(dtype) for _ in range(2)]
+    values[1][::4] = values[0][::4]
+    a, b = (v.view(torch.int16).numpy().view(np.uint32) for v in values)
+    ones = run_lanes(f"set.ge.{kind}.{kind} $d, $a, $b;", np.uint32, a, b)
+    expected = (values[0] >= values[1]).to(dtype)
+    result = torch.from_numpy(ones.view(np.int16)).view(dtype)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    bits = run_lanes(
+        f"setp.ge.{kind} %c1|%c2, $a, $b;"
+        "selp.u32 %r1, 1, 0, %c1; selp.u32 %r2, 2, 0, %c2; or.b32 $d, %r1, %r2;",
+        np.uint32,
+        a,
+        b,
+    )
+    low, high = expected.float().numpy().reshape(-1, 2).T
+    np.testing.assert_array_equal(bits, low + 2 * high)

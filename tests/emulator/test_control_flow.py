@@ -206,7 +206,7 @@ def test_inner_scopes_shadow_names():
 .reg .b32 x;
 mov.u32 x, 1;
 { .reg .b32 x; mov.u32 x, 10; { .reg .b64 x; mov.u64 x, 5; } add.u32 x, x, 1; bra NEXT; NEXT: }
-{ .reg .b32 x; mov.u32 x, 20; bra NEXT; NEXT: }
+{.reg.b32 x; mov.u32 x, 20; bra NEXT; NEXT: }
 st.global.u32 [%p0], x;
 """,
         out,

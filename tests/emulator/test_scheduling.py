@@ -283,6 +283,15 @@ def test_misuse_is_named(body, error, text):
         run_body(body, directives=".maxnreg 64")
 
 
+def test_failed_assertions_say_what_and_where():
+    source = """
+extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
+KERNEL()() { if (threadIdx.x == 3) __assertfail("x > 0", "file.cu", 7, "kernel", 1); }
+"""
+    with pytest.raises(KernelTrap, match=r"assertion failed: x > 0 \(file\.cu:7\)\n.*lane 3"):
+        run_kernel(source, threads=32)
+
+
 def test_registers_move_between_warpgroups():
     body = """
 mov.u32 %r0, %tid.x;

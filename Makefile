@@ -25,7 +25,7 @@ test-fast: $(READY)
 lint: $(READY) types
 	$(BIN)/ruff check $(wildcard $(PYTHON_PATHS))
 	$(BIN)/ruff format --check $(wildcard $(PYTHON_PATHS))
-	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 # mypy cannot see that the top-level folders belong to the package deep_moe, so it is given the tree as
 # it is installed.
@@ -38,7 +38,7 @@ types: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix $(wildcard $(PYTHON_PATHS))
 	$(BIN)/ruff format $(wildcard $(PYTHON_PATHS))
-	$(BIN)/clang-format -i $(CPP_FILES)
+	@$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -34,13 +34,19 @@ class BuildPyWithEmulator(build_py):
             builder.build(folder / builder.LIBRARY_NAME)
 
 
-class PlatformWheel(bdist_wheel):
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+class BinaryDistribution(Distribution):
+    """Its files belong to one platform, although none is an extension module."""
 
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildPyWithEmulator, "bdist_wheel": PlatformWheel})
+setup(
+    distclass=BinaryDistribution,
+    cmdclass={"build_py": BuildPyWithEmulator, "bdist_wheel": PlatformWheel},
+)

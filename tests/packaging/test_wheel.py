@@ -29,11 +29,21 @@ def run_python(code: str, path: Path, cwd: Path) -> subprocess.CompletedProcess[
     )
 
 
+def headers_below(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*.cuh")}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: building writes beside the sources."""
+    folder = tmp_path_factory.mktemp("source") / "deep-moe"
+    shutil.copytree(ROOT, folder, ignore=NOT_SOURCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the source distribution, as an installer would."""
-    source = tmp_path_factory.mktemp("source") / "deep-moe"
-    shutil.copytree(ROOT, source, ignore=NOT_SOURCE)
     output = tmp_path_factory.mktemp("dist")
     result = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(source)],
@@ -69,15 +79,11 @@ def test_no_other_name_lands_in_site_packages(installed: Path):
 
 
 @pytest.mark.slow
-def test_every_part_is_inside(installed: Path):
+def test_every_part_is_inside(installed: Path, source: Path):
     package = installed / "deep_moe"
     for name in ("py.typed", "cli/run.py", "jit/template/mega_moe.cu.j2", "heuristics/sm100.py"):
         assert (package / name).is_file(), name
-    headers = {path.relative_to(ROOT / "include") for path in (ROOT / "include").rglob("*.cuh")}
-    packaged = {
-        path.relative_to(package / "include") for path in (package / "include").rglob("*.cuh")
-    }
-    assert packaged == headers
+    assert headers_below(package / "include") == headers_below(source / "include")
     assert len(list((package / "emulator").glob("*.so"))) == 1
 
 

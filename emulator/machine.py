@@ -38,7 +38,8 @@ class Machine:
     the same seed gives the same run. checks: look for reads of shared memory that nobody wrote and
     the like. clock: "virtual" counts instructions, and time leaps when everything waits; "real" is
     the host's, for kernels that talk to other processes. max_resident_ctas: how many CTAs of one
-    grid are there at once.
+    grid are there at once. hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was
+    seen to do, instead of rounding the exact sum once.
 
     Global addresses in PTX are host addresses. A rank may touch only what `add_memory` named.
     """
@@ -50,12 +51,14 @@ class Machine:
         checks: bool = True,
         clock: Literal["virtual", "real"] = "virtual",
         max_resident_ctas: int = 4096,
+        hopper_fp8_sums: bool = False,
     ) -> None:
         if clock not in ("virtual", "real"):
             raise ValueError(f"clock must be 'virtual' or 'real', not {clock!r}")
         self._library = load()
         self._handle = self._library.dm_create(seed % 2**64, checks, clock == "real")
         self._library.dm_set_residency(self._handle, max_resident_ctas)
+        self._library.dm_set_hopper_fp8_sums(self._handle, hopper_fp8_sums)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

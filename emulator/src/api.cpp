@@ -56,6 +56,10 @@ EXPORT void dm_set_residency(Handle* h, uint32_t ctas) {
     h->machine.max_resident_ctas = ctas;
 }
 
+EXPORT void dm_set_hopper_fp8_sums(Handle* h, int on) {
+    h->machine.hopper_fp8_sums = on != 0;
+}
+
 EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
                          const char* name, int writable) {
     return guarded(h,

@@ -169,8 +169,8 @@ void decode_cluster_barrier(Decoder& d) {
     d.emit(kind == "arrive" ? cluster_arrive : cluster_wait, {});
 }
 
-// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Of the proxy
-// fences it checks those between ordinary stores and asynchronous reads of shared memory.
+// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Of the
+// proxy fences it checks those between ordinary stores and asynchronous reads of shared memory.
 
 Flow fence(Warp&, const Op&) {
     return Flow::next;
@@ -228,7 +228,8 @@ InstructionTable barrier_instructions() {
         {"bar", decode_barrier, "CTA barrier; sync, arrive, red"},
         {"barrier", decode_barrier, "CTA barrier; sync, arrive, red"},
         {"barrier.cluster", decode_cluster_barrier, "cluster barrier; arrive, wait"},
-        {"fence", decode_fence, "memory fence (no effect), proxy fence (checked for shared memory)"},
+        {"fence", decode_fence,
+         "memory fence (no effect), proxy fence (checked for shared memory)"},
         {"membar", decode_membar, "memory fence (no effect)"},
     };
 }

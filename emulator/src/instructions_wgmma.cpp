@@ -96,6 +96,7 @@ Flow mma_async(Warp& w, const Op& op) {
              scale_d);
     }
     form.unit.accumulate = scale_d != 0;
+    if (w.machine->hopper_fp8_sums) form.unit.numerics = WgmmaNumerics::hopper_fp8;
     const MatrixDescriptor b = MatrixDescriptor::sm90(w.uniform<uint64_t>(op.operands[0]));
     MatrixDescriptor a;
     const uint32_t* fragment[4];

@@ -212,7 +212,8 @@ struct Warp {
     uint64_t polls = 0;         // loads that may be polls, failed waits, clock reads
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
-    // Shared offsets between which this warp has ordinary stores that no fence.proxy.async followed.
+    // Shared offsets between which this warp has ordinary stores that no fence.proxy.async
+    // followed.
     uint32_t unfenced_begin = ~0u, unfenced_end = 0;
     std::vector<std::byte> registers;
     std::vector<uint32_t> special;
@@ -261,7 +262,8 @@ struct Cta {
     std::byte* shared = nullptr;
     uint32_t shared_end = 0;  // first offset past the end
     std::vector<std::byte> shared_storage;
-    // bit 0: written; bit 1: by an ordinary store of the warp in bits 7..2 that no proxy fence followed
+    // bit 0: written; bit 1: by an ordinary store of the warp in bits 7..2 that no proxy fence
+    // followed
     std::vector<uint8_t> shadow;
 
     NamedBarrier barriers[16];
@@ -333,6 +335,7 @@ struct AsyncOperation {
 struct Machine {
     // ---- what bodies use
     bool checks = true;
+    bool hopper_fp8_sums = false;  // wgmma drops low bits of FP8 sums as an H200 does
     // Work that completes later, at a moment that the seed chooses. Operations with the same
     // non-zero key complete in the order in which they were enqueued; key 0 has no order.
     // `complete` may throw Fault and may enqueue more.

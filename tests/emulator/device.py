@@ -88,9 +88,10 @@ def run_kernel(
     shared_bytes: int = 65536,
     memory: tuple[np.ndarray, ...] = (),
     seed: int = 0,
+    hopper_fp8_sums: bool = False,
 ) -> None:
     """Compile and run; arrays among the arguments, and those in `memory`, are its global memory."""
-    machine = Machine(seed=seed)
+    machine = Machine(seed=seed, hopper_fp8_sums=hopper_fp8_sums)
     for index, array in enumerate(
         [a for a in arguments if isinstance(a, np.ndarray)] + list(memory)
     ):

@@ -124,6 +124,23 @@ def test_wgmma(a_in_registers, n, types):
         assert np.allclose(got, expected, rtol=3e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+def test_low_bits_of_fp8_sums_can_be_dropped_as_on_hopper(hopper):
+    a, b = np.zeros((64, 128), np.uint8), np.zeros((16, 128), np.uint8)
+    a[:, 0], a[:, 1] = 0x38, 0x08  # 1 and 2^-6
+    b[:, 0], b[:, 1] = 0x38, 0x02  # 1 and 2^-8: the second product is 2^-14
+    out = np.zeros((128, 8), np.float32)
+    run_kernel(
+        wgmma_source(16, False, "e4m3.e4m3", 32),
+        np.concatenate([swizzled(a), swizzled(b)]),
+        a_fragments(a),
+        out,
+        arch="sm_90a",
+        hopper_fp8_sums=hopper,
+    )
+    assert (out == (1.0 if hopper else 1 + 2.0**-14)).all()
+
+
 def test_overwriting_a_wgmma_operand_before_the_wait_is_an_error():
     tail = (
         "__syncthreads();\nif (threadIdx.x == 0) dynamic_shared[8192 + 5] ^= 1;\n__syncthreads();"

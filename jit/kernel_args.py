@@ -26,6 +26,13 @@ TENSOR_MAP_NAMES = (
     "l2_weights",
     "l2_weight_sf",
 )
+# SM90 has no tensor maps of weights and scales, but these pointers.
+WEIGHT_POINTER_NAMES = (
+    "l1_weight_blocks",
+    "l2_weight_blocks",
+    "l1_row_factors",
+    "l2_row_factors",
+)
 
 TensorMapImage = ctypes.c_ubyte * TENSOR_MAP_BYTES
 
@@ -33,6 +40,7 @@ TensorMapImage = ctypes.c_ubyte * TENSOR_MAP_BYTES
 class KernelArgs(ctypes.Structure):
     """By-value argument of `mega_moe_kernel`.
 
+    Tensor maps and weight pointers that the architecture does not use are zero.
     rank_buffers: base of every rank's symmetric buffer as this rank sees it. y: bf16
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
     status: this rank's WaitStatus. num_tokens: rows of y.
@@ -40,6 +48,7 @@ class KernelArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, TensorMapImage) for name in TENSOR_MAP_NAMES),
+        *((name, ctypes.c_uint64) for name in WEIGHT_POINTER_NAMES),
         ("rank_buffers", ctypes.c_uint64 * MAX_RANKS),
         ("y", ctypes.c_uint64),
         ("cumulative_local_expert_recv_stats", ctypes.c_uint64),
@@ -48,7 +57,7 @@ class KernelArgs(ctypes.Structure):
         ("rank_idx", ctypes.c_uint32),
         ("num_tokens", ctypes.c_uint32),
         # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
-        ("_padding", ctypes.c_ubyte * 24),
+        ("_padding", ctypes.c_ubyte * 56),
     )
 
 

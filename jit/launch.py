@@ -94,7 +94,7 @@ class CudaLauncher:
     """A kernel loaded into the current CUDA context.
 
     cuda.core loads the module. The launch itself goes through cuda.bindings, because cuda.core
-    has no kernel argument that is a struct of 1792 bytes.
+    has no kernel argument that is a struct of 1856 bytes.
 
     num_threads, smem_bytes: as in RankLaunch. is_cooperative: all CTAs are resident at once,
         whatever other streams do, as grid barriers need it.

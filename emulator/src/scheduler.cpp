@@ -13,6 +13,9 @@ namespace {
 
 constexpr uint64_t deadlock_ns =
     4'400'000'000'000ull;  // virtual time without progress that counts as a deadlock
+// A kernel's own time limits must get their say first: a waiter that looks at the clock only every
+// so many polls, and suspends in each, needs many leaps to do so.
+constexpr uint64_t max_leap_ns = deadlock_ns / 256;
 constexpr uint32_t patience =
     4;  // quanta in which the lowest program counter goes first before another group may
 
@@ -417,7 +420,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
                 host_sleep(50'000);
             } else {
                 virtual_ns += leap;
-                leap *= 2;
+                leap = std::min(leap * 2, max_leap_ns);
                 if (virtual_ns - last_change_ns > deadlock_ns) {
                     throw Fault(
                         FaultKind::deadlock,

@@ -8,6 +8,7 @@ import torch
 import deep_moe
 from deep_moe.buffer import SymmBuffer
 from deep_moe.formats import quantize_e4m3_ue8m0
+from deep_moe.synthetic import exact_layer
 
 from .conftest import VIEWS, Target, bits, routing
 
@@ -35,6 +36,24 @@ class Model(torch.nn.Module):
         )
 
 
+class MoE(torch.nn.Module):
+    """What a model does with the router's output."""
+
+    def __init__(self, buffer: SymmBuffer) -> None:
+        super().__init__()
+        self.buffer = buffer
+        layer = exact_layer(buffer.shape)
+        self.weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2)
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        deep_moe.prepare_inputs(x, topk_idx, topk_weights, self.buffer)
+        y = torch.empty_like(x)
+        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer)
+        return y * 1
+
+
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(4, 256, generator=generator).bfloat16(), *routing(4, 2)
@@ -55,6 +74,23 @@ def test_a_compiled_model_writes_the_buffer_in_order() -> None:
     buffer = CPU.buffer()
     compiled = torch.compile(Model(buffer), fullgraph=True, backend="aot_eager")
     check(buffer, compiled(*inputs()))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_call_reads_what_was_prepared(is_compiled: bool) -> None:
+    """The result is, bit for bit, that of a buffer which was filled by copies."""
+    model = MoE(CPU.buffer())
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    x, idx, weights = inputs()
+    y = call(x, idx.int(), weights)
+
+    copied = CPU.buffer()
+    for name, rows in zip(VIEWS, (*quantize_e4m3_ue8m0(x), idx, weights), strict=True):
+        getattr(copied, name)[:4].copy_(rows)
+    expected = torch.empty_like(x)
+    deep_moe.fp8_fp4_mega_moe(expected, *model.weights, copied)
+    assert torch.equal(y, expected)
+    assert torch.equal(y.any(dim=1), (idx >= 0).any(dim=1))
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -133,3 +135,38 @@ def test_schedules(schedule_seed: int) -> None:
         [tokens], overrides={"block_m": 32}, schedule_seed=schedule_seed
     )
     assert result.is_exact, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_shapes_tiles_and_schedules_at_random(seed: int) -> None:
+    generator = random.Random(seed)
+    num_ranks = generator.choice([1, 1, 2, 3, 4])
+    num_experts_per_rank = generator.choice([1, 2, 3, 5])
+    num_topk = generator.randint(1, min(num_ranks * num_experts_per_rank, 6))
+    max_tokens = generator.choice([1, 7, 20, 50, 130, 250])
+    shape = MoEShape(
+        num_ranks=num_ranks,
+        num_experts=num_ranks * num_experts_per_rank,
+        num_topk=num_topk,
+        hidden=128 * generator.randint(1, 6),
+        intermediate_hidden=128 * generator.randint(1, 5),
+        num_max_tokens_per_rank=max_tokens,
+    )
+    tokens = [
+        exact_tokens(
+            shape,
+            generator.choice([0, 1, max_tokens, generator.randint(0, max_tokens)]),
+            seed=generator.randrange(1000),
+            num_unused_slots=generator.randint(0, num_topk),
+        )
+        for _ in range(num_ranks)
+    ]
+    overrides = {"block_m": generator.choice(TILES), "num_stages": generator.randint(2, 4)}
+    results = LayerCase(shape, exact_layer(shape, seed=seed)).compare_call(
+        tokens,
+        overrides=overrides,
+        num_sms=generator.choice([2, 4, 6, 8]),
+        schedule_seed=seed,
+    )
+    assert all(result.is_exact for result in results), (shape, overrides, results)

@@ -11,15 +11,15 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard -- \
 	'include/*.cuh' 'emulator/src/*.h' 'emulator/src/*.cpp')
 PYTHON_PATHS := setup.py conftest.py deep_moe heuristics jit emulator tests benchmarks examples
 
-.PHONY: demo test test-fast lint format types clean venv
+.PHONY: demo test test-fast lint format types clean venv emulator-library
 
-demo: $(READY)
+demo: emulator-library
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
+test: emulator-library
 	$(PYTEST)
 
-test-fast: $(READY)
+test-fast: emulator-library
 	$(PYTEST) -m "not slow and not gpu"
 
 lint: $(READY) types
@@ -44,6 +44,10 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out
 
 venv: $(READY)
+
+# Built once for each state of its sources; here, so that no two test workers do it at the same time.
+emulator-library: $(READY)
+	@$(BIN)/python -c "from deep_moe.emulator import library; library.library_path()"
 
 # torch goes in first and alone: with a torch in place, the packages below it are content with that one.
 $(READY): pyproject.toml setup.py constraints.txt

@@ -3,7 +3,7 @@
 A layer's weights are a pair (packed E2M1 int8 [E, N, K/2], UE8M0 scales int32 [E, N, K/128]) with E
 the local experts. For SM100 the rows of gate and up alternate in runs of 8, so that a tile of the
 accumulator holds matching pairs, and scales lie MN-major with the rows of each 128 in the order
-that one `tcgen05.cp` spreads over tensor memory.
+that one `tcgen05.cp` spreads over tensor memory. For SM90 see weights_sm90.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 import torch
 
+from . import weights_sm90
+
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
 SF_BLOCK = 128  # rows whose scales are permuted among themselves
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one linear layer of all local experts, with their scales."""
+    """Weights of one linear layer of all local experts, with their scales. What the tensors hold
+    after the transformation depends on the architecture."""
 
     weight: torch.Tensor
     sf: torch.Tensor
@@ -44,6 +47,9 @@ def transform_weights_for_mega_moe(
     l1_weights: (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), rows gate 0..I-1, then up 0..I-1.
     l2_weights: (int8 [E, H, I/2], int32 [E, H, I/128]).
     arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+
+    Every weight keeps its exact value. For sm_90a, a row whose scales differ by more than 2^26 is a
+    ValueError that names expert and row.
     """
     l1, l2 = LayerWeights(*l1_weights), LayerWeights(*l2_weights)
     _check_weights(l1, l2)
@@ -53,7 +59,8 @@ def transform_weights_for_mega_moe(
 def inverse_transform_weights(
     l1_weights: Pair, l2_weights: Pair, arch: str | None = None
 ) -> MegaMoEWeights:
-    """Give back what `transform_weights_for_mega_moe` was given, as new tensors."""
+    """Give back what `transform_weights_for_mega_moe` was given, as new tensors. For sm_90a, groups
+    of zeros may have got another scale."""
     l1, l2 = LayerWeights(*l1_weights), LayerWeights(*l2_weights)
     return _layout_of(arch, l1.weight.device).inverse(l1, l2)
 
@@ -106,6 +113,22 @@ def _sm100_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
     )
 
 
+def _sm90_transform(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    return MegaMoEWeights(
+        LayerWeights(*weights_sm90.shuffle_layer(*l1, name="l1_weights", is_l1=True)),
+        LayerWeights(*weights_sm90.shuffle_layer(*l2, name="l2_weights", is_l1=False)),
+    )
+
+
+def _sm90_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    num_l1_rows = l1.weight.shape[1] * weights_sm90.BLOCK_N
+    hidden = l1.weight.shape[2] * weights_sm90.BLOCK_K
+    return MegaMoEWeights(
+        LayerWeights(*weights_sm90.unshuffle_layer(*l1, num_rows=num_l1_rows, is_l1=True)),
+        LayerWeights(*weights_sm90.unshuffle_layer(*l2, num_rows=hidden, is_l1=False)),
+    )
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """How one architecture wants its weights."""
@@ -116,6 +139,7 @@ class WeightLayout:
 
 WEIGHT_LAYOUTS: dict[str, WeightLayout] = {
     "sm_100a": WeightLayout(_sm100_transform, _sm100_inverse),
+    "sm_90a": WeightLayout(_sm90_transform, _sm90_inverse),
 }
 
 

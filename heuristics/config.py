@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from . import sm100
+from . import sm90, sm100
 from .segments import Layout
 from .shape import MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
@@ -105,6 +105,11 @@ class MegaMoEConfig:
         return _architecture(self.arch).smem_layout(self.kernel_fields())
 
     @property
+    def roles(self) -> tuple[str, str, str]:
+        """What the warps do that have dispatch, loader and epilogue registers."""
+        return _architecture(self.arch).roles
+
+    @property
     def tmem_layout(self) -> Layout | None:
         """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
         return _architecture(self.arch).tmem_layout(self.kernel_fields())
@@ -125,6 +130,8 @@ class Architecture:
     tmem_layout: Callable[[Mapping[str, int | float | bool]], Layout | None]
     overridable: tuple[str, ...]
     smem_capacity: int
+    default_num_sms: int
+    roles: tuple[str, str, str]  # of the warps with dispatch, loader and epilogue registers
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -134,6 +141,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm100.tmem_layout,
         sm100.OVERRIDABLE,
         sm100.SMEM_CAPACITY,
+        sm100.DEFAULT_NUM_SMS,
+        sm100.ROLES,
+    ),
+    "sm_90a": Architecture(
+        sm90.choose_fields,
+        sm90.smem_layout,
+        sm90.tmem_layout,
+        sm90.OVERRIDABLE,
+        sm90.SMEM_CAPACITY,
+        sm90.DEFAULT_NUM_SMS,
+        sm90.ROLES,
     ),
 }
 
@@ -149,7 +167,7 @@ def choose_config(
     num_tokens: int,
     *,
     arch: str = "sm_100a",
-    num_sms: int = 148,
+    num_sms: int | None = None,
     smem_capacity: int | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
@@ -157,7 +175,8 @@ def choose_config(
 ) -> MegaMoEConfig:
     """The kernel for `num_tokens` tokens per rank of `shape`.
 
-    num_sms: CTAs of the launch, one per SM; even. smem_capacity: bytes of shared memory that a
+    num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200), 132
+    for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a
     CTA may ask for; by default what the architecture allows (232448, that is 227 KiB).
     activation_clamp: positive bound of gate and up, None for none. overrides: values by field
     name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
@@ -182,8 +201,10 @@ def choose_config(
         raise TypeError(f"fast_math must be a bool; got {fast_math!r}")
     clamp = _checked_clamp(activation_clamp)
     overrides = _checked_overrides(overrides, architecture.overridable)
+    if num_sms is None:
+        num_sms = architecture.default_num_sms
     num_sms = overrides.get("num_sms", num_sms)
-    require_int("num_sms", num_sms, "even and at least 2")
+    require_int("num_sms", num_sms, "a number of CTAs")
 
     chosen, reasons = architecture.choose_fields(
         shape, num_tokens, num_sms=num_sms, smem_capacity=smem_capacity, overrides=overrides
@@ -203,7 +224,6 @@ def choose_config(
         "num_max_pool_tokens": shape.num_max_pool_tokens,
         "num_max_pool_blocks": shape.num_max_pool_blocks,
         "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
-        "num_l2_mask_words": shape.num_l2_mask_words,
     }
     reasons = {**_SHAPE_REASONS, **reasons}
     return MegaMoEConfig(
@@ -230,7 +250,6 @@ _SHAPE_REASONS = {
     ),
     "num_max_pool_blocks": "pool tokens / 8, the smallest block of any architecture",
     "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
-    "num_l2_mask_words": "one bit per Linear1 n-block",
 }
 
 

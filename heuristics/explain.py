@@ -114,16 +114,19 @@ def _map_rows(layout: Layout) -> tuple[MapRow, ...]:
 
 
 def _register_rows(config: MegaMoEConfig) -> tuple[RegisterRow, ...]:
-    num_warps = config.num_threads // 32
-    num_tensor_warps = num_warps - config.num_dispatch_warps - config.num_epilogue_warps
-    groups = (
-        ("dispatch", config.num_dispatch_warps, config.num_dispatch_registers),
-        ("loaders and MMA", num_tensor_warps, config.num_loader_registers),
-        ("epilogue", config.num_epilogue_warps, config.num_epilogue_registers),
+    num_tensor_warps = (
+        config.num_threads // 32 - config.num_dispatch_warps - config.num_epilogue_warps
     )
+    warps = (config.num_dispatch_warps, num_tensor_warps, config.num_epilogue_warps)
+    registers = (
+        config.num_dispatch_registers,
+        config.num_loader_registers,
+        config.num_epilogue_registers,
+    )
+    groups = zip(config.roles, warps, registers, strict=True)
     return tuple(
-        RegisterRow(role, warps, registers, 32 * warps * registers)
-        for role, warps, registers in groups
+        RegisterRow(role, num_warps, count, 32 * num_warps * count)
+        for role, num_warps, count in groups
     )
 
 

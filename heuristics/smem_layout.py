@@ -1,4 +1,7 @@
-"""Shared memory of one CTA of the SM100 kernel, from the 1024-aligned start of dynamic memory."""
+"""Shared memory of one CTA, from the 1024-aligned start of dynamic memory: a map per kernel.
+
+The mark `barriers_offset` is the first barrier: combine reuses all that lies before it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from .segments import Layout, LayoutBuilder, align_up
 
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
 BULK_COPY_ALIGNMENT = 128
+SM90_WEIGHT_BLOCK_BYTES = 17408  # 256 rows x 128 k: 16384 of nibbles, a shift per row and 32 k
 NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
 
 
@@ -22,8 +26,7 @@ def sm100_smem_layout(
     num_stages: int,
     num_tmem_stages: int,
 ) -> Layout:
-    """Every segment. The mark `barriers_offset` is the first barrier: combine reuses all that lies
-    before it."""
+    """The SM100 kernel's."""
     num_warpgroups = num_epilogue_warps // 4
     l1_staging_bytes = num_warpgroups * store_block_m * (block_n // 2) * 2  # e4m3, double buffer
     l2_staging_bytes = num_warpgroups * store_block_m * block_n * 2  # bf16
@@ -93,6 +96,72 @@ def sm100_smem_layout(
     for name, count, purpose in barriers:
         add(name, "u64", (count,), purpose, alignment=8)
     add("tmem_ptr", "u32", (1,), "where the TMEM allocation starts", alignment=4)
+    return builder.build(alignment=16)
+
+
+def sm90_smem_layout(
+    *,
+    num_experts: int,
+    hidden: int,
+    num_dispatch_warps: int,
+    num_epilogue_warps: int,
+    block_m: int,
+    block_k: int,
+    num_stages: int,
+) -> Layout:
+    """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168."""
+    builder = LayoutBuilder()
+    add = builder.add
+    add("expert_count", "u32", (num_experts,), "tokens of this CTA per expert", alignment=1024)
+    add(
+        "pull_buffers",
+        "u8",
+        (num_dispatch_warps, hidden),
+        "one token in flight per dispatch warp",
+        alignment=1024,
+    )
+    add(
+        "staging",
+        "u8",
+        (block_m, block_k),
+        "Linear1's output on its way to the pool",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    add(
+        "activations",
+        "u8",
+        (num_stages, block_m, block_k),
+        "token tile, 128-byte swizzle",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    add(
+        "weight_blocks",
+        "u8",
+        (num_stages, SM90_WEIGHT_BLOCK_BYTES),
+        "E2M1 of 256 rows and their shifts, in the order of the math threads",
+        alignment=SWIZZLE_ALIGNMENT,
+    )
+    for name, dtype, dims, purpose in (
+        (
+            "rescale_factors",
+            "bf16",
+            (num_stages, 4, block_m // 8, 2),
+            "from a token's scale in one k-block of Linear2 to that in the next",
+        ),
+        ("rescale_flags", "u32", (num_stages,), "whether any of them is not one"),
+        ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps"),
+        ("destinations", "u64", (2, block_m), "where each token's result goes"),
+    ):
+        add(name, dtype, dims, purpose, alignment=16)
+    builder.mark("barriers_offset", alignment=16)
+    barriers = (
+        ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
+        ("full_barriers", num_stages, "stage is loaded"),
+        ("empty_barriers", num_stages, "stage may be overwritten"),
+        ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
+    )
+    for name, count, purpose in barriers:
+        add(name, "u64", (count,), purpose, alignment=8)
     return builder.build(alignment=16)
 
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 ArchOption = Annotated[str, typer.Option("--arch", help="Architecture the kernel is made for.")]
+NumSmsOption = Annotated[
+    int | None,
+    typer.Option("--num-sms", help="CTAs of the launch; default: 148 on sm_100a, 132 on sm_90a."),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Take experts, top-k and sizes of a published model."),

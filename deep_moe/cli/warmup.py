@@ -17,6 +17,7 @@ from .options import (
     IntermediateOption,
     JsonOption,
     ModelOption,
+    NumSmsOption,
     OverrideOption,
     RanksOption,
     TopkOption,
@@ -41,7 +42,7 @@ def warmup(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     arch: ArchOption = "sm_100a",
-    num_sms: Annotated[int, typer.Option("--num-sms", help="CTAs of the launch.")] = 148,
+    num_sms: NumSmsOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     workers: Annotated[
@@ -90,8 +91,14 @@ def warmup(
     if as_json:
         print_json([_as_dict(kernel) for kernel in kernels])
         return
+    num_ctas = configs[0][2].num_sms
     table = new_table(
-        f"{arch}, {num_sms} SMs", "tokens", "block_m", "kernel", "built", right=("block_m",)
+        f"{arch}, {num_ctas} SMs",
+        "tokens",
+        "block_m",
+        "kernel",
+        "built",
+        right=("block_m",),
     )
     for kernel in kernels:
         built = "cached" if kernel.was_cached else f"{kernel.compile_seconds:.1f} s"

@@ -22,10 +22,12 @@ def test_examples_hold(name):
 @pytest.mark.parametrize(
     "name",
     [
+        "deep_moe.heuristics.choices",
         "deep_moe.heuristics.config",
         "deep_moe.heuristics.presets",
         "deep_moe.heuristics.shape",
         "deep_moe.heuristics.sm100",
+        "deep_moe.heuristics.sm90",
         "deep_moe.heuristics.symm_buffer_layout",
         "deep_moe.heuristics.tmem_layout",
         "deep_moe.formats",

@@ -1,0 +1,238 @@
+"""Choices that the kernels of all architectures make alike, and the limits that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
+
+from .segments import Layout, align_up, ceil_div
+from .shape import MoEShape
+from .smem_layout import NUM_COMBINE_SLOTS, num_combine_bytes
+
+BLOCK_K = 128
+IMBALANCE_FACTOR = 2  # a wave should offer this many Linear1 blocks per SM
+MIN_STAGES = 2
+MAX_STAGES = 32
+MAX_REGISTERS_PER_CTA = 64512
+MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
+
+ConfigFields = Mapping[str, int | float | bool]
+SmemLayout = Callable[[ConfigFields], Layout]
+
+
+class FieldChoices:
+    """The fields chosen so far and the reason of each; what the caller overrides wins."""
+
+    def __init__(self, overrides: Mapping[str, int]) -> None:
+        self.overrides = overrides
+        self.fields: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
+
+    def choose(self, name: str, value: int, reason: str) -> int:
+        """The value in force: the override, or else `value`."""
+        self.fields[name] = self.overrides.get(name, value)
+        self.reasons[name] = reason
+        return self.fields[name]
+
+
+def choose_num_experts_per_wave(
+    expected: Fraction,
+    *,
+    num_experts_per_rank: int,
+    block_m: int,
+    num_l1_n_blocks: int,
+    num_sms: int,
+) -> int:
+    """Experts whose Linear1 blocks together offer two blocks per SM, as a divisor of the local
+    experts.
+
+    5 experts of 2 x 32 blocks would do for 148 SMs; 8 is the next divisor of 32:
+
+    >>> choose_num_experts_per_wave(Fraction(256), num_experts_per_rank=32, block_m=128,
+    ...                             num_l1_n_blocks=32, num_sms=148)
+    8
+    """
+    if expected < 1:
+        return num_experts_per_rank
+    blocks_per_expert = ceil_div(ceil(expected), block_m) * num_l1_n_blocks
+    wanted = ceil_div(IMBALANCE_FACTOR * num_sms, blocks_per_expert)
+    return next(
+        divisor
+        for divisor in range(min(wanted, num_experts_per_rank), num_experts_per_rank + 1)
+        if num_experts_per_rank % divisor == 0
+    )
+
+
+def choose_num_combine_chunks(
+    hidden: int, *, num_epilogue_warps: int, num_epilogue_registers: int, num_free_bytes: int
+) -> int:
+    """The smallest number of chunks of a token that combine can hold.
+
+    Three BF16 chunks per warp lie in shared memory, one chunk of FP32 sums in a warp's registers.
+
+    >>> choose_num_combine_chunks(7168, num_epilogue_warps=8, num_epilogue_registers=208,
+    ...                           num_free_bytes=200_000)
+    2
+    """
+    max_chunk = 32 * max_sums_per_lane(num_epilogue_registers)
+    return next(
+        num_chunks
+        for num_chunks in range(1, hidden // 8 + 1)
+        if combine_chunk_elements(hidden, num_chunks) <= max_chunk
+        and num_combine_bytes(num_epilogue_warps, combine_chunk_elements(hidden, num_chunks))
+        <= num_free_bytes
+    )
+
+
+def combine_chunk_elements(hidden: int, num_chunks: int) -> int:
+    """Elements of a chunk, a multiple of the 16 bytes that a bulk copy moves at least. The last
+    chunk of a token may be shorter."""
+    return align_up(ceil_div(hidden, num_chunks), 8)
+
+
+def max_sums_per_lane(num_epilogue_registers: int) -> int:
+    """FP32 sums that a lane of an epilogue warp keeps during combine: 80 registers are left for
+    everything else."""
+    return min(128, max(8, num_epilogue_registers - 80))
+
+
+def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
+    """Rows and columns that the kernel counts in 32 bits, as its tensor copies do."""
+    sizes = {
+        "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
+        "num_max_tokens_per_rank * num_topk": shape.num_max_tokens_per_rank * shape.num_topk,
+        "rows of the Linear1 weights": shape.num_experts_per_rank * 2 * shape.intermediate_hidden,
+        "rows of the Linear2 weights": shape.num_experts_per_rank * l2_rows_per_expert,
+    }
+    for what, size in sizes.items():
+        if size > MAX_INDEX:
+            raise ValueError(f"index limit: {what} must be at most {MAX_INDEX}; got {size}")
+
+
+def check_registers(counts: Mapping[str, int], warps: Sequence[int]) -> None:
+    """counts: registers per thread by field name, of groups of so many warps."""
+    for name, count in counts.items():
+        if not 24 <= count <= 256 or count % 8:
+            raise ValueError(f"{name} must be a multiple of 8 from 24 to 256; got {count}")
+    total = sum(32 * warp * count for warp, count in zip(warps, counts.values(), strict=True))
+    if total > MAX_REGISTERS_PER_CTA:
+        raise ValueError(
+            f"register limit: {', '.join(counts)} = {', '.join(map(str, counts.values()))} need "
+            f"{total} registers; a CTA has at most {MAX_REGISTERS_PER_CTA}"
+        )
+
+
+def choose_blocks(
+    shape: MoEShape, choices: FieldChoices, *, block_n: int, block_n_reason: str
+) -> None:
+    """Tile sides but block_m, and the numbers of blocks that follow."""
+    choose = choices.choose
+    choose("block_n", block_n, block_n_reason)
+    choose("block_k", BLOCK_K, "one 128-byte swizzled row of e4m3, one word of scales")
+    num_l1_n_blocks = choose(
+        "num_l1_n_blocks", 2 * shape.intermediate_hidden // block_n, "2 * intermediate / block_n"
+    )
+    choose("num_l2_n_blocks", ceil_div(shape.hidden, block_n), "hidden / block_n, rounded up")
+    choose("num_l1_k_blocks", shape.hidden // BLOCK_K, "hidden / block_k")
+    choose("num_l2_k_blocks", shape.intermediate_hidden // BLOCK_K, "intermediate / block_k")
+    choose("num_l2_mask_words", ceil_div(num_l1_n_blocks, 64), "one bit per Linear1 n-block")
+
+
+def choose_waves(shape: MoEShape, expected: Fraction, choices: FieldChoices) -> None:
+    """Experts per wave; needs num_sms, block_m and num_l1_n_blocks."""
+    fields = choices.fields
+    if expected < 1:
+        reason = "less than one token per expert expected: all local experts in one wave"
+    else:
+        reason = (
+            f"fewest experts with {IMBALANCE_FACTOR} * {fields['num_sms']} Linear1 blocks, raised "
+            f"to a divisor of {shape.num_experts_per_rank}"
+        )
+    num_experts_per_wave = choices.choose(
+        "num_experts_per_wave",
+        choose_num_experts_per_wave(
+            expected,
+            num_experts_per_rank=shape.num_experts_per_rank,
+            block_m=fields["block_m"],
+            num_l1_n_blocks=fields["num_l1_n_blocks"],
+            num_sms=fields["num_sms"],
+        ),
+        reason,
+    )
+    if num_experts_per_wave < 1 or shape.num_experts_per_rank % num_experts_per_wave:
+        raise ValueError(
+            "num_experts_per_wave must divide num_experts_per_rank "
+            f"({shape.num_experts_per_rank}); got {num_experts_per_wave}"
+        )
+
+
+def choose_stages(
+    shape: MoEShape, smem_capacity: int, smem_layout: SmemLayout, choices: FieldChoices
+) -> None:
+    """As many stages as shared memory holds; needs everything else that lies there."""
+    fields = choices.fields
+
+    def num_bytes(num_stages: int) -> int:
+        problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
+        return smem_layout({**fields, **problem, "num_stages": num_stages}).num_bytes
+
+    # Alignment makes stages differ by a few bytes, so the number that fits is looked for.
+    stage_bytes = num_bytes(MIN_STAGES + 1) - num_bytes(MIN_STAGES)
+    num_fitting = next(
+        (n for n in range(MAX_STAGES, MIN_STAGES, -1) if num_bytes(n) <= smem_capacity), MIN_STAGES
+    )
+    num_stages = choices.choose(
+        "num_stages",
+        num_fitting,
+        f"as many as fit: {stage_bytes} bytes each, {smem_capacity} bytes in all",
+    )
+    if not MIN_STAGES <= num_stages <= MAX_STAGES:
+        raise ValueError(f"num_stages must be {MIN_STAGES} to {MAX_STAGES}; got {num_stages}")
+    smem_bytes = choices.choose("smem_bytes", num_bytes(num_stages), "end of the shared-memory map")
+    if smem_bytes > smem_capacity:
+        raise ValueError(
+            f"shared memory limit: num_stages {num_stages} with hidden {shape.hidden}, "
+            f"{shape.num_experts} experts and block_m {fields['block_m']} needs {smem_bytes} "
+            f"bytes; a CTA has at most {smem_capacity}"
+        )
+
+
+def choose_combine_chunks(shape: MoEShape, smem_layout: SmemLayout, choices: FieldChoices) -> None:
+    """Chunks of a token in combine; needs num_stages."""
+    fields = choices.fields
+    problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
+    num_free_bytes = smem_layout({**fields, **problem}).mark("barriers_offset")
+    num_epilogue_warps = fields["num_epilogue_warps"]
+    num_epilogue_registers = fields["num_epilogue_registers"]
+    # A chunk of 16 bytes always fits: the free bytes hold two stages at least.
+    num_chunks = choices.choose(
+        "num_combine_chunks",
+        choose_num_combine_chunks(
+            shape.hidden,
+            num_epilogue_warps=num_epilogue_warps,
+            num_epilogue_registers=num_epilogue_registers,
+            num_free_bytes=num_free_bytes,
+        ),
+        f"fewest with {NUM_COMBINE_SLOTS} BF16 chunks per epilogue warp in the {num_free_bytes} "
+        f"bytes before the barriers and at most {max_sums_per_lane(num_epilogue_registers)} sums "
+        "per lane",
+    )
+    chunk = combine_chunk_elements(shape.hidden, num_chunks) if num_chunks > 0 else shape.hidden
+    if num_chunks < 1 or ceil_div(shape.hidden, chunk) != num_chunks:
+        raise ValueError(
+            f"num_combine_chunks must cut hidden ({shape.hidden}) into chunks of a multiple of 8 "
+            f"elements; got {num_chunks}"
+        )
+    num_bytes = num_combine_bytes(num_epilogue_warps, chunk)
+    if num_bytes > num_free_bytes:
+        raise ValueError(
+            f"shared memory limit: num_combine_chunks {num_chunks} needs {num_bytes} bytes; "
+            f"{num_free_bytes} lie before the barriers"
+        )
+    max_sums = max_sums_per_lane(num_epilogue_registers)
+    if chunk > 32 * max_sums:
+        raise ValueError(
+            f"register limit: num_combine_chunks {num_chunks} needs {ceil_div(chunk, 32)} sums per "
+            f"lane; {num_epilogue_registers} epilogue registers hold at most {max_sums}"
+        )

@@ -1,0 +1,143 @@
+"""Choices and limits for the SM90 kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+from .choices import (
+    ConfigFields,
+    FieldChoices,
+    check_index_ranges,
+    check_registers,
+    choose_blocks,
+    choose_combine_chunks,
+    choose_stages,
+    choose_waves,
+)
+from .segments import Layout, align_up
+from .shape import MoEShape
+from .smem_layout import sm90_smem_layout
+
+SMEM_CAPACITY = 227 * 1024  # what one CTA of sm_90 may opt in to
+DEFAULT_NUM_SMS = 132  # H100 and H200
+# Measured on an H200 on 2026-11-20: sharing tokens or weights among 2 CTAs changed the rate of
+# prefill by -3 to 0 %, among 4 by -30 %. The chip is bound by power there, not by copies.
+CLUSTER_SIZE = 1
+BLOCK_N = (
+    256  # two math warpgroups of two 64-row products each; 128 rows read tokens twice as often
+)
+NUM_DISPATCH_WARPS = 2
+NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
+NUM_MATH_WARPS = 8
+
+# Tokens per tile, which is the N of wgmma. 160 is the widest whose accumulators (160 registers per
+# thread) leave room for decoded weights; it reaches 94 % of the tensor cores' rate where 128
+# reaches 84 % (cycles on an H200, 2026-11-20, Linear1 of deepseek-v4-pro).
+BLOCK_MS = (8, 16, 32, 64, 96, 128, 160)
+
+OVERRIDABLE = (
+    "num_sms",
+    "block_m",
+    "num_stages",
+    "num_experts_per_wave",
+    "num_dispatch_registers",
+    "num_epilogue_registers",
+    "num_combine_chunks",
+)
+ROLES = ("dispatch", "loaders", "math and epilogue")
+
+
+def choose_block_m(expected: Fraction) -> int:
+    """The smallest tile that holds three standard deviations more tokens than an expert expects.
+
+    Routing scatters the tokens of an expert like a Poisson count. A second tile would read the
+    expert's weights again, while a tile that is not full costs nothing: the kernel multiplies with
+    the smallest N that covers the valid rows. With many tokens per expert the widest tile is best.
+
+    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 18, 19, 44, 45, 70, 71, 98, 99)]
+    [8, 8, 16, 16, 32, 32, 64, 64, 96, 96, 128, 128, 160]
+    """
+    for block_m in BLOCK_MS:
+        if expected <= block_m and (block_m - expected) ** 2 >= 9 * expected:
+            return block_m
+    return BLOCK_MS[-1]
+
+
+def smem_layout(config: ConfigFields) -> Layout:
+    """Shared memory of a config, given by its fields."""
+    names = (
+        "num_experts",
+        "hidden",
+        "num_dispatch_warps",
+        "num_epilogue_warps",
+        "block_m",
+        "block_k",
+        "num_stages",
+    )
+    return sm90_smem_layout(**{name: int(config[name]) for name in names})
+
+
+def tmem_layout(config: ConfigFields) -> None:
+    """SM90 has no tensor memory."""
+
+
+def choose_fields(
+    shape: MoEShape,
+    num_tokens: int,
+    *,
+    num_sms: int,
+    smem_capacity: int,
+    overrides: Mapping[str, int],
+) -> tuple[dict[str, int], dict[str, str]]:
+    """All fields that are not given by the problem, and the reason of each."""
+    choices = FieldChoices(overrides)
+    choose = choices.choose
+
+    check_index_ranges(shape, l2_rows_per_expert=align_up(shape.hidden, BLOCK_N))
+    choose("num_sms", num_sms, "one CTA per SM of the device, all resident at once")
+    if num_sms < 1:
+        raise ValueError(f"num_sms must be at least 1; got {num_sms}")
+    choose("cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster")
+
+    expected = shape.expected_tokens_per_expert(num_tokens)
+    block_m = choose(
+        "block_m",
+        choose_block_m(expected),
+        f"{float(expected):.4g} tokens per expert expected, and 3 standard deviations on top",
+    )
+    if block_m not in BLOCK_MS:
+        raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
+    choose("store_block_m", block_m, "block_m: the epilogue stores whole tiles")
+    choose_blocks(
+        shape,
+        choices,
+        block_n=BLOCK_N,
+        block_n_reason="weight rows of two math warpgroups, 128 each",
+    )
+
+    choose("num_dispatch_warps", NUM_DISPATCH_WARPS, "half of a warpgroup, beside the loaders")
+    choose("num_epilogue_warps", NUM_MATH_WARPS, "two math warpgroups, which also do the epilogue")
+    choose(
+        "num_threads",
+        32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
+        f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
+    )
+    num_registers = choose(
+        "num_dispatch_registers", 40, "what the math warps leave of a CTA's registers"
+    )
+    choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
+    choose("num_epilogue_registers", 232, "accumulators and decoded weights of the math warps")
+    names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
+    check_registers(
+        {name: choices.fields[name] for name in names},
+        (NUM_DISPATCH_WARPS, NUM_LOADER_WARPS, NUM_MATH_WARPS),
+    )
+
+    choose("num_tmem_stages", 0, "SM90 has no tensor memory")
+    choose("num_tmem_columns", 0, "SM90 has no tensor memory")
+
+    choose_waves(shape, expected, choices)
+    choose_stages(shape, smem_capacity, smem_layout, choices)
+    choose_combine_chunks(shape, smem_layout, choices)
+    return choices.fields, choices.reasons

@@ -1,0 +1,168 @@
+"""The choices for SM90: tile, stages, registers, their limits and what can be overridden."""
+
+import dataclasses
+
+import pytest
+
+from deep_moe.heuristics import MoEShape, choose_config, preset_shape
+from deep_moe.heuristics.smem_layout import num_combine_bytes
+
+PRO = preset_shape("deepseek-v4-pro", num_ranks=4, num_max_tokens_per_rank=8192)
+TILES = (8, 16, 32, 64, 96, 128, 160)
+
+
+def sm90_config(num_tokens: int, shape: MoEShape = PRO, **arguments):
+    return choose_config(shape, num_tokens, arch="sm_90a", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_m"),
+    # on 4 ranks with 384 experts and 6 slots, tokens per expert = num_tokens / 16
+    [
+        (0, 8),
+        (46, 8),
+        (47, 16),
+        (122, 16),
+        (123, 32),
+        (303, 32),
+        (304, 64),
+        (705, 64),
+        (706, 96),
+        (1132, 96),
+        (1134, 128),
+        (1572, 128),
+        (1573, 160),
+        (8192, 160),
+    ],
+)
+def test_the_tile_holds_three_standard_deviations_more_than_expected(num_tokens, block_m):
+    config = sm90_config(num_tokens)
+    assert config.block_m == block_m
+    expected = num_tokens / 16
+    assert block_m == 160 or expected + 3 * expected**0.5 <= block_m
+
+
+def test_tiles_grow_with_the_tokens():
+    tiles = [sm90_config(num_tokens).block_m for num_tokens in range(0, 2000, 7)]
+    assert tiles == sorted(tiles)
+    assert set(tiles) == set(TILES)
+
+
+def test_fixed_values():
+    config = sm90_config(100)
+    assert (config.block_n, config.block_k, config.cluster_size) == (256, 128, 1)
+    assert (config.num_dispatch_warps, config.num_epilogue_warps, config.num_threads) == (2, 8, 384)
+    assert config.store_block_m == config.block_m
+    assert (config.num_tmem_stages, config.num_tmem_columns) == (0, 0)
+    assert config.tmem_layout is None
+    assert config.num_sms == 132
+    assert choose_config(PRO, 100).num_sms == 148
+
+
+def test_block_counts_round_the_last_rows_of_an_odd_hidden_up():
+    config = sm90_config(8, MoEShape(1, 4, 2, 384, 256, 8))
+    assert (config.num_l1_n_blocks, config.num_l2_n_blocks) == (2, 2)
+    assert (config.num_l1_k_blocks, config.num_l2_k_blocks) == (3, 2)
+
+
+@pytest.mark.parametrize(("intermediate", "num_words"), [(128, 1), (8192, 1), (8320, 2)])
+def test_one_bit_per_linear1_block(intermediate, num_words):
+    shape = MoEShape(1, 4, 2, 256, intermediate, 8)
+    config = sm90_config(8, shape)
+    assert config.num_l2_mask_words == num_words
+    # The buffer is the same for every architecture and so may hold more words than are used.
+    assert shape.num_l2_mask_words >= num_words
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3"])
+@pytest.mark.parametrize("num_ranks", [1, 4, 8, 64])
+def test_presets_have_a_kernel_for_every_number_of_tokens(name, num_ranks):
+    shape = preset_shape(name, num_ranks=num_ranks, num_max_tokens_per_rank=8192)
+    for num_tokens in (0, 1, 8, 64, 512, 2048, 8192):
+        config = sm90_config(num_tokens, shape)
+        assert config.num_stages >= 5
+        assert config.smem_bytes == config.smem_layout.num_bytes <= 232448
+
+
+@pytest.mark.parametrize("block_m", TILES)
+@pytest.mark.parametrize("hidden", [128, 384, 7168])
+def test_the_shared_memory_map(block_m, hidden):
+    config = sm90_config(64, MoEShape(1, 9, 3, hidden, 256, 64), overrides={"block_m": block_m})
+    layout = config.smem_layout
+    rows = list(layout.rows())
+    assert [row.offset for row in rows[1:]] == [row.offset + row.num_bytes for row in rows[:-1]]
+    assert rows[-1].end == layout.num_bytes
+    for name in ("staging", "activations", "weight_blocks"):
+        assert layout[name].offset % 1024 == 0
+        assert layout[name].num_bytes % 1024 == 0
+    assert layout["activations"].num_bytes == config.num_stages * block_m * 128
+    assert layout["weight_blocks"].num_bytes == config.num_stages * 17408
+    first_barrier = layout.mark("barriers_offset")
+    for segment in layout.segments:
+        if segment.name.endswith("barriers"):
+            assert segment.offset >= first_barrier
+            assert segment.offset % 8 == 0
+        else:
+            assert segment.end <= first_barrier
+    chunk = -(-hidden // config.num_combine_chunks)
+    assert num_combine_bytes(8, chunk) <= first_barrier
+
+
+def test_as_many_stages_as_fit():
+    config = sm90_config(8192)
+    assert config.num_stages == 5
+    with pytest.raises(ValueError, match="shared memory limit: num_stages 6 with hidden 7168"):
+        sm90_config(8192, overrides={"num_stages": 6})
+
+
+def test_registers_use_up_a_cta():
+    rows = sm90_config(64).explain().registers
+    assert sum(row.registers for row in rows) == 64512
+    assert [(row.role, row.registers_per_thread) for row in rows] == [
+        ("dispatch", 40),
+        ("loaders", 40),
+        ("math and epilogue", 232),
+    ]
+
+
+def test_loaders_share_the_budget_of_their_warpgroup():
+    registers = {"num_dispatch_registers": 56, "num_epilogue_registers": 224}
+    assert sm90_config(64, overrides=registers).num_loader_registers == 56
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"block_m": 48}, "block_m must be one of 8, 16, 32, 64, 96, 128, 160; got 48"),
+        ({"block_m": 192}, "block_m must be one of .*; got 192"),
+        ({"num_sms": 0}, "num_sms must be at least 1; got 0"),
+        ({"num_epilogue_registers": 240}, "register limit: .* at most 64512"),
+        ({"num_dispatch_registers": 44}, "num_dispatch_registers must be a multiple of 8 .* 44"),
+        ({"num_experts_per_wave": 5}, r"must divide num_experts_per_rank \(96\); got 5"),
+        ({"num_combine_chunks": 1}, "shared memory limit: num_combine_chunks 1 needs 344064"),
+        ({"store_block_m": 8}, "overrides must name one of num_sms, block_m, .*'store_block_m'"),
+        ({"num_epilogue_warps": 4}, "overrides must name one of .*; got 'num_epilogue_warps'"),
+    ],
+)
+def test_an_impossible_override_says_which_limit_it_breaks(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        sm90_config(8192, overrides=overrides)
+
+
+def test_an_odd_number_of_ctas_is_allowed():
+    assert sm90_config(8, num_sms=131).explain().schedule.num_rounds > 0
+
+
+def test_every_field_has_a_reason_and_the_explanation_has_no_tensor_memory():
+    config = sm90_config(1024)
+    explanation = config.explain()
+    assert {field.name: field.value for field in explanation.fields} == config.kernel_fields()
+    assert all(field.reason for field in explanation.fields)
+    assert (explanation.tmem_map, explanation.tmem_columns) == ((), 0)
+    assert explanation.to_dict()["arch"] == "sm_90a"
+
+
+def test_configs_of_two_architectures_differ():
+    shape = dataclasses.replace(PRO, num_max_tokens_per_rank=64)
+    assert sm90_config(64, shape) != choose_config(shape, 64)
+    assert sm90_config(64, shape).symm_buffer_layout == choose_config(shape, 64).symm_buffer_layout

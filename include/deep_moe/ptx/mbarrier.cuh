@@ -22,9 +22,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// Any CTA of the cluster; releases at cluster scope.
-__device__ __forceinline__ void mbarrier_arrive_release_cluster(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+// Any CTA of the cluster; releases at CTA scope, so it hands no data to another CTA. Asking for
+// cluster scope would cost a membar over the whole device.
+__device__ __forceinline__ void mbarrier_arrive_shared_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                  :
                  : "r"(barrier)
                  : "memory");

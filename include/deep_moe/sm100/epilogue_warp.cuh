@@ -31,11 +31,12 @@ struct Accumulator {
         ptx::tcgen05_wait_ld(values);
     }
 
-    // This warp has read all it wants. Whole warp, once per block.
+    // This warp has read all it wants. Whole warp, once per block. Tensor memory is ordered by the
+    // tcgen05 fences on both sides; nothing else is handed over.
     __device__ __forceinline__ void release() const {
         ptx::tcgen05_fence_before_thread_sync();
         __syncwarp();
-        if (ptx::elect_sync()) ptx::mbarrier_arrive_release_cluster(empty_barrier);
+        if (ptx::elect_sync()) ptx::mbarrier_arrive_shared_cluster(empty_barrier);
         __syncwarp();
     }
 };

@@ -45,7 +45,7 @@ def test_b1_shared_memory_of_hidden_8192_adds_up(block_m: int, num_experts: int)
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
 def test_b2_combine_in_chunks_reuses_its_buffers_only_after_they_were_read(num_chunks: int):
-    """The emulator reports a read that is not fenced before the next asynchronous write."""
+    """Chunks are loaded into two buffers in turn; a load that comes too early changes the sum."""
     shape = make_shape(6, num_ranks=1, num_topk=4, hidden=1024)
     case = LayerCase(shape, exact_layer(shape))
     tokens = [exact_tokens(shape, 6)]
@@ -55,7 +55,7 @@ def test_b2_combine_in_chunks_reuses_its_buffers_only_after_they_were_read(num_c
 
 @pytest.mark.parametrize("schedule_seed", range(3))
 def test_b3_two_stages_are_not_refilled_while_they_are_read(schedule_seed: int):
-    """With the fewest stages every one is reused at once; the emulator reports a race."""
+    """With the fewest stages every one is reused at once, and copies complete at random times."""
     shape = make_shape(20, num_ranks=1, hidden=512)
     case = LayerCase(shape, exact_layer(shape))
     (result,) = case.compare_call(

@@ -99,7 +99,9 @@ def test_every_member_of_the_header_is_mirrored_in_order() -> None:
     for struct in (KernelArgs, WaitStatus):
         body = re.search(rf"{struct.__name__} \{{\n(.*?)\n\}};", header, re.DOTALL)
         assert body is not None
-        members = re.findall(r"^\s+(?:const )?[\w:]+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE)
+        members = re.findall(
+            r"^\s+(?:const )?[\w:]+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE
+        )
         mirrored = [name for name, *_ in struct._fields_ if not name.startswith("_")]
         assert [member for member in members if member != "padding"] == mirrored
 

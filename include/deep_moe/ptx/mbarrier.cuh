@@ -25,10 +25,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 // Any CTA of the cluster; releases at CTA scope, so it hands no data to another CTA. Asking for
 // cluster scope would cost a membar over the whole device.
 __device__ __forceinline__ void mbarrier_arrive_shared_cluster(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
-                 :
-                 : "r"(barrier)
-                 : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
 // Own CTA; announces `num_bytes` of copies and arrives once.

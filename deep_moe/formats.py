@@ -41,14 +41,22 @@ def quantize_e4m3_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> values[0].item(), unpack_ue8m0(sf).tolist()  # 3 = 384 * 2^-7
     (384.0, [120, 120, 120, 120])
     """
-    groups = _groups(x)
+    values, sf = quantize_e4m3_groups(_groups(x))
+    return values.reshape(x.shape), pack_ue8m0(sf)
+
+
+def quantize_e4m3_groups(
+    groups: torch.Tensor, *, min_scale_byte: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize float32 [..., G], each row of G values a group, to (float8_e4m3fn [..., G], UE8M0
+    bytes [...]). min_scale_byte: the smallest scale that a group gets."""
     finite = groups.isfinite().all(dim=-1)
     sf = _scale_bytes(groups, exponent_of_max=8, mantissa_of_max=0x600000)
-    sf = sf.where(finite, E4M3_NAN_GROUP_BYTE)
+    sf = sf.where(finite, E4M3_NAN_GROUP_BYTE).clamp(min=min_scale_byte)
     scaled = groups * _power_of_two(254 - sf).unsqueeze(-1)
     values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
     values = values.where(finite.unsqueeze(-1), E4M3_NAN)
-    return values.reshape(x.shape).view(torch.float8_e4m3fn), pack_ue8m0(sf)
+    return values.view(torch.float8_e4m3fn), sf
 
 
 def dequantize_e4m3_ue8m0(

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from deep_moe import jit
-from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.heuristics.config import ARCHITECTURES, MegaMoEConfig, choose_config
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
+from deep_moe.jit.sm90_maps import sm90_tensor_maps, sm90_weight_pointers
 from deep_moe.jit.sm100_maps import sm100_tensor_maps
 
 from .arguments import check_contiguous, check_start, check_tensor, require_type
 from .buffer import SymmBuffer, describe_difference
 from .symm_memory import HostMemory
-from .weights import weight_arch
+from .weights import WEIGHT_LAYOUTS, weight_arch
 
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
 ACTIVATION = "swiglu"
@@ -105,7 +106,7 @@ def fp8_fp4_mega_moe(
     recipe, activation: only the defaults are allowed.
     activation_clamp: positive bound of gate and up, or None. fast_math: approximate exponentials.
     arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
-    num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even.
+    num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100.
     overrides: config fields to set instead of the heuristics' choice, by name.
     timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
         default 60 on GPUs and 600 in the emulator.
@@ -234,8 +235,9 @@ def prepare_launch(
     """Check one rank's arguments and turn them into the kernel's."""
     buffer.raise_if_unusable()
     shape = buffer.shape
+    arch = _arch(options, buffer)
     _check_output(y, buffer)
-    _check_weights(l1_weights, l2_weights, buffer)
+    _check_weights(l1_weights, l2_weights, buffer, arch)
     if stats is not None:
         check_tensor(
             "cumulative_local_expert_recv_stats",
@@ -249,8 +251,8 @@ def prepare_launch(
     config = _choose_config(
         shape,
         num_tokens,
-        weight_arch(buffer.device) if options.arch is None else options.arch,
-        _default_num_sms(buffer) if options.num_sms is None else options.num_sms,
+        arch,
+        _default_num_sms(buffer, arch) if options.num_sms is None else options.num_sms,
         options.activation_clamp,
         options.fast_math,
         options.overrides,
@@ -426,10 +428,23 @@ def _cuda_launcher(key: str, config: MegaMoEConfig, device_index: int) -> CudaLa
     )
 
 
-def _default_num_sms(buffer: SymmBuffer) -> int:
+def _arch(options: CallOptions, buffer: SymmBuffer) -> str:
+    """The architecture that the call runs on; a GPU has one only."""
+    own = weight_arch(buffer.device)
+    arch = own if options.arch is None else options.arch
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
+    if arch != own and not buffer.is_emulated:
+        raise ValueError(f"arch must be {own}, that of {buffer.device}, or None; got {arch!r}")
+    return arch
+
+
+def _default_num_sms(buffer: SymmBuffer, arch: str) -> int:
     if buffer.is_emulated:
         return EMULATED_NUM_SMS
-    return torch.cuda.get_device_properties(buffer.device).multi_processor_count // 2 * 2
+    num_sms = torch.cuda.get_device_properties(buffer.device).multi_processor_count
+    cluster_size = ARCHITECTURES[arch].cluster_size
+    return num_sms // cluster_size * cluster_size
 
 
 def _timeout_s(options: CallOptions, buffer: SymmBuffer) -> float:
@@ -454,7 +469,13 @@ def _standing_args(
     if key not in known:
         args = KernelArgs()
         addresses = buffer.memory.addresses
-        specs = sm100_tensor_maps(config, addresses[buffer.rank], l1_weights, l2_weights)
+        own_address = addresses[buffer.rank]
+        if config.arch == "sm_90a":
+            specs = sm90_tensor_maps(config, own_address)
+            for name, address in sm90_weight_pointers(l1_weights, l2_weights).items():
+                setattr(args, name, address)
+        else:
+            specs = sm100_tensor_maps(config, own_address, l1_weights, l2_weights)
         for name, spec in specs.items():
             image = spec.encode_emulated() if buffer.is_emulated else spec.encode_cuda()
             setattr(args, name, TensorMapImage.from_buffer_copy(image))
@@ -531,20 +552,11 @@ def _check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
     check_start("y", y, 16)
 
 
-def _check_weights(l1_weights: Pair, l2_weights: Pair, buffer: SymmBuffer) -> None:
-    shape = buffer.shape
-    experts, hidden, inter = (
-        shape.num_experts_per_rank,
-        shape.hidden,
-        shape.intermediate_hidden,
-    )
-    for name, tensor, dtype, expected in (
-        ("l1_weights[0]", l1_weights[0], torch.int8, (experts, 2 * inter, hidden // 2)),
-        ("l1_weights[1]", l1_weights[1], torch.int32, (experts, hidden // 128, 2 * inter)),
-        ("l2_weights[0]", l2_weights[0], torch.int8, (experts, hidden, inter // 2)),
-        ("l2_weights[1]", l2_weights[1], torch.int32, (experts, inter // 128, hidden)),
-    ):
-        check_tensor(name, tensor, dtype, expected, buffer.device)
+def _check_weights(l1_weights: Pair, l2_weights: Pair, buffer: SymmBuffer, arch: str) -> None:
+    tensors = (*l1_weights, *l2_weights)
+    expected = WEIGHT_LAYOUTS[arch].tensors(buffer.shape)
+    for tensor, (name, (dtype, shape)) in zip(tensors, expected.items(), strict=True):
+        check_tensor(name, tensor, dtype, shape, buffer.device)
 
 
 def _check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:

@@ -3,15 +3,75 @@
 It shares nothing with the kernels: no tiles, no pools, no transformed weights. Products of
 quantized values are summed in float64; everything that the layer rounds is rounded here in the
 same place. It runs on CPU and GPU tensors.
+
+Activations are scaled as the formats say, one scale per 32 values (`MXFP8`). The SM90 kernel
+departs from that in two places, because its tensor cores know no scales (`SM90`): `NUMERICS` says
+which architecture computes which way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from .formats import dequantize_e2m1_ue8m0, dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
+from .formats import (
+    GROUP_SIZE,
+    dequantize_e2m1_ue8m0,
+    dequantize_e4m3_ue8m0,
+    quantize_e4m3_groups,
+    quantize_e4m3_ue8m0,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+SM90_SCALE_BLOCK = 128  # intermediate values that share a scale
+SM90_MIN_SCALE_BYTE = 67  # 2^-60, so that sums can be rescaled in FP32
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How activations become what the tensor cores multiply. Results are float64.
+
+    tokens: from a token's E4M3 values [n, H] and packed scales. requantize: from float32 [n, I]
+    after SwiGLU.
+    """
+
+    tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    requantize: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
+
+
+def _requantize_per_32(activated: torch.Tensor) -> torch.Tensor:
+    return dequantize_e4m3_ue8m0(*quantize_e4m3_ue8m0(activated), torch.float64)
+
+
+def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """A token keeps its largest group scale; the other groups are brought to it in E4M3, rounded to
+    nearest even. That changes values which thereby become subnormal, below 2^-6 of that scale."""
+    scale_bytes = unpack_ue8m0(x_sf).int()
+    largest = scale_bytes.amax(dim=-1, keepdim=True)
+    ratios = torch.exp2((scale_bytes - largest).double()).repeat_interleave(GROUP_SIZE, dim=-1)
+    # float32 holds every product that E4M3 does not round to zero.
+    folded = (x.float().double() * ratios).float().to(torch.float8_e4m3fn)
+    return folded.float().double() * ue8m0_to_float(largest)
+
+
+def _requantize_per_128(activated: torch.Tensor) -> torch.Tensor:
+    groups = activated.unflatten(-1, (-1, SM90_SCALE_BLOCK))
+    values, scale_bytes = quantize_e4m3_groups(groups, min_scale_byte=SM90_MIN_SCALE_BYTE)
+    return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
+
+
+MXFP8 = Numerics(_exact_tokens, _requantize_per_32)
+SM90 = Numerics(fold_token_scales, _requantize_per_128)
+NUMERICS = {"sm_100a": MXFP8, "sm_90a": SM90}
 
 
 def reference_mega_moe(
@@ -23,6 +83,7 @@ def reference_mega_moe(
     l2_weights: Pair,
     *,
     activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
@@ -34,7 +95,8 @@ def reference_mega_moe(
     (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
-    in each. A token that holds NaN or infinities spoils no other.
+    in each. A token that holds NaN or infinities spoils no other. numerics: which kernel's, see
+    `NUMERICS`.
     """
     contributions = slot_contributions(
         x,
@@ -44,6 +106,7 @@ def reference_mega_moe(
         l1_weights,
         l2_weights,
         activation_clamp=activation_clamp,
+        numerics=numerics,
     )
     return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
 
@@ -62,6 +125,7 @@ def slot_contributions(
     l2_weights: Pair,
     *,
     activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
     """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
     num_tokens, num_topk = topk_idx.shape
@@ -72,13 +136,14 @@ def slot_contributions(
         token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
         if token_idx.numel() == 0:
             continue
-        tokens = dequantize_e4m3_ue8m0(x[token_idx], x_sf[token_idx], torch.float64)
+        tokens = numerics.tokens(x[token_idx], x_sf[token_idx])
         contributions[token_idx, slot_idx] = expert_output(
             tokens,
             topk_weights[token_idx, slot_idx],
             (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
             activation_clamp=activation_clamp,
+            numerics=numerics,
         )
     return contributions
 
@@ -90,12 +155,13 @@ def expert_output(
     l2_weights: Pair,
     *,
     activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
     """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
     accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
     gate, up = _round_to_bf16(accumulator).float().chunk(2, dim=1)
     activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
-    quantized = dequantize_e4m3_ue8m0(*quantize_e4m3_ue8m0(activated), torch.float64)
+    quantized = numerics.requantize(activated)
     return _round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
 
 

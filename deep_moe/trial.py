@@ -32,7 +32,7 @@ def run_emulated_ranks(
 ) -> list[RankOutput]:
     """All ranks in this process. `call`: keyword arguments of `EmulatedRanks.call`."""
     weights = [
-        transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks))
+        transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks), arch=call.get("arch"))
         for rank in range(shape.num_ranks)
     ]
     with EmulatedRanks(
@@ -115,7 +115,7 @@ def _run_rank(
             (pair.weight.to(device), pair.sf.to(device))
             for pair in layer.of_rank(rank, shape.num_ranks)
         )
-        weights = transform_weights_for_mega_moe(l1, l2)
+        weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"))
         fill_inputs(buffer, tokens[rank])
         output = _empty_output(shape, tokens[rank], device)
         fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from deep_moe.heuristics.shape import MoEShape
+
 from . import weights_sm90
 
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
@@ -66,7 +68,8 @@ def inverse_transform_weights(
 
 
 def weight_arch(device: torch.device) -> str:
-    """The architecture that weights on `device` are laid out for when the caller names none."""
+    """The architecture of `device`: what weights on it are laid out for, and what calls on it run,
+    when the caller names none. A CPU emulates sm_100a."""
     if device.type != "cuda":
         return "sm_100a"
     major, minor = torch.cuda.get_device_capability(device)
@@ -113,6 +116,17 @@ def _sm100_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
     )
 
 
+def _sm100_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    num_experts, hidden = shape.num_experts_per_rank, shape.hidden
+    intermediate = shape.intermediate_hidden
+    return {
+        "l1_weights[0]": (torch.int8, (num_experts, 2 * intermediate, hidden // 2)),
+        "l1_weights[1]": (torch.int32, (num_experts, hidden // 128, 2 * intermediate)),
+        "l2_weights[0]": (torch.int8, (num_experts, hidden, intermediate // 2)),
+        "l2_weights[1]": (torch.int32, (num_experts, intermediate // 128, hidden)),
+    }
+
+
 def _sm90_transform(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
     return MegaMoEWeights(
         LayerWeights(*weights_sm90.shuffle_layer(*l1, name="l1_weights", is_l1=True)),
@@ -129,17 +143,34 @@ def _sm90_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
     )
 
 
+def _sm90_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    num_experts = shape.num_experts_per_rank
+    block_n, block_k = weights_sm90.BLOCK_N, weights_sm90.BLOCK_K
+    num_l1_n_blocks = 2 * shape.intermediate_hidden // block_n
+    num_l2_n_blocks = -(-shape.hidden // block_n)
+    l1 = (num_experts, num_l1_n_blocks, shape.hidden // block_k, weights_sm90.BLOCK_BYTES)
+    l2 = (num_experts, num_l2_n_blocks, shape.intermediate_hidden // block_k, l1[-1])
+    return {
+        "l1_weights[0]": (torch.int8, l1),
+        "l1_weights[1]": (torch.float32, (num_experts, num_l1_n_blocks, block_n)),
+        "l2_weights[0]": (torch.int8, l2),
+        "l2_weights[1]": (torch.float32, (num_experts, num_l2_n_blocks, block_n)),
+    }
+
+
 @dataclass(frozen=True)
 class WeightLayout:
-    """How one architecture wants its weights."""
+    """How one architecture wants its weights. tensors: dtype and shape of what one rank's
+    transformation gives, by the names that a call knows them by."""
 
     transform: Callable[[LayerWeights, LayerWeights], MegaMoEWeights]
     inverse: Callable[[LayerWeights, LayerWeights], MegaMoEWeights]
+    tensors: Callable[[MoEShape], dict[str, tuple[torch.dtype, tuple[int, ...]]]]
 
 
 WEIGHT_LAYOUTS: dict[str, WeightLayout] = {
-    "sm_100a": WeightLayout(_sm100_transform, _sm100_inverse),
-    "sm_90a": WeightLayout(_sm90_transform, _sm90_inverse),
+    "sm_100a": WeightLayout(_sm100_transform, _sm100_inverse, _sm100_tensors),
+    "sm_90a": WeightLayout(_sm90_transform, _sm90_inverse, _sm90_tensors),
 }
 
 

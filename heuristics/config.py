@@ -131,6 +131,7 @@ class Architecture:
     overridable: tuple[str, ...]
     smem_capacity: int
     default_num_sms: int
+    cluster_size: int
     roles: tuple[str, str, str]  # of the warps with dispatch, loader and epilogue registers
 
 
@@ -142,6 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm100.OVERRIDABLE,
         sm100.SMEM_CAPACITY,
         sm100.DEFAULT_NUM_SMS,
+        sm100.CLUSTER_SIZE,
         sm100.ROLES,
     ),
     "sm_90a": Architecture(
@@ -151,6 +153,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm90.OVERRIDABLE,
         sm90.SMEM_CAPACITY,
         sm90.DEFAULT_NUM_SMS,
+        sm90.CLUSTER_SIZE,
         sm90.ROLES,
     ),
 }

@@ -86,8 +86,9 @@ def run(
 
     from deep_moe import trial
     from deep_moe.comparison import compare
-    from deep_moe.reference import reference_mega_moe
+    from deep_moe.reference import NUMERICS, reference_mega_moe
     from deep_moe.synthetic import exact_tokens, random_tokens
+    from deep_moe.weights import weight_arch
 
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
@@ -120,6 +121,7 @@ def run(
 
             outputs = trial.run_emulated_ranks(shape, whole_layer, inputs, progress=show, **call)
     seconds = time.perf_counter() - started
+    arch = weight_arch(torch.device(device.value)) if arch is None else arch
 
     with stderr().status("computing the reference"):
         expected = [
@@ -131,6 +133,7 @@ def run(
                 whole_layer.l1,
                 whole_layer.l2,
                 activation_clamp=clamp,
+                numerics=NUMERICS[arch],
             )
             for own in inputs
         ]

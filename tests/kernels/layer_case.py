@@ -10,7 +10,7 @@ import torch
 from deep_moe.comparison import Comparison, compare
 from deep_moe.emulated_ranks import EmulatedRanks
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import reference_mega_moe
+from deep_moe.reference import NUMERICS, reference_mega_moe
 from deep_moe.synthetic import Layer, Tokens
 from deep_moe.weights import transform_weights_for_mega_moe
 
@@ -60,6 +60,7 @@ class LayerCase:
                 self.layer.l1,
                 self.layer.l2,
                 activation_clamp=activation_clamp,
+                numerics=NUMERICS[self.arch],
             )
             for mine in tokens
         ]

@@ -1,0 +1,49 @@
+"""How the SM90 kernel reaches its operands: tensor maps of the token pools, plain addresses of the
+weights, which are contiguous blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .kernel_args import WEIGHT_POINTER_NAMES
+from .tensor_map import DataType, Swizzle, TensorMapSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.heuristics.config import MegaMoEConfig
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, TensorMapSpec]:
+    """A spec for each tensor map of KernelArgs that SM90 uses."""
+
+    def pool(segment_name: str) -> TensorMapSpec:
+        segment = config.symm_buffer_layout[segment_name]
+        num_rows, num_columns = segment.shape
+        return TensorMapSpec(
+            data_type=DataType.UINT8,
+            address=buffer_address + segment.offset,
+            dims=(num_columns, num_rows),
+            strides=(num_columns,),
+            box=(config.block_k, config.block_m),
+            swizzle=Swizzle.B128,
+        )
+
+    return {"l1_activations": pool("l1_tokens"), "l2_activations": pool("l2_tokens")}
+
+
+def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
+    """The addresses in KernelArgs of what `transform_weights_for_mega_moe` returns."""
+    tensors = (l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1])
+    for name, tensor in zip(WEIGHT_POINTER_NAMES, tensors, strict=True):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+        if tensor.data_ptr() % 16:  # bulk copies
+            raise ValueError(
+                f"{name} must start at a multiple of 16 bytes; got {tensor.data_ptr():#x}"
+            )
+    return {
+        name: tensor.data_ptr() for name, tensor in zip(WEIGHT_POINTER_NAMES, tensors, strict=True)
+    }

@@ -8,6 +8,11 @@ import torch
 
 MIN_NEAR_SHARE = 0.999  # of all values must be at most one unit away
 MAX_COSINE_DISTANCE = 1e-5
+# Hopper's FP8 sums are off by 5e-4 of their size, measured at K up to 7168. That moves gate and up
+# to neighbouring BF16 numbers, and those Linear1's output to neighbouring E4M3 numbers: a distance
+# of 3e-5 where E4M3 itself costs 1e-3.
+MAX_COSINE_DISTANCE_SHORT_SUMS = 2e-4
+FP32_SUM_BITS = 24
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,15 @@ class Comparison:
         """As near as another order of FP32 additions explains."""
         near = self.num_near >= MIN_NEAR_SHARE * self.num_values
         return near and self.cosine_distance < MAX_COSINE_DISTANCE
+
+    def is_good(self, *, exact: bool, sum_bits: int = FP32_SUM_BITS) -> bool:
+        """exact: equality is what can be expected. sum_bits: of `Numerics`; where sums are shorter
+        than FP32, values differ by more than a unit here and there, and the angle must do."""
+        if exact:
+            return self.is_exact
+        if sum_bits >= FP32_SUM_BITS:
+            return self.is_near
+        return self.cosine_distance < MAX_COSINE_DISTANCE_SHORT_SUMS
 
 
 def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:

@@ -59,12 +59,14 @@ class EmulatedRanks:
         checked: bool = True,
         ranks: Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
+        hopper_fp8_sums: bool = False,
     ) -> None:
         """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
 
         ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
         receive statistics. ranks: those that take part, by default all; the others never arrive.
         progress: told now and then how many warp instructions have been executed.
+        hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         options = CallOptions(
@@ -102,6 +104,7 @@ class EmulatedRanks:
                 checks=checked,
                 clock="virtual",
                 progress=progress,
+                hopper_fp8_sums=hopper_fp8_sums,
             )
         except BaseException:
             for buffer in self.buffers:

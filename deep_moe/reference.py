@@ -37,11 +37,12 @@ class Numerics:
     """How activations become what the tensor cores multiply. Results are float64.
 
     tokens: from a token's E4M3 values [n, H] and packed scales. requantize: from float32 [n, I]
-    after SwiGLU.
+    after SwiGLU. sum_bits: what hardware keeps of a sum of products; the reference keeps all.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     requantize: Callable[[torch.Tensor], torch.Tensor]
+    sum_bits: int
 
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
@@ -69,8 +70,8 @@ def _requantize_per_128(activated: torch.Tensor) -> torch.Tensor:
     return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
 
 
-MXFP8 = Numerics(_exact_tokens, _requantize_per_32)
-SM90 = Numerics(fold_token_scales, _requantize_per_128)
+MXFP8 = Numerics(_exact_tokens, _requantize_per_32, sum_bits=24)
+SM90 = Numerics(fold_token_scales, _requantize_per_128, sum_bits=13)
 NUMERICS = {"sm_100a": MXFP8, "sm_90a": SM90}
 
 

@@ -8,6 +8,9 @@ reference bit for bit:
 - gate weights are not negative and carry a scale of 32: SiLU of 0 is 0, of 32 and more itself;
 - routing weights are powers of two; down-projection weights are at most 3 in size, so that up to
   5461 of them times 32 * 32 stay below 2^24.
+
+Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
+leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
 """
 
 from __future__ import annotations
@@ -30,10 +33,24 @@ from .weights import LayerWeights
 if TYPE_CHECKING:
     from .heuristics import MoEShape
 
-EXACT_MAX_INTERMEDIATE = 5461
-EXACT_NUM_NONZEROS = 8  # weights per row of gate and up
 _UE8M0_OF_ONE = 127
 _UE8M0_OF_32 = 132
+
+
+@dataclass(frozen=True)
+class _ExactBounds:
+    """What keeps sums below 2^bits units."""
+
+    num_l1_weights: int  # per row of gate and up
+    max_l1_weight: int
+    num_l2_weights: int  # per row
+
+    @property
+    def is_l2_dense(self) -> bool:
+        return self.num_l2_weights > 128
+
+
+_EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
 
 
 @dataclass(frozen=True)
@@ -99,20 +116,27 @@ def random_tokens(
     return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
 
 
-def exact_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
-    """Weights of the exact case; see above."""
-    if shape.intermediate_hidden > EXACT_MAX_INTERMEDIATE:
+def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
+    """Weights of the exact case; see above. sum_bits: 24 or 13."""
+    if sum_bits not in _EXACT_BOUNDS:
+        raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
+    bounds = _EXACT_BOUNDS[sum_bits]
+    if bounds.is_l2_dense and shape.intermediate_hidden > bounds.num_l2_weights:
         raise ValueError(
-            f"intermediate_hidden must be at most {EXACT_MAX_INTERMEDIATE} for an exact case; "
+            f"intermediate_hidden must be at most {bounds.num_l2_weights} for an exact case; "
             f"got {shape.intermediate_hidden}"
         )
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden = shape.num_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
 
+    def places(shape: tuple[int, ...], count: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).topk(count, dim=-1).indices
+
     l1 = torch.zeros(num_experts, num_rows, hidden)
-    places = torch.rand(l1.shape, generator=generator).topk(EXACT_NUM_NONZEROS, dim=-1).indices
-    l1.scatter_(-1, places, torch.randint(1, 3, places.shape, generator=generator).float())
+    used = places(tuple(l1.shape), bounds.num_l1_weights)
+    sizes = torch.randint(1, bounds.max_l1_weight + 1, used.shape, generator=generator)
+    l1.scatter_(-1, used, sizes.float())
     signs = torch.randint(0, 2, l1.shape, generator=generator) * 2 - 1
     l1[:, shape.intermediate_hidden :] *= signs[:, shape.intermediate_hidden :]
     l1_sf = torch.full((num_experts, num_rows, hidden // GROUP_SIZE), _UE8M0_OF_ONE)
@@ -120,6 +144,9 @@ def exact_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
 
     l2_shape = (num_experts, hidden, shape.intermediate_hidden)
     l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
+    if not bounds.is_l2_dense:
+        used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
+        l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
     l2_sf = torch.full((*l2_shape[:2], l2_shape[2] // GROUP_SIZE), _UE8M0_OF_ONE)
     return Layer(
         LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf.to(torch.uint8))),

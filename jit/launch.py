@@ -55,16 +55,18 @@ def run_emulated(
     checks: bool,
     clock: Literal["virtual", "real"],
     progress: Callable[[int], None] | None = None,
+    hopper_fp8_sums: bool = False,
 ) -> None:
     """Run all launches at once, to completion.
 
     seed: picks the interleaving. checks: look for races and the like (slower). clock: "real" if
     other processes take part, else "virtual", where waiting costs nothing. progress: told now and
-    then how many warp instructions have been executed.
+    then how many warp instructions have been executed. hopper_fp8_sums: drop the low bits of FP8
+    sums as an H200 does.
     """
     from deep_moe.emulator import Machine
 
-    machine = Machine(seed=seed, checks=checks, clock=clock)
+    machine = Machine(seed=seed, checks=checks, clock=clock, hopper_fp8_sums=hopper_fp8_sums)
     modules: dict[str, Any] = {}
     for launch in launches:
         for region in launch.memory:

@@ -71,3 +71,14 @@ def test_shapes_and_types_are_checked():
         compare(bf16(1, 2, 3), bf16(1, 2))
     with pytest.raises(TypeError, match="y must be bfloat16"):
         compare(torch.ones(2), bf16(1, 2))
+
+
+def test_short_sums_are_judged_by_the_angle_alone():
+    torch.manual_seed(0)
+    expected = torch.randn(100_000, dtype=torch.float64)
+    for relative_error, is_good in ((0.015, True), (0.025, False)):
+        y = expected + relative_error * torch.randn(100_000, dtype=torch.float64)
+        comparison = compare(y.bfloat16(), expected.bfloat16())
+        assert not comparison.is_good(exact=False)
+        assert comparison.is_good(exact=False, sum_bits=13) is is_good
+        assert not comparison.is_good(exact=True, sum_bits=13)

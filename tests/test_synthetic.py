@@ -26,6 +26,22 @@ def test_the_exact_case_keeps_its_bounds():
     assert l2.unique().tolist() == [-3, -2, -1, 0, 1, 2, 3]
 
 
+def test_the_exact_case_for_short_sums_keeps_its_bounds():
+    layer, tokens = exact_layer(SHAPE, seed=1, sum_bits=13), exact_tokens(SHAPE, 32, seed=2)
+    x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf, torch.float64)
+    l1 = dequantize_e2m1_ue8m0(*layer.l1, torch.float64)
+    gate, up = (x @ l1.transpose(1, 2)).chunk(2, dim=-1)
+    units = (gate * up).abs() / 32
+    assert units.max() <= 16
+    assert units.unique().numel() > 5
+    l2 = dequantize_e2m1_ue8m0(*layer.l2, torch.float64)
+    assert (units @ l2.abs().transpose(1, 2)).max() < 2**13
+    assert (l2 != 0).sum(dim=-1).max() <= 128
+    # No other size than this is known to be exact.
+    with pytest.raises(ValueError, match="sum_bits must be one of 24, 13; got 14"):
+        exact_layer(SHAPE, sum_bits=14)
+
+
 def test_the_exact_case_says_something():
     layer, tokens = exact_layer(SHAPE, seed=1), exact_tokens(SHAPE, 32, seed=2)
     y = reference_mega_moe(

@@ -5,8 +5,10 @@ and lane."""
 
 from __future__ import annotations
 
+from deep_moe.errors import DeepMoEError
 
-class EmulatorError(RuntimeError):
+
+class EmulatorError(DeepMoEError):
     """Base of the errors below; raised itself for faults of the emulator."""
 
 

@@ -39,7 +39,7 @@ FLAGS = (
 NUM_COMPILERS = 2
 
 
-class LibraryError(RuntimeError):
+class LibraryError(OSError):
     """The library cannot be built or loaded."""
 
 

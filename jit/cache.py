@@ -12,8 +12,8 @@ noticed and compiled again. Writers of one key wait for each other on a file loc
 operating system drops if its holder is killed; what such a writer left behind is removed by the
 next one.
 
-The folder is the argument, else `DEEP_MOE_CACHE_DIR`, else `$XDG_CACHE_HOME/deep_moe`, else
-`~/.cache/deep_moe`.
+The folder is the argument, else `DEEP_MOE_CACHE_DIR`, else the user's cache folder as platformdirs
+knows it (`~/.cache/deep_moe` on most machines).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deep_moe.errors import CacheError
+from deep_moe.errors import CacheError, MissingPackageError
 
 # Part of every key: raise it when the files of an entry or the manifest's fields change.
 SCHEMA_VERSION = 1
@@ -87,12 +87,20 @@ class EntryReport:
 
 
 def default_folder() -> Path:
-    """Where kernels are cached unless the caller names a folder."""
+    """Where kernels are cached unless the caller names a folder.
+
+    Raises MissingPackageError where neither the variable nor platformdirs is there.
+    """
     if os.environ.get(FOLDER_VARIABLE):
         return Path(os.environ[FOLDER_VARIABLE])
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"], "deep_moe")
-    return Path.home() / ".cache" / "deep_moe"
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{FOLDER_VARIABLE} is not set and the package that knows the user's cache folder is "
+            f"not installed; run: pip install platformdirs (or set {FOLDER_VARIABLE})"
+        ) from error
+    return platformdirs.user_cache_path("deep_moe")
 
 
 def make_key(arch: str, parts: Mapping[str, Any]) -> str:

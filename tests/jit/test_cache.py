@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_moe.errors import CacheError
+from deep_moe.errors import CacheError, MissingPackageError
 from deep_moe.jit.cache import DamagedEntryWarning, KernelCache, default_folder, make_key
 
 FILES = {
@@ -175,13 +175,25 @@ def test_the_folder_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path / "named"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_folder() == tmp_path / "named"
-    monkeypatch.delenv("DEEP_MOE_CACHE_DIR")
-    assert default_folder() == tmp_path / "xdg" / "deep_moe"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_folder() == tmp_path / "home" / ".cache" / "deep_moe"
+
+
+def test_without_the_variable_the_folder_is_the_user_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("platformdirs")
+    monkeypatch.delenv("DEEP_MOE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "deep_moe"
+
+
+def test_a_missing_platformdirs_is_named_with_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DEEP_MOE_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.raises(MissingPackageError, match=r"pip install platformdirs .*DEEP_MOE_CACHE_DIR"):
+        default_folder()
 
 
 # A process that loads KEY and says so in a line; its compiler leaves a mark, then takes its time.

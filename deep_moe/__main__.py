@@ -1,0 +1,5 @@
+"""`python -m deep_moe`: the command line, also in a source checkout that is not installed."""
+
+from .cli import main
+
+main()

@@ -35,7 +35,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
 
 SWIGLU_KERNEL = r"""
 #include <deep_moe/kernel_args.cuh>
-#include <deep_moe/sm100/swiglu.cuh>
+#include <deep_moe/swiglu.cuh>
 
 using namespace deep_moe;
 
@@ -50,7 +50,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     if (blockIdx.x != 0) return;
     for (uint32_t i = threadIdx.x; i < 4096; i += 32) {
         values[12288 + i] =
-            sm100::swiglu<Activation>(values[i], values[4096 + i], values[8192 + i]);
+            deep_moe::swiglu<Activation>(values[i], values[4096 + i], values[8192 + i]);
     }
 }
 """

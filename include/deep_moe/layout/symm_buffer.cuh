@@ -91,6 +91,10 @@ class SymmBuffer {
     __device__ float* l1_topk_weight(uint32_t pool_token_idx) const {
         return at<float>(Symm::l1_topk_weights_offset) + pool_token_idx;  // [pool_tokens]
     }
+    __device__ uint8_t* l2_token(uint32_t pool_token_idx) const {
+        return at<uint8_t>(Symm::l2_tokens_offset) +
+               uint64_t{pool_token_idx} * Config::intermediate_hidden;  // [pool_tokens][I] e4m3
+    }
     __device__ uint32_t* l2_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
         return at<uint32_t>(Symm::l2_token_sf_offset) +
                uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens +

@@ -83,4 +83,11 @@ __device__ __forceinline__ void red_add_shared(uint32_t address, uint32_t value)
                  : "memory");
 }
 
+__device__ __forceinline__ void red_max_shared(uint32_t address, uint32_t value) {
+    asm volatile("red.max.relaxed.cta.shared::cta.u32 [%0], %1;"
+                 :
+                 : "r"(address), "r"(value)
+                 : "memory");
+}
+
 }  // namespace deep_moe::ptx

@@ -16,6 +16,21 @@ __device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t dst, const 
         : "memory");
 }
 
+// The same for bytes that nobody will read again: L2 gives them up first.
+__device__ __forceinline__ void cp_async_bulk_shared_global_evict_first(uint32_t dst,
+                                                                        const void* src,
+                                                                        uint32_t num_bytes,
+                                                                        uint32_t barrier) {
+    constexpr uint64_t evict_first =
+        0x12f0000000000000;  // a cache policy, as createpolicy makes it
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(dst), "l"(src), "r"(num_bytes), "r"(barrier), "l"(evict_first)
+        : "memory");
+}
+
 // Own shared memory to global memory, part of the thread's open bulk group.
 __device__ __forceinline__ void cp_async_bulk_global_shared(void* dst, uint32_t src,
                                                             uint32_t num_bytes) {

@@ -20,6 +20,27 @@ __device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f32(float high, floa
     return packed;
 }
 
+// Two E4M3 to F16, exactly; the upper byte to the upper half.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t packed) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(packed));
+    return halves;
+}
+
+// Two F16 to E4M3, as from floats.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t halves) {
+    uint16_t packed;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(halves));
+    return packed;
+}
+
+// Two products in F16.
+__device__ __forceinline__ uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // 2^x, at most 2 ulp.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float power;

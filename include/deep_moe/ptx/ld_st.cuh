@@ -63,6 +63,20 @@ __device__ __forceinline__ void st_relaxed_sys(uint64_t* address, uint64_t value
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" : : "r"(address), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint2 ld_shared_v2(uint32_t address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -93,6 +107,11 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 value) {
                  :
                  : "r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
+}
+
+// Brings the cache line of a global address into L2; nothing waits for it.
+__device__ __forceinline__ void prefetch_global_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(address) : "memory");
 }
 
 }  // namespace deep_moe::ptx

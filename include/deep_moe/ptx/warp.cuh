@@ -12,6 +12,13 @@ __device__ __forceinline__ uint32_t lane_idx() {
     return threadIdx.x % warp_size;
 }
 
+// threadIdx.x, read where the call stands.
+__device__ __forceinline__ uint32_t tid_x() {
+    uint32_t idx;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(idx));
+    return idx;
+}
+
 // The same value in all lanes, in a form the compiler can tell is uniform.
 __device__ __forceinline__ uint32_t warp_idx() {
     return __shfl_sync(full_warp, threadIdx.x / warp_size, 0);
@@ -42,6 +49,12 @@ __device__ __forceinline__ uint32_t redux_sync_min(uint32_t value) {
     uint32_t smallest;
     asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(smallest) : "r"(value));
     return smallest;
+}
+
+__device__ __forceinline__ uint32_t redux_sync_max(uint32_t value) {
+    uint32_t largest;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+    return largest;
 }
 
 // Position of the n-th set bit, counted from 0. Needs at least n + 1 set bits.

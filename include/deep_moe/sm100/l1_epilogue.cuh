@@ -22,7 +22,7 @@
 #include "deep_moe/sm100/epilogue_warp.cuh"
 #include "deep_moe/sm100/scale_layout.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"
-#include "deep_moe/sm100/swiglu.cuh"
+#include "deep_moe/swiglu.cuh"
 
 namespace deep_moe::sm100 {
 

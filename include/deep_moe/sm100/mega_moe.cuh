@@ -12,13 +12,13 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
-#include "deep_moe/ptx/registers.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/roles/combine.cuh"
 #include "deep_moe/roles/dispatch.cuh"
 #include "deep_moe/roles/handover.cuh"
+#include "deep_moe/roles/registers.cuh"
 #include "deep_moe/sm100/activation_loader.cuh"
 #include "deep_moe/sm100/epilogue.cuh"
 #include "deep_moe/sm100/mma.cuh"
@@ -50,18 +50,6 @@ struct WarpRoles {
                       64512,
                   "register budgets must fit into what an SM has");
 };
-
-// From the registers that every thread is launched with to those of its role: the compiler hands
-// out all 64 Ki of an SM, in steps of 8. All four warps of a warpgroup.
-template <class Config, uint32_t count>
-__device__ __forceinline__ void set_registers() {
-    constexpr uint32_t launch_count = 65536 / Config::num_threads / 8 * 8;
-    if constexpr (count < launch_count) {
-        ptx::setmaxnreg_dec<count>();
-    } else {
-        ptx::setmaxnreg_inc<count>();
-    }
-}
 
 // Barriers, tensor memory, descriptors. Ends when both CTAs are ready; returns the TMEM address.
 template <class Config>

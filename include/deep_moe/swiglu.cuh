@@ -6,7 +6,7 @@
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/min_max.cuh"
 
-namespace deep_moe::sm100 {
+namespace deep_moe {
 
 // x / (1 + e^-x). Both forms give -0 for very negative x and x for very large x.
 template <class Config>
@@ -36,4 +36,4 @@ __device__ __forceinline__ float swiglu(float gate, float up, float topk_weight)
     return silu<Config>(gate) * up * topk_weight;
 }
 
-}  // namespace deep_moe::sm100
+}  // namespace deep_moe

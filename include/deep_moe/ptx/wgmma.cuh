@@ -1,0 +1,100 @@
+// wgmma: the fourth-generation tensor core of SM90. A warpgroup multiplies 64 rows of A, in its
+// registers, with B in shared memory; the products run asynchronously, in groups.
+//
+// All four warps of a warpgroup execute each of these, converged. Thread t of warp w holds
+//   A, register r, byte e:  row 16*w + t/4 + 8*(r%2), k = 4*(t%4) + e + 16*(r/2)
+//   D, register i:          row 16*w + t/4 + 8*(i/2%2), column 2*(t%4) + i%2 + 8*(i/4)
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe::ptx {
+
+// Before the first wgmma, and whenever registers that one uses were touched since the last.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
+}
+
+// Closes the group of all wgmmas since the last one.
+__device__ __forceinline__ void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+}
+
+// Until at most `num_pending` newest groups are incomplete. Registers of an incomplete one, A and
+// accumulators, must not be touched.
+template <uint32_t num_pending>
+__device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(num_pending) : "memory");
+}
+
+// The operand lists below: the first 4, 8, 16, ... registers of an accumulator, by number and as
+// constraints.
+#define DEEP_MOE_NUMBERS_4 "%0, %1, %2, %3"
+#define DEEP_MOE_NUMBERS_8 DEEP_MOE_NUMBERS_4 ", %4, %5, %6, %7"
+#define DEEP_MOE_NUMBERS_16 DEEP_MOE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define DEEP_MOE_NUMBERS_32 \
+    DEEP_MOE_NUMBERS_16     \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define DEEP_MOE_NUMBERS_48 \
+    DEEP_MOE_NUMBERS_32     \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define DEEP_MOE_NUMBERS_64 \
+    DEEP_MOE_NUMBERS_48     \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DEEP_MOE_NUMBERS_80 \
+    DEEP_MOE_NUMBERS_64     \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define DEEP_MOE_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DEEP_MOE_FLOATS_8(d, i) DEEP_MOE_FLOATS_4(d, i), DEEP_MOE_FLOATS_4(d, i + 4)
+#define DEEP_MOE_FLOATS_16(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_8(d, i + 8)
+#define DEEP_MOE_FLOATS_32(d, i) DEEP_MOE_FLOATS_16(d, i), DEEP_MOE_FLOATS_16(d, i + 16)
+#define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_16(d, i + 32)
+#define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_32(d, i + 32)
+#define DEEP_MOE_FLOATS_80(d, i) DEEP_MOE_FLOATS_64(d, i), DEEP_MOE_FLOATS_16(d, i + 64)
+
+// D[64 rows][n] += A (E5M2) x B (E4M3), K = 32, FP32 accumulation. `b_descriptor`: n rows of 32
+// bytes of K.
+#define DEEP_MOE_WGMMA(n, num_accumulators, a0, a1, a2, a3, b)                         \
+    __device__ __forceinline__ void wgmma_m64k32_f32_e5m2_e4m3(                        \
+        float (&d)[num_accumulators], const uint32_t (&a)[4], uint64_t b_descriptor) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" n                             \
+                     "k32.f32.e5m2.e4m3 "                                              \
+                     "{" DEEP_MOE_NUMBERS_##num_accumulators                           \
+                     "}, "                                                             \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", 1, 1, 1;"               \
+                     : DEEP_MOE_FLOATS_##num_accumulators(d, 0)                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor)   \
+                     : "memory");                                                      \
+    }
+DEEP_MOE_WGMMA("8", 4, "%4", "%5", "%6", "%7", "%8")
+DEEP_MOE_WGMMA("16", 8, "%8", "%9", "%10", "%11", "%12")
+DEEP_MOE_WGMMA("32", 16, "%16", "%17", "%18", "%19", "%20")
+DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36")
+DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50", "%51", "%52")
+DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
+DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
+
+#undef DEEP_MOE_WGMMA
+#undef DEEP_MOE_NUMBERS_4
+#undef DEEP_MOE_NUMBERS_8
+#undef DEEP_MOE_NUMBERS_16
+#undef DEEP_MOE_NUMBERS_32
+#undef DEEP_MOE_NUMBERS_48
+#undef DEEP_MOE_NUMBERS_64
+#undef DEEP_MOE_NUMBERS_80
+#undef DEEP_MOE_FLOATS_4
+#undef DEEP_MOE_FLOATS_8
+#undef DEEP_MOE_FLOATS_16
+#undef DEEP_MOE_FLOATS_32
+#undef DEEP_MOE_FLOATS_48
+#undef DEEP_MOE_FLOATS_64
+#undef DEEP_MOE_FLOATS_80
+
+// Keeps the compiler from moving uses of an accumulator in front of the wait that completes it.
+template <uint32_t num_accumulators>
+__device__ __forceinline__ void wgmma_keep_order(float (&d)[num_accumulators]) {
+#pragma unroll
+    for (uint32_t i = 0; i < num_accumulators; ++i) asm volatile("" : "+f"(d[i]));
+}
+
+}  // namespace deep_moe::ptx

@@ -1,0 +1,40 @@
+// What an activation loader waits for before the first copy of a block.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// Linear1 needs all tokens of the block from dispatch, Linear2 all of Linear1's n-blocks from the
+// epilogues of other CTAs. What was acquired here is read by the async proxy: hence the fence.
+template <class Config>
+__device__ bool wait_for_tokens(const SymmBuffer<Config>& local, const Block& block,
+                                Waiter& waiter) {
+    bool arrived = true;
+    if (block.phase == Phase::linear1) {
+        const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
+        arrived = waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows,
+                                    [&] { return ptx::ld_acquire_gpu(count); });
+    } else {
+#pragma unroll
+        for (uint32_t word_idx = 0; word_idx < Config::num_l2_mask_words; ++word_idx) {
+            constexpr uint32_t num_words = Config::num_l2_mask_words;
+            constexpr uint32_t num_bits_in_last = Config::num_l1_n_blocks - (num_words - 1) * 64;
+            const uint32_t num_bits = word_idx + 1 == num_words ? num_bits_in_last : 64;
+            const uint64_t* word = local.l2_arrival_mask(block.pool_block_idx, word_idx);
+            arrived = arrived &&
+                      waiter.warp_until(WaitSite::l2_block_arrival, ~uint64_t{0} >> (64 - num_bits),
+                                        [&] { return ptx::ld_acquire_gpu(word); });
+        }
+    }
+    ptx::fence_proxy_async_global();
+    return arrived;
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,38 @@
+// What the math warps know of a block. They hold accumulators in nearly all their registers, so
+// they have no scheduler of their own: the weight loader, which walks the same list ahead of them,
+// leaves a header for each block in shared memory.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/scheduler.cuh"
+
+namespace deep_moe::sm90 {
+
+struct BlockHeader {
+    Phase phase;
+    uint32_t weight_block_row_idx;  // expert_idx * number of n-blocks + n_block_idx
+    uint32_t n_block_idx;
+    uint32_t pool_block_idx;
+    uint32_t num_valid_rows;  // 0: there is no further block
+};
+
+__device__ __forceinline__ void store_header(uint32_t address, const BlockHeader& header) {
+    ptx::st_shared_v4(address, {header.weight_block_row_idx,
+                                header.n_block_idx << 1 | static_cast<uint32_t>(header.phase),
+                                header.pool_block_idx, header.num_valid_rows});
+}
+
+// A whole warp. The shuffles make the values uniform in the compiler's eyes, without which it would
+// take the wgmmas of a phase for a divergent path and wait after each.
+__device__ __forceinline__ BlockHeader load_header(uint32_t address) {
+    const uint4 words = ptx::ld_shared_v4(address);
+    const uint32_t n_block_and_phase = __shfl_sync(full_warp, words.y, 0);
+    return {static_cast<Phase>(n_block_and_phase & 1), __shfl_sync(full_warp, words.x, 0),
+            n_block_and_phase >> 1, __shfl_sync(full_warp, words.z, 0),
+            __shfl_sync(full_warp, words.w, 0)};
+}
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,86 @@
+// From packed FP4 weights in shared memory to the register operand of wgmma.
+//
+// A weight block is 256 rows x 128 k as the host shuffled it: for each of the two math warpgroups
+// 8192 bytes of nibbles and 512 bytes of shifts. A thread owns 4 rows and a quarter of the block's
+// k, so that one 32-element scale group, and with it one shift, is all it needs per row.
+//
+// FP4 becomes E5M2 by a byte permute: the 8 magnitudes of a row's group are 8 bytes, and the
+// group's scale is in them already, since a shift by one exponent adds 4 to each E5M2 code but that
+// of zero.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/permute.cuh"
+
+namespace deep_moe::sm90 {
+
+// A math warpgroup's 128 rows are two products of 64.
+constexpr uint32_t num_row_halves = 2;
+constexpr uint32_t mma_k = 32;
+constexpr uint32_t mmas_per_k_block = 128 / mma_k;
+
+constexpr uint32_t weight_half_bytes = 4096;    // nibbles of 64 rows x 128 k
+constexpr uint32_t weight_shift_offset = 8192;  // behind the nibbles of both halves
+constexpr uint32_t weight_part_bytes = weight_shift_offset + 512;  // of one warpgroup
+constexpr uint32_t weight_block_bytes = 2 * weight_part_bytes;
+
+// A thread's share of 64 rows x 128 k: two rows x 32 k, 64 nibbles.
+struct PackedWeights {
+    uint4 words[2];
+};
+
+// `part`: the warpgroup's part of a weight block, in shared memory.
+__device__ __forceinline__ PackedWeights load_packed_weights(uint32_t part, uint32_t row_half,
+                                                             uint32_t warpgroup_thread_idx) {
+    const uint32_t address =
+        part + row_half * weight_half_bytes + warpgroup_thread_idx * sizeof(uint4);
+    return {{ptx::ld_shared_v4(address), ptx::ld_shared_v4(address + weight_half_bytes / 2)}};
+}
+
+// Shifts of a thread's 4 rows, a byte each: row r of half h in byte 2*h + r.
+__device__ __forceinline__ uint32_t load_weight_shifts(uint32_t part,
+                                                       uint32_t warpgroup_thread_idx) {
+    return ptx::ld_shared_u32(part + weight_shift_offset + warpgroup_thread_idx * sizeof(uint32_t));
+}
+
+// The E5M2 codes of {0, .5, 1, 1.5} and {2, 3, 4, 6}, times 2^(shift - 13).
+struct DecodeTable {
+    uint32_t low;
+    uint32_t high;
+};
+
+template <uint32_t byte_idx>
+__device__ __forceinline__ DecodeTable decode_table(uint32_t shifts) {
+    const uint32_t shift = ptx::prmt(shifts, 0, 0x4440 + byte_idx);
+    return {shift * 0x04040400u + 0x0a080400u, shift * 0x04040404u + 0x12100e0cu};
+}
+
+// 8 weights of a row: magnitudes in bits 0..2 of each nibble, which select from the table; the sign
+// of weight v in the bit that the result needs (bit 7 + 8*v for the first four, bit 3 + 8*(v-4),
+// one nibble lower, for the others).
+__device__ __forceinline__ void decode_word(uint32_t word, const DecodeTable& table,
+                                            uint32_t& first, uint32_t& second) {
+    const uint32_t selectors = word & 0x77777777u;
+    first = ptx::prmt(table.low, table.high, selectors) | (word & 0x80808080u);
+    second = ptx::prmt(table.low, table.high, selectors >> 16) | ((word << 4) & 0x80808080u);
+}
+
+// A operands of the four products along the k-block.
+template <uint32_t row_half>
+__device__ __forceinline__ void decode(const PackedWeights& packed, uint32_t shifts,
+                                       uint32_t (&fragments)[mmas_per_k_block][4]) {
+    const DecodeTable upper_rows = decode_table<2 * row_half>(shifts);
+    const DecodeTable lower_rows = decode_table<2 * row_half + 1>(shifts);
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint4& words = packed.words[i];
+        decode_word(words.x, upper_rows, fragments[2 * i][0], fragments[2 * i][2]);
+        decode_word(words.y, lower_rows, fragments[2 * i][1], fragments[2 * i][3]);
+        decode_word(words.z, upper_rows, fragments[2 * i + 1][0], fragments[2 * i + 1][2]);
+        decode_word(words.w, lower_rows, fragments[2 * i + 1][1], fragments[2 * i + 1][3]);
+    }
+}
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,143 @@
+// The products of one block: D[256 weight rows][tokens], half of the rows in each of two
+// warpgroups, as two times 64. Weights are decoded into registers just before their product, tokens
+// stay in shared memory.
+//
+// While the tensor core works on one half's products of a k-block, the thread decodes the weights
+// of the other half; packed words are read one half ahead, so that no decode waits for them.
+// Nothing is promoted: FP8 products accumulate in the tensor core over the whole K.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/ptx/wgmma.cuh"
+#include "deep_moe/ring_position.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm90/fp4_decode.cuh"
+#include "deep_moe/sm90/math_warp.cuh"
+#include "deep_moe/sm90/rescaler.cuh"
+#include "deep_moe/sm90/shared_memory.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm90 {
+
+// A thread's part of D: [64 rows][register], in the order of ptx/wgmma.cuh.
+template <uint32_t num_tokens>
+using Accumulators = float[num_row_halves][num_tokens / 2];
+
+// wgmma descriptor of an operand with 128 bytes of K per row in the 128-byte swizzle: address in
+// units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1.
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
+    constexpr uint64_t swizzle_128b = uint64_t{1} << 62;
+    constexpr uint64_t stride = uint64_t{1024 >> 4} << 32;
+    constexpr uint64_t leading = uint64_t{1} << 16;  // without meaning for a swizzled operand
+    return swizzle_128b | stride | leading | ((smem_address & 0x3ffff) >> 4);
+}
+
+// One thread's walk through the stages; all threads of a warpgroup make it together.
+template <class Config>
+class MainLoop {
+ public:
+    __device__ MainLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
+                        Waiter& waiter)
+        : smem_(smem),
+          part_offset_(thread.warpgroup_idx() * weight_part_bytes),
+          thread_idx_(thread.warpgroup_thread_idx()),
+          waiter_(waiter) {}
+
+    // Until the next stage is loaded; false after an abort.
+    __device__ __forceinline__ bool await_stage() {
+        return waiter_.mbarrier(WaitSite::stage_full, smem_.full_barrier(ring_.stage),
+                                ring_.parity);
+    }
+
+    // Adds up the whole K of a block of this phase, whose first stage is loaded. After an abort the
+    // products are of whatever the stages hold, so that the warps stay together up to the vote in
+    // the epilogue.
+    template <Phase phase, uint32_t num_tokens>
+    __device__ __forceinline__ void run(Accumulators<num_tokens>& accumulators) {
+        constexpr uint32_t num_k_blocks =
+            phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
+        uint32_t fragments[num_row_halves][mmas_per_k_block][4];
+#pragma unroll
+        for (uint32_t half = 0; half < num_row_halves; ++half) {
+#pragma unroll
+            for (uint32_t i = 0; i < num_tokens / 2; ++i) accumulators[half][i] = 0.0f;
+        }
+        Stage stage = enter_stage();
+        uint32_t previous = stage.idx;
+#pragma unroll 1
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            const uint64_t tokens = operand_descriptor(smem_.activations(stage.idx));
+
+            decode<0>(stage.packed, stage.shifts, fragments[0]);
+            stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
+            if constexpr (phase == Phase::linear2) rescale(smem_, stage.idx, accumulators[0]);
+            multiply(accumulators[0], fragments[0], tokens);
+            ptx::wgmma_wait_group<1>();  // all of the k-block before
+            ptx::wgmma_keep_order(accumulators[1]);
+            if (k_block_idx > 0) release(previous);
+
+            if constexpr (phase == Phase::linear2) rescale(smem_, stage.idx, accumulators[1]);
+            decode<1>(stage.packed, stage.shifts, fragments[1]);
+            multiply(accumulators[1], fragments[1], tokens);
+            previous = stage.idx;
+            if (k_block_idx + 1 < num_k_blocks) {
+                await_stage();
+                stage = enter_stage();
+            }
+            ptx::wgmma_wait_group<1>();  // the first half of this one
+            ptx::wgmma_keep_order(accumulators[0]);
+        }
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_keep_order(accumulators[1]);
+        release(previous);
+    }
+
+ private:
+    // A loaded stage, and what the first 64 rows need of it.
+    struct Stage {
+        uint32_t idx;
+        uint32_t shifts;
+        PackedWeights packed;
+    };
+
+    __device__ __forceinline__ Stage enter_stage() {
+        Stage stage;
+        stage.idx = ring_.stage;
+        stage.shifts = load_weight_shifts(part(stage.idx), thread_idx_);
+        stage.packed = load_packed_weights(part(stage.idx), 0, thread_idx_);
+        ring_.advance();
+        return stage;
+    }
+
+    template <uint32_t num_accumulators>
+    __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
+                                             const uint32_t (&fragments)[mmas_per_k_block][4],
+                                             uint64_t tokens) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+            ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragments[i], tokens + i * (mma_k >> 4));
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    // Every warp for itself: the tensor core may be done with one warp's rows before another's.
+    __device__ __forceinline__ void release(uint32_t stage) {
+        if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barrier(stage));
+    }
+
+    __device__ uint32_t part(uint32_t stage) const {
+        return smem_.weight_block(stage) + part_offset_;
+    }
+
+    const SharedMemory<Config>& smem_;
+    uint32_t part_offset_;
+    uint32_t thread_idx_;  // in the warpgroup
+    Waiter& waiter_;
+    RingPosition<Config::num_stages> ring_;
+};
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,105 @@
+// Typed view of one CTA's shared memory: offsets come from Config::Smem, and every mbarrier is
+// documented here.
+//
+// All accessors return 32-bit shared-window addresses.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/sm90/fp4_decode.cuh"
+
+namespace deep_moe::sm90 {
+
+template <class Config>
+class SharedMemory {
+    using Smem = typename Config::Smem;
+
+ public:
+    static constexpr uint32_t activation_tile_bytes = Config::block_m * Config::block_k;
+    static constexpr uint32_t staging_row_bytes = Config::block_n / 2;  // gate and up merged
+
+    // `base`: first byte of dynamic shared memory.
+    __device__ explicit SharedMemory(uint32_t base) : base_(base) {}
+
+    // ---- Tiles ---------------------------------------------------------------------------------
+
+    // e4m3 [block_m][block_k], 128-byte swizzle.
+    __device__ uint32_t activations(uint32_t stage) const {
+        return base_ + Smem::activations_offset + stage * activation_tile_bytes;
+    }
+    // 256 rows x 128 k of FP4 weights as the host shuffled them (fp4_decode.cuh).
+    __device__ uint32_t weight_block(uint32_t stage) const {
+        return base_ + Smem::weight_blocks_offset + stage * weight_block_bytes;
+    }
+    // bf16 [4][block_m / 8][2]: what the accumulators of token 8*j + 2*q + p are multiplied by, at
+    // [q][j][p], before the k-block of this stage is added (Linear2).
+    __device__ uint32_t rescale_factors(uint32_t stage) const {
+        return base_ + Smem::rescale_factors_offset + stage * Config::block_m * sizeof(uint16_t);
+    }
+    // e4m3 [block_m][128]: Linear1's output on its way to the pool, 16-byte chunks permuted by row.
+    __device__ uint32_t staging() const { return base_ + Smem::staging_offset; }
+    // u32 [2][block_m]: bits of each token's largest magnitude. Blocks take turns.
+    __device__ uint32_t amax(uint32_t turn, uint32_t row) const {
+        return base_ + Smem::amax_exchange_offset +
+               (turn * Config::block_m + row) * sizeof(uint32_t);
+    }
+    // u64 [2][block_m]: where each token's Linear2 result goes. Blocks take turns.
+    __device__ uint32_t destination(uint32_t turn, uint32_t row) const {
+        return base_ + Smem::destinations_offset +
+               (turn * Config::block_m + row) * sizeof(uint64_t);
+    }
+
+    // Block headers (block_header.cuh), a ring that the weight loader writes: a header stays until
+    // the loader is num_stages blocks further, which it cannot be while math is at this block.
+    static constexpr uint32_t num_block_headers = Config::num_stages + 1;
+    __device__ uint32_t block_header(uint32_t idx) const {
+        return base_ + Smem::block_headers_offset + idx * sizeof(uint4);
+    }
+
+    // ---- Barriers ------------------------------------------------------------------------------
+
+    // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
+    // its copy; their arrivals also release the block header and the rescale factors. Behind the
+    // last block both arrive once more without a copy. Wait: all math threads, parity of their
+    // round.
+    __device__ uint32_t full_barrier(uint32_t stage) const {
+        return barrier(Smem::full_barriers_offset, stage);
+    }
+
+    // "A stage may be overwritten." Arrive: one lane of every math warp, when the products that
+    // read the stage are complete. Wait: both loaders, with the parity opposite to their round, so
+    // that the first round passes at once.
+    __device__ uint32_t empty_barrier(uint32_t stage) const {
+        return barrier(Smem::empty_barriers_offset, stage);
+    }
+
+    // One thread; others may use the barriers after a CTA barrier.
+    __device__ void init_barriers() const {
+        // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
+        // (1) with the token's bytes, the warp waits; first phase 0 (roles/pull_tokens.cuh).
+        init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
+        init(Smem::full_barriers_offset, Config::num_stages, 2);
+        init(Smem::empty_barriers_offset, Config::num_stages, Config::num_epilogue_warps);
+        // "A contribution has arrived." Two per math warp, private to it: one lane arrives (1) with
+        // the chunk's bytes, the warp waits; first phase 0 (roles/combine.cuh).
+        init(Smem::combine_barriers_offset, 2 * Config::num_epilogue_warps, 1);
+        ptx::fence_mbarrier_init_release_cluster();
+    }
+
+ private:
+    __device__ uint32_t barrier(uint32_t offset, uint32_t idx) const {
+        return base_ + offset + idx * sizeof(uint64_t);
+    }
+    __device__ void init(uint32_t offset, uint32_t num_barriers, uint32_t num_arrivals) const {
+        for (uint32_t i = 0; i < num_barriers; ++i) {
+            ptx::mbarrier_init(barrier(offset, i), num_arrivals);
+        }
+    }
+
+    uint32_t base_;
+};
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,92 @@
+// The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
+// the stages allow. It also tells the math warps which block comes next.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/ring_position.cuh"
+#include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm90/block_header.cuh"
+#include "deep_moe/sm90/fp4_decode.cuh"
+#include "deep_moe/sm90/shared_memory.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm90 {
+
+// The factors of the 256 weight rows of a block, in slot order: [warpgroup][128].
+template <class Config>
+__device__ __forceinline__ const float* row_factors(const KernelArgs& args,
+                                                    const BlockHeader& header) {
+    return (header.phase == Phase::linear1 ? args.l1_row_factors : args.l2_row_factors) +
+           header.weight_block_row_idx * Config::block_n;
+}
+
+template <class Config>
+__device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
+                             const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr uint32_t cache_line_bytes = 128;
+    constexpr uint32_t num_factor_lines = Config::block_n * sizeof(float) / cache_line_bytes;
+    Scheduler<Config> scheduler(local, blockIdx.x);
+    if (!scheduler.fetch_expert_counts(waiter)) return;
+
+    RingPosition<Config::num_stages> ring;
+    RingPosition<SharedMemory<Config>::num_block_headers> headers;
+    for (Block block; scheduler.next(block); headers.advance()) {
+        const bool is_linear1 = block.phase == Phase::linear1;
+        const uint32_t num_n_blocks =
+            is_linear1 ? Config::num_l1_n_blocks : Config::num_l2_n_blocks;
+        const uint32_t num_k_blocks =
+            is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
+        const BlockHeader header{block.phase, block.expert_idx * num_n_blocks + block.n_block_idx,
+                                 block.n_block_idx, block.pool_block_idx, block.num_valid_rows};
+        const auto* src = static_cast<const uint8_t*>(is_linear1 ? args.l1_weight_blocks
+                                                                 : args.l2_weight_blocks) +
+                          uint64_t{header.weight_block_row_idx} * num_k_blocks * weight_block_bytes;
+        // With a single m-block, these weights are read once.
+        const bool is_read_once = scheduler.num_m_blocks(block.expert_idx) == 1;
+        // The epilogue reads the factors from memory; it shall find them in L2.
+        if (ptx::lane_idx() < num_factor_lines) {
+            ptx::prefetch_global_l2(row_factors<Config>(args, header) +
+                                    ptx::lane_idx() * (cache_line_bytes / sizeof(float)));
+        }
+
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),
+                                      ring.parity ^ 1)) {
+                return;
+            }
+            if (ptx::elect_sync()) {
+                const uint32_t full = smem.full_barrier(ring.stage);
+                const uint32_t dst = smem.weight_block(ring.stage);
+                if (k_block_idx == 0) store_header(smem.block_header(headers.stage), header);
+                ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);
+                if (is_read_once) {
+                    ptx::cp_async_bulk_shared_global_evict_first(dst, src, weight_block_bytes,
+                                                                 full);
+                } else {
+                    ptx::cp_async_bulk_shared_global(dst, src, weight_block_bytes, full);
+                }
+            }
+            __syncwarp();
+            src += weight_block_bytes;
+            ring.advance();
+        }
+    }
+
+    if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),
+                              ring.parity ^ 1)) {
+        return;
+    }
+    if (ptx::elect_sync()) {
+        store_header(smem.block_header(headers.stage), {});
+        ptx::mbarrier_arrive(smem.full_barrier(ring.stage));
+    }
+    __syncwarp();
+}
+
+}  // namespace deep_moe::sm90

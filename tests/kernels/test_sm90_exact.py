@@ -1,0 +1,163 @@
+"""The SM90 kernel in the emulator on layers whose result is exact: equal bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_moe.heuristics import MoEShape
+from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
+
+from .layer_case import LayerCase
+
+TILES = (8, 16, 32, 64, 96, 128, 160)
+
+
+def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
+    defaults = {"num_experts": 4, "num_topk": 2, "hidden": 256, "intermediate_hidden": 256}
+    return MoEShape(num_ranks=1, num_max_tokens_per_rank=num_tokens, **{**defaults, **sizes})
+
+
+def sm90_case(shape: MoEShape) -> LayerCase:
+    return LayerCase(shape, exact_layer(shape), arch="sm_90a")
+
+
+def to_one_expert(tokens: Tokens, expert: int) -> Tokens:
+    """The same tokens, all sent to one expert by their first slot."""
+    topk_idx = torch.full_like(tokens.topk_idx, -1)
+    topk_idx[:, 0] = expert
+    return Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)
+
+
+@pytest.mark.parametrize("block_m", TILES)
+def test_every_tile(block_m: int) -> None:
+    # One expert gets a full tile and a bit of a second one; the others' tiles stay partly empty.
+    shape = one_rank(block_m + 11)
+    tokens = exact_tokens(shape, block_m + 11, seed=block_m)
+    tokens.topk_idx[: block_m + 3, 0] = 1
+    tokens.topk_idx[:, 1] = torch.where(tokens.topk_idx[:, 1] == 1, 2, tokens.topk_idx[:, 1])
+    (result,) = sm90_case(shape).compare_call([tokens], overrides={"block_m": block_m})
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 31, 32, 33, 64, 65, 96])
+def test_number_of_valid_rows(num_tokens: int) -> None:
+    """The products' N follows the valid rows."""
+    shape = one_rank(96, num_experts=2)
+    tokens = to_one_expert(exact_tokens(shape, num_tokens, seed=num_tokens), 1)
+    (result,) = sm90_case(shape).compare_call([tokens], overrides={"block_m": 96})
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate_hidden"), [(128, 128), (384, 128), (128, 384), (640, 256)]
+)
+def test_odd_numbers_of_blocks(hidden: int, intermediate_hidden: int) -> None:
+    """With an odd hidden/128 half of the last Linear2 block's rows do not exist."""
+    shape = one_rank(24, hidden=hidden, intermediate_hidden=intermediate_hidden)
+    tokens = exact_tokens(shape, 24, seed=hidden)
+    (result,) = sm90_case(shape).compare_call([tokens])
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 5])
+def test_number_of_ctas(num_sms: int) -> None:
+    shape = one_rank(40)
+    tokens = exact_tokens(shape, 40)
+    (result,) = sm90_case(shape).compare_call([tokens], num_sms=num_sms)
+    assert result.is_exact, result
+
+
+def test_more_than_64_linear1_blocks() -> None:
+    """One 64-bit word of arrival bits ends at intermediate 8192; this needs two."""
+    shape = one_rank(8, num_experts=1, num_topk=1, hidden=128, intermediate_hidden=5376)
+    tokens = exact_tokens(shape, 5)
+    (result,) = sm90_case(shape).compare_call([tokens])
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("num_experts_per_wave", [1, 2, 4])
+def test_waves(num_experts_per_wave: int) -> None:
+    shape = one_rank(40)
+    tokens = exact_tokens(shape, 40, seed=1)
+    (result,) = sm90_case(shape).compare_call(
+        [tokens], overrides={"num_experts_per_wave": num_experts_per_wave}
+    )
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_few_stages(num_stages: int) -> None:
+    """Blocks of a single k-block: the loader's headers run as far ahead as they can."""
+    shape = one_rank(40, hidden=128, intermediate_hidden=128)
+    tokens = exact_tokens(shape, 40, seed=1)
+    (result,) = sm90_case(shape).compare_call(
+        [tokens], num_sms=1, overrides={"num_stages": num_stages}
+    )
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("block_m", [16, 160])
+def test_two_ranks_with_different_numbers_of_tokens(block_m: int) -> None:
+    shape = MoEShape(
+        num_ranks=2,
+        num_experts=6,
+        num_topk=3,
+        hidden=256,
+        intermediate_hidden=128,
+        num_max_tokens_per_rank=48,
+    )
+    tokens = [
+        exact_tokens(shape, 48, seed=1, num_unused_slots=1),
+        exact_tokens(shape, 13, seed=2),
+    ]
+    results = sm90_case(shape).compare_call(tokens, overrides={"block_m": block_m})
+    assert all(result.is_exact for result in results), results
+
+
+def test_calls_after_each_other() -> None:
+    """Pools, combine buffer and barriers keep what earlier calls left in them."""
+    shape = MoEShape(
+        num_ranks=2,
+        num_experts=4,
+        num_topk=2,
+        hidden=128,
+        intermediate_hidden=128,
+        num_max_tokens_per_rank=40,
+    )
+    case = sm90_case(shape)
+    counts = [(40, 3), (0, 17), (1, 40), (0, 0), (5, 5)]
+    for call_idx, (first, second) in enumerate(counts):
+        tokens = [
+            exact_tokens(shape, first, seed=2 * call_idx, num_unused_slots=call_idx % 2),
+            exact_tokens(shape, second, seed=2 * call_idx + 1),
+        ]
+        results = case.compare_call(tokens)
+        assert all(result.is_exact for result in results), (call_idx, results)
+
+
+@pytest.mark.parametrize("schedule_seed", range(1, 5))
+def test_schedules(schedule_seed: int) -> None:
+    """Other interleavings of the warps give the same bits."""
+    shape = one_rank(33)
+    tokens = exact_tokens(shape, 33, seed=3)
+    (result,) = sm90_case(shape).compare_call(
+        [tokens], overrides={"block_m": 32}, schedule_seed=schedule_seed
+    )
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("activation_clamp", [None, 1.0])
+@pytest.mark.parametrize("block_m", [16, 64, 160])
+def test_random_layers_follow_the_reference(block_m: int, activation_clamp: float | None) -> None:
+    """Not exact by construction: group scales differ, so tokens are folded and Linear2's sums
+    rescaled. The emulator's activation function is not the reference's to the last bit."""
+    shape = one_rank(64, hidden=640, intermediate_hidden=384)
+    case = LayerCase(shape, random_layer(shape), arch="sm_90a")
+    (result,) = case.compare_call(
+        [random_tokens(shape, 64, seed=3)],
+        activation_clamp=activation_clamp,
+        overrides={"block_m": block_m},
+    )
+    assert result.num_near >= 0.999 * result.num_values, result
+    assert result.cosine_distance < 1e-6, result

@@ -230,7 +230,11 @@ class DeviceMemory:
 
             self.tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
             self._handle = symm_mem.rendezvous(self.tensor, group)
-            self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+            # buffer_ptrs are the ranks' allocations; a pool may have put the tensor further in.
+            bases = [int(address) for address in self._handle.buffer_ptrs]
+            offset = self.tensor.data_ptr() - bases[self.rank]
+            offsets = gather_objects(offset, group)
+            self.addresses = [base + start for base, start in zip(bases, offsets, strict=True)]
         self.tensor[:num_control_bytes].zero_()
         # Pinned host memory has the same address on the device.
         self._status_tensor = torch.zeros(

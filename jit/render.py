@@ -51,6 +51,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
         header=f"deep_moe/{namespace}/mega_moe.cuh",
         namespace=namespace,
         kernel=KERNEL_NAME,
+        has_clusters=config.cluster_size > 1,
         constants=_constants(config.kernel_fields()),
         layouts=layouts,
         layout_checks=list(layout_checks(KernelArgs, WaitStatus)),

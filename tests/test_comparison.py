@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from deep_moe.comparison import compare
+from deep_moe.comparison import Comparison, compare, judge
 
 
 def bf16(*values: float) -> torch.Tensor:
@@ -82,3 +82,21 @@ def test_short_sums_are_judged_by_the_angle_alone():
         assert not comparison.is_good(exact=False)
         assert comparison.is_good(exact=False, sum_bits=13) is is_good
         assert not comparison.is_good(exact=True, sum_bits=13)
+
+
+def one_rank(num_values: int, num_far: int, cosine_distance: float = 0.0) -> Comparison:
+    near = num_values - num_far
+    return Comparison(num_values, near, near, 9.0 if num_far else 0.0, cosine_distance)
+
+
+def test_a_rank_of_few_tokens_is_judged_by_the_share_of_all_ranks():
+    small, large = one_rank(5_000, 6), one_rank(400_000, 0)
+    assert judge([small], exact=False) == [False]
+    assert judge([small, large], exact=False) == [True, True]
+    assert judge([small, large], exact=True) == [False, True]
+
+
+def test_a_rank_far_off_is_not_saved_by_the_others():
+    others = one_rank(10_000_000, 0)
+    assert judge([one_rank(5_000, 6, cosine_distance=2e-5), others], exact=False) == [False, True]
+    assert judge([one_rank(5_000, 5_000), one_rank(10_000, 0)], exact=False) == [False, True]

@@ -84,7 +84,7 @@ def run(
     import torch
 
     from deep_moe import trial
-    from deep_moe.comparison import FP32_SUM_BITS, compare
+    from deep_moe.comparison import FP32_SUM_BITS, compare, judge
     from deep_moe.reference import NUMERICS, reference_mega_moe
     from deep_moe.synthetic import exact_tokens, random_tokens
     from deep_moe.weights import weight_arch
@@ -145,6 +145,7 @@ def run(
     comparisons = [
         compare(output.y, reference) for output, reference in zip(outputs, expected, strict=True)
     ]
+    verdicts = judge(comparisons, exact=exact, sum_bits=sum_bits)
     stats_agree = [
         torch.equal(output.stats, counted)
         for output, counted in zip(outputs, _received(shape, inputs), strict=True)
@@ -156,7 +157,7 @@ def run(
             "num_received": int(outputs[rank].stats.sum()),
             "stats_agree": stats_agree[rank],
             **asdict(comparison),
-            "passed": stats_agree[rank] and comparison.is_good(exact=exact, sum_bits=sum_bits),
+            "passed": stats_agree[rank] and verdicts[rank],
         }
         for rank, comparison in enumerate(comparisons)
     ]

@@ -6,8 +6,8 @@ reference bit for bit:
 
 - tokens are 0, 1 or 2 and each row of gate or up holds 8 weights up to 2 in size, so |sum| <= 32;
 - gate weights are not negative and carry a scale of 32: SiLU of 0 is 0, of 32 and more itself;
-- routing weights are powers of two; down-projection weights are at most 3 in size, so that up to
-  5461 of them times 32 * 32 stay below 2^24.
+- routing weights are powers of two; down-projection weights are at most 3 in size and used in up to
+  5461 columns, so that all of them times 32 * 32 stay below 2^24.
 
 Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
 leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
@@ -121,11 +121,6 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     if sum_bits not in _EXACT_BOUNDS:
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
     bounds = _EXACT_BOUNDS[sum_bits]
-    if bounds.is_l2_dense and shape.intermediate_hidden > bounds.num_l2_weights:
-        raise ValueError(
-            f"intermediate_hidden must be at most {bounds.num_l2_weights} for an exact case; "
-            f"got {shape.intermediate_hidden}"
-        )
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden = shape.num_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
@@ -144,7 +139,10 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
 
     l2_shape = (num_experts, hidden, shape.intermediate_hidden)
     l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
-    if not bounds.is_l2_dense:
+    if bounds.is_l2_dense:
+        columns = torch.randperm(shape.intermediate_hidden, generator=generator)
+        l2[..., columns[bounds.num_l2_weights :]] = 0
+    else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
     l2_sf = torch.full((*l2_shape[:2], l2_shape[2] // GROUP_SIZE), _UE8M0_OF_ONE)

@@ -1,5 +1,5 @@
-"""The kernel on a GPU of any architecture: exact layers bit for bit, random ones as near as its sums
-allow, graphs, awkward values, and a control part that every call leaves as it was."""
+"""The kernel on a GPU of any architecture: exact layers bit for bit, random ones as near as its
+sums allow, graphs, awkward values, and a control part that every call leaves as it was."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Speed of the layer on GPUs; see mega_moe.py."""

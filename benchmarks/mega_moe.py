@@ -63,6 +63,9 @@ MAX_PATH_DISTANCE = 0.01  # cosine, between paths that scale FP8 differently
 
 def main() -> None:
     arguments = parse_arguments()
+    # sgl-deep-gemm takes a symmetric tensor to begin where its allocation does; from a pool it may
+    # not.
+    os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     if "RANK" in os.environ:  # torchrun has made the processes
         run_rank(int(os.environ["LOCAL_RANK"]), arguments, None)
         return

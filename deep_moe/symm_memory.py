@@ -222,7 +222,7 @@ class DeviceMemory:
     ) -> None:
         self.device = device
         self.rank = 0 if group is None else dist.get_rank(group)
-        if group is None:
+        if group is None or dist.get_world_size(group) == 1:
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self.addresses = [self.tensor.data_ptr()]
         else:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from .kernel_args import WEIGHT_POINTER_NAMES
 from .tensor_map import DataType, Swizzle, TensorMapSpec
 
+BULK_COPY_ALIGNMENT = 16
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,14 +38,19 @@ def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, Te
 
 def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
     """The addresses in KernelArgs of what `transform_weights_for_mega_moe` returns."""
-    tensors = (l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1])
-    for name, tensor in zip(WEIGHT_POINTER_NAMES, tensors, strict=True):
+    tensors = {
+        "l1_weights[0]": l1_weights[0],
+        "l2_weights[0]": l2_weights[0],
+        "l1_weights[1]": l1_weights[1],
+        "l2_weights[1]": l2_weights[1],
+    }
+    for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
-        if tensor.data_ptr() % 16:  # bulk copies
+        if tensor.data_ptr() % BULK_COPY_ALIGNMENT:
             raise ValueError(
-                f"{name} must start at a multiple of 16 bytes; got {tensor.data_ptr():#x}"
+                f"{name} must start at a multiple of {BULK_COPY_ALIGNMENT} bytes; "
+                f"got {tensor.data_ptr():#x}"
             )
-    return {
-        name: tensor.data_ptr() for name, tensor in zip(WEIGHT_POINTER_NAMES, tensors, strict=True)
-    }
+    addresses = (tensor.data_ptr() for tensor in tensors.values())
+    return dict(zip(WEIGHT_POINTER_NAMES, addresses, strict=True))

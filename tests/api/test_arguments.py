@@ -113,6 +113,23 @@ def test_weights_whose_strides_do_not_fit(example) -> None:
     )
 
 
+def test_weights_for_sm90(example) -> None:
+    """Plain blocks of bytes: shape, contiguity and alignment must be right."""
+    layer = example.layer
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch="sm_90a")
+    example.l1_weights, example.l2_weights = l1, l2
+    refused(example, ValueError, r"l1_weights\[0\] must have shape", arch="sm_100a")
+    spread = torch.stack([l1.weight, l1.weight], dim=-1)[..., 0]
+    message = r"l1_weights\[0\] must be contiguous"
+    refused(example, ValueError, message, arch="sm_90a", l1_weights=(spread, l1.sf))
+    shifted = torch.zeros(l2.weight.numel() + 8, dtype=torch.int8)[8:].view(l2.weight.shape)
+    message = r"l2_weights\[0\] must start at a multiple of 16 bytes"
+    refused(example, ValueError, message, arch="sm_90a", l2_weights=(shifted, l2.sf))
+    words = l2.sf.view(torch.int32)
+    message = r"l2_weights\[1\] must be torch.float32"
+    refused(example, TypeError, message, arch="sm_90a", l2_weights=(l2.weight, words))
+
+
 @pytest.mark.parametrize(
     ("stats", "error", "message"),
     [

@@ -66,3 +66,11 @@ def test_an_impossible_override_fails_and_names_the_limit():
     result = run_config(*WORKED_CASE, "--override", "num_stages=30")
     assert result.exit_code != 0
     assert "232448" in str(result.exception)
+
+
+def test_other_architectures_have_their_own_defaults():
+    document = explained(*WORKED_CASE, "--arch", "sm_90a")
+    chosen = {field["name"]: field["value"] for field in document["fields"]}
+    assert (chosen["num_sms"], chosen["cluster_size"], chosen["block_n"]) == (132, 1, 256)
+    assert document["tmem_map"] == []
+    assert "tensor memory:" not in run_config(*WORKED_CASE, "--arch", "sm_90a").stdout

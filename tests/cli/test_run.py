@@ -53,6 +53,19 @@ def test_seeds_and_overrides_reach_the_call():
     assert "block_m must be one of" in str(refused.exception)
 
 
+@pytest.mark.parametrize("kind", ["--exact", "--seed=3"], ids=["exact", "random"])
+def test_the_sm90_kernel_agrees_with_its_own_reference(kind: str):
+    document = ran("--hidden", "384", "--intermediate", "256", kind, "--arch", "sm_90a")
+    assert document["arch"] == "sm_90a"
+    assert document["passed"]
+
+
+def test_an_unknown_architecture_is_refused():
+    result = invoke(*TINY, "--arch", "sm_80")
+    assert result.exit_code == 2
+    assert "sm_90a" in result.output
+
+
 def test_the_table_gives_a_verdict_per_rank():
     result = invoke(*TINY, "--tokens", "2")
     assert result.exit_code == 0

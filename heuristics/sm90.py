@@ -31,10 +31,11 @@ NUM_DISPATCH_WARPS = 2
 NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
 
-# Tokens per tile, which is the N of wgmma. 160 is the widest whose accumulators (160 registers per
-# thread) leave room for decoded weights; it reaches 94 % of the tensor cores' rate where 128
-# reaches 84 % (cycles on an H200, 2026-11-20, Linear1 of deepseek-v4-pro).
-BLOCK_MS = (8, 16, 32, 64, 96, 128, 160)
+# Tokens per tile, which is the N of wgmma. With 160 the compiler no longer overlaps the products
+# with anything else (232 registers are a few short of what both phases need beside the
+# accumulators): on an H200, 2026-11-20, a layer of deepseek-v4-pro with 8192 tokens ran 7 % slower
+# with it than with 128.
+BLOCK_MS = (8, 16, 32, 64, 96, 128)
 
 OVERRIDABLE = (
     "num_sms",
@@ -52,11 +53,11 @@ def choose_block_m(expected: Fraction) -> int:
     """The smallest tile that holds three standard deviations more tokens than an expert expects.
 
     Routing scatters the tokens of an expert like a Poisson count. A second tile would read the
-    expert's weights again, while a tile that is not full costs nothing: the kernel multiplies with
-    the smallest N that covers the valid rows. With many tokens per expert the widest tile is best.
+    expert's weights again, which costs more than to multiply with rows that are not used. With many
+    tokens per expert the widest tile is best.
 
-    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 18, 19, 44, 45, 70, 71, 98, 99)]
-    [8, 8, 16, 16, 32, 32, 64, 64, 96, 96, 128, 128, 160]
+    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 18, 19, 44, 45, 70, 71, 99)]
+    [8, 8, 16, 16, 32, 32, 64, 64, 96, 96, 128, 128]
     """
     for block_m in BLOCK_MS:
         if expected <= block_m and (block_m - expected) ** 2 >= 9 * expected:
@@ -124,10 +125,10 @@ def choose_fields(
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
     num_registers = choose(
-        "num_dispatch_registers", 40, "what the math warps leave of a CTA's registers"
+        "num_dispatch_registers", 72, "what the math warps leave of a CTA's registers"
     )
     choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
-    choose("num_epilogue_registers", 232, "accumulators and decoded weights of the math warps")
+    choose("num_epilogue_registers", 216, "accumulators and decoded weights of the math warps")
     names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
     check_registers(
         {name: choices.fields[name] for name in names},

@@ -109,7 +109,7 @@ def sm90_smem_layout(
     block_k: int,
     num_stages: int,
 ) -> Layout:
-    """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168."""
+    """The SM90 kernel's. Six stages of the widest tile fit beside tokens of hidden 7168."""
     builder = LayoutBuilder()
     add = builder.add
     add("expert_count", "u32", (num_experts,), "tokens of this CTA per expert", alignment=1024)
@@ -119,13 +119,6 @@ def sm90_smem_layout(
         (num_dispatch_warps, hidden),
         "one token in flight per dispatch warp",
         alignment=1024,
-    )
-    add(
-        "staging",
-        "u8",
-        (block_m, block_k),
-        "Linear1's output on its way to the pool",
-        alignment=SWIZZLE_ALIGNMENT,
     )
     add(
         "activations",

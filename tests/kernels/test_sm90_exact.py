@@ -10,7 +10,7 @@ from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, 
 
 from .layer_case import LayerCase
 
-TILES = (8, 16, 32, 64, 96, 128, 160)
+TILES = (8, 16, 32, 64, 96, 128)
 
 
 def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
@@ -40,9 +40,8 @@ def test_every_tile(block_m: int) -> None:
     assert result.is_exact, result
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 31, 32, 33, 64, 65, 96])
+@pytest.mark.parametrize("num_tokens", [1, 8, 63, 95, 96])
 def test_number_of_valid_rows(num_tokens: int) -> None:
-    """The products' N follows the valid rows."""
     shape = one_rank(96, num_experts=2)
     tokens = to_one_expert(exact_tokens(shape, num_tokens, seed=num_tokens), 1)
     (result,) = sm90_case(shape).compare_call([tokens], overrides={"block_m": 96})
@@ -97,7 +96,7 @@ def test_few_stages(num_stages: int) -> None:
     assert result.is_exact, result
 
 
-@pytest.mark.parametrize("block_m", [16, 160])
+@pytest.mark.parametrize("block_m", [16, 128])
 def test_two_ranks_with_different_numbers_of_tokens(block_m: int) -> None:
     shape = MoEShape(
         num_ranks=2,
@@ -148,7 +147,7 @@ def test_schedules(schedule_seed: int) -> None:
 
 
 @pytest.mark.parametrize("activation_clamp", [None, 1.0])
-@pytest.mark.parametrize("block_m", [16, 64, 160])
+@pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_random_layers_follow_the_reference(block_m: int, activation_clamp: float | None) -> None:
     """Not exact by construction: group scales differ, so tokens are folded and Linear2's sums
     rescaled. The emulator's activation function is not the reference's to the last bit."""

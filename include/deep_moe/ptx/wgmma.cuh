@@ -41,16 +41,12 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define DEEP_MOE_NUMBERS_64 \
     DEEP_MOE_NUMBERS_48     \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define DEEP_MOE_NUMBERS_80 \
-    DEEP_MOE_NUMBERS_64     \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define DEEP_MOE_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DEEP_MOE_FLOATS_8(d, i) DEEP_MOE_FLOATS_4(d, i), DEEP_MOE_FLOATS_4(d, i + 4)
 #define DEEP_MOE_FLOATS_16(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_8(d, i + 8)
 #define DEEP_MOE_FLOATS_32(d, i) DEEP_MOE_FLOATS_16(d, i), DEEP_MOE_FLOATS_16(d, i + 16)
 #define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_16(d, i + 32)
 #define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_32(d, i + 32)
-#define DEEP_MOE_FLOATS_80(d, i) DEEP_MOE_FLOATS_64(d, i), DEEP_MOE_FLOATS_16(d, i + 64)
 
 // D[64 rows][n] += A (E5M2) x B (E4M3), K = 32, FP32 accumulation. `b_descriptor`: n rows of 32
 // bytes of K.
@@ -72,7 +68,6 @@ DEEP_MOE_WGMMA("32", 16, "%16", "%17", "%18", "%19", "%20")
 DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36")
 DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50", "%51", "%52")
 DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
-DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
@@ -81,14 +76,12 @@ DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
 #undef DEEP_MOE_NUMBERS_32
 #undef DEEP_MOE_NUMBERS_48
 #undef DEEP_MOE_NUMBERS_64
-#undef DEEP_MOE_NUMBERS_80
 #undef DEEP_MOE_FLOATS_4
 #undef DEEP_MOE_FLOATS_8
 #undef DEEP_MOE_FLOATS_16
 #undef DEEP_MOE_FLOATS_32
 #undef DEEP_MOE_FLOATS_48
 #undef DEEP_MOE_FLOATS_64
-#undef DEEP_MOE_FLOATS_80
 
 // Keeps the compiler from moving uses of an accumulator in front of the wait that completes it.
 template <uint32_t num_accumulators>

@@ -57,13 +57,11 @@ class L1Epilogue {
         activate<num_tokens>(block, rows, values);
         find_maxima<num_tokens>(values);
         // Behind this vote all maxima of the block are there, and nobody reads those of the block
-        // before, nor what it staged.
+        // before.
         if (!thread_.vote(waiter)) return false;
         clear_maxima(smem_, thread_, turn_ ^ 1);
-        stage<num_tokens>(values);
+        store_tokens<num_tokens>(block, values);
         store_scales(block);
-        thread_.sync();
-        store_tokens(block);
         thread_.sync();
         publish(block);
         return true;
@@ -114,27 +112,22 @@ class L1Epilogue {
         return max(e4m3_scale_byte(amax), min_scale_byte);
     }
 
-    // Value 64*warpgroup + 2*row_run() + b of a token, in the order of k: byte position() + b.
-    __device__ uint32_t chunk_idx() const { return thread_.warp_idx() % 2 * 4 + thread_.row() / 2; }
-    __device__ uint32_t byte_in_chunk() const {
-        return (2 * thread_.warpgroup_idx() + thread_.warp_idx() / 2) * 4;
-    }
-    // 16-byte chunks of a staged row are permuted by row.
-    __device__ uint32_t staged_chunk(uint32_t row, uint32_t chunk) const {
-        return smem_.staging() + row * Smem::staging_row_bytes + (chunk ^ (row / 2 % 8)) * 16;
-    }
-
     // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
-    // each puts together those of one.
+    // each puts together those of one and stores them. A token's 128 bytes meet in L2, which they
+    // reach as words; the detour through shared memory that would make whole rows of them costs
+    // more than it saves, and the room of a pipeline stage.
     template <uint32_t num_tokens>
-    __device__ __forceinline__ void stage(const Accumulators<num_tokens>& values) const {
+    __device__ __forceinline__ void store_tokens(const BlockHeader& block,
+                                                 const Accumulators<num_tokens>& values) const {
         const uint32_t is_odd = thread_.row() % 2;
         const uint32_t selectors = is_odd ? 0x3276 : 0x5410;
         constexpr uint32_t lane_of_next_row = 4;
+        const uint32_t first = thread_.first_token() + is_odd;
+        uint8_t* const token = local_.l2_token(block.pool_block_idx * Config::block_m + first) +
+                               block.n_block_idx * (Config::block_n / 2) + byte_idx();
 #pragma unroll
         for (uint32_t j = 0; j < num_tokens / 8; ++j) {
-            const uint32_t row = 8 * j + thread_.first_token();
-            const uint2 amax = ptx::ld_shared_v2(smem_.amax(turn_, row));
+            const uint2 amax = ptx::ld_shared_v2(smem_.amax(turn_, 8 * j + thread_.first_token()));
             const float factors[2] = {e4m3_factor(amax.x, scale_byte(amax.x)),
                                       e4m3_factor(amax.y, scale_byte(amax.y))};
             uint32_t mine = 0;
@@ -145,9 +138,18 @@ class L1Epilogue {
                         << (16 * p);
             }
             const uint32_t other = __shfl_xor_sync(full_warp, mine, lane_of_next_row);
-            ptx::st_shared_u32(staged_chunk(row + is_odd, chunk_idx()) + byte_in_chunk(),
-                               ptx::prmt(mine, other, selectors));
+            if (8 * j + first < block.num_valid_rows) {
+                *reinterpret_cast<uint32_t*>(token + 8 * j * Config::intermediate_hidden) =
+                    ptx::prmt(mine, other, selectors);
+            }
         }
+    }
+
+    // Where, in the order of k, the four values stand that this lane and its neighbour have:
+    // values 64*warpgroup + 2*row_run() and on.
+    __device__ uint32_t byte_idx() const {
+        const uint32_t chunk = thread_.warp_idx() % 2 * 4 + thread_.row() / 2;
+        return chunk * 16 + (2 * thread_.warpgroup_idx() + thread_.warp_idx() / 2) * 4;
     }
 
     __device__ void store_scales(const BlockHeader& block) const {
@@ -156,19 +158,6 @@ class L1Epilogue {
         const uint32_t byte = scale_byte(ptx::ld_shared_u32(smem_.amax(turn_, row)));
         *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m + row) =
             byte << 23;
-    }
-
-    __device__ void store_tokens(const BlockHeader& block) const {
-        constexpr uint32_t chunks_per_row = Smem::staging_row_bytes / 16;
-        constexpr uint32_t rows_per_step = Thread::num_threads / chunks_per_row;
-        const uint32_t chunk = thread_.thread_idx % chunks_per_row;
-        const uint32_t first = block.pool_block_idx * Config::block_m;
-        for (uint32_t row = thread_.thread_idx / chunks_per_row; row < block.num_valid_rows;
-             row += rows_per_step) {
-            auto* token = reinterpret_cast<uint4*>(local_.l2_token(first + row) +
-                                                   block.n_block_idx * Smem::staging_row_bytes);
-            token[chunk] = ptx::ld_shared_v4(staged_chunk(row, chunk));
-        }
     }
 
     // The barrier before it orders the stores of all warps in front of this release. Readers load

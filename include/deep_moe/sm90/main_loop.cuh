@@ -66,33 +66,35 @@ class MainLoop {
             for (uint32_t i = 0; i < num_tokens / 2; ++i) accumulators[half][i] = 0.0f;
         }
         Stage stage = enter_stage();
-        uint32_t previous = stage.idx;
 #pragma unroll 1
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             const uint64_t tokens = operand_descriptor(smem_.activations(stage.idx));
 
             decode<0>(stage.packed, stage.shifts, fragments[0]);
             stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
-            if constexpr (phase == Phase::linear2) rescale(smem_, stage.idx, accumulators[0]);
+            if constexpr (phase == Phase::linear2) {
+                // ptxas gives up all overlap when accumulators are touched while it is not plain
+                // which products are complete, so the second half's are waited for as well.
+                ptx::wgmma_wait_group<0>();
+                rescale(smem_, stage.idx, accumulators[0]);
+            }
             multiply(accumulators[0], fragments[0], tokens);
-            ptx::wgmma_wait_group<1>();  // all of the k-block before
-            ptx::wgmma_keep_order(accumulators[1]);
-            if (k_block_idx > 0) release(previous);
+            if constexpr (phase == Phase::linear1) ptx::wgmma_wait_group<1>();
+            if (k_block_idx > 0) release(stage_before(stage.idx));
 
             if constexpr (phase == Phase::linear2) rescale(smem_, stage.idx, accumulators[1]);
             decode<1>(stage.packed, stage.shifts, fragments[1]);
             multiply(accumulators[1], fragments[1], tokens);
-            previous = stage.idx;
             if (k_block_idx + 1 < num_k_blocks) {
                 await_stage();
                 stage = enter_stage();
             }
-            ptx::wgmma_wait_group<1>();  // the first half of this one
-            ptx::wgmma_keep_order(accumulators[0]);
+            ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next
         }
         ptx::wgmma_wait_group<0>();
+        ptx::wgmma_keep_order(accumulators[0]);
         ptx::wgmma_keep_order(accumulators[1]);
-        release(previous);
+        release(stage.idx);
     }
 
  private:
@@ -127,6 +129,10 @@ class MainLoop {
     // Every warp for itself: the tensor core may be done with one warp's rows before another's.
     __device__ __forceinline__ void release(uint32_t stage) {
         if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barrier(stage));
+    }
+
+    __device__ static uint32_t stage_before(uint32_t stage) {
+        return (stage == 0 ? Config::num_stages : stage) - 1;
     }
 
     __device__ uint32_t part(uint32_t stage) const {

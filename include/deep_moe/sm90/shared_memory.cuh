@@ -19,7 +19,6 @@ class SharedMemory {
 
  public:
     static constexpr uint32_t activation_tile_bytes = Config::block_m * Config::block_k;
-    static constexpr uint32_t staging_row_bytes = Config::block_n / 2;  // gate and up merged
 
     // `base`: first byte of dynamic shared memory.
     __device__ explicit SharedMemory(uint32_t base) : base_(base) {}
@@ -39,8 +38,6 @@ class SharedMemory {
     __device__ uint32_t rescale_factors(uint32_t stage) const {
         return base_ + Smem::rescale_factors_offset + stage * Config::block_m * sizeof(uint16_t);
     }
-    // e4m3 [block_m][128]: Linear1's output on its way to the pool, 16-byte chunks permuted by row.
-    __device__ uint32_t staging() const { return base_ + Smem::staging_offset; }
     // u32 [2][block_m]: bits of each token's largest magnitude. Blocks take turns.
     __device__ uint32_t amax(uint32_t turn, uint32_t row) const {
         return base_ + Smem::amax_exchange_offset +

@@ -1,0 +1,54 @@
+"""What ptxas makes of the SM90 kernel: no spills within the register budgets, no warnings."""
+
+from __future__ import annotations
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.heuristics import MoEShape, choose_config
+
+TILES = (8, 16, 32, 64, 96, 128)
+# ranks, experts, top-k, hidden, intermediate, clamp, fast math
+PROBLEMS = {"pro": (4, 384, 6, 7168, 3072, 10.0, True)}
+MORE_PROBLEMS = {
+    "flash_precise": (4, 256, 6, 4096, 2048, None, False),
+    "one_rank": (1, 256, 8, 7168, 2048, 10.0, True),
+    "odd": (2, 8, 2, 384, 128, 10.0, False),
+    "most_ranks": (72, 288, 8, 7168, 2048, 10.0, True),
+}
+
+
+def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bool]) -> None:
+    ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
+    config = choose_config(
+        MoEShape(ranks, experts, topk, hidden, intermediate, 1024),
+        1024,
+        arch="sm_90a",
+        activation_clamp=clamp,
+        fast_math=fast_math,
+        overrides={"block_m": block_m},
+    )
+    compilation = jit.compile_source(
+        jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
+    )
+    resources = compilation.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+    assert resources.stack_bytes == 0
+    # setmaxnreg starts from here.
+    assert resources.num_registers == 65536 // config.num_threads // 8 * 8
+    assert "warning" not in compilation.log.lower(), compilation.log
+    # ptxas gives up the overlap of wgmma with everything else where it cannot follow.
+    assert "serialized" not in compilation.log, compilation.log
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("block_m", TILES)
+def test_no_spills(block_m: int, problem: str) -> None:
+    check(block_m, PROBLEMS[problem])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", MORE_PROBLEMS)
+@pytest.mark.parametrize("block_m", TILES)
+def test_no_spills_in_more_problems(block_m: int, problem: str) -> None:
+    check(block_m, MORE_PROBLEMS[problem])

@@ -10,4 +10,4 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export DEEP_MOE_CACHE_DIR="${DEEP_MOE_CACHE_DIR:-$PWD/build/gpu-cache}"
 "${PYTHON:-python3}" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"'
-exec "${PYTHON:-python3}" -m pytest -m gpu -q "$@" tests
+exec "${PYTHON:-python3}" -m pytest -m gpu -q "$@"  # pyproject.toml says where tests are

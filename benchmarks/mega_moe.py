@@ -95,6 +95,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--unfused", action="store_true", help="time the unfused layer too")
     parser.add_argument("--peer", action="store_true", help="time sgl-deep-gemm's kernel too")
     parser.add_argument("--override", action="append", help="FIELD=VALUE of the config")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where results are written, after each size")
     return parser.parse_args(words)
 
@@ -115,7 +116,7 @@ def run_rank(local_rank: int, arguments: argparse.Namespace, folder: str | None)
         )
     try:
         report: dict[str, Any] = {
-            "machine": machine(),
+            "machine": machine(arguments.commit),
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
             "rates": asdict(MachineRates()),
             "results": [],
@@ -322,7 +323,7 @@ def line(result: dict[str, Any]) -> str:
     return text
 
 
-def machine() -> dict[str, Any]:
+def machine(commit: str | None) -> dict[str, Any]:
     """What the numbers were measured on and with."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -334,7 +335,7 @@ def machine() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "python": platform.python_version(),
         "deep_moe": deep_moe.__version__,
-        "commit": first_line("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit or first_line("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -14,7 +14,7 @@ const InstructionTable& all_instructions() {
              {integer_instructions, float_instructions, convert_instructions, move_instructions,
               memory_instructions, control_instructions, warp_instructions, barrier_instructions,
               mbarrier_instructions, bulk_copy_instructions, matrix_instructions,
-              tcgen05_instructions, wgmma_instructions}) {
+              tcgen05_instructions, wgmma_instructions, launch_control_instructions}) {
             InstructionTable rows = family();
             all.insert(all.end(), rows.begin(), rows.end());
         }

@@ -162,8 +162,12 @@ InstructionTable mbarrier_instructions();  // mbarrier.*
 InstructionTable
 bulk_copy_instructions();                // cp.async.bulk*, cp.reduce.async.bulk, prefetch.tensormap
 InstructionTable matrix_instructions();  // ldmatrix, stmatrix, movmatrix, mma.sync
-InstructionTable tcgen05_instructions();  // tcgen05.*
-InstructionTable wgmma_instructions();    // wgmma.*
+InstructionTable tcgen05_instructions();         // tcgen05.*
+InstructionTable wgmma_instructions();           // wgmma.*
+InstructionTable launch_control_instructions();  // clusterlaunchcontrol.*
+
+// A call of a function that the driver provides, such as vprintf; false if it is another's.
+bool decode_runtime_call(Decoder& d);
 
 // All of them, sorted by name.
 const InstructionTable& all_instructions();

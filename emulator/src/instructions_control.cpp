@@ -83,43 +83,9 @@ Flow call(Warp& w, const Op& op) {
     return w.jump(site.target);
 }
 
-// A failed assert(). operands: frame offsets of the parameters message, file, line
-Flow assertion_failed(Warp& w, const Op& op) {
-    int lane = w.first_lane();
-    const std::byte* frame = w.local.data() + size_t(lane) * w.program->local_bytes;
-    auto text = [&](const Operand& parameter) {
-        uint64_t address;
-        std::memcpy(&address, frame + w.uniform<uint32_t>(parameter), 8);
-        std::string value;
-        for (; address; ++address) {
-            char c = char(*w.resolve(Space::generic, address, 1, Access::read, lane));
-            if (!c) break;
-            value.push_back(c);
-        }
-        return value;
-    };
-    uint32_t line;
-    std::memcpy(&line, frame + w.uniform<uint32_t>(op.operands[2]), 4);
-    throw Fault(FaultKind::trap,
-                format("assertion failed: %s (%s:%u)", text(op.operands[0]).c_str(),
-                       text(op.operands[1]).c_str(), line),
-                lane);
-}
-
-bool decode_assertion(Decoder& d) {
-    if (d.num_operands() != 2 || d.parsed(0).name != "__assertfail") return false;
-    const auto& parameters = d.parsed(1).elements;
-    if (parameters.size() != 5) d.invalid("__assertfail takes five parameters");
-    std::vector<Operand> operands;
-    for (size_t i = 0; i < 3; ++i) operands.push_back(d.source(parameters[i], Type::u32));
-    d.op.ends_block = d.op.never_falls_through = true;
-    d.emit(assertion_failed, operands);
-    return true;
-}
-
 void decode_call(Decoder& d) {
     d.take("uni");
-    if (decode_assertion(d)) return;
+    if (decode_runtime_call(d)) return;
     uint32_t site = d.builder.add_call(d.statement);
     d.op.ends_block = true;
     d.emit(call, {}, site);
@@ -161,6 +127,15 @@ Flow trap(Warp& w, const Op&) {
 void decode_trap(Decoder& d) {
     d.op.ends_block = d.op.never_falls_through = true;
     d.emit(trap, {});
+}
+
+Flow breakpoint(Warp& w, const Op&) {
+    throw Fault(FaultKind::trap, "the kernel reached a breakpoint", w.first_lane());
+}
+
+void decode_breakpoint(Decoder& d) {
+    d.op.ends_block = true;
+    d.emit(breakpoint, {});
 }
 
 Flow sleep(Warp& w, const Op& op) {
@@ -234,6 +209,7 @@ InstructionTable control_instructions() {
         {"ret", decode_ret, "return, or exit from a kernel"},
         {"exit", decode_exit, "end of the thread"},
         {"trap", decode_trap, "abort with an error"},
+        {"brkpt", decode_breakpoint, "breakpoint, an error like trap"},
         {"nanosleep", decode_nanosleep, "wait for some time"},
         {"griddepcontrol", decode_griddepcontrol, "programmatic dependent launch (no effect)"},
         {"pmevent", decode_pmevent, "performance event (no effect)"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from deep_moe.jit.launch import run_emulated
 from .buffer import SymmBuffer
 from .mega_moe import ACTIVATION, RECIPE, CallOptions, Pair, finish_emulated, prepare_launch
 from .symm_memory import private_host_memories
+
+if TYPE_CHECKING:
+    from deep_moe.emulator.machine import Schedule
 
 
 class EmulatedRanks:
@@ -55,6 +59,7 @@ class EmulatedRanks:
         num_sms: int | None = None,
         overrides: Mapping[str, int] | None = None,
         timeout_s: float | None = None,
+        schedule: Schedule = "random",
         schedule_seed: int = 0,
         checked: bool = True,
         ranks: Sequence[int] | None = None,
@@ -101,6 +106,7 @@ class EmulatedRanks:
             run_emulated(
                 launches,
                 seed=schedule_seed,
+                schedule=schedule,
                 checks=checked,
                 clock="virtual",
                 progress=progress,

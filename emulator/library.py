@@ -126,6 +126,7 @@ def load() -> ctypes.CDLL:
         "dm_error": (text, [handle]),
         "dm_set_residency": (None, [handle, u32]),
         "dm_set_hopper_fp8_sums": (None, [handle, integer]),
+        "dm_set_schedule": (None, [handle, integer]),
         "dm_add_memory": (integer, [handle, u32, u64, u64, text, integer]),
         "dm_remove_memory": (integer, [handle, u32, u64]),
         "dm_load": (integer, [handle, text, u64, text, u32_out]),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import BY_KIND, EmulatorError, LaunchError
 from .library import load
 
 Size = tuple[int, int, int]
+Schedule = Literal["random", "round_robin", "late_copies", "slow_rank", "starved_role"]
+# In the order of the enum in machine.h.
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,14 @@ class Machine:
     """Runs PTX for any number of ranks on one host thread.
 
     seed: picks the interleaving of warps and the moments at which asynchronous operations complete;
-    the same seed gives the same run. checks: look for reads of shared memory that nobody wrote and
-    the like. clock: "virtual" counts instructions, and time leaps when everything waits; "real" is
-    the host's, for kernels that talk to other processes. max_resident_ctas: how many CTAs of one
-    grid are there at once. hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was
-    seen to do, instead of rounding the exact sum once.
+    the same seed gives the same run. schedule: "random"; "round_robin"; "late_copies" completes
+    asynchronous operations only when nothing else can go on; "slow_rank" and "starved_role" hardly
+    ever run one rank, or the warps of one index in all CTAs, which the seed picks. checks: look for
+    data races, missing fences, reads of memory that nobody wrote and the like. clock: "virtual"
+    counts instructions, and time leaps when everything waits; "real" is the host's, for kernels
+    that talk to other processes. max_resident_ctas: how many CTAs of one grid are there at once.
+    hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
+    rounding the exact sum once.
 
     Global addresses in PTX are host addresses. A rank may touch only what `add_memory` named.
     """
@@ -48,6 +54,7 @@ class Machine:
         self,
         *,
         seed: int = 0,
+        schedule: Schedule = "random",
         checks: bool = True,
         clock: Literal["virtual", "real"] = "virtual",
         max_resident_ctas: int = 4096,
@@ -55,10 +62,13 @@ class Machine:
     ) -> None:
         if clock not in ("virtual", "real"):
             raise ValueError(f"clock must be 'virtual' or 'real', not {clock!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
         self._library = load()
         self._handle = self._library.dm_create(seed % 2**64, checks, clock == "real")
         self._library.dm_set_residency(self._handle, max_resident_ctas)
         self._library.dm_set_hopper_fp8_sums(self._handle, hopper_fp8_sums)
+        self._library.dm_set_schedule(self._handle, SCHEDULES.index(schedule))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

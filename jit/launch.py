@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from deep_moe.emulator.machine import Schedule
+
     from .cache import CompiledKernel
 
 
@@ -54,12 +56,14 @@ def run_emulated(
     seed: int,
     checks: bool,
     clock: Literal["virtual", "real"],
+    schedule: Schedule = "random",
     progress: Callable[[int], None] | None = None,
     hopper_fp8_sums: bool = False,
 ) -> None:
     """Run all launches at once, to completion.
 
-    seed: picks the interleaving. checks: look for races and the like (slower). clock: "real" if
+    seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
+    (slower). clock: "real" if
     other processes take part, else "virtual", where waiting costs nothing. progress: told now and
     then how many warp instructions have been executed. hopper_fp8_sums: drop the low bits of FP8
     sums as an H200 does.

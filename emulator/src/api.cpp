@@ -60,6 +60,10 @@ EXPORT void dm_set_hopper_fp8_sums(Handle* h, int on) {
     h->machine.hopper_fp8_sums = on != 0;
 }
 
+EXPORT void dm_set_schedule(Handle* h, int schedule) {
+    h->machine.schedule = Schedule(schedule);
+}
+
 EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
                          const char* name, int writable) {
     return guarded(h,

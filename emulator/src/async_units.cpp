@@ -1,5 +1,7 @@
 #include "async_units.h"
 
+#include "race_detector.h"
+
 namespace deep_moe::emulator {
 namespace {
 
@@ -82,17 +84,45 @@ Mbarrier& mbarrier_at(Cta& cta, uint32_t offset) {
     return barrier;
 }
 
-static void signal(Cta& cta, bool phase_complete) {
+static void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
     cta.machine->note_progress();
-    if (phase_complete) cta.machine->wake(cta.mbarrier_waiters);
+    if (!phase_complete) return;
+    if (cta.machine->races) cta.machine->races->phase_complete(cta, barrier);
+    cta.machine->wake(cta.mbarrier_waiters);
 }
 
 void arrive_at(Cta& cta, uint32_t offset, uint32_t count) {
-    signal(cta, mbarrier_at(cta, offset).arrive(count));
+    Mbarrier& barrier = mbarrier_at(cta, offset);
+    signal(cta, barrier, barrier.arrive(count));
 }
 
 void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes) {
-    signal(cta, mbarrier_at(cta, offset).complete(num_bytes));
+    Mbarrier& barrier = mbarrier_at(cta, offset);
+    signal(cta, barrier, barrier.complete(num_bytes));
+}
+
+void CtaWindow::note(uint32_t address, uint32_t num_bytes, Access access) {
+    cta_.machine->races->async_shared_access(cta_, address, num_bytes, access);
+}
+
+static void note(Machine& machine, const Region* region, uint64_t address, uint64_t num_bytes,
+                 Access access) {
+    if (!machine.races || !machine.races->is_active()) return;
+    if (access == Access::read && region && !region->writable) return;
+    machine.races->async_global_access(address, num_bytes, access);
+}
+
+const uint8_t* RankMemory::read(uint64_t address, uint64_t num_bytes) {
+    const std::byte* at = rank_.memory.resolve(address, num_bytes, Access::read);
+    note(machine_, machine_.races ? rank_.memory.find(address) : nullptr, address, num_bytes,
+         Access::read);
+    return reinterpret_cast<const uint8_t*>(at);
+}
+
+uint8_t* RankMemory::write(uint64_t address, uint64_t num_bytes) {
+    std::byte* at = rank_.memory.resolve(address, num_bytes, Access::write);
+    note(machine_, nullptr, address, num_bytes, Access::write);
+    return reinterpret_cast<uint8_t*>(at);
 }
 
 BulkState& bulk_state(Cta& cta) {

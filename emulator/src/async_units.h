@@ -32,6 +32,7 @@ class CtaWindow final : public SharedWindow {
     CtaWindow(Cta& cta, const char* what, bool checks_fences = true)
         : cta_(cta), what_(what), checks_fences_(checks_fences && cta.machine->checks) {}
     const uint8_t* read(uint32_t address, uint32_t num_bytes) override {
+        if (checks_fences_ && cta_.machine->races) note(address, num_bytes, Access::read);
         // Operands are read 16 bytes at a time: both checks for those without a loop.
         if (num_bytes == 16 && address >= shared_base && address + 16 <= cta_.shared_end) {
             uint64_t shadow[2];
@@ -46,10 +47,12 @@ class CtaWindow final : public SharedWindow {
         return reinterpret_cast<const uint8_t*>(at);
     }
     uint8_t* write(uint32_t address, uint32_t num_bytes) override {
+        if (cta_.machine->races) note(address, num_bytes, Access::write);
         return reinterpret_cast<uint8_t*>(cta_.shared_at(address, num_bytes, Access::write, what_));
     }
 
  private:
+    void note(uint32_t address, uint32_t num_bytes, Access access);
     void check_fences(uint32_t address, uint32_t num_bytes) const;
     Cta& cta_;
     const char* what_;
@@ -58,16 +61,12 @@ class CtaWindow final : public SharedWindow {
 
 class RankMemory final : public GlobalMemory {
  public:
-    explicit RankMemory(Rank& rank) : rank_(rank) {}
-    const uint8_t* read(uint64_t address, uint64_t num_bytes) override {
-        return reinterpret_cast<const uint8_t*>(
-            rank_.memory.resolve(address, num_bytes, Access::read));
-    }
-    uint8_t* write(uint64_t address, uint64_t num_bytes) override {
-        return reinterpret_cast<uint8_t*>(rank_.memory.resolve(address, num_bytes, Access::write));
-    }
+    RankMemory(Machine& machine, Rank& rank) : machine_(machine), rank_(rank) {}
+    const uint8_t* read(uint64_t address, uint64_t num_bytes) override;
+    uint8_t* write(uint64_t address, uint64_t num_bytes) override;
 
  private:
+    Machine& machine_;
     Rank& rank_;
 };
 
@@ -87,6 +86,8 @@ struct BulkGroup {
 struct BulkThread {
     std::shared_ptr<BulkGroup> open = std::make_shared<BulkGroup>();
     std::deque<std::shared_ptr<BulkGroup>> committed;
+    uint32_t num_committed = 0;                // since the start
+    uint32_t read_agent = 0, write_agent = 0;  // of the race detector; moment n: n-th group
 };
 
 struct BulkState {
@@ -99,6 +100,10 @@ struct TensorMemoryState {
     TensorMemory memory;
     std::unordered_map<uint32_t, uint64_t>
         order_keys;  // by thread: its tcgen05 operations stay in order
+    struct Queue {
+        uint32_t agent = 0, num_issued = 0;
+    };
+    std::unordered_map<uint32_t, Queue> queues;  // the same for the race detector
     uint32_t in_flight = 0;
     // Allocations of the pair (cta_group::2) must happen in both CTAs: sizes asked for and columns
     // given so far.

@@ -1,5 +1,6 @@
 // Barriers of CTAs and clusters, memory fences.
 #include "lanes.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 
@@ -13,6 +14,7 @@ void complete(Machine& machine, NamedBarrier& b) {
     b.arrived = b.expected = b.count = b.lanes = 0;
     b.counts_all = false;
     ++b.generation;
+    if (machine.races) machine.races->complete(b.order);
     machine.note_progress();
     machine.wake(b.waiters);
 }
@@ -51,6 +53,7 @@ void arrive(Warp& w, uint32_t index, uint32_t expected, uint32_t predicate) {
     b.arrived += warp_size;
     b.lanes += uint32_t(__builtin_popcount(w.exec));
     b.count += uint32_t(__builtin_popcount(predicate & w.exec));
+    if (w.machine->races) w.machine->races->arrive(w, b.order);
     if (b.arrived >= b.expected) complete(*w.machine, b);
 }
 
@@ -62,7 +65,10 @@ Flow barrier_sync(Warp& w, const Op& op) {
         w.current.token = b.generation + 1;
         arrive(w, index, op.num_operands > 1 ? w.uniform<uint32_t>(op.operands[1]) : 0, 0);
     }
-    if (b.generation >= w.current.token) return Flow::next;
+    if (b.generation >= w.current.token) {
+        if (w.machine->races) w.machine->races->leave(w, b.order);
+        return Flow::next;
+    }
     return w.block(b.waiters, "barrier %llu (%llu more threads)", index, b.expected - b.arrived);
 }
 
@@ -87,6 +93,7 @@ Flow barrier_reduce(Warp& w, const Op& op) {
     if (b.generation < w.current.token)
         return w.block(b.waiters, "barrier %llu (%llu more threads)", index,
                        b.expected - b.arrived);
+    if (w.machine->races) w.machine->races->leave(w, b.order);
     if (op.aux == reduce_popc) {
         auto d = w.out<uint32_t>(op.operands[0]);
         w.for_each_lane([&](int lane) { d.set(lane, b.result_count); });
@@ -133,11 +140,13 @@ void complete_if_all(Machine& machine, Cluster& c) {
     if (c.arrived == 0 || c.arrived < c.live_threads) return;
     c.arrived = 0;
     ++c.generation;
+    if (machine.races) machine.races->complete(c.order);
     machine.note_progress();
     machine.wake(c.waiters);
 }
 
-Flow cluster_arrive(Warp& w, const Op&) {
+// aux: whether it releases
+Flow cluster_arrive(Warp& w, const Op& op) {
     Cluster& c = *w.cta->cluster;
     if (w.cluster_arrived & w.exec)
         throw Fault(FaultKind::barrier_misuse, "barrier.cluster.arrive twice without a wait",
@@ -145,6 +154,7 @@ Flow cluster_arrive(Warp& w, const Op&) {
     w.cluster_arrived |= w.exec;
     w.cluster_generation = c.generation;
     c.arrived += uint32_t(__builtin_popcount(w.exec));
+    if (w.machine->races && op.aux) w.machine->races->arrive(w, c.order);
     complete_if_all(*w.machine, c);
     return Flow::next;
 }
@@ -158,58 +168,88 @@ Flow cluster_wait(Warp& w, const Op&) {
         return w.block(c.waiters, "the cluster barrier (%llu of %llu threads have arrived)",
                        c.arrived, c.live_threads);
     w.cluster_arrived &= ~w.exec;
+    if (w.machine->races) w.machine->races->leave(w, c.order);
     return Flow::next;
 }
 
 void decode_cluster_barrier(Decoder& d) {
     std::string_view kind = d.take_any({"arrive", "wait"});
-    d.ignore({"release", "relaxed", "acquire"});
+    const bool relaxed = d.take("relaxed");
+    d.ignore({"release", "acquire"});
     if (d.take("aligned")) d.op.meeting = Meeting::whole_warp;
     d.expect_operands(0);
-    d.emit(kind == "arrive" ? cluster_arrive : cluster_wait, {});
+    d.emit(kind == "arrive" ? cluster_arrive : cluster_wait, {}, !relaxed);
 }
 
-// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Of the
-// proxy fences it checks those between ordinary stores and asynchronous reads of shared memory.
+// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Fences
+// only tell the checks what is ordered.
 
-Flow fence(Warp&, const Op&) {
+// aux: scope
+Flow fence(Warp& w, const Op& op) {
+    if (w.machine->races) w.machine->races->fence(w, Scope(op.aux));
     return Flow::next;
 }
 
-Flow fence_async(Warp& w, const Op&) {
-    w.fence_async_proxy();
+constexpr uint64_t covers_shared = 1, covers_global = 2;
+
+Flow fence_async(Warp& w, const Op& op) {
+    if (op.aux & covers_shared) w.fence_async_proxy();
+    if (w.machine->races)
+        w.machine->races->fence_async(w, op.aux & covers_shared, op.aux & covers_global);
     return Flow::next;
+}
+
+Flow fence_barrier_inits(Warp& w, const Op&) {
+    if (w.machine->races) w.machine->races->fence_barrier_inits(w);
+    return Flow::next;
+}
+
+Flow nothing(Warp&, const Op&) {
+    return Flow::next;
+}
+
+Scope take_scope(Decoder& d) {
+    if (d.take("cta")) return Scope::cta;
+    if (d.take("cluster")) return Scope::cluster;
+    if (d.take("gpu") || d.take("gl")) return Scope::gpu;
+    d.take("sys");
+    return Scope::sys;
 }
 
 void decode_fence(Decoder& d) {
-    const bool covers_shared = d.has("proxy") && d.has("async") && !d.has("global");
-    d.ignore({"sc",
-              "acq_rel",
-              "acquire",
-              "release",
-              "cta",
-              "cluster",
-              "gpu",
-              "sys",
-              "mbarrier_init",
-              "proxy",
-              "alias",
-              "async",
-              "global",
-              "shared::cta",
-              "shared::cluster",
-              "async::generic",
-              "async.global",
-              "tensormap::generic",
-              "sync_restrict::shared::cta",
+    if (d.take("mbarrier_init")) {
+        d.ignore({"release", "cluster"});
+        d.emit(fence_barrier_inits, {});
+        return;
+    }
+    if (d.take("proxy")) {
+        const bool is_async = d.take("async");
+        const bool global = d.take("global");
+        const bool shared = d.take("shared::cta") | d.take("shared::cluster");
+        d.ignore({"alias", "async::generic", "async.global", "tensormap::generic", "release",
+                  "acquire", "cta", "cluster", "gpu", "sys", "sync_restrict::shared::cta",
+                  "sync_restrict::shared::cluster"});
+        const uint64_t all = covers_shared | covers_global;
+        if (is_async)
+            d.emit(fence_async, {}, shared ? covers_shared : global ? covers_global : all);
+        else
+            d.emit(nothing, {});
+        return;
+    }
+    d.ignore({"sc", "acq_rel", "acquire", "release", "sync_restrict::shared::cta",
               "sync_restrict::shared::cluster"});
-    d.emit(covers_shared ? fence_async : fence, {});
+    d.emit(fence, {}, uint64_t(take_scope(d)));
 }
 
 void decode_membar(Decoder& d) {
-    d.ignore({"cta", "gl", "gpu", "sys", "proxy", "alias", "async"});
+    if (d.take("proxy")) {
+        d.ignore({"alias", "async"});
+        d.emit(nothing, {});
+        return;
+    }
+    const Scope scope = take_scope(d);
     d.expect_operands(0);
-    d.emit(fence, {});
+    d.emit(fence, {}, uint64_t(scope));
 }
 
 }  // namespace
@@ -229,8 +269,8 @@ InstructionTable barrier_instructions() {
         {"barrier", decode_barrier, "CTA barrier; sync, arrive, red"},
         {"barrier.cluster", decode_cluster_barrier, "cluster barrier; arrive, wait"},
         {"fence", decode_fence,
-         "memory fence (no effect), proxy fence (checked for shared memory)"},
-        {"membar", decode_membar, "memory fence (no effect)"},
+         "memory fence, proxy fence, fence of mbarrier.init: looked at by the race detector"},
+        {"membar", decode_membar, "memory fence, looked at by the race detector"},
     };
 }
 

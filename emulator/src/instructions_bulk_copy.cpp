@@ -11,6 +11,7 @@
 #include "async_units.h"
 #include "instruction_table.h"
 #include "numeric.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -270,8 +271,29 @@ void release(const std::vector<Receiver>& all) {
     for (const Receiver& r : all) release(*r.cta), release(*r.barrier_cta);
 }
 
+// What the race detector knows an asynchronous operation by; null without checks.
+std::shared_ptr<const Issue> issue_of(Warp& w, int lane) {
+    return w.machine->races ? w.machine->races->issue(w, lane) : nullptr;
+}
+
+// Bytes that copies bring belong to the mbarrier's current phase.
+AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta& barrier_cta,
+                                  uint32_t offset) {
+    RaceDetector* races = issue ? barrier_cta.machine->races.get() : nullptr;
+    if (!races) return {nullptr, issue, 0, 0};
+    const Mbarrier& barrier = mbarrier_at(barrier_cta, offset);
+    return {races, issue, races->order_of(barrier_cta, barrier).agent, uint32_t(barrier.phase) + 1};
+}
+
 std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
-    auto group = bulk_state(*w.cta).threads[thread_in_cta(w, lane)].open;
+    BulkThread& thread = bulk_state(*w.cta).threads[thread_in_cta(w, lane)];
+    if (w.machine->races && !thread.read_agent) {
+        thread.read_agent =
+            w.machine->races->new_agent(*w.cta, "reads of bulk groups of warp", w.index);
+        thread.write_agent =
+            w.machine->races->new_agent(*w.cta, "writes of bulk groups of warp", w.index);
+    }
+    auto group = thread.open;
     ++group->unread;
     ++group->unfinished;
     return group;
@@ -307,16 +329,27 @@ void store_in_two_steps(Warp& w, const CopyForm& form, int lane,
     Rank* rank = w.grid->rank;
     hold(*cta);
     const uint64_t key = w.machine->new_order_key();
+    const auto issue = issue_of(w, lane);
+    const BulkThread& thread = bulk_state(*cta).threads[thread_in_cta(w, lane)];
+    const uint32_t readers = thread.read_agent, writers = thread.write_agent,
+                   moment = thread.num_committed + 1;
     w.machine->enqueue_async(w, "bulk store, reading its source", key, [=, read = std::move(read)] {
-        read(*pieces);
+        {
+            AsyncAccesses accesses(cta->machine->races.get(), issue, readers, moment);
+            read(*pieces);
+        }
         finish_read(*cta, *group);
     });
     w.machine->enqueue_async(
         w, "bulk store, writing its destination", key, [=, weak = std::weak_ptr(group)] {
-            RankMemory memory(*rank);
-            for (const Piece& piece : *pieces) {
-                combine(form.reduction, form.type, memory.write(piece.address, piece.bytes.size()),
-                        piece.bytes.data(), piece.bytes.size());
+            RankMemory memory(*cta->machine, *rank);
+            {
+                AsyncAccesses accesses(cta->machine->races.get(), issue, writers, moment);
+                for (const Piece& piece : *pieces) {
+                    combine(form.reduction, form.type,
+                            memory.write(piece.address, piece.bytes.size()), piece.bytes.data(),
+                            piece.bytes.size());
+                }
             }
             finish_write(weak, cta);
         });
@@ -361,17 +394,26 @@ Flow copy_bytes(Warp& w, const Op& op) {
             from = shared_place(w, Space::shared, source, lane);
             hold(*own);
         }
-        w.machine->enqueue_async(w, "bulk copy to shared memory", no_order, [=] {
-            const uint8_t* bytes = from.cta ? CtaWindow(*own, "bulk copy").read(from.offset, size)
-                                            : RankMemory(*rank).read(source, size);
-            for (const Receiver& r : all) {
-                combine(form.reduction, form.type,
-                        CtaWindow(*r.cta, "bulk copy").write(to.offset, size), bytes, size);
-            }
-            if (from.cta) release(*own);
-            release(all);
-            for (const Receiver& r : all) complete_bytes_at(*r.barrier_cta, barrier.offset, size);
-        });
+        w.machine->enqueue_async(
+            w, "bulk copy to shared memory", no_order, [=, issue = issue_of(w, lane)] {
+                const uint8_t* bytes;
+                {
+                    const auto accesses =
+                        accesses_by_barrier(issue, *all[0].barrier_cta, barrier.offset);
+                    bytes = from.cta ? CtaWindow(*own, "bulk copy").read(from.offset, size)
+                                     : RankMemory(*own->machine, *rank).read(source, size);
+                }
+                for (const Receiver& r : all) {
+                    const auto accesses =
+                        accesses_by_barrier(issue, *r.barrier_cta, barrier.offset);
+                    combine(form.reduction, form.type,
+                            CtaWindow(*r.cta, "bulk copy").write(to.offset, size), bytes, size);
+                }
+                if (from.cta) release(*own);
+                release(all);
+                for (const Receiver& r : all)
+                    complete_bytes_at(*r.barrier_cta, barrier.offset, size);
+            });
     });
     return Flow::next;
 }
@@ -480,9 +522,11 @@ Flow load_tensor(Warp& w, const Op& op) {
             receivers(w, form, to, barrier, w.in<uint32_t>(op.operands[2])[lane], lane);
         hold(all);
         Rank* rank = w.grid->rank;
-        w.machine->enqueue_async(w, "tensor load", no_order, [=] {
-            RankMemory memory(*rank);
+        Cta* own = w.cta;
+        w.machine->enqueue_async(w, "tensor load", no_order, [=, issue = issue_of(w, lane)] {
+            RankMemory memory(*own->machine, *rank);
             for (const Receiver& r : all) {
+                const auto accesses = accesses_by_barrier(issue, *r.barrier_cta, barrier.offset);
                 CtaWindow window(*r.cta, "tensor load");
                 map.load_tile(coordinates.at, to.offset, memory, window);
             }
@@ -568,6 +612,7 @@ void decode_tensor_reduction(Decoder& d) {
 Flow commit_group(Warp& w, const Op&) {
     w.for_each_lane([&](int lane) {
         BulkThread& thread = bulk_state(*w.cta).threads[thread_in_cta(w, lane)];
+        ++thread.num_committed;
         thread.committed.push_back(std::exchange(thread.open, std::make_shared<BulkGroup>()));
     });
     return Flow::next;
@@ -588,7 +633,21 @@ Flow wait_group(Warp& w, const Op& op) {
             if (reads_only ? groups[i]->unread : groups[i]->unfinished) waits = true;
         }
     });
-    if (!waits) return Flow::next;
+    if (!waits) {
+        if (w.machine->races) {
+            w.for_each_lane([&](int lane) {
+                auto& threads = bulk_state(*w.cta).threads;
+                auto found = threads.find(thread_in_cta(w, lane));
+                if (found == threads.end() || found->second.num_committed <= allowed) return;
+                const BulkThread& t = found->second;
+                const uint32_t done = t.num_committed - uint32_t(allowed);
+                if (t.read_agent) w.machine->races->waited_for(w, t.read_agent, done);
+                if (t.write_agent && !reads_only)
+                    w.machine->races->waited_for(w, t.write_agent, done);
+            });
+        }
+        return Flow::next;
+    }
     return w.block(w.cta->bulk_waiters,
                    reads_only ? "bulk groups: all but %llu to be read"
                               : "bulk groups: all but %llu to be complete",

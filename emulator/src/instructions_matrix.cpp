@@ -3,6 +3,7 @@
 
 #include "element_types.h"
 #include "instruction_table.h"
+#include "race_detector.h"
 #include "warp_matrix.h"
 
 namespace deep_moe::emulator {
@@ -24,6 +25,10 @@ void resolve_rows(Warp& w, const Op& op, Access access, std::byte* rows[warp_siz
                         int(lane));
         }
         rows[lane] = w.resolve(Space(op.aux & 0xff), address, 16, access, int(lane));
+        if (w.machine->races) {
+            w.machine->races->shared_access(w, *w.cta, uint32_t(address) & shared_offset_mask, 16,
+                                            access, int(lane));
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 // mbarrier.*
 #include "async_units.h"
 #include "instruction_table.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -14,16 +15,22 @@ SharedPlace place(const Warp& w, const Op& op, const Operand& address, int lane)
     return shared_place(w, space_of(op), w.address(address, lane), lane);
 }
 
-void wake_if(Cta& cta, bool phase_complete) {
+void wake_if(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
     cta.machine->note_progress();
-    if (phase_complete) cta.machine->wake(cta.mbarrier_waiters);
+    if (!phase_complete) return;
+    if (cta.machine->races) cta.machine->races->phase_complete(cta, barrier);
+    cta.machine->wake(cta.mbarrier_waiters);
 }
+
+constexpr uint64_t cluster_scope = 1 << 8;  // aux: the arrival releases at cluster scope
 
 Flow init(Warp& w, const Op& op) {
     auto count = w.in<uint32_t>(op.operands[1]);
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
-        mbarrier_at(*at.cta, at.offset).init(count[lane], w.machine->checks);
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        barrier.init(count[lane], w.machine->checks);
+        if (w.machine->races) w.machine->races->init_barrier(w, *at.cta, barrier);
     });
     return Flow::next;
 }
@@ -46,6 +53,7 @@ Flow arrive(Warp& w, const Op& op) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, barrier.phase);
+        if (w.machine->races) w.machine->races->arrive(w, *at.cta, barrier, op.aux & cluster_scope);
         bool complete = false;
         switch (kind) {
             case Arrival::plain:
@@ -62,7 +70,7 @@ Flow arrive(Warp& w, const Op& op) {
                 complete = barrier.arrive_and_drop(1);
                 break;
         }
-        wake_if(*at.cta, complete);
+        wake_if(*at.cta, barrier, complete);
     });
     return Flow::next;
 }
@@ -80,20 +88,28 @@ Flow complete_tx(Warp& w, const Op& op) {
     auto bytes = w.in<uint32_t>(op.operands[1]);
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
-        wake_if(*at.cta, mbarrier_at(*at.cta, at.offset).complete(bytes[lane]));
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        wake_if(*at.cta, barrier, barrier.complete(bytes[lane]));
     });
     return Flow::next;
 }
 
 // Lanes whose phase is complete.
-uint32_t test(const Warp& w, const Op& op, bool by_parity) {
-    uint32_t done = 0;
+uint32_t test(Warp& w, const Op& op, bool by_parity) {
+    uint32_t done = 0, last = 0;
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         const bool complete = by_parity ? barrier.test_parity(w.in<uint32_t>(op.operands[2])[lane])
                                         : barrier.test_state(w.in<uint64_t>(op.operands[2])[lane]);
-        if (complete) done |= 1u << lane;
+        if (complete) {
+            // All lanes look at one barrier as a rule.
+            if (w.machine->races && (!done || at.offset != last)) {
+                w.machine->races->wait(w, *at.cta, barrier);
+                last = at.offset;
+            }
+            done |= 1u << lane;
+        }
     });
     return done;
 }
@@ -137,8 +153,11 @@ Flow try_wait(Warp& w, const Op& op) {
     return Flow::yield;
 }
 
-void ignore_order(Decoder& d) {
-    d.ignore({"release", "acquire", "relaxed", "cta", "cluster", "b64"});
+// True for cluster scope.
+bool take_order(Decoder& d) {
+    const bool cluster = d.take("cluster");
+    d.ignore({"release", "acquire", "relaxed", "cta", "b64"});
+    return cluster;
 }
 
 void decode_init(Decoder& d) {
@@ -160,7 +179,7 @@ void decode_arrive(Decoder& d, bool drop) {
     const bool expect = d.take("expect_tx");
     d.ignore({"noComplete"});
     const Space space = d.take_space();
-    ignore_order(d);
+    const bool at_cluster_scope = take_order(d);
     d.expect_operands(expect ? 3 : 2, 3);
     const Operand state = d.destination(0, Type::b64);
     if (space == Space::shared_cluster && !state.sink)
@@ -168,7 +187,8 @@ void decode_arrive(Decoder& d, bool drop) {
     const Operand value = d.num_operands() == 3 ? d.source(2, Type::u32) : d.constant(1);
     const Body body = drop ? (expect ? arrive<Arrival::drop_and_expect> : arrive<Arrival::drop>)
                            : (expect ? arrive<Arrival::expect> : arrive<Arrival::plain>);
-    d.emit(body, {state, d.address(1), value}, uint64_t(space));
+    d.emit(body, {state, d.address(1), value},
+           uint64_t(space) | (at_cluster_scope ? cluster_scope : 0));
 }
 
 void decode_plain_arrive(Decoder& d) {
@@ -180,7 +200,7 @@ void decode_arrive_drop(Decoder& d) {
 
 void decode_transactions(Decoder& d, Body body) {
     const Space space = d.take_space();
-    ignore_order(d);
+    take_order(d);
     d.expect_operands(2);
     d.emit(body, {d.address(0), d.source(1, Type::u32)}, uint64_t(space));
 }
@@ -196,7 +216,7 @@ void decode_wait(Decoder& d, bool suspends) {
     const bool by_parity = d.take("parity");
     const Space space = d.take_space();
     if (space == Space::shared_cluster) d.invalid("waits reach only the own CTA");
-    ignore_order(d);
+    take_order(d);
     d.expect_operands(3, suspends ? 4 : 3);
     const Operand done = d.destination(0, Type::pred);
     const Operand address = d.address(1), value = d.source(2, by_parity ? Type::u32 : Type::b64);

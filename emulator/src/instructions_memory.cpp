@@ -3,6 +3,7 @@
 
 #include "float_types.h"
 #include "lanes.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 
@@ -13,7 +14,39 @@ constexpr uint64_t space_bits = 0xf;
 constexpr uint64_t strong =
     1 << 4;  // volatile, relaxed, acquire, release: another thread may change it
 constexpr uint64_t uniform_address = 1 << 5;
+constexpr uint64_t release_bit = 1 << 20, acquire_bit = 1 << 21;
+constexpr int scope_shift = 22;
 constexpr int count_shift = 8;
+
+Scope scope_of(const Op& op) {
+    return Scope(op.aux >> scope_shift & 3);
+}
+
+// Tells the race detector of one lane's access at the host address `at`, and of the order that a
+// strong access brings.
+void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t bytes,
+                 const std::byte* at, Access access, int lane, bool is_strong) {
+    RaceDetector& races = *w.machine->races;
+    const uint64_t window = space == Space::generic ? address & window_mask : 0;
+    if (space == Space::local || window == local_window) return;
+    if (space == Space::param || space == Space::constant) return;
+    const uint32_t flags = is_strong ? Record::strong | uint32_t(scope_of(op)) << 2 : 0;
+    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
+        Cta& owner = *w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift];
+        races.shared_access(w, owner, uint32_t(address) & shared_offset_mask, bytes, access, lane,
+                            flags);
+    } else {
+        if (access == Access::read && w.last_region && !w.last_region->writable &&
+            address - w.last_region->address < w.last_region->size)
+            return;
+        races.global_access(w, address, bytes, access, lane, flags);
+    }
+    if (!is_strong) return;
+    const uint64_t key = reinterpret_cast<uint64_t>(at);
+    if (access != Access::write) races.read_word(w, key, scope_of(op), op.aux & acquire_bit);
+    if (access != Access::read)
+        races.write_word(w, key, scope_of(op), op.aux & release_bit, access == Access::read_write);
+}
 
 // The common cases of Warp::resolve without calls.
 inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t bytes,
@@ -67,6 +100,9 @@ Flow load(Warp& w, const Op& op) {
         int lane = w.first_lane();
         const std::byte* from =
             fast_resolve(w, space, w.address(address, lane), sizeof(T) * N, Access::read, lane);
+        if (w.machine->races)
+            note_access(w, op, space, w.address(address, lane), sizeof(T) * N, from, Access::read,
+                        lane, is_strong);
         for (int k = 0; k < N; ++k) {
             T value = load_value<T>(from + k * sizeof(T), is_strong);
             auto d = w.out<T>(op.operands[k]);
@@ -77,6 +113,9 @@ Flow load(Warp& w, const Op& op) {
         w.for_each_lane([&](int i) {
             const std::byte* from =
                 fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::read, i);
+            if (w.machine->races)
+                note_access(w, op, space, w.address(address, i), sizeof(T) * N, from, Access::read,
+                            i, is_strong);
             for (int k = 0; k < N; ++k)
                 values[k][i] = load_value<T>(from + k * sizeof(T), is_strong);
         });
@@ -97,6 +136,9 @@ Flow store(Warp& w, const Op& op) {
     w.for_each_lane([&](int i) {
         std::byte* to =
             fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::write, i);
+        if (w.machine->races)
+            note_access(w, op, space, w.address(address, i), sizeof(T) * N, to, Access::write, i,
+                        is_strong);
         for (int k = 0; k < N; ++k) {
             T value = w.in<T>(op.operands[k + 1])[i], old;
             std::byte* at = to + k * sizeof(T);
@@ -148,13 +190,26 @@ void ignore_cache_hints(Decoder& d) {
     }
 }
 
-// True if another thread may be waiting for, or changing, what the access touches.
-bool take_strength(Decoder& d) {
-    bool is_strong = false;
-    for (std::string_view name : {"volatile", "relaxed", "acquire", "release", "mmio", "acq_rel"})
-        is_strong |= d.take(name);
-    d.ignore({"cta", "cluster", "gpu", "sys"});
-    return is_strong;
+struct Strength {
+    bool is_strong = false;  // another thread may be waiting for, or changing, what is accessed
+    uint64_t aux = 0;        // order and scope
+};
+
+// `otherwise`: the scope where the instruction names none.
+Strength take_strength(Decoder& d, Scope otherwise) {
+    Strength s;
+    Scope scope = otherwise;
+    if (d.take("volatile") || d.take("mmio")) s.is_strong = true, scope = Scope::sys;
+    if (d.take("relaxed")) s.is_strong = true;
+    if (d.take("acquire")) s.is_strong = true, s.aux |= acquire_bit;
+    if (d.take("release")) s.is_strong = true, s.aux |= release_bit;
+    if (d.take("acq_rel")) s.is_strong = true, s.aux |= acquire_bit | release_bit;
+    if (d.take("cta")) scope = Scope::cta;
+    if (d.take("cluster")) scope = Scope::cluster;
+    if (d.take("gpu")) scope = Scope::gpu;
+    if (d.take("sys")) scope = Scope::sys;
+    s.aux |= uint64_t(scope) << scope_shift;
+    return s;
 }
 
 size_t take_vector(Decoder& d) {
@@ -185,7 +240,8 @@ Operand take_address(Decoder& d, size_t i, Space& space) {
 }
 
 void decode_ld(Decoder& d) {
-    bool is_strong = take_strength(d);
+    const Strength strength = take_strength(d, Scope::sys);
+    const bool is_strong = strength.is_strong;
     Space space = d.take_space();
     ignore_cache_hints(d);
     size_t n = take_vector(d);
@@ -218,7 +274,8 @@ void decode_ld(Decoder& d) {
             d.unsupported("this type");
     }
     d.emit(body, operands,
-           uint64_t(space) | (is_strong ? strong : 0) | (uniform ? uniform_address : 0));
+           uint64_t(space) | (is_strong ? strong : 0) | (uniform ? uniform_address : 0) |
+               strength.aux);
 }
 
 void decode_ldu(Decoder& d) {
@@ -226,7 +283,8 @@ void decode_ldu(Decoder& d) {
 }
 
 void decode_st(Decoder& d) {
-    bool is_strong = take_strength(d);
+    const Strength strength = take_strength(d, Scope::sys);
+    const bool is_strong = strength.is_strong;
     Space space = d.take_space();
     ignore_cache_hints(d);
     size_t n = take_vector(d);
@@ -257,7 +315,7 @@ void decode_st(Decoder& d) {
         default:
             d.unsupported("this type");
     }
-    d.emit(body, operands, uint64_t(space) | (is_strong ? strong : 0));
+    d.emit(body, operands, uint64_t(space) | (is_strong ? strong : 0) | strength.aux);
 }
 
 // ---- atomics ----
@@ -364,6 +422,9 @@ Flow atomic(Warp& w, const Op& op) {
         // together.
         std::byte* at =
             w.resolve(space, w.address(address, i), uint32_t(sizeof(T)) * n, Access::read_write, i);
+        if (w.machine->races)
+            note_access(w, op, space, w.address(address, i), uint32_t(sizeof(T)) * n, at,
+                        Access::read_write, i, true);
         for (uint32_t k = 0; k < n; ++k) {
             T b = w.in<T>(op.operands[first + 1 + k])[i];
             T written{};
@@ -385,6 +446,9 @@ Flow compare_and_swap(Warp& w, const Op& op) {
     w.for_each_lane([&](int i) {
         auto* at = reinterpret_cast<T*>(
             w.resolve(space, w.address(op.operands[1], i), sizeof(T), Access::read_write, i));
+        if (w.machine->races)
+            note_access(w, op, space, w.address(op.operands[1], i), sizeof(T),
+                        reinterpret_cast<std::byte*>(at), Access::read_write, i, true);
         T expected = w.in<T>(op.operands[2])[i], value = w.in<T>(op.operands[3])[i];
         T seen = expected;
         if (__atomic_compare_exchange_n(at, &seen, value, false, __ATOMIC_SEQ_CST,
@@ -434,7 +498,7 @@ Body atomic_add(Decoder& d, Type type) {
 }
 
 void decode_atomic(Decoder& d, bool returns) {
-    take_strength(d);
+    const Strength strength = take_strength(d, Scope::gpu);
     Space space = d.take_space();
     d.ignore({"noftz"});
     ignore_cache_hints(d);
@@ -449,7 +513,7 @@ void decode_atomic(Decoder& d, bool returns) {
         std::vector<Operand> operands{d.destination(0, type), address, d.source(2, type),
                                       d.source(3, type)};
         d.emit(for_bits(d, type, [](auto t) -> Body { return compare_and_swap<decltype(t)>; }),
-               operands, uint64_t(space));
+               operands, uint64_t(space) | strength.aux);
         return;
     }
     Body body = nullptr;
@@ -481,7 +545,8 @@ void decode_atomic(Decoder& d, bool returns) {
     std::vector<Operand> values = d.sources(at + 1, type);
     if (values.size() != n) d.invalid("the vector's length is not that of the instruction");
     operands.insert(operands.end(), values.begin(), values.end());
-    d.emit(body, operands, uint64_t(space) | uint64_t(n) << count_shift | (has_result ? 64 : 0));
+    d.emit(body, operands,
+           uint64_t(space) | uint64_t(n) << count_shift | (has_result ? 64 : 0) | strength.aux);
 }
 
 void decode_atom(Decoder& d) {
@@ -511,8 +576,12 @@ Flow bulk_zero(Warp& w, const Op& op) {
         if (bytes % 8 || address % 8)
             throw Fault(FaultKind::misaligned,
                         "st.bulk needs an address and a size that are multiples of 8", i);
-        for (uint64_t at = 0; at < bytes; at += 8)
-            std::memset(w.resolve(space, address + at, 8, Access::write, i), 0, 8);
+        for (uint64_t at = 0; at < bytes; at += 8) {
+            std::byte* to = w.resolve(space, address + at, 8, Access::write, i);
+            if (w.machine->races)
+                note_access(w, op, space, address + at, 8, to, Access::write, i, false);
+            std::memset(to, 0, 8);
+        }
     });
     w.machine->note_progress();
     return Flow::next;

@@ -6,6 +6,7 @@
 #include "async_units.h"
 #include "instruction_table.h"
 #include "mma_sm100.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -91,6 +92,11 @@ Flow alloc(Warp& w, const Op& op) {
     const uint64_t destination = w.address(op.operands[0], lane);
     *reinterpret_cast<uint32_t*>(
         w.resolve(Space(op.aux >> 8 & 0xff), destination, 4, Access::write, lane)) = *column;
+    if (RaceDetector* races = w.machine->races.get()) {
+        races->forget_tensor_memory(*w.cta, *column, count);
+        races->shared_access(w, *w.cta, uint32_t(destination) & shared_offset_mask, 4,
+                             Access::write, lane);
+    }
     w.machine->note_progress();
     return Flow::next;
 }
@@ -137,6 +143,30 @@ void decode_relinquish(Decoder& d) {
 }
 
 // ---- work in the issuing thread's order
+
+// How the race detector knows an operation: who issued it, and its place in the thread's queue.
+struct Queued {
+    std::shared_ptr<const Issue> issue;
+    uint32_t agent = 0, moment = 0;
+};
+
+Queued next_in_queue(Warp& w, int lane) {
+    RaceDetector* races = w.machine->races.get();
+    if (!races) return {};
+    auto& queue = tensor_memory_state(*w.cta).queues[thread_in_cta(w, lane)];
+    if (!queue.agent) queue.agent = races->new_agent(*w.cta, "tcgen05 operations of warp", w.index);
+    return {races->issue(w, lane), queue.agent, ++queue.num_issued};
+}
+
+AsyncAccesses accesses_of(Cta& cta, const Queued& queued) {
+    return {cta.machine->races.get(), queued.issue, queued.agent, queued.moment};
+}
+
+void note_cells(Cta& cta, uint32_t column, uint32_t count, Access access,
+                uint32_t quadrants = 0b1111) {
+    if (cta.machine->races && count)
+        cta.machine->races->tensor_access(cta, quadrants, column & 0xffff, count, access);
+}
 
 void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind,
                       std::function<void()> complete) {
@@ -185,6 +215,18 @@ struct MmaForm {
     }
 };
 
+void note_mma_cells(Cta& cta, const Mma& mma) {
+    const uint32_t rows = mma.shape.m / uint32_t(mma.cta_group);
+    const bool halves = mma.cta_group == 2 && rows == 64;
+    const uint32_t columns = halves ? mma.shape.n / 2 : mma.shape.n;
+    note_cells(cta, mma.d_address, mma.shape.d == Accumulator::f16 ? (columns + 1) / 2 : columns,
+               Access::write);
+    if (mma.a_in_tensor_memory) note_cells(cta, mma.a_address, 8, Access::read);
+    if (!is_block_scaled(mma.kind)) return;
+    note_cells(cta, mma.sfa_address, (rows + 31) / 32, Access::read);
+    note_cells(cta, mma.sfb_address, (mma.shape.n + 31) / 32, Access::read);
+}
+
 // d, a, b, idesc, sfa, sfb, enable-input-d, scale-input-d, disabled lanes (4 or 8, if any)
 Flow mma(Warp& w, const Op& op) {
     const MmaForm form = MmaForm::unpack(op.aux);
@@ -216,8 +258,13 @@ Flow mma(Warp& w, const Op& op) {
         }
         const std::array<Cta*, 2> ctas =
             participants(w, form.cta_group, "tcgen05.mma.cta_group::2");
-        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", [ctas, mma] {
+        const Queued queued = next_in_queue(w, lane);
+        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", [ctas, mma, queued] {
             static thread_local Panels panels;
+            const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
+            for (Cta* cta : ctas) {
+                if (cta) note_mma_cells(*cta, mma);
+            }
             CtaWindow even(*ctas[0], "tcgen05.mma operand"),
                 odd(*(ctas[1] ? ctas[1] : ctas[0]), "tcgen05.mma operand");
             const MmaCta sides[2] = {
@@ -306,9 +353,13 @@ Flow copy(Warp& w, const Op& op) {
         const MatrixDescriptor source =
             MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[1])[lane]);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.cp.cta_group::2");
+        const Queued queued = next_in_queue(w, lane);
         enqueue_in_order(w, lane, cta_group, "tcgen05.cp", [=] {
+            const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {  // each from its own shared memory
                 if (!cta) continue;
+                const bool wide = shape == CopyShape::x128x256b || shape == CopyShape::x4x256b;
+                note_cells(*cta, address, wide ? 8 : 4, Access::write);
                 CtaWindow window(*cta, "tcgen05.cp source");
                 copy_to_tensor_memory(tensor_memory_state(*cta).memory, address, window, source,
                                       shape);
@@ -353,9 +404,12 @@ Flow shift(Warp& w, const Op& op) {
             fail(FaultKind::invalid_operation, "tcgen05.shift: lane %u is no multiple of 32",
                  first);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.shift.cta_group::2");
+        const Queued queued = next_in_queue(w, lane);
         enqueue_in_order(w, lane, cta_group, "tcgen05.shift", [=] {
+            const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {
                 if (!cta) continue;
+                note_cells(*cta, column, 8, Access::write, 1u << (first / 32 & 3));
                 TensorMemory& memory = tensor_memory_state(*cta).memory;
                 for (uint32_t row = 0; row < 31; ++row) {
                     const uint32_t* source = memory.read(first + row + 1, column, 8, check_written);
@@ -395,10 +449,18 @@ Flow commit(Warp& w, const Op& op) {
         } else {
             targets.push_back(at.cta);
         }
-        enqueue_in_order(w, lane, cta_group, "tcgen05.commit", [targets, offset = at.offset] {
-            for (Cta* cta : targets)
-                arrive_at(cluster_cta(*cta, cta->cluster_rank, "tcgen05.commit"), offset, 1);
-        });
+        const Queued queued = next_in_queue(w, lane);
+        enqueue_in_order(w, lane, cta_group, "tcgen05.commit",
+                         [targets, offset = at.offset, queued] {
+                             for (Cta* cta : targets) {
+                                 cluster_cta(*cta, cta->cluster_rank, "tcgen05.commit");
+                                 if (RaceDetector* races = cta->machine->races.get()) {
+                                     races->commit(*queued.issue, queued.agent, queued.moment, *cta,
+                                                   mbarrier_at(*cta, offset));
+                                 }
+                                 arrive_at(*cta, offset, 1);
+                             }
+                         });
     });
     return Flow::next;
 }
@@ -447,9 +509,31 @@ void for_each_cell(const Warp& w, const TransferForm& form, uint32_t address, F 
     }
 }
 
+// Tells the race detector which columns of the warp's quadrant a tcgen05.ld or .st touches.
+void note_transfer(Warp& w, const TransferForm& form, uint32_t address, bool is_load) {
+    RaceDetector* races = w.machine->races.get();
+    if (!races) return;
+    check_tmem_address(form.shape, address, w.index);
+    uint32_t end = 0;
+    for (uint32_t lane = 0; lane < warp_size; ++lane) {
+        const TmemCell cell = tmem_cell(form.shape, lane, form.num_registers - 1, form.half_offset);
+        end = std::max(end, (cell.column + 1) * (form.halves ? 2 : 1));
+    }
+    races->begin_transfer(w, is_load);
+    const Access access = is_load ? Access::read : Access::write;
+    try {
+        note_cells(*w.cta, address, end, access, 1u << (w.index % 4));
+    } catch (...) {
+        races->end();
+        throw;
+    }
+    races->end();
+}
+
 // address, registers
 Flow load(Warp& w, const Op& op) {
     const TransferForm form = TransferForm::unpack(op.aux);
+    note_transfer(w, form, common_address(w, op.operands[0]), true);
     TensorMemory& memory = tensor_memory_state(*w.cta).memory;
     const uint32_t count = form.halves ? 2 : 1;
     const bool check_written = w.machine->checks;
@@ -464,6 +548,7 @@ Flow load(Warp& w, const Op& op) {
 
 Flow store(Warp& w, const Op& op) {
     const TransferForm form = TransferForm::unpack(op.aux);
+    note_transfer(w, form, common_address(w, op.operands[0]), false);
     TensorMemory& memory = tensor_memory_state(*w.cta).memory;
     const uint32_t count = form.halves ? 2 : 1;
     for_each_cell(w, form, common_address(w, op.operands[0]),
@@ -526,21 +611,26 @@ void decode_store(Decoder& d) {
     d.emit(store, std::move(operands), form.pack());
 }
 
-// ---- waits and fences: loads and stores are complete when they have been issued
+// ---- waits and fences: loads and stores are complete when they have been issued, so that these
+// only tell the race detector what is ordered
 
-Flow nothing(Warp&, const Op&) {
+template <void (RaceDetector::*note)(Warp&)>
+Flow order(Warp& w, const Op&) {
+    if (w.machine->races) ((*w.machine->races).*note)(w);
     return Flow::next;
 }
 
+template <void (RaceDetector::*note)(Warp&)>
 void decode_wait(Decoder& d) {
     whole_warp(d);
     d.expect_operands(0);
-    d.emit(nothing, {});
+    d.emit(order<note>, {});
 }
 
+template <void (RaceDetector::*note)(Warp&)>
 void decode_fence(Decoder& d) {
     d.expect_operands(0);
-    d.emit(nothing, {});
+    d.emit(order<note>, {});
 }
 
 }  // namespace
@@ -559,10 +649,14 @@ InstructionTable tcgen05_instructions() {
          "arrival when the thread's earlier operations are complete"},
         {"tcgen05.ld", decode_load, "tensor memory to registers, all shapes"},
         {"tcgen05.st", decode_store, "registers to tensor memory, all shapes"},
-        {"tcgen05.wait::ld", decode_wait, "no effect: loads are complete when issued"},
-        {"tcgen05.wait::st", decode_wait, "no effect: stores are complete when issued"},
-        {"tcgen05.fence::before_thread_sync", decode_fence, "no effect"},
-        {"tcgen05.fence::after_thread_sync", decode_fence, "no effect"},
+        {"tcgen05.wait::ld", decode_wait<&RaceDetector::wait_loads>,
+         "loads are complete when issued; looked at by the race detector"},
+        {"tcgen05.wait::st", decode_wait<&RaceDetector::wait_stores>,
+         "stores are complete when issued; looked at by the race detector"},
+        {"tcgen05.fence::before_thread_sync", decode_fence<&RaceDetector::fence_before>,
+         "looked at by the race detector"},
+        {"tcgen05.fence::after_thread_sync", decode_fence<&RaceDetector::fence_after>,
+         "looked at by the race detector"},
     };
 }
 

@@ -1,6 +1,7 @@
 // Instructions in which the lanes of a warp exchange values or wait for each other.
 #include "float_types.h"
 #include "lanes.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 
@@ -253,7 +254,8 @@ void decode_elect(Decoder& d) {
     emit_collective(d, elect, {d.destination(0, Type::b32), d.second(0), d.source(1, Type::b32)});
 }
 
-Flow warp_sync(Warp&, const Op&) {
+Flow warp_sync(Warp& w, const Op&) {
+    if (w.machine->races) w.machine->races->sync_lanes(w);
     return Flow::next;
 }
 

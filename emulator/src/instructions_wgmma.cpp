@@ -8,6 +8,7 @@
 #include "async_units.h"
 #include "element_types.h"
 #include "instruction_table.h"
+#include "race_detector.h"
 #include "wgmma.h"
 
 namespace deep_moe::emulator {
@@ -114,6 +115,20 @@ Flow mma_async(Warp& w, const Op& op) {
     }
     static thread_local Panels panels;
     CtaWindow window(*w.cta, "wgmma operand");
+    RaceDetector* races = w.machine->races.get();
+    std::shared_ptr<const Issue> issue;
+    if (races) {
+        WarpClock& clock = *w.clock;
+        if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of warp", w.index);
+        if (!clock.registers_fenced) {
+            fail(FaultKind::race,
+                 "wgmma without a wgmma.fence since the warp's registers were last handed over (at "
+                 "the start, or by wgmma.wait_group 0)");
+        }
+        issue = races->issue(w, w.first_lane());
+    }
+    const AsyncAccesses accesses(races, issue, races ? w.clock->matrix : 0,
+                                 races ? w.clock->num_matrix_groups + 1 : 0);
     form.unit.run(window, w.index % 4, form.a_in_registers ? fragment : nullptr, a, b, accumulators,
                   panels);
     if (w.machine->checks) {
@@ -188,7 +203,8 @@ void decode_mma_async(Decoder& d) {
     d.emit(mma_async, std::move(operands), form.pack());
 }
 
-Flow fence(Warp&, const Op&) {
+Flow fence(Warp& w, const Op&) {
+    if (w.machine->races) w.clock->registers_fenced = true;
     return Flow::next;
 }
 
@@ -196,6 +212,7 @@ Flow commit_group(Warp& w, const Op&) {
     if (!w.machine->checks) return Flow::next;
     WarpState& state = warp_state(w);
     state.committed.push_back(std::exchange(state.open, {}));
+    if (w.machine->races) ++w.clock->num_matrix_groups;
     return Flow::next;
 }
 
@@ -213,6 +230,14 @@ Flow wait_group(Warp& w, const Op& op) {
             }
         }
         groups.pop_front();
+    }
+    if (w.machine->races) {
+        WarpClock& clock = *w.clock;
+        if (op.aux == 0) clock.registers_fenced = false;
+        if (clock.matrix && clock.num_matrix_groups > op.aux) {
+            w.machine->races->waited_for(w, clock.matrix,
+                                         clock.num_matrix_groups - uint32_t(op.aux));
+        }
     }
     return Flow::next;
 }

@@ -5,6 +5,7 @@
 
 #include "async_units.h"
 #include "machine.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 
@@ -219,6 +220,7 @@ void Machine::admit_ctas(Grid& g) {
                 w.program = &program;
                 w.index = wi;
                 w.num_registers = c.launch_registers;
+                if (races) races->add_warp(w);
                 uint32_t lanes = std::min<uint32_t>(warp_size, g.num_threads - wi * warp_size);
                 w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
                 w.current.lanes = w.live;
@@ -305,6 +307,7 @@ void Machine::reset() {
     timers.clear();
     async_queues.clear();
     async_by_key.clear();
+    races.reset();
     for (auto& g : grids)
         if (!g->program->parameters.empty())
             g->rank->memory.remove(reinterpret_cast<uint64_t>(g->parameters));

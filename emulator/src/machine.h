@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "clocks.h"
 #include "fault.h"
 #include "memory.h"
 #include "program.h"
@@ -23,7 +24,9 @@ struct Grid;
 struct Cta;
 struct Warp;
 struct TensorMemory;  // tensor_memory.h
-struct AsyncState;    // async_state.h: bulk groups, mbarriers and the like, per CTA
+struct WarpClock;     // race_detector.h
+class RaceDetector;
+struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per CTA
 
 // Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address
 // is offset + (cluster rank << 24); generic addresses of shared and local memory lie in windows of
@@ -207,9 +210,11 @@ struct Warp {
     void exit_lanes(uint32_t lanes);
 
     // Engine.
-    std::vector<Group> others;  // groups of lanes besides `current`
-    bool ready = false;         // in the machine's ready list
-    uint64_t polls = 0;         // loads that may be polls, failed waits, clock reads
+    std::vector<Group> others;         // groups of lanes besides `current`
+    std::shared_ptr<WarpClock> clock;  // if races are looked for
+    bool ready = false;                // in the machine's ready list
+    uint64_t last_turn = 0;            // scheduling at which it ran last
+    uint64_t polls = 0;                // loads that may be polls, failed waits, clock reads
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
     // Shared offsets between which this warp has ordinary stores that no fence.proxy.async
@@ -235,6 +240,7 @@ struct NamedBarrier {
     uint32_t lanes = 0;  // threads that have arrived, without the missing ones of a last warp
     uint32_t result_count = 0, result_threads = 0;  // of the last completed generation
     bool counts_all = false;                        // expected: every thread that has not exited
+    MeetingOrder order;
     WaitQueue waiters;
 };
 
@@ -245,6 +251,7 @@ struct Cluster {
     uint32_t arrived = 0;
     uint32_t live_threads = 0;
     uint64_t generation = 0;
+    MeetingOrder order;
     WaitQueue waiters;
 };
 
@@ -265,6 +272,9 @@ struct Cta {
     // bit 0: written; bit 1: by an ordinary store of the warp in bits 7..2 that no proxy fence
     // followed
     std::vector<uint8_t> shadow;
+    // Last accesses, for races: of shared memory by 4 bytes, of tensor memory by column and
+    // quadrant.
+    std::vector<Cell> cells, tensor_cells;
 
     NamedBarrier barriers[16];
     WaitQueue mbarrier_waiters;  // wake it when any mbarrier of this CTA completes a phase
@@ -332,10 +342,20 @@ struct AsyncOperation {
     std::function<void()> complete;
 };
 
+// Which warp runs next, and when asynchronous operations complete.
+enum class Schedule : int {
+    random,
+    round_robin,   // the warp that has waited longest
+    late_copies,   // asynchronous operations only complete when nothing else can go on
+    slow_rank,     // one rank, which the seed picks, hardly ever runs
+    starved_role,  // the same for the warps of one index in all CTAs
+};
+
 struct Machine {
     // ---- what bodies use
     bool checks = true;
-    bool hopper_fp8_sums = false;  // wgmma drops low bits of FP8 sums as an H200 does
+    std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
+    bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
     // Work that completes later, at a moment that the seed chooses. Operations with the same
     // non-zero key complete in the order in which they were enqueued; key 0 has no order.
     // `complete` may throw Fault and may enqueue more.
@@ -354,6 +374,7 @@ struct Machine {
     uint64_t progress = 0;
     uint64_t seed = 0;
     uint64_t random_state = 0;
+    Schedule schedule = Schedule::random;
     uint64_t random();
     bool real_clock = false;
     uint64_t virtual_ns = 1'000'000'000'000ull;
@@ -378,6 +399,7 @@ struct Machine {
                 const std::vector<std::byte>& parameters);
     void run(const std::function<bool(uint64_t steps)>& progress_callback);
     void make_ready(Warp& warp);
+    size_t pick_ready();
     void run_warp(Warp& warp, uint64_t budget);
     bool complete_one_async();
     void admit_ctas(Grid& grid);

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "machine.h"
+#include "race_detector.h"
 
 namespace deep_moe::emulator {
 
@@ -359,13 +360,34 @@ bool Machine::advance_clock() {
     return false;
 }
 
+// Index in `ready` of the warp to run.
+size_t Machine::pick_ready() {
+    if (schedule == Schedule::round_robin) {
+        auto first = std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
+            return a->last_turn < b->last_turn;
+        });
+        return size_t(first - ready.begin());
+    }
+    auto is_victim = [&](const Warp& w) {
+        if (schedule == Schedule::slow_rank) return w.grid->rank->index == seed % ranks.size();
+        return schedule == Schedule::starved_role && w.index == seed % w.grid->num_warps;
+    };
+    constexpr int num_tries = 24;
+    size_t pick = random() % ready.size();
+    for (int i = 0; i < num_tries && is_victim(*ready[pick]); ++i) pick = random() % ready.size();
+    return pick;
+}
+
 void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
     random_state = seed * 0x9E3779B97F4A7C15ull + 0x1234567890ABCDEFull;
     for (int i = 0; i < 8; ++i) random();
+    // Launches of one run may overlap; what came before it is over.
+    if (checks) races = std::make_shared<RaceDetector>(*this, !real_clock);
     for (auto& grid : grids) admit_ctas(*grid);
 
     uint64_t seen_progress = progress, idle_quanta = 0, leap = 1000, last_change_ns = now_ns();
     uint64_t next_report = steps + 5'000'000;
+    uint64_t turns = 0;
     uint32_t async_odds = 4, schedulings = 0;
     for (;;) {
         while (!timers.empty() && timers.begin()->first <= now_ns()) {
@@ -383,12 +405,14 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             continue;
         }
         if (++schedulings % 512 == 0) async_odds = 1u << (random() % 6);
-        if (!async_queues.empty() && random() % async_odds == 0) {
+        if (!async_queues.empty() && schedule != Schedule::late_copies &&
+            random() % async_odds == 0) {
             complete_one_async();
             if (ready.empty()) continue;
         }
-        size_t pick = random() % ready.size();
+        size_t pick = pick_ready();
         Warp& w = *ready[pick];
+        w.last_turn = ++turns;
         ready[pick] = ready.back();
         ready.pop_back();
         w.ready = false;

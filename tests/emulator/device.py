@@ -89,9 +89,10 @@ def run_kernel(
     memory: tuple[np.ndarray, ...] = (),
     seed: int = 0,
     hopper_fp8_sums: bool = False,
+    checks: bool = True,
 ) -> None:
     """Compile and run; arrays among the arguments, and those in `memory`, are its global memory."""
-    machine = Machine(seed=seed, hopper_fp8_sums=hopper_fp8_sums)
+    machine = Machine(seed=seed, checks=checks, hopper_fp8_sums=hopper_fp8_sums)
     for index, array in enumerate(
         [a for a in arguments if isinstance(a, np.ndarray)] + list(memory)
     ):

@@ -246,6 +246,7 @@ def load_one(address: str) -> str:
     u32 value;
     asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {{%1}};"
         :: "r"(own), "r"(lane) : "memory");
+    asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%0}}, [%1];" : "=r"(value)
         : "r"({address}));
     out[threadIdx.x] = value;
@@ -299,10 +300,13 @@ def test_copies_to_tensor_memory(shape):
         f"""
     asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%0], {{{zeros}}};"
         :: "r"(own), "r"(0) : "memory");
+    asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
+    asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
     for (u32 i = threadIdx.x; i < 1024; i += blockDim.x) ((u32*)dynamic_shared)[256 + i] = in[i];
     fence_async();
     if (threadIdx.x == 0) init_barrier(base + 8, 1);
     __syncthreads();
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     if (threadIdx.x == 0) {{
         // Rows of 16 bytes; 8 of them 128 bytes; the second chunk of a row 2048 bytes on.
         u64 descriptor = 0x0000400800000000ull | 128ull << 16 | ((base + 1024) & 0x3FFFF) >> 4;
@@ -313,6 +317,7 @@ def test_copies_to_tensor_memory(shape):
     }}
     __syncwarp();
     wait(base + 8, 0);
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     u32 r[8];
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x8.b32 {vector}, [%8];" : {outputs} : "r"(own));
     for (int i = 0; i < 8; ++i) out[threadIdx.x * 8 + i] = r[i];
@@ -343,6 +348,7 @@ def test_dense_mma_with_a_in_tensor_memory():
         asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%8], {vector};"
             :: {inputs}, "r"(own + 32) : "memory");
         asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
+        asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
     }}
     // B, K-major without swizzle: chunk (row, c) at row * 16 + c * 512.
     for (u32 i = threadIdx.x; i < 256; i += blockDim.x)
@@ -350,6 +356,7 @@ def test_dense_mma_with_a_in_tensor_memory():
     fence_async();
     if (threadIdx.x == 0) init_barrier(base + 8, 1);
     __syncthreads();
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     if (threadIdx.x == 0) {{
         u64 b = 0x0000400800000000ull | 32ull << 16 | ((base + 1024) & 0x3FFFF) >> 4;
         u32 idesc = 1 << 4 | 32 / 8 << 17 | 128 / 16 << 24;
@@ -361,6 +368,7 @@ def test_dense_mma_with_a_in_tensor_memory():
     }}
     __syncwarp();
     wait(base + 8, 0);
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     u32 r[32];
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x32.b32 {back}, [%32];" : {outputs} : "r"(own));
     for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = r[i];

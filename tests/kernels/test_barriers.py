@@ -23,7 +23,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     uint32_t* counter = RankBuffers<Config>(args).local().grid_sync_counter();
     Waiter waiter(args);
     for (uint32_t round = 1; round <= NUM_ROUNDS; ++round) {
-        if (threadIdx.x == 0) steps[blockIdx.x] = round;
+        if (threadIdx.x == 0) ptx::st_relaxed_sys(steps + blockIdx.x, round);
         __syncwarp();
         grid_barrier<Config::num_sms>(WaitSite::grid_barrier_pull, counter, blockIdx.x, waiter);
         // Every lane looks, though lane 0 alone went through the barrier.
@@ -53,7 +53,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     Waiter waiter(args);
     for (uint32_t round = 1; round <= NUM_ROUNDS; ++round) {
         for (uint32_t rank = threadIdx.x; rank < Config::num_ranks; rank += warp_size) {
-            *buffers.of(rank).l1_arrival_count(column) = round;
+            ptx::st_relaxed_sys(buffers.of(rank).l1_arrival_count(column), round);
         }
         __syncwarp();
         grid_barrier<Config::num_sms>(WaitSite::grid_barrier_before_pull, counter, blockIdx.x,

@@ -1,0 +1,539 @@
+#include "race_detector.h"
+
+#include <algorithm>
+
+namespace deep_moe::emulator {
+
+namespace {
+
+constexpr uint64_t page_bytes = 4096;
+constexpr uint32_t tensor_columns = 512;
+
+uint32_t scope_flags(Scope scope) {
+    return Record::strong | uint32_t(scope) << 2;
+}
+
+}  // namespace
+
+void Clock::join(const Clock& other) {
+    if (moments.size() < other.moments.size()) moments.resize(other.moments.size());
+    uint32_t* mine = moments.data();
+    const uint32_t* theirs = other.moments.data();
+    for (size_t i = 0, n = other.moments.size(); i < n; ++i) mine[i] = std::max(mine[i], theirs[i]);
+}
+
+void View::join(const View& other) {
+    seen.join(other.seen);
+    async_shared.join(other.async_shared);
+    async_global.join(other.async_global);
+    overwritable.join(other.overwritable);
+    tensor.join(other.tensor);
+}
+
+RaceDetector::RaceDetector(Machine& machine, bool watches_global)
+    : machine_(machine), watches_global_(watches_global) {
+    // Index 0 means none in all of these.
+    agents_.push_back({});
+    read_lists_.emplace_back();
+    split_cells_.emplace_back();
+}
+
+uint32_t RaceDetector::new_agent(const Cta& cta, const char* what, uint32_t number) {
+    agents_.push_back({&cta, nullptr, what, number});
+    return uint32_t(agents_.size() - 1);
+}
+
+void RaceDetector::add_warp(Warp& w) {
+    w.clock = std::make_shared<WarpClock>();
+    w.clock->agent = new_agent(*w.cta, "warp", w.index);
+    agents_.back().warp = &w;
+    for (const auto& [first, program] : sites_)
+        if (program == w.program) w.clock->first_site = first;
+    if (!w.clock->first_site) {
+        w.clock->first_site = next_site_;
+        sites_.emplace_back(next_site_, w.program);
+        next_site_ += uint32_t(w.program->ops.size());
+    }
+}
+
+uint32_t RaceDetector::site_of(const Warp& w) {
+    return w.clock->first_site + w.current.pc;
+}
+
+// ---- order
+
+void RaceDetector::sync_lanes(Warp& w) {
+    w.clock->synced = ++w.clock->now;
+}
+
+void RaceDetector::arrive(Warp& w, MeetingOrder& meeting) {
+    WarpClock& c = *w.clock;
+    meeting.arriving.join(*c.view);
+    meeting.arriving.seen.raise(c.agent, c.now);
+    sync_lanes(w);
+}
+
+void RaceDetector::complete(MeetingOrder& meeting) {
+    meeting.complete.join(meeting.arriving);
+    meeting.arriving = {};
+}
+
+void RaceDetector::leave(Warp& w, const MeetingOrder& meeting) {
+    w.clock->change().join(meeting.complete);
+    sync_lanes(w);
+}
+
+void RaceDetector::write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update) {
+    WarpClock& c = *w.clock;
+    auto found = words_.find(key);
+    if (!releases && !c.fenced) {
+        if (found != words_.end() && !is_update) words_.erase(found);
+        return;
+    }
+    Word& word = found == words_.end() ? words_[key] : found->second;
+    if (!is_update) word.system = {}, word.device.clear();
+    View released;
+    if (c.fenced) {
+        released = *c.fenced;
+        scope = releases ? scope : std::min(scope, c.fence_scope);
+    }
+    if (releases) {
+        released.join(*c.view);
+        released.seen.raise(c.agent, c.now);
+        ++c.now;
+    }
+    word.device[w.grid->rank->index].join(released);
+    if (scope == Scope::sys) word.system.join(released);
+    word.version = ++last_version_;
+}
+
+void RaceDetector::read_word(Warp& w, uint64_t key, Scope scope, bool acquires) {
+    auto found = words_.find(key);
+    if (found == words_.end()) return;
+    WarpClock& c = *w.clock;
+    const Word& word = found->second;
+    const uint64_t version = word.version * 2 + acquires;
+    if (c.last_word == key && c.last_word_version == version) return;
+    c.last_word = key;
+    c.last_word_version = version;
+    if (!acquires && !c.relaxed_reads) c.relaxed_reads = std::make_shared<View>();
+    View& into = acquires ? c.change() : *c.relaxed_reads;
+    auto mine = word.device.find(w.grid->rank->index);
+    if (mine != word.device.end()) into.join(mine->second);
+    if (scope == Scope::sys) into.join(word.system);
+}
+
+void RaceDetector::fence(Warp& w, Scope scope) {
+    WarpClock& c = *w.clock;
+    if (c.relaxed_reads) {
+        c.change().join(*c.relaxed_reads);
+        c.relaxed_reads.reset();
+        c.last_word = 0;
+    }
+    c.fenced = std::make_shared<View>(*c.view);
+    c.fenced->seen.raise(c.agent, c.now);
+    c.fence_scope = scope;
+    ++c.now;
+}
+
+void RaceDetector::fence_async(Warp& w, bool shared, bool global) {
+    WarpClock& c = *w.clock;
+    View& view = c.change();
+    for (auto [covered, clock] :
+         {std::pair{shared, &view.async_shared}, {global, &view.async_global}}) {
+        if (!covered) continue;
+        clock->join(view.seen);
+        clock->raise(c.agent, c.now);
+    }
+    ++c.now;
+}
+
+void RaceDetector::fence_barrier_inits(Warp& w) {
+    w.clock->barrier_inits_fenced = ++w.clock->now;
+}
+
+void RaceDetector::waited_for(Warp& w, uint32_t agent, uint32_t moment) {
+    if (w.clock->view->seen.at(agent) < moment) w.clock->change().seen.raise(agent, moment);
+}
+
+// ---- mbarriers
+
+BarrierOrder& RaceDetector::order_of(Cta& cta, const Mbarrier& barrier) {
+    BarrierOrder& order = barriers_[&barrier];
+    if (!order.agent)
+        order.agent =
+            new_agent(cta, "copies that the mbarrier counts at shared offset", barrier.address);
+    return order;
+}
+
+void RaceDetector::init_barrier(Warp& w, Cta& cta, const Mbarrier& barrier) {
+    BarrierOrder& order = order_of(cta, barrier);
+    order.initializer = w.clock->agent;
+    order.initialized = w.clock->now;
+    order.initializer_clock = w.clock.get();
+}
+
+void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier) {
+    const BarrierOrder& order = order_of(cta, barrier);
+    const WarpClock& c = *w.clock;
+    if (!order.initializer || order.initializer == c.agent) return;
+    if (order.initialized > c.view->seen.at(order.initializer)) {
+        fail(FaultKind::race,
+             "the mbarrier at shared offset 0x%x of CTA %u is used, but no barrier orders this "
+             "after its mbarrier.init by warp %u",
+             barrier.address, cta.index, agents_[order.initializer].number);
+    }
+    if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced) {
+        fail(FaultKind::race,
+             "the mbarrier at shared offset 0x%x of CTA %u is used by another CTA, but its "
+             "initializer, warp %u, has not executed fence.mbarrier_init",
+             barrier.address, cta.index, agents_[order.initializer].number);
+    }
+}
+
+void RaceDetector::arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope) {
+    check_initialized(w, cta, barrier);
+    WarpClock& c = *w.clock;
+    View& into = order_of(cta, barrier).arriving;
+    into.overwritable.join(c.view->seen);
+    into.overwritable.raise(c.agent, c.now);
+    if (&cta == w.cta || at_cluster_scope) {
+        into.join(*c.view);
+        into.seen.raise(c.agent, c.now);
+    } else {
+        into.tensor.join(c.view->tensor);
+        into.overwritable.join(c.view->overwritable);
+    }
+    ++c.now;
+}
+
+void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
+    BarrierOrder& order = order_of(cta, barrier);
+    order.complete.join(order.arriving);
+    order.arriving = {};
+}
+
+void RaceDetector::wait(Warp& w, Cta& cta, const Mbarrier& barrier) {
+    check_initialized(w, cta, barrier);
+    BarrierOrder& order = order_of(cta, barrier);
+    View& view = w.clock->change();
+    view.join(order.complete);
+    view.seen.raise(order.agent, uint32_t(barrier.phase));
+}
+
+// ---- cells
+
+bool RaceDetector::both_strong(const Record& a, const Record& b) const {
+    if (!a.is_strong() || !b.is_strong()) return false;
+    const Cta& x = *agents_[a.agent()].cta;
+    const Cta& y = *agents_[b.agent()].cta;
+    const Scope needed = &x == &y                       ? Scope::cta
+                         : x.cluster == y.cluster       ? Scope::cluster
+                         : x.grid->rank == y.grid->rank ? Scope::gpu
+                                                        : Scope::sys;
+    return a.scope() >= needed && b.scope() >= needed;
+}
+
+bool RaceDetector::before_warp(const WarpClock& c, const Record& old, const Record& now) const {
+    if (old.agent() == c.agent) {
+        return old.moment() < c.synced || old.lane() == now.lane() || old.site == now.site;
+    }
+    return old.moment() <= c.view->seen.at(old.agent());
+}
+
+bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_write,
+                                bool is_global) const {
+    const Issue& i = *issue_;
+    const View& view = *i.view;
+    const uint32_t agent = old.agent(), moment = old.moment();
+    if (agent == issue_record_.agent()) return true;
+    if (old.is_async()) {
+        if (is_global && old_is_write && agents_[agent].cta != i.cta)
+            return moment <= view.async_global.at(agent);
+        return moment <= view.seen.at(agent) || (is_write && moment <= view.overwritable.at(agent));
+    }
+    if (agent == i.warp_agent && moment >= i.synced && old.lane() != i.lane) return false;
+    const Clock& fenced = is_global ? view.async_global : view.async_shared;
+    if (moment <= fenced.at(agent)) return true;
+    if (old_is_write) return false;
+    // Bulk copies of global memory overwrite what ordinary loads have read: order is enough there.
+    if (is_global) return moment <= (agent == i.warp_agent ? i.now : view.seen.at(agent));
+    return moment <= view.overwritable.at(agent);
+}
+
+template <class Ordered>
+void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
+                         const Place& at) {
+    const Record write{cell.write_bits, cell.write_site};
+    if (write.bits && write.bits != record.bits && !both_strong(write, record) &&
+        !ordered(write, true)) {
+        report(write, true, record, is_write, at);
+    }
+    if (!is_write) {
+        if (cell.read_bits == record.bits) return;
+        const Record read{cell.read_bits, cell.read_site};
+        if (read.bits && read.agent() != record.agent() && !ordered(read, false)) {
+            if (!cell.more_reads) {
+                if (free_read_lists_.empty()) {
+                    read_lists_.emplace_back();
+                    free_read_lists_.push_back(uint32_t(read_lists_.size() - 1));
+                }
+                cell.more_reads = free_read_lists_.back();
+                free_read_lists_.pop_back();
+            }
+            auto& list = read_lists_[cell.more_reads];
+            bool found = false;
+            for (Record& r : list) {
+                if (r.agent() == read.agent()) r = read, found = true;
+            }
+            if (!found) list.push_back(read);
+        }
+        cell.read_bits = record.bits;
+        cell.read_site = record.site;
+        return;
+    }
+    if (cell.read_bits) {
+        auto check = [&](const Record& read) {
+            if (!both_strong(read, record) && !ordered(read, false))
+                report(read, false, record, true, at);
+        };
+        check({cell.read_bits, cell.read_site});
+        cell.read_bits = 0;
+        if (cell.more_reads) {
+            for (const Record& read : read_lists_[cell.more_reads]) check(read);
+            read_lists_[cell.more_reads].clear();
+            free_read_lists_.push_back(cell.more_reads);
+            cell.more_reads = 0;
+        }
+    }
+    cell.write_bits = record.bits;
+    cell.write_site = record.site;
+}
+
+// Bytes [first, first + count), counted from the first cell.
+template <class Ordered>
+void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
+                               bool is_write, const Ordered& ordered, Place at) {
+    const uint64_t end = first + count;
+    for (uint64_t byte = first; byte < end;) {
+        const uint64_t index = byte / 4, stop = std::min(end, (index + 1) * 4);
+        Cell& cell = cells[index];
+        if (!cell.bytes && stop - byte == 4) {
+            if (!is_write ? cell.read_bits != record.bits
+                          : cell.write_bits != record.bits || cell.read_bits)
+                touch(cell, record, is_write, ordered, at);
+        } else {
+            if (!cell.bytes) {
+                split_cells_.push_back({cell, cell, cell, cell});
+                // The list of further reads has one owner; the copies get their own.
+                for (int k = 1; k < 4 && cell.more_reads; ++k) {
+                    read_lists_.push_back(read_lists_[cell.more_reads]);
+                    split_cells_.back()[size_t(k)].more_reads = uint32_t(read_lists_.size() - 1);
+                }
+                cell.bytes = uint32_t(split_cells_.size() - 1);
+            }
+            for (uint64_t b = byte; b < stop; ++b)
+                touch(split_cells_[cell.bytes][b % 4], record, is_write, ordered, at);
+        }
+        at.address += stop - byte;
+        byte = stop;
+    }
+}
+
+Cell* RaceDetector::shared_cells(Cta& cta) {
+    if (cta.cells.empty()) cta.cells.resize(size_t(cta.shared_end) / 4 + 1);
+    return cta.cells.data();
+}
+
+Cell* RaceDetector::page(uint64_t number) {
+    if (number == last_page_) return last_cells_;
+    auto& cells = pages_[number];
+    if (!cells) cells = std::make_unique<Cell[]>(page_bytes / 4);
+    last_page_ = number;
+    return last_cells_ = cells.get();
+}
+
+void RaceDetector::shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes,
+                                 Access access, int lane, uint32_t flags) {
+    const WarpClock& c = *w.clock;
+    const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
+    touch_range(shared_cells(owner), offset, bytes, record, access != Access::read,
+                [&](const Record& old, bool) { return before_warp(c, old, record); },
+                {Space::shared, offset, &owner});
+}
+
+void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
+                                 uint32_t flags) {
+    if (!watches_global_) return;
+    const WarpClock& c = *w.clock;
+    const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
+    touch_range(page(address / page_bytes), address % page_bytes, bytes, record,
+                access != Access::read,
+                [&](const Record& old, bool) { return before_warp(c, old, record); },
+                {Space::global, address, w.cta});
+}
+
+// ---- asynchronous accesses
+
+std::shared_ptr<const Issue> RaceDetector::issue(Warp& w, int lane) {
+    WarpClock& c = *w.clock;
+    auto issue = std::make_shared<Issue>();
+    *issue = {c.view,  c.tensor, nullptr,        w.cta,     c.agent,
+              c.now++, c.synced, uint32_t(lane), site_of(w)};
+    return issue;
+}
+
+void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
+    issue_ = &issue;
+    issue_record_ = {agent, moment, 0, Record::async, issue.site};
+}
+
+void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {
+    const bool is_write = access != Access::read;
+    touch_range(shared_cells(cta), offset, bytes, issue_record_, is_write,
+                [&](const Record& old, bool old_is_write) {
+                    return before_issue(old, old_is_write, is_write, false);
+                },
+                {Space::shared, offset, &cta});
+}
+
+void RaceDetector::async_global_access(uint64_t address, uint64_t bytes, Access access) {
+    if (!watches_global_) return;
+    const bool is_write = access != Access::read;
+    while (bytes) {
+        const uint64_t part = std::min(bytes, page_bytes - address % page_bytes);
+        touch_range(page(address / page_bytes), address % page_bytes, part, issue_record_, is_write,
+                    [&](const Record& old, bool old_is_write) {
+                        return before_issue(old, old_is_write, is_write, true);
+                    },
+                    {Space::global, address, issue_->cta});
+        address += part;
+        bytes -= part;
+    }
+}
+
+// ---- tensor memory
+
+void RaceDetector::tensor_access(Cta& cta, uint32_t quadrants, uint32_t column, uint32_t count,
+                                 Access access) {
+    if (cta.tensor_cells.empty()) cta.tensor_cells.resize(4 * tensor_columns);
+    const Issue& i = *issue_;
+    auto ordered = [&](const Record& old, bool) {
+        return old.agent() == issue_record_.agent() || old.moment() <= i.tensor->at(old.agent()) ||
+               (i.completed && old.moment() <= i.completed->at(old.agent()));
+    };
+    for (uint32_t quadrant = 0; quadrant < 4; ++quadrant) {
+        if (!(quadrants >> quadrant & 1)) continue;
+        for (uint32_t c = column; c < std::min(column + count, tensor_columns); ++c) {
+            touch(cta.tensor_cells[quadrant * tensor_columns + c], issue_record_,
+                  access != Access::read, ordered,
+                  {Space::local, uint64_t(quadrant) * 32 << 16 | c, &cta});
+        }
+    }
+}
+
+void RaceDetector::forget_tensor_memory(Cta& cta, uint32_t column, uint32_t count) {
+    if (cta.tensor_cells.empty()) return;
+    for (uint32_t quadrant = 0; quadrant < 4; ++quadrant) {
+        std::fill_n(cta.tensor_cells.begin() + quadrant * tensor_columns + column, count, Cell{});
+    }
+}
+
+void RaceDetector::begin_transfer(Warp& w, bool is_load) {
+    WarpClock& c = *w.clock;
+    uint32_t& agent = is_load ? c.loads : c.stores;
+    if (!agent)
+        agent = new_agent(*w.cta, is_load ? "tcgen05.ld of warp" : "tcgen05.st of warp", w.index);
+    transfer_ = {c.view, c.tensor, &c.completed, w.cta, c.agent, c.now, c.synced, 0, site_of(w)};
+    begin(transfer_, agent, 1 + (is_load ? c.num_loads : c.num_stores));
+}
+
+void RaceDetector::wait_loads(Warp& w) {
+    WarpClock& c = *w.clock;
+    if (c.loads) c.completed.raise(c.loads, ++c.num_loads);
+}
+
+void RaceDetector::wait_stores(Warp& w) {
+    WarpClock& c = *w.clock;
+    if (c.stores) c.completed.raise(c.stores, ++c.num_stores);
+}
+
+void RaceDetector::fence_before(Warp& w) {
+    WarpClock& c = *w.clock;
+    View& view = c.change();
+    view.tensor.join(c.completed);
+    view.tensor.join(*c.tensor);
+}
+
+void RaceDetector::fence_after(Warp& w) {
+    WarpClock& c = *w.clock;
+    if (c.tensor.use_count() > 1) c.tensor = std::make_shared<Clock>(*c.tensor);
+    c.tensor->join(c.view->tensor);
+}
+
+void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, Cta& cta,
+                          const Mbarrier& barrier) {
+    // Taken to release, at cluster scope, what the thread had seen when it issued the commit: its
+    // operations come after that, and the arrival after them.
+    View& into = order_of(cta, barrier).arriving;
+    into.join(*issue.view);
+    into.seen.raise(agent, moment);
+    into.overwritable.join(issue.view->seen);
+    into.overwritable.raise(agent, moment);
+    into.tensor.join(*issue.tensor);
+    into.tensor.raise(agent, moment);
+}
+
+// ---- messages
+
+std::string RaceDetector::describe(const Record& record, bool is_write) const {
+    const Agent& agent = agents_[record.agent()];
+    std::string text = std::string(record.is_async() ? "asynchronous " : "") +
+                       (record.is_strong() ? "atomic or volatile " : "") +
+                       (is_write ? "write" : "read");
+    text += format(" by rank %u, CTA %u, ", agent.cta->grid->rank->index, agent.cta->index);
+    if (agent.warp)
+        text += format("warp %u, lane %u", agent.number, record.lane());
+    else
+        text += format(agent.number > 0xff ? "%s 0x%x" : "%s %u", agent.what, agent.number);
+    auto found = std::find_if(sites_.rbegin(), sites_.rend(),
+                              [&](const auto& s) { return s.first <= record.site; });
+    if (found != sites_.rend())
+        text += "\n    " + describe_instruction(*found->second, record.site - found->first);
+    return text;
+}
+
+void RaceDetector::report(const Record& old, bool old_is_write, const Record& record, bool is_write,
+                          const Place& at) {
+    std::string place;
+    if (at.space == Space::global) {
+        const Region* region = at.cta->grid->rank->memory.find(at.address);
+        place =
+            region ? format("byte %llu of '%s'", (unsigned long long)(at.address - region->address),
+                            region->name.c_str())
+                   : format("global address 0x%llx", (unsigned long long)at.address);
+    } else {
+        place = format(at.space == Space::shared ? "shared offset 0x%llx of CTA %u"
+                                                 : "tensor memory address 0x%08llx of CTA %u",
+                       (unsigned long long)at.address, at.cta->index);
+    }
+    std::string reason = "nothing orders them";
+    if (issue_ && at.space == Space::local) {
+        if (old.moment() <= issue_->view->seen.at(old.agent()) ||
+            old.moment() <= issue_->view->tensor.at(old.agent()))
+            reason = "a tcgen05 fence or wait is missing between them";
+    } else if (issue_ && (old.agent() == issue_->warp_agent ||
+                          old.moment() <= issue_->view->seen.at(old.agent()))) {
+        reason = old.agent() == issue_->warp_agent && old.moment() >= issue_->synced &&
+                         old.lane() != issue_->lane
+                     ? "no bar.warp.sync orders the lanes"
+                     : "they are ordered, but no fence.proxy.async stands between them";
+    } else if (!issue_ && old.agent() == record.agent()) {
+        reason = "no bar.warp.sync orders the lanes";
+    }
+    throw Fault(FaultKind::race, "data race at " + place + ": " + reason +
+                                     "\n  first: " + describe(old, old_is_write) +
+                                     "\n  then: " + describe(record, is_write));
+}
+
+}  // namespace deep_moe::emulator

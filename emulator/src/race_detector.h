@@ -1,0 +1,221 @@
+// Finds pairs of conflicting accesses that nothing orders, by vector clocks.
+//
+// Who accesses is an *agent* with a clock of its own: a warp; an mbarrier, for the bytes that
+// copies bring in its phases; the tcgen05 operations of a thread; the tcgen05.ld and .st of a warp;
+// the reads and the writes of a thread's bulk groups; the wgmma groups of a warp. What completes
+// together and is waited for together is one moment of an agent, so that a wait for it says exactly
+// what it waited for.
+//
+// A *view* says up to which moment of every agent something is ordered before whoever holds the
+// view. There is one for ordinary accesses and one each for what needs more than an order: access
+// through the async proxy (fence.proxy.async), and tensor memory (tcgen05 fences). Barriers,
+// mbarriers and released words hold views too, and hand them over.
+//
+// Lanes of a warp share its clock; accesses of two lanes with no bar.warp.sync or wider barrier
+// between them are told apart all the same.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "machine.h"
+#include "mbarrier.h"
+
+namespace deep_moe::emulator {
+
+enum class Scope : uint8_t { cta, cluster, gpu, sys };
+
+// One access. Moments start at 1, so that zero bits mean none.
+struct Record {
+    uint64_t bits = 0;
+    uint32_t site = 0;
+
+    static constexpr uint32_t async = 1, strong = 2;  // flags; bits 2..3: scope of a strong one
+    Record() = default;
+    Record(uint64_t bits, uint32_t site) : bits(bits), site(site) {}
+    Record(uint32_t agent, uint32_t moment, uint32_t lane, uint32_t flags, uint32_t site)
+        : bits(uint64_t(moment) << 32 | uint64_t(agent) << 12 | lane << 4 | flags), site(site) {}
+    uint32_t moment() const { return uint32_t(bits >> 32); }
+    uint32_t agent() const { return uint32_t(bits >> 12) & 0xfffff; }
+    uint32_t lane() const { return uint32_t(bits >> 4) & 0xff; }
+    bool is_async() const { return bits & async; }
+    bool is_strong() const { return bits & strong; }
+    Scope scope() const { return Scope(bits >> 2 & 3); }
+};
+
+// The clocks of one warp.
+struct WarpClock {
+    uint32_t agent = 0;
+    uint32_t now = 1;
+    uint32_t synced = 1;  // what lanes did before this moment is ordered for all of them
+    uint32_t barrier_inits_fenced = 0;  // fence.mbarrier_init covers what came before this moment
+    uint32_t loads = 0, stores = 0;     // agents of tcgen05.ld and .st, 0 until used
+    uint32_t num_loads = 0, num_stores = 0;
+    uint32_t matrix = 0, num_matrix_groups = 0;  // agent of wgmma groups
+    bool registers_fenced = false;               // wgmma.fence since registers were handed over
+    std::shared_ptr<View> view = std::make_shared<View>();
+    std::shared_ptr<Clock> tensor = std::make_shared<Clock>();  // before its next tcgen05 ones
+    Clock completed;                      // own tcgen05.ld and .st that were waited for
+    std::shared_ptr<View> relaxed_reads;  // released views read without acquire, for a later fence
+    std::shared_ptr<View> fenced;         // what a later relaxed write releases
+    Scope fence_scope = Scope::cta;
+    uint64_t last_word = 0, last_word_version = 0;
+    uint32_t first_site = 0;  // of the program
+
+    View& change() {
+        if (view.use_count() > 1) view = std::make_shared<View>(*view);
+        return *view;
+    }
+};
+
+// Who issued an asynchronous operation, and what came before it.
+struct Issue {
+    std::shared_ptr<const View> view;
+    std::shared_ptr<const Clock> tensor;
+    const Clock* completed = nullptr;  // of a tcgen05.ld or .st: the warp's own
+    const Cta* cta = nullptr;
+    uint32_t warp_agent = 0, now = 0, synced = 0, lane = 0, site = 0;
+};
+
+// The order that one mbarrier carries.
+struct BarrierOrder {
+    uint32_t agent = 0;                         // bytes that copies bring
+    uint32_t initializer = 0, initialized = 0;  // warp agent and moment of mbarrier.init
+    const WarpClock* initializer_clock = nullptr;
+    View arriving, complete;
+};
+
+class RaceDetector {
+ public:
+    // watches_global: false where other processes take part, whose accesses nobody sees.
+    RaceDetector(Machine& machine, bool watches_global);
+
+    void add_warp(Warp& w);
+    uint32_t new_agent(const Cta& cta, const char* what, uint32_t number);
+
+    // ---- order
+    void sync_lanes(Warp& w);  // bar.warp.sync
+    void arrive(Warp& w, MeetingOrder& meeting);
+    void complete(MeetingOrder& meeting);
+    void leave(Warp& w, const MeetingOrder& meeting);
+    // The word at `key` (host address) is written or read with this strength.
+    void write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update);
+    void read_word(Warp& w, uint64_t key, Scope scope, bool acquires);
+    void fence(Warp& w, Scope scope);
+    void fence_async(Warp& w, bool shared, bool global);
+    void fence_barrier_inits(Warp& w);
+
+    // ---- mbarriers
+    BarrierOrder& order_of(Cta& cta, const Mbarrier& barrier);
+    void init_barrier(Warp& w, Cta& cta, const Mbarrier& barrier);
+    void check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier);
+    void arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope);
+    void phase_complete(Cta& cta, const Mbarrier& barrier);
+    void wait(Warp& w, Cta& cta, const Mbarrier& barrier);
+
+    // ---- accesses of warps
+    void shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes, Access access,
+                       int lane, uint32_t flags = 0);
+    void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
+                       uint32_t flags = 0);
+
+    // ---- asynchronous accesses: those between `begin` and `end`
+    std::shared_ptr<const Issue> issue(Warp& w, int lane);
+    void begin(const Issue& issue, uint32_t agent, uint32_t moment);
+    void end() { issue_ = nullptr; }
+    void async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access);
+    void async_global_access(uint64_t address, uint64_t bytes, Access access);
+    void tensor_access(Cta& cta, uint32_t quadrants, uint32_t column, uint32_t count,
+                       Access access);
+    bool is_active() const { return issue_ != nullptr; }
+    void forget_tensor_memory(Cta& cta, uint32_t column, uint32_t count);
+
+    // ---- tcgen05
+    // Arrival of a commit: what the issuing thread's operations up to `moment` did.
+    void commit(const Issue& issue, uint32_t agent, uint32_t moment, Cta& cta,
+                const Mbarrier& barrier);
+    void wait_loads(Warp& w);
+    void wait_stores(Warp& w);
+    void fence_before(Warp& w);
+    void fence_after(Warp& w);
+    // Begins the accesses of a tcgen05.ld (or .st).
+    void begin_transfer(Warp& w, bool is_load);
+    // The queue of bulk groups, tcgen05 operations, ... `agent` had `moment` waited for.
+    void waited_for(Warp& w, uint32_t agent, uint32_t moment);
+
+ private:
+    struct Agent {
+        const Cta* cta;
+        const Warp* warp;
+        const char* what;
+        uint32_t number;
+    };
+    struct Place {  // for messages
+        Space space;
+        uint64_t address;
+        const Cta* cta;
+    };
+    struct Word {
+        View system;
+        std::unordered_map<uint32_t, View> device;  // by rank
+        uint64_t version = 0;
+    };
+
+    uint32_t site_of(const Warp& w);
+    template <class Ordered>
+    void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
+               const Place& at);
+    template <class Ordered>
+    void touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
+                     bool is_write, const Ordered& ordered, Place at);
+    bool both_strong(const Record& a, const Record& b) const;
+    bool before_warp(const WarpClock& c, const Record& old, const Record& now) const;
+    bool before_issue(const Record& old, bool old_is_write, bool is_write, bool is_global) const;
+    std::string describe(const Record& record, bool is_write) const;
+    [[noreturn]] void report(const Record& old, bool old_is_write, const Record& record,
+                             bool is_write, const Place& at);
+    Cell* page(uint64_t number);
+    Cell* shared_cells(Cta& cta);
+
+    Machine& machine_;
+    bool watches_global_;
+    std::vector<Agent> agents_;
+    std::vector<std::pair<uint32_t, const Program*>> sites_;  // first site of each program
+    uint32_t next_site_ = 1;
+    std::vector<std::vector<Record>> read_lists_;
+    std::vector<uint32_t> free_read_lists_;
+    std::vector<std::array<Cell, 4>> split_cells_;
+    std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> pages_;
+    uint64_t last_page_ = ~0ull;
+    Cell* last_cells_ = nullptr;
+    std::unordered_map<uint64_t, Word> words_;
+    uint64_t last_version_ = 0;
+    std::unordered_map<const Mbarrier*, BarrierOrder> barriers_;
+
+    const Issue* issue_ = nullptr;
+    Record issue_record_;
+    Issue transfer_;  // of the tcgen05.ld or .st that runs
+};
+
+// Begins asynchronous accesses and ends them, also when one of them is an error.
+class AsyncAccesses {
+ public:
+    AsyncAccesses(RaceDetector* races, const std::shared_ptr<const Issue>& issue, uint32_t agent,
+                  uint32_t moment)
+        : races_(races) {
+        if (races_) races_->begin(*issue, agent, moment);
+    }
+    ~AsyncAccesses() {
+        if (races_) races_->end();
+    }
+    AsyncAccesses(const AsyncAccesses&) = delete;
+
+ private:
+    RaceDetector* races_;
+};
+
+}  // namespace deep_moe::emulator

@@ -1,0 +1,135 @@
+"""What the race detector calls a race, and what it takes for an order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deep_moe.emulator import RaceDetected, Uninitialized
+
+from .device import aligned, run_kernel
+
+HAND_OVER = """
+KERNEL()(u32* data, u32* flag, u32* out) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        *data = 7;
+        asm volatile("st.STORE.global.u32 [%0], 1;" :: "l"(flag) : "memory");
+    }
+    if (blockIdx.x == 1 && threadIdx.x == 0) {
+        u32 seen = 0;
+        while (!seen)
+            asm volatile("ld.LOAD.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        *out = *data;
+    }
+}
+"""
+
+
+def hand_over(store: str, load: str) -> np.ndarray:
+    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
+    source = HAND_OVER.replace("STORE", store).replace("LOAD", load)
+    run_kernel(source, data, flag, out, ctas=2, threads=32)
+    return out
+
+
+@pytest.mark.parametrize("scope", ["gpu", "sys"])
+def test_release_and_acquire_order_two_ctas(scope: str) -> None:
+    assert hand_over(f"release.{scope}", f"acquire.{scope}")[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("store", "load"), [("relaxed.gpu", "acquire.gpu"), ("release.gpu", "relaxed.gpu")]
+)
+def test_half_an_order_is_a_race(store: str, load: str) -> None:
+    with pytest.raises(RaceDetected, match=r"data race at byte 0 of 'array 0'.*\n  first: write"):
+        hand_over(store, load)
+
+
+def test_fences_around_relaxed_accesses_order() -> None:
+    source = HAND_OVER.replace("STORE", "relaxed.gpu").replace("LOAD", "relaxed.gpu")
+    fence = 'asm volatile("fence.acq_rel.gpu;" ::: "memory");'
+    source = source.replace("*data = 7;", f"*data = 7; {fence}").replace(
+        "*out =", f"{fence} *out ="
+    )
+    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
+    run_kernel(source, data, flag, out, ctas=2, threads=32)
+    assert out[0] == 7
+
+
+SHARED = """
+KERNEL()(u32* out) {
+    u32* words = (u32*)dynamic_shared;
+    words[threadIdx.x] = threadIdx.x;
+    ORDER
+    out[threadIdx.x] = words[threadIdx.x ^ OTHER];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "other", "is_race"),
+    [
+        ("__syncthreads();", 32, False),
+        ("__syncwarp();", 32, True),
+        ("__syncwarp();", 1, False),
+        ('asm volatile("" ::: "memory");', 1, True),
+    ],
+)
+def test_shared_memory_between_warps_and_lanes(order: str, other: int, is_race: bool) -> None:
+    source = SHARED.replace("ORDER", order).replace("OTHER", str(other))
+    out = np.zeros(64, np.uint32)
+    if is_race:
+        # Another warp may not have written at all yet.
+        with pytest.raises((RaceDetected, Uninitialized), match="shared offset 0x4"):
+            run_kernel(source, out, threads=64)
+    else:
+        run_kernel(source, out, threads=64)
+        assert (out == (np.arange(64) ^ other)).all()
+
+
+def test_bytes_of_one_word_are_told_apart() -> None:
+    source = "KERNEL()(u8* out) { out[threadIdx.x / 32] = threadIdx.x / 32 + 1; }"
+    out = np.zeros(16, np.uint8)
+    run_kernel(source, out, threads=128)
+    assert out[:4].tolist() == [1, 2, 3, 4]
+
+
+BULK_READ = """
+KERNEL()(u32* data, u32* flag, u32* out) {
+    u32 base = shared_address(dynamic_shared);
+    if (blockIdx.x == 0 && threadIdx.x < 4) {
+        data[threadIdx.x] = 7;
+        __syncwarp(15);
+        if (threadIdx.x == 0)
+            asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(flag) : "memory");
+    }
+    if (blockIdx.x == 1 && threadIdx.x == 0) {
+        init_barrier(base + 64, 1);
+        u32 seen = 0;
+        while (!seen)
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                : "=r"(seen) : "l"(flag) : "memory");
+        FENCE
+        expect_bytes(base + 64, 16);
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], 16, [%2];" :: "r"(base), "l"(data), "r"(base + 64) : "memory");
+        wait(base + 64, 0);
+        *out = ((u32*)dynamic_shared)[1];
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("space", ["", ".global"])
+def test_bulk_copy_of_what_another_cta_wrote_after_a_fence(space: str) -> None:
+    data, flag, out = (aligned(np.zeros(4, np.uint32)) for _ in range(3))
+    fence = f'asm volatile("fence.proxy.async{space};" ::: "memory");'
+    run_kernel(BULK_READ.replace("FENCE", fence), data, flag, out, ctas=2, threads=32)
+    assert out[0] == 7
+
+
+@pytest.mark.parametrize("fence", ["", "fence_async();"])
+def test_bulk_copy_without_a_fence_for_global_memory_is_a_race(fence: str) -> None:
+    data, flag, out = (aligned(np.zeros(4, np.uint32)) for _ in range(3))
+    with pytest.raises(RaceDetected, match=r"no fence\.proxy\.async stands between"):
+        run_kernel(BULK_READ.replace("FENCE", fence), data, flag, out, ctas=2, threads=32)

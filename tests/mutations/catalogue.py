@@ -1,0 +1,419 @@
+"""Bugs to plant into the headers: where, what it replaces, and who has to notice."""
+
+# ruff: noqa: E501 (patterns are lines of the headers)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`pattern` stands exactly once in `include/deep_moe/<file>` and is replaced.
+
+    catcher: how it is noticed: "race", "misuse" (another error of the emulator), "timeout" (the
+    kernel gives up), "result" (comparison with the reference) or "harmless: why" for one that nobody
+    can notice. Several, separated by "|", where it depends on the schedule.
+    """
+
+    name: str
+    file: str
+    pattern: str
+    replacement: str
+    catcher: str
+    schedule: str = "random"
+
+
+PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
+DISPATCH, CLEANUP, WAIT = "roles/dispatch.cuh", "roles/cleanup.cuh", "roles/wait_for_tokens.cuh"
+L1, L2, MMA = "sm100/l1_epilogue.cuh", "sm100/l2_epilogue.cuh", "sm100/mma.cuh"
+LOAD_A, LOAD_W = "sm100/activation_loader.cuh", "sm100/weight_loader.cuh"
+SMEM, WARP = "sm100/shared_memory.cuh", "sm100/epilogue_warp.cuh"
+FENCE = "ptx::fence_proxy_async_shared_cta();\n"
+LONG = "(threadIdx.x == ~0u)"  # a condition that is never true
+
+M = Mutation
+MUTATIONS = (
+    # ---- dispatch
+    M(
+        "count_before_zeroed",
+        COUNT,
+        "counts[i] = 0;\n    barriers.cta();",
+        "counts[i] = 0;",
+        "race",
+    ),
+    M("report_before_counted", COUNT, "    barriers.cta();\n\n    // (2)", "\n    // (2)", "race"),
+    M("place_before_drawn", COUNT, "    barriers.cta();\n\n    // (3)", "\n    // (3)", "race"),
+    M(
+        "publish_without_grid_barrier",
+        DISPATCH,
+        "barriers.grid(WaitSite::grid_barrier_before_pull) && cta_idx == 0",
+        "cta_idx == 0",
+        "race",
+    ),
+    M(
+        "no_rank_barrier_before_pull",
+        DISPATCH,
+        "barriers.ranks(WaitSite::rank_barrier_before_pull);",
+        "",
+        "race",
+    ),
+    M(
+        "no_grid_barrier_before_pull",
+        DISPATCH,
+        "barriers.grid(WaitSite::grid_barrier_pull) && ",
+        "",
+        "race",
+    ),
+    M(
+        "no_rank_barrier_before_combine",
+        DISPATCH,
+        "barriers.ranks(WaitSite::rank_barrier_before_combine);",
+        "",
+        "race",
+    ),
+    M(
+        "no_grid_barrier_before_combine",
+        DISPATCH,
+        "barriers.grid(WaitSite::grid_barrier_before_combine);",
+        "",
+        "race",
+    ),
+    M(
+        "no_grid_barrier_combine",
+        DISPATCH,
+        "barriers.grid(WaitSite::grid_barrier_combine);",
+        "",
+        "race",
+    ),
+    M(
+        "pull_without_fence",
+        PULL,
+        "    ptx::fence_proxy_async();\n",
+        "",
+        "harmless: bulk copies of the pull read the callers' inputs only, which were written before "
+        "the kernel started; the boundary between kernels orders both proxies",
+    ),
+    M(
+        "pull_publishes_before_written",
+        PULL,
+        "ptx::cp_async_bulk_wait_group<0>();",
+        "ptx::cp_async_bulk_wait_group_read<0>();",
+        "race",
+    ),
+    M(
+        "pull_relaxed_arrival",
+        PULL,
+        "ptx::red_add_release_gpu(local.l1_arrival_count(token.pool_block_idx), 1);",
+        "atomicAdd(local.l1_arrival_count(token.pool_block_idx), 1u);",
+        "race",
+    ),
+    M(
+        "pull_without_wait",
+        PULL,
+        "if (!waiter.warp_mbarrier(WaitSite::token_arrival, pull_barrier, parity)) return false;",
+        "",
+        "race|misuse",
+    ),
+    M("pull_parity_stuck", PULL, "parity ^= 1;", "", "race|misuse"),
+    M(
+        "pull_expects_too_little",
+        PULL,
+        "mbarrier_arrive_expect_tx(pull_barrier, Config::hidden)",
+        "mbarrier_arrive_expect_tx(pull_barrier, Config::hidden - 16)",
+        "race|misuse|timeout",
+    ),
+    M(
+        "pull_row_shifted",
+        PULL,
+        "token.row_idx = idx_in_expert % Config::block_m;",
+        "token.row_idx = (idx_in_expert + 1) % Config::block_m;",
+        "result|race",
+    ),
+    M(
+        "pull_slot_of_neighbour",
+        PULL,
+        "slot / Config::num_topk, slot % Config::num_topk};",
+        "slot / Config::num_topk, (slot + 1) % Config::num_topk};",
+        "result|race",
+    ),
+    # ---- barriers between ranks and CTAs
+    M(
+        "grid_barrier_relaxed_poll",
+        "sync/grid_barrier.cuh",
+        "ptx::ld_acquire_gpu(counter)",
+        "ptx::ld_relaxed_gpu(counter)",
+        "race",
+    ),
+    M(
+        "rank_barrier_gpu_scope",
+        "sync/rank_barrier.cuh",
+        "ptx::red_add_release_sys(",
+        "ptx::red_add_relaxed_gpu(",
+        "race",
+    ),
+    M(
+        "rank_barrier_relaxed_poll",
+        "sync/rank_barrier.cuh",
+        "ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx))",
+        "ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t*>("
+        "local.rank_barrier_signal(signal_idx)))",
+        "race",
+    ),
+    # ---- clean-up
+    M(
+        "clean_up_forgets_send_count",
+        CLEANUP,
+        "zero(local.expert_send_count(0), Config::num_experts, grid_thread_idx, num_threads);",
+        "",
+        "timeout|result|misuse",
+    ),
+    M(
+        "clean_up_forgets_recv_sum",
+        CLEANUP,
+        "zero(local.expert_recv_sum(0), Config::num_experts_per_rank, grid_thread_idx, num_threads);",
+        "",
+        "timeout|result|misuse|race",
+    ),
+    M(
+        "clean_up_forgets_l1_arrivals",
+        CLEANUP,
+        "zero(local.l1_arrival_count(0), num_pool_blocks, grid_thread_idx, num_threads);",
+        "",
+        "timeout|result|race",
+    ),
+    M(
+        "clean_up_forgets_l2_arrivals",
+        CLEANUP,
+        "zero(local.l2_arrival_mask(0), num_pool_blocks * Config::num_l2_mask_words, "
+        "grid_thread_idx,\n         num_threads);",
+        "",
+        "timeout|result|race",
+    ),
+    # ---- loaders
+    M(
+        "l1_wait_one_short",
+        WAIT,
+        "WaitSite::l1_block_arrival, block.num_valid_rows,",
+        "WaitSite::l1_block_arrival, block.num_valid_rows - 1,",
+        "race|timeout",
+    ),
+    M("l1_relaxed_wait", WAIT, "ptx::ld_acquire_gpu(count)", "ptx::ld_relaxed_gpu(count)", "race"),
+    M("l2_relaxed_wait", WAIT, "ptx::ld_acquire_gpu(word)", "ptx::ld_relaxed_gpu(word)", "race"),
+    M("loader_without_fence", WAIT, "    ptx::fence_proxy_async_global();\n", "", "race"),
+    M(
+        "activation_bytes",
+        LOAD_A,
+        "smem.activation_tile_bytes + smem.activation_sf_bytes",
+        "smem.activation_tile_bytes",
+        "misuse|race|timeout",
+    ),
+    M("activation_parity", LOAD_A, "ring.parity ^ 1", "ring.parity", "timeout|race|misuse"),
+    M("activation_split", LOAD_A, "num_mma_tokens(block) / 2", "Config::block_m / 2", "result"),
+    M(
+        "weight_expert",
+        LOAD_W,
+        "block.expert_idx * num_rows + row_in_expert",
+        "row_in_expert",
+        "result",
+    ),
+    M("weight_k", LOAD_W, "k_block_idx * Config::block_k,", "0,", "result"),
+    M(
+        "weight_loader_does_not_drain",
+        LOAD_W,
+        "i < Config::num_stages; ++i",
+        "i < 0; ++i",
+        "harmless: the commits of the last stages precede, in the thread's order, that of the last "
+        "accumulator, which the epilogue of both CTAs waits for before it goes on",
+    ),
+    # ---- MMA
+    M("mma_always_accumulates", MMA, "!is_first || i > 0", "true", "misuse|result"),
+    M(
+        "mma_scale_byte",
+        MMA,
+        "instruction_descriptor(num_tokens, i)",
+        "instruction_descriptor(num_tokens, 0)",
+        "result",
+    ),
+    M(
+        "mma_tokens_not_rounded",
+        MMA,
+        "align_up(block.num_valid_rows, 16u)",
+        "align_up(block.num_valid_rows, 8u)",
+        "misuse",
+    ),
+    M(
+        "mma_early_release",
+        MMA,
+        "smem.empty_barrier(ring.stage), both_ctas",
+        "smem.empty_barrier(ring.stage), uint16_t{1}",
+        "timeout|race|misuse",
+    ),
+    M(
+        "mma_accumulator_parity",
+        MMA,
+        "accumulators.parity ^ 1",
+        "accumulators.parity",
+        "timeout|race|misuse",
+    ),
+    # ---- accumulators
+    M(
+        "epilogue_without_tcgen05_fence",
+        "sm100/epilogue.cuh",
+        "ptx::tcgen05_fence_after_thread_sync();",
+        "",
+        "race",
+    ),
+    M(
+        "release_without_tcgen05_fence",
+        WARP,
+        "ptx::tcgen05_fence_before_thread_sync();",
+        "",
+        "race",
+    ),
+    M("load_without_wait", WARP, "ptx::tcgen05_wait_ld(values);", "", "race"),
+    M(
+        "release_before_last_load",
+        L1,
+        "            compute_tile(block, accumulator, token, atoms);\n"
+        "            if (tile_idx + 1 == num_tiles) accumulator.release();",
+        "            if (tile_idx + 1 == num_tiles) accumulator.release();\n"
+        "            compute_tile(block, accumulator, token, atoms);",
+        "race",
+    ),
+    # ---- Linear1 epilogue
+    M("l1_tile_without_fence", L1, "        " + FENCE, "", "race"),
+    M(
+        "l1_maxima_without_barrier",
+        L1,
+        "warp_.sync_warpgroup();\n#pragma unroll",
+        "#pragma unroll",
+        "race|misuse",
+    ),
+    M(
+        "l1_store_before_written",
+        L1,
+        "warp_.sync_warpgroup();\n        if (issues_stores()) {",
+        "if (issues_stores()) {",
+        "race|misuse",
+    ),
+    M(
+        "l1_publishes_before_written",
+        L1,
+        "ptx::cp_async_bulk_wait_group<0>();",
+        "ptx::cp_async_bulk_wait_group_read<0>();",
+        "race",
+    ),
+    M("l1_publishes_before_others", L1, "warp_.sync_all();", "", "race"),
+    M(
+        "l1_relaxed_publish",
+        L1,
+        "ptx::red_or_release_gpu(\n"
+        "                local_.l2_arrival_mask(block.pool_block_idx, block.n_block_idx / 64),",
+        "atomicOr(\n                reinterpret_cast<unsigned long long*>(local_.l2_arrival_mask("
+        "block.pool_block_idx, block.n_block_idx / 64)),",
+        "race",
+    ),
+    M("l1_scale_byte", L1, "[group_idx % 4]", "[(group_idx + 1) % 4]", "result|race"),
+    M("l1_swizzle", L1, "& 0x30", "& 0x10", "result|race"),
+    # ---- Linear2 epilogue
+    M(
+        "l2_one_row_too_many",
+        L2,
+        "row >= block.num_valid_rows",
+        "row > block.num_valid_rows",
+        "race|result|misuse",
+    ),
+    M(
+        "l2_read_before_staged",
+        L2,
+        "warp_.sync_warpgroup();\n            write_tile",
+        "write_tile",
+        "race",
+    ),
+    M("l2_staged_before_read", L2, "if (tile_idx > 0) warp_.sync_warpgroup();", "", "race"),
+    # ---- combine
+    M(
+        "handover_without_fence",
+        "roles/handover.cuh",
+        "    " + FENCE,
+        "",
+        "harmless: Combine::run executes fence.proxy.async for all spaces behind the barrier, and a "
+        "fence anywhere between the accesses is enough; it stays for writers who fence what is theirs",
+    ),
+    M("combine_without_fence", COMBINE, "        ptx::fence_proxy_async();\n", "", "race"),
+    M(
+        "combine_buffer_read_without_fence",
+        COMBINE,
+        FENCE + "                __syncwarp();",
+        "__syncwarp();",
+        "race",
+    ),
+    M(
+        "combine_buffer_read_without_syncwarp",
+        COMBINE,
+        FENCE + "                __syncwarp();",
+        FENCE,
+        "race",
+    ),
+    M(
+        "combine_store_without_fence",
+        COMBINE,
+        FENCE + "        __syncwarp();",
+        "__syncwarp();",
+        "race",
+    ),
+    M(
+        "combine_out_buffer_reused",
+        COMBINE,
+        "if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group_read<0>();",
+        "",
+        "race",
+    ),
+    M(
+        "combine_exits_early",
+        COMBINE,
+        "if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group<0>();",
+        "",
+        "misuse",
+        "late_copies",
+    ),
+    M("combine_parity", COMBINE, "num_loads_ / 2 % 2", "num_loads_ % 2", "race|timeout|misuse"),
+    M("combine_unpacks_wrong", COMBINE, "pairs[j] << 16", "pairs[j] << 15", "result"),
+    # ---- set-up
+    M(
+        "barriers_without_init_fence",
+        SMEM,
+        "ptx::fence_mbarrier_init_release_cluster();",
+        "",
+        "race",
+    ),
+    M(
+        "full_barrier_count",
+        SMEM,
+        "Config::num_stages, 4)",
+        "Config::num_stages, 3)",
+        "misuse|race",
+    ),
+    M(
+        "tmem_empty_barrier_count",
+        SMEM,
+        '2 * Config::num_epilogue_warps);\n        // "A contr',
+        'Config::num_epilogue_warps);\n        // "A contr',
+        "misuse|race",
+    ),
+    M(
+        "set_up_without_cluster_barrier",
+        "sm100/mega_moe.cuh",
+        "ptx::barrier_cluster_arrive();\n    ptx::barrier_cluster_wait();\n    return",
+        "__syncthreads();\n    return",
+        "race|misuse",
+    ),
+    M(
+        "tensor_memory_kept",
+        "sm100/mega_moe.cuh",
+        "ptx::tcgen05_dealloc_cta_group2(tmem, Config::num_tmem_columns);",
+        "",
+        "misuse",
+    ),
+)

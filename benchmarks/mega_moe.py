@@ -117,7 +117,9 @@ def run_rank(local_rank: int, arguments: argparse.Namespace, folder: str | None)
     try:
         report: dict[str, Any] = {
             "machine": machine(arguments.commit),
-            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "arguments": {
+                name: str(value) for name, value in vars(arguments).items() if name != "json"
+            },
             "rates": asdict(MachineRates()),
             "results": [],
         }

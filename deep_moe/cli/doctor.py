@@ -14,7 +14,7 @@ from .options import JsonOption
 from .output import new_table, print_json, stdout
 
 # What the fused kernel exists for: architecture by compute capability.
-SUPPORTED_CAPABILITIES = {(10, 0): "sm_100a"}
+SUPPORTED_CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 DIGEST_LENGTH = 64  # of SHA-256 in hexadecimal
 SMALLEST_KERNEL = 'extern "C" __global__ void mega_moe_kernel() {}'
 

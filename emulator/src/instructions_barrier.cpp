@@ -155,6 +155,9 @@ Flow cluster_arrive(Warp& w, const Op& op) {
     w.cluster_generation = c.generation;
     c.arrived += uint32_t(__builtin_popcount(w.exec));
     if (w.machine->races && op.aux) w.machine->races->arrive(w, c.order);
+    // fence.mbarrier_init releases what it covers, also through a relaxed arrival.
+    if (w.machine->races && !op.aux && w.clock->barrier_inits_fenced)
+        c.order.arriving.seen.raise(w.clock->agent, w.clock->barrier_inits_fenced - 1);
     complete_if_all(*w.machine, c);
     return Flow::next;
 }

@@ -36,7 +36,9 @@ WGMMA = Example(
 )
 
 
-def check_tutorial(example: Example, m: int, n: int, k: int, *, checks: bool = True) -> None:
+# Without checks: the tutorials read the accumulator without tcgen05.fence::after_thread_sync, which
+# the race detector reports.
+def check_tutorial(example: Example, m: int, n: int, k: int, *, checks: bool = False) -> None:
     status, launches = run(example, m, n, k, checks=checks)
     d, a, b, _ = (
         memory.view(dtype)
@@ -111,7 +113,8 @@ def scales(codes: np.ndarray, rows: int, k: int) -> np.ndarray:
 def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
     m, n, k = size
     options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=1.5", f"--beta={beta}"]
-    status, launches = run(MXFP8_MXFP4, *options, "--iterations=0", checks=beta != 0)
+    # Without checks: CUTLASS's epilogue loads the accumulator without a tcgen05 fence.
+    status, launches = run(MXFP8_MXFP4, *options, "--iterations=0", checks=False)
     assert status == 0
     assert "Disposition: Passed" in capfd.readouterr().out
     a_codes, b_codes, c, d, _, a_scales, b_scales = launches[0].after[:7]
@@ -124,9 +127,11 @@ def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
     np.testing.assert_array_equal(bfloat16_values(d).reshape(m, n), rounded_to_bfloat16(expected))
 
 
-def test_mxfp8_kernel_exits_while_stores_read_its_shared_memory():
-    """Without a C operand, CUTLASS's epilogue does not wait for its last stores."""
-    with pytest.raises(InvalidOperation, match="exits while asynchronous copies"):
+def test_mxfp8_kernel_is_not_clean():
+    """No tcgen05 fence in the epilogue, and without a C operand no wait for its last stores."""
+    with pytest.raises(
+        (InvalidOperation, RaceDetected), match=r"exits while asynchronous copies|tcgen05 fence"
+    ):
         run(MXFP8_MXFP4, "--m=256", "--n=1024", "--k=256", "--beta=0", "--iterations=0")
 
 

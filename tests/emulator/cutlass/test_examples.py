@@ -38,8 +38,8 @@ WGMMA = Example(
 
 # Without checks: the tutorials read the accumulator without tcgen05.fence::after_thread_sync, which
 # the race detector reports.
-def check_tutorial(example: Example, m: int, n: int, k: int, *, checks: bool = False) -> None:
-    status, launches = run(example, m, n, k, checks=checks)
+def check_tutorial(example: Example, m: int, n: int, k: int) -> None:
+    status, launches = run(example, m, n, k, checks=False)
     d, a, b, _ = (
         memory.view(dtype)
         for memory, dtype in zip(
@@ -55,7 +55,7 @@ def check_tutorial(example: Example, m: int, n: int, k: int, *, checks: bool = F
 
 @pytest.mark.parametrize("size", [(128, 256, 64), (256, 512, 256)])
 def test_one_cta_with_ordinary_loads(size):
-    check_tutorial(MMA, *size, checks=False)
+    check_tutorial(MMA, *size)
 
 
 def test_ordinary_loads_lack_a_proxy_fence():

@@ -46,13 +46,17 @@ def quantize_e4m3_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_e4m3_groups(
-    groups: torch.Tensor, *, min_scale_byte: int = 0
+    groups: torch.Tensor, *, min_scale_byte: int = 0, scale_bytes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize float32 [..., G], each row of G values a group, to (float8_e4m3fn [..., G], UE8M0
-    bytes [...]). min_scale_byte: the smallest scale that a group gets."""
+    bytes [...]). min_scale_byte: the smallest scale that a group gets. scale_bytes: the scales, none
+    so small that a finite group exceeds 448 of it; by default the smallest possible."""
     finite = groups.isfinite().all(dim=-1)
-    sf = _scale_bytes(groups, exponent_of_max=8, mantissa_of_max=0x600000)
-    sf = sf.where(finite, E4M3_NAN_GROUP_BYTE).clamp(min=min_scale_byte)
+    if scale_bytes is None:
+        sf = _scale_bytes(groups, exponent_of_max=8, mantissa_of_max=0x600000)
+        sf = sf.where(finite, E4M3_NAN_GROUP_BYTE).clamp(min=min_scale_byte)
+    else:
+        sf = scale_bytes
     scaled = groups * _power_of_two(254 - sf).unsqueeze(-1)
     values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
     values = values.where(finite.unsqueeze(-1), E4M3_NAN)

@@ -30,6 +30,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 SM90_SCALE_BLOCK = 128  # intermediate values that share a scale
 SM90_MIN_SCALE_BYTE = 67  # 2^-60, so that sums can be rescaled in FP32
+SM90_MAX_SCALE_BYTE = 247  # the largest that quantizing to E4M3 asks for
+SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale of their own
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Numerics:
     """How activations become what the tensor cores multiply. Results are float64.
 
     tokens: from a token's E4M3 values [n, H] and packed scales. requantize: from float32 [n, I]
-    after SwiGLU. sum_bits: what hardware keeps of a sum of products; the reference keeps all.
+    after SwiGLU and the routing weights [n] that are in it. sum_bits: what hardware keeps of a sum
+    of products; the reference keeps all.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    requantize: Callable[[torch.Tensor], torch.Tensor]
+    requantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     sum_bits: int
 
 
@@ -49,7 +52,7 @@ def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
 
 
-def _requantize_per_32(activated: torch.Tensor) -> torch.Tensor:
+def _requantize_per_32(activated: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
     return dequantize_e4m3_ue8m0(*quantize_e4m3_ue8m0(activated), torch.float64)
 
 
@@ -64,9 +67,23 @@ def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     return folded.float().double() * ue8m0_to_float(largest)
 
 
-def _requantize_per_128(activated: torch.Tensor) -> torch.Tensor:
+def sm90_token_scale_bytes(weights: torch.Tensor) -> torch.Tensor:
+    """UE8M0 bytes [n] of 2^(floor(log2 |weight|) - 1), within what SM90 uses."""
+    exponents = (weights.float().abs().view(torch.int32) >> 23) - 1
+    return exponents.clamp(SM90_MIN_SCALE_BYTE, SM90_MAX_SCALE_BYTE)
+
+
+def _requantize_per_128(activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Blocks of 128 values. Those that lie well in E4M3's range by the token's scale, which follows
+    from its routing weight, have that one, the others the smallest that holds them."""
     groups = activated.unflatten(-1, (-1, SM90_SCALE_BLOCK))
-    values, scale_bytes = quantize_e4m3_groups(groups, min_scale_byte=SM90_MIN_SCALE_BYTE)
+    token_bytes = sm90_token_scale_bytes(weights).unsqueeze(-1)
+    _, own_bytes = quantize_e4m3_groups(groups, min_scale_byte=SM90_MIN_SCALE_BYTE)
+    amax = groups.abs().amax(dim=-1).double()
+    is_large_enough = amax >= SM90_SMALLEST_AMAX * ue8m0_to_float(token_bytes)
+    fits = (own_bytes <= token_bytes) & is_large_enough | (amax == 0)
+    scale_bytes = torch.where(fits, token_bytes, own_bytes)
+    values, _ = quantize_e4m3_groups(groups, scale_bytes=scale_bytes)
     return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
 
 
@@ -162,7 +179,7 @@ def expert_output(
     accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
     gate, up = _round_to_bf16(accumulator).float().chunk(2, dim=1)
     activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
-    quantized = numerics.requantize(activated)
+    quantized = numerics.requantize(activated, weights)
     return _round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
 
 

@@ -141,6 +141,7 @@ def sm90_smem_layout(
             (num_stages, 4, block_m // 8, 2),
             "from a token's scale in one k-block of Linear2 to that in the next",
         ),
+        ("changes_of_scale", "u32", (num_stages,), "whether they are to be applied"),
         ("block_headers", "u32", (num_stages + 1, 4), "blocks on their way to the math warps"),
         ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps"),
         ("destinations", "u64", (2, block_m), "where each token's result goes"),

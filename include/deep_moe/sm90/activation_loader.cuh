@@ -30,7 +30,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         const uint32_t num_k_blocks =
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
         const uint32_t first_row = block.pool_block_idx * Config::block_m;
-        Rescaler<Config> rescaler(local.l2_token_sf(0, first_row));
+        Rescaler<Config> rescaler(local.l2_token_sf(0, first_row), block.num_valid_rows);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (!is_linear1) rescaler.load();
@@ -38,7 +38,11 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                       smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
                 return;
             }
-            if (!is_linear1) rescaler.store(smem, ring.stage);
+            if (is_linear1) {
+                store_change_of_scale(smem, ring.stage, false);
+            } else {
+                rescaler.store(smem, ring.stage, k_block_idx == 0);
+            }
             __syncwarp();
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barrier(ring.stage);

@@ -19,6 +19,7 @@
 #include "deep_moe/ptx/permute.cuh"
 #include "deep_moe/quantize.cuh"
 #include "deep_moe/sm90/block_header.cuh"
+#include "deep_moe/sm90/linear2_scale.cuh"
 #include "deep_moe/sm90/main_loop.cuh"
 #include "deep_moe/sm90/math_warp.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
@@ -26,10 +27,6 @@
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe::sm90 {
-
-// No scale below 2^-60: the ratio of two scales of a token must not take an accumulator out of
-// FP32's range (rescaler.cuh).
-constexpr uint32_t min_scale_byte = 127 - 60;
 
 // Prepares the maxima of the block of that turn. All math warps; a barrier must follow.
 template <class Config>
@@ -108,10 +105,6 @@ class L1Epilogue {
         }
     }
 
-    __device__ static uint32_t scale_byte(uint32_t amax) {
-        return max(e4m3_scale_byte(amax), min_scale_byte);
-    }
-
     // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
     // each puts together those of one and stores them. A token's 128 bytes meet in L2, which they
     // reach as words; the detour through shared memory that would make whole rows of them costs
@@ -123,13 +116,17 @@ class L1Epilogue {
         const uint32_t selectors = is_odd ? 0x3276 : 0x5410;
         constexpr uint32_t lane_of_next_row = 4;
         const uint32_t first = thread_.first_token() + is_odd;
+        const float* weights = local_.l1_topk_weight(block.pool_block_idx * Config::block_m +
+                                                     thread_.first_token());
         uint8_t* const token = local_.l2_token(block.pool_block_idx * Config::block_m + first) +
                                block.n_block_idx * (Config::block_n / 2) + byte_idx();
 #pragma unroll
         for (uint32_t j = 0; j < num_tokens / 8; ++j) {
             const uint2 amax = ptx::ld_shared_v2(smem_.amax(turn_, 8 * j + thread_.first_token()));
-            const float factors[2] = {e4m3_factor(amax.x, scale_byte(amax.x)),
-                                      e4m3_factor(amax.y, scale_byte(amax.y))};
+            const float2 weight = *reinterpret_cast<const float2*>(weights + 8 * j);
+            const float factors[2] = {
+                e4m3_factor(amax.x, linear2_scale_byte(amax.x, weight.x)),
+                e4m3_factor(amax.y, linear2_scale_byte(amax.y, weight.y))};
             uint32_t mine = 0;
 #pragma unroll
             for (uint32_t p = 0; p < 2; ++p) {
@@ -155,9 +152,10 @@ class L1Epilogue {
     __device__ void store_scales(const BlockHeader& block) const {
         const uint32_t row = thread_.thread_idx;
         if (row >= block.num_valid_rows) return;
-        const uint32_t byte = scale_byte(ptx::ld_shared_u32(smem_.amax(turn_, row)));
-        *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m + row) =
-            byte << 23;
+        const uint32_t pool_token_idx = block.pool_block_idx * Config::block_m + row;
+        const uint32_t byte = linear2_scale_byte(ptx::ld_shared_u32(smem_.amax(turn_, row)),
+                                                 *local_.l1_topk_weight(pool_token_idx));
+        *local_.l2_token_sf(block.n_block_idx, pool_token_idx) = byte << 23;
     }
 
     // The barrier before it orders the stores of all warps in front of this release. Readers load

@@ -13,7 +13,6 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/ptx/wgmma.cuh"
 #include "deep_moe/ring_position.cuh"
-#include "deep_moe/scheduler.cuh"
 #include "deep_moe/sm90/fp4_decode.cuh"
 #include "deep_moe/sm90/math_warp.cuh"
 #include "deep_moe/sm90/rescaler.cuh"
@@ -52,13 +51,11 @@ class MainLoop {
                                 ring_.parity);
     }
 
-    // Adds up the whole K of a block of this phase, whose first stage is loaded. After an abort the
-    // products are of whatever the stages hold, so that the warps stay together up to the vote in
-    // the epilogue.
-    template <Phase phase, uint32_t num_tokens>
-    __device__ __forceinline__ void run(Accumulators<num_tokens>& accumulators) {
-        constexpr uint32_t num_k_blocks =
-            phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
+    // Adds up the whole K of a block, whose first stage is loaded. After an abort the products are of
+    // whatever the stages hold, so that the warps stay together up to the vote in the epilogue.
+    template <uint32_t num_tokens>
+    __device__ __forceinline__ void run(uint32_t num_k_blocks,
+                                        Accumulators<num_tokens>& accumulators) {
         uint32_t fragments[num_row_halves][mmas_per_k_block][4];
 #pragma unroll
         for (uint32_t half = 0; half < num_row_halves; ++half) {
@@ -69,20 +66,19 @@ class MainLoop {
 #pragma unroll 1
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             const uint64_t tokens = operand_descriptor(smem_.activations(stage.idx));
-
-            decode<0>(stage.packed, stage.shifts, fragments[0]);
-            stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
-            if constexpr (phase == Phase::linear2) {
+            if (changes_scale(smem_, stage.idx)) {
                 // ptxas gives up all overlap when accumulators are touched while it is not plain
-                // which products are complete, so the second half's are waited for as well.
+                // which products are complete: hence a wait for all of them, just before.
                 ptx::wgmma_wait_group<0>();
                 rescale(smem_, stage.idx, accumulators[0]);
+                rescale(smem_, stage.idx, accumulators[1]);
             }
+            decode<0>(stage.packed, stage.shifts, fragments[0]);
+            stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
             multiply(accumulators[0], fragments[0], tokens);
-            if constexpr (phase == Phase::linear1) ptx::wgmma_wait_group<1>();
+            ptx::wgmma_wait_group<1>();
             if (k_block_idx > 0) release(stage_before(stage.idx));
 
-            if constexpr (phase == Phase::linear2) rescale(smem_, stage.idx, accumulators[1]);
             decode<1>(stage.packed, stage.shifts, fragments[1]);
             multiply(accumulators[1], fragments[1], tokens);
             if (k_block_idx + 1 < num_k_blocks) {

@@ -32,24 +32,23 @@ class MathWarps {
             if (!Thread::here().vote(waiter_)) return;
             const BlockHeader block = load_header(header_address());
             if (block.num_valid_rows == 0) return;
-            const bool going = block.phase == Phase::linear1 ? run_block<Phase::linear1>()
-                                                             : run_block<Phase::linear2>();
-            if (!going) return;
+            if (!run_block<Config::block_m>(block.phase)) return;
         }
     }
 
  private:
-    template <Phase phase>
-    __device__ __forceinline__ bool run_block() {
-        constexpr uint32_t num_tokens = Config::block_m;
+    template <uint32_t num_tokens>
+    __device__ __forceinline__ bool run_block(Phase phase) {
         Accumulators<num_tokens> accumulators;
-        main_loop_.template run<phase, num_tokens>(accumulators);
+        main_loop_.template run<num_tokens>(
+            phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks,
+            accumulators);
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header(header_address());
         const Thread thread = Thread::here();
         const RowFactors rows = load_row_factors(row_factors<Config>(args_, block), thread);
         const RankBuffers<Config> ranks(args_);
-        if constexpr (phase == Phase::linear1) {
+        if (block.phase == Phase::linear1) {
             return L1Epilogue<Config>(smem_, ranks.local(), thread, turn())
                 .template run<num_tokens>(block, rows, accumulators, waiter_);
         } else {

@@ -3,7 +3,9 @@
 // block with another scale is added, it is multiplied by old / new. Scales are powers of two, so
 // nothing is rounded, and no second set of accumulators is needed.
 //
-// The activation loader, which has time, works out these factors and puts them beside the tile.
+// That is rare: all k-blocks of a token have the same scale, but for those whose values are too
+// large or too small for it (linear2_scale.cuh). The activation loader, which has time, compares
+// the scales, works out the factors, and puts both beside the tile.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -15,58 +17,83 @@
 
 namespace deep_moe::sm90 {
 
-// The ratio of two powers of two, given by their biased exponents, as a BF16. Never zero nor
-// infinite: the product with an empty accumulator, before the first k-block, must be zero.
-__device__ __forceinline__ uint16_t bf16_ratio(uint32_t old_exponent, uint32_t new_exponent) {
-    const int32_t exponent = static_cast<int32_t>(old_exponent - new_exponent) + 127;
+// The ratio of two powers of two as a BF16. Never infinite: a sum of zero must stay zero.
+__device__ __forceinline__ uint16_t bf16_ratio(uint32_t old_scale, uint32_t new_scale) {
+    const int32_t exponent = static_cast<int32_t>((old_scale >> 23) - (new_scale >> 23)) + 127;
     return static_cast<uint16_t>(min(max(exponent, 1), 254) << 7);
 }
 
+// Whether the accumulators must be rescaled before the k-block of a stage is added. Written by one
+// whole warp, for every k-block; read by all math warps.
+template <class Config>
+__device__ __forceinline__ void store_change_of_scale(const SharedMemory<Config>& smem,
+                                                      uint32_t stage, bool changes) {
+    if (ptx::lane_idx() == 0) ptx::st_shared_u32(smem.change_of_scale(stage), changes);
+}
+
+// The shuffle makes the branch uniform in the compiler's eyes (see load_header).
+template <class Config>
+__device__ __forceinline__ bool changes_scale(const SharedMemory<Config>& smem, uint32_t stage) {
+    return __shfl_sync(full_warp, ptx::ld_shared_u32(smem.change_of_scale(stage)), 0) != 0;
+}
+
 // The activation loader's side. All lanes of its warp; each has every 32nd token of the block.
-// Those behind the last valid one get some finite factor or other.
+// Those behind the last valid one take no part.
 template <class Config>
 class Rescaler {
     static constexpr uint32_t num_tokens_per_lane = ceil_div(Config::block_m, warp_size);
 
  public:
     // `scales`: those of the block's tokens for its first k-block.
-    __device__ explicit Rescaler(const uint32_t* scales) : scales_(scales + ptx::lane_idx()) {}
+    __device__ Rescaler(const uint32_t* scales, uint32_t num_valid_rows)
+        : scales_(scales + ptx::lane_idx()), num_valid_rows_(num_valid_rows) {}
 
     // Starts to read the scales of the next k-block; the values are first used by `store`.
     __device__ void load() {
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-            if (exists(i)) new_scales_[i] = scales_[i * warp_size];
+            if (is_valid(i)) new_scales_[i] = scales_[i * warp_size];
         }
         scales_ += Config::num_padded_sf_pool_tokens;
     }
 
-    // Its factors into its stage, which is empty. The caller's arrival on the stage's barrier,
-    // after a __syncwarp, releases them.
-    __device__ void store(const SharedMemory<Config>& smem, uint32_t stage) {
+    // What this k-block asks for, into its stage, which is empty. The caller's arrival on the
+    // stage's barrier, after a __syncwarp, releases it. The accumulators of the first one are zero.
+    __device__ void store(const SharedMemory<Config>& smem, uint32_t stage, bool is_first) {
+        bool changes = false;
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
+            if (is_valid(i)) changes |= new_scales_[i] != scale_words_[i];
+        }
+        changes = __any_sync(full_warp, changes && !is_first);
+        if (changes) store_factors(smem, stage);
+        store_change_of_scale(smem, stage, changes);
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) scale_words_[i] = new_scales_[i];
+    }
+
+ private:
+    __device__ bool is_valid(uint32_t i) const {
+        return i * warp_size + ptx::lane_idx() < num_valid_rows_;
+    }
+
+    __device__ void store_factors(const SharedMemory<Config>& smem, uint32_t stage) const {
         const uint32_t row = ptx::lane_idx();
         const uint32_t word = row % 8 / 2 * (Config::block_m / 8) + row / 8;
         const uint32_t factors =
             smem.rescale_factors(stage) + word * sizeof(uint32_t) + row % 2 * sizeof(uint16_t);
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-            if (!exists(i)) continue;
-            const uint32_t exponent = new_scales_[i] >> 23 & 0xff;
-            ptx::st_shared_u16(factors + i * (warp_size / 8) * sizeof(uint32_t),
-                               bf16_ratio(exponents_[i], exponent));
-            exponents_[i] = exponent;
+            if (i * warp_size + row >= Config::block_m) continue;
+            const uint16_t ratio = is_valid(i) ? bf16_ratio(scale_words_[i], new_scales_[i]) : 0;
+            ptx::st_shared_u16(factors + i * (warp_size / 8) * sizeof(uint32_t), ratio);
         }
     }
 
- private:
-    __device__ static bool exists(uint32_t i) {
-        return Config::block_m % warp_size == 0 ||
-               i * warp_size + ptx::lane_idx() < Config::block_m;
-    }
-
     const uint32_t* scales_;  // of the next k-block
-    uint32_t exponents_[num_tokens_per_lane] = {};
-    uint32_t new_scales_[num_tokens_per_lane];
+    uint32_t num_valid_rows_;
+    uint32_t scale_words_[num_tokens_per_lane] = {};  // of the k-block before
+    uint32_t new_scales_[num_tokens_per_lane] = {};
 };
 
 // The math warps' side: multiplies the accumulators of 64 rows by the factors of a stage.

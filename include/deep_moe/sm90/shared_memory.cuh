@@ -38,6 +38,10 @@ class SharedMemory {
     __device__ uint32_t rescale_factors(uint32_t stage) const {
         return base_ + Smem::rescale_factors_offset + stage * Config::block_m * sizeof(uint16_t);
     }
+    // u32: whether these factors are to be applied; they are written only then.
+    __device__ uint32_t change_of_scale(uint32_t stage) const {
+        return base_ + Smem::changes_of_scale_offset + stage * sizeof(uint32_t);
+    }
     // u32 [2][block_m]: bits of each token's largest magnitude. Blocks take turns.
     __device__ uint32_t amax(uint32_t turn, uint32_t row) const {
         return base_ + Smem::amax_exchange_offset +
@@ -59,7 +63,7 @@ class SharedMemory {
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
-    // its copy; their arrivals also release the block header and the rescale factors. Behind the
+    // its copy; their arrivals also release the block header and what is said of rescaling. Behind the
     // last block both arrive once more without a copy. Wait: all math threads, parity of their
     // round.
     __device__ uint32_t full_barrier(uint32_t stage) const {

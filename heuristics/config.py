@@ -64,6 +64,8 @@ class MegaMoEConfig:
     # numerics
     activation_clamp: float  # +inf: none
     fast_math: bool
+    # recording
+    trace: bool  # time stamps, see include/deep_moe/trace.cuh
     # pool
     num_max_pool_tokens: int
     num_max_pool_blocks: int
@@ -174,6 +176,7 @@ def choose_config(
     smem_capacity: int | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    trace: bool = False,
     overrides: Mapping[str, int] | None = None,
 ) -> MegaMoEConfig:
     """The kernel for `num_tokens` tokens per rank of `shape`.
@@ -181,8 +184,8 @@ def choose_config(
     num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200), 132
     for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a
     CTA may ask for; by default what the architecture allows (232448, that is 227 KiB).
-    activation_clamp: positive bound of gate and up, None for none. overrides: values by field
-    name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
+    activation_clamp: positive bound of gate and up, None for none. trace: the kernel records
+    time stamps (deep_moe.trace). overrides: values by field name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
     value that breaks a limit is a ValueError that names the limit.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
@@ -216,6 +219,7 @@ def choose_config(
         reasons[name] = "set by the caller"
     reasons["activation_clamp"] = "argument of the call"
     reasons["fast_math"] = "argument of the call"
+    reasons["trace"] = "on while a call is recorded (deep_moe.trace)"
     problem = {
         "num_ranks": shape.num_ranks,
         "num_experts": shape.num_experts,
@@ -234,6 +238,7 @@ def choose_config(
         **chosen,
         activation_clamp=clamp,
         fast_math=fast_math,
+        trace=trace,
         arch=arch,
         decision=Decision(num_tokens, smem_capacity, reasons),
     )

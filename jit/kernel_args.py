@@ -43,7 +43,8 @@ class KernelArgs(ctypes.Structure):
     Tensor maps and weight pointers that the architecture does not use are zero.
     rank_buffers: base of every rank's symmetric buffer as this rank sees it. y: bf16
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
-    status: this rank's WaitStatus. num_tokens: rows of y.
+    status: this rank's WaitStatus. num_tokens: rows of y. trace: for a kernel with `trace`, its
+    trace buffer (deep_moe/trace.py) of trace_capacity records per track; else null.
     """
 
     _fields_ = (
@@ -56,8 +57,10 @@ class KernelArgs(ctypes.Structure):
         ("wait_timeout_ns", ctypes.c_uint64),
         ("rank_idx", ctypes.c_uint32),
         ("num_tokens", ctypes.c_uint32),
+        ("trace", ctypes.c_uint64),
+        ("trace_capacity", ctypes.c_uint32),
         # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
-        ("_padding", ctypes.c_ubyte * 56),
+        ("_padding", ctypes.c_ubyte * 44),
     )
 
 

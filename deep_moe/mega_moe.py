@@ -256,6 +256,7 @@ def prepare_launch(
         options.activation_clamp,
         options.fast_math,
         options.overrides,
+        buffer.recorder is not None,
     )
     if is_checked(options, buffer):
         _check_expert_ids(buffer, num_tokens)
@@ -265,6 +266,9 @@ def prepare_launch(
     args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
     args.wait_timeout_ns = round(1e9 * _timeout_s(options, buffer))
     args.num_tokens = num_tokens
+    if buffer.recorder is not None:
+        args.trace = buffer.recorder.attach(config).data_ptr()
+        args.trace_capacity = buffer.recorder.capacity
     memory = _memory_regions(y, l1_weights, l2_weights, buffer, stats)
     return MegaMoELaunch(
         buffer.rank,
@@ -400,6 +404,7 @@ def _choose_config(
     activation_clamp: float | None,
     fast_math: bool,
     overrides: tuple[tuple[str, int], ...],
+    trace: bool,
 ) -> MegaMoEConfig:
     return choose_config(
         shape,
@@ -408,6 +413,7 @@ def _choose_config(
         num_sms=num_sms,
         activation_clamp=activation_clamp,
         fast_math=fast_math,
+        trace=trace,
         overrides=dict(overrides),
     )
 
@@ -513,6 +519,8 @@ def _memory_regions(
         of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
         of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
     ]
+    if buffer.recorder is not None and buffer.recorder.memory is not None:
+        regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
     if stats is not None:
         regions.append(of_tensor("cumulative_local_expert_recv_stats", stats, is_writable=True))
     return tuple(region for region in regions if region.num_bytes)

@@ -15,6 +15,7 @@ from deep_moe.heuristics.shape import MAX_RANKS
 ALIGNMENT = 64
 TENSOR_MAP_BYTES = 128
 NO_PEER_RANK = 0xFFFFFFFF
+NUM_TRACE_TRACKS = 6
 TENSOR_MAP_NAMES = (
     "l1_activations",
     "l1_activation_sf",
@@ -82,6 +83,35 @@ class WaitStatus(ctypes.Structure):
         ("seen", ctypes.c_uint64),
         ("waited_ns", ctypes.c_uint64),
         ("missing_ranks", ctypes.c_uint64 * 2),
+    )
+
+
+class TraceRecord(ctypes.Structure):
+    """What begins on a track, and when; see trace.cuh."""
+
+    _fields_ = (
+        ("ticks", ctypes.c_uint64),
+        ("step", ctypes.c_uint16),
+        ("num_rows", ctypes.c_uint16),
+        ("detail", ctypes.c_uint32),
+    )
+
+
+class TraceAnchor(ctypes.Structure):
+    """Both clocks of an SM at one moment."""
+
+    _fields_ = (("ticks", ctypes.c_uint64), ("global_ns", ctypes.c_uint64))
+
+
+class TraceCta(ctypes.Structure):
+    """What a trace buffer holds for each CTA, in front of all records."""
+
+    _fields_ = (
+        ("first", TraceAnchor),
+        ("last", TraceAnchor),
+        ("num_lost", ctypes.c_uint32 * NUM_TRACE_TRACKS),
+        ("sm_idx", ctypes.c_uint32),
+        ("_padding", ctypes.c_uint32),
     )
 
 

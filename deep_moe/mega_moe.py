@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from deep_moe.jit.sm100_maps import sm100_tensor_maps
 from .arguments import check_contiguous, check_start, check_tensor, require_type
 from .buffer import SymmBuffer, describe_difference
 from .symm_memory import HostMemory
+from .tuning_tables import find_tuning
 from .weights import WEIGHT_LAYOUTS, weight_arch
 
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
@@ -107,7 +108,8 @@ def fp8_fp4_mega_moe(
     activation_clamp: positive bound of gate and up, or None. fast_math: approximate exponentials.
     arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
     num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100.
-    overrides: config fields to set instead of the heuristics' choice, by name.
+    overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
+        tuning tables come before the heuristics' formula (docs/tuning.md).
     timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
         default 60 on GPUs and 600 in the emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
@@ -257,6 +259,7 @@ def prepare_launch(
         options.fast_math,
         options.overrides,
         buffer.recorder is not None,
+        None if buffer.is_emulated else _gpu_name(buffer.device.index),
     )
     if is_checked(options, buffer):
         _check_expert_ids(buffer, num_tokens)
@@ -405,6 +408,7 @@ def _choose_config(
     fast_math: bool,
     overrides: tuple[tuple[str, int], ...],
     trace: bool,
+    gpu: str | None,
 ) -> MegaMoEConfig:
     return choose_config(
         shape,
@@ -415,7 +419,13 @@ def _choose_config(
         fast_math=fast_math,
         trace=trace,
         overrides=dict(overrides),
+        tuning=None if gpu is None else find_tuning(gpu),
     )
+
+
+@cache
+def _gpu_name(device_index: int) -> str:
+    return torch.cuda.get_device_name(device_index)
 
 
 @lru_cache(maxsize=256)

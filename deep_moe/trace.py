@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .heuristics.segments import align_up
 from .jit.headers import find_library
 from .jit.kernel_args import TraceCta, TraceRecord
 
@@ -91,14 +92,15 @@ def tracks() -> Names:
 class RankTrace:
     """One rank's part of a call.
 
-    spans: steps in the order of (cta, track, start_ns); the fields of `_SPAN_DTYPE`. `detail` is
-    that of trace.cuh, in nanoseconds where that counts ticks. clock_error_ns: how far the two
-    anchors of the worst CTA are from one straight line. num_lost: records that found no room.
+    num_n_blocks: numbers of weight blocks per expert that `detail` counts with, for Linear1 and
+    Linear2. spans: steps in the order of (cta, track, start_ns); the fields of `_SPAN_DTYPE`.
+    `detail` is that of trace.cuh, in nanoseconds where that counts ticks. clock_error_ns: how far
+    the two anchors of the worst CTA are from one straight line. num_lost: records that found no
+    room.
     """
 
     rank: int
-    num_l1_n_blocks: int
-    num_l2_n_blocks: int
+    num_n_blocks: tuple[int, int]
     is_emulated: bool
     spans: np.ndarray
     clock_error_ns: float
@@ -154,8 +156,10 @@ class Recorder:
         clock = _Clock.emulated(num_ctas) if self.buffer.is_emulated else _Clock.through(ctas)
         return RankTrace(
             rank=self.buffer.rank,
-            num_l1_n_blocks=self.config.num_l1_n_blocks,
-            num_l2_n_blocks=self.config.num_l2_n_blocks,
+            num_n_blocks=(
+                align_up(self.config.num_l1_n_blocks, self.config.cluster_size),
+                align_up(self.config.num_l2_n_blocks, self.config.cluster_size),
+            ),
             is_emulated=self.buffer.is_emulated,
             spans=_spans(records, clock),
             clock_error_ns=clock.error_ns,
@@ -224,7 +228,7 @@ def _spans(records: np.ndarray, clock: _Clock) -> np.ndarray:
     for name in ("step", "num_rows", "detail"):
         spans[name] = starts[name]
     spans["start_ns"], spans["end_ns"] = ns(starts["ticks"]), ns(ends["ticks"])
-    counts_ticks = np.isin(spans["step"], [step["l1_epilogue"], step["l2_epilogue"]])
+    counts_ticks = spans["step"] == step["await_block"]
     spans["detail"][counts_ticks] = np.round(spans["detail"][counts_ticks] * clock.ns_per_tick)
     return spans
 
@@ -368,11 +372,25 @@ def _track_sums(rank: RankTrace, track: str) -> dict[str, float]:
                 add(name, parts)
         else:
             add(text[step], chosen)
-        if step in _numbers("l1_epilogue", "l2_epilogue"):
-            phase = "Linear1" if step == number["l1_epilogue"] else "Linear2"
-            waited_us = float(spans["detail"][chosen].sum()) / 1e3
-            sums[f"{phase} main loop, of it waiting for stages"] = waited_us / num_ctas
+        if step in _numbers("l1_main_loop", "l2_main_loop"):
+            waited_us = float(_stage_wait_ns(spans)[chosen].sum()) / 1e3
+            sums[f"{text[step]}, of it waiting for stages"] = waited_us / num_ctas
     return sums
+
+
+def _stage_wait_ns(spans: np.ndarray) -> np.ndarray:
+    """Of each main loop of a track; the wait for a block that comes next says it. Else 0."""
+    waits = np.zeros(len(spans))
+    is_loop = np.isin(spans["step"], _numbers("l1_main_loop", "l2_main_loop"))
+    awaits = np.flatnonzero(spans["step"] == steps().number["await_block"])
+    loops = np.flatnonzero(is_loop)
+    following = np.searchsorted(awaits, loops)
+    # Not there if the records behind the loop are lost.
+    found = following < len(awaits)
+    loops, awaits = loops[found], awaits[following[found]]
+    same_cta = spans["cta"][loops] == spans["cta"][awaits]
+    waits[loops[same_cta]] = spans["detail"][awaits[same_cta]]
+    return waits
 
 
 def _waits(spans: np.ndarray) -> dict[str, np.ndarray]:
@@ -513,22 +531,21 @@ def _block_events(rank: RankTrace) -> Iterator[str]:
         if loop[2] not in loops or epilogue[2] not in epilogues:
             continue
         phase = loops.index(loop[2])
-        num_n_blocks = (rank.num_l1_n_blocks, rank.num_l2_n_blocks)[phase]
-        expert, n_block = divmod(loop[6], num_n_blocks)
+        expert, n_block = divmod(loop[6], rank.num_n_blocks[phase])
         name = f"Linear{phase + 1} expert {expert} n {n_block}"
         yield _event(name, rank.rank, loop[0] * num_tracks + loop[1], loop[3], epilogue[4], {})
 
 
 def _arguments(rank: RankTrace, step: int, num_rows: int, detail: int) -> dict[str, float]:
     number = steps().number
-    if step in _numbers("l1_epilogue", "l2_epilogue"):
-        return {"main loop waited us": detail / 1e3}
+    if step == number["await_block"]:
+        return {"main loop before waited us": detail / 1e3} if detail else {}
     if step in _numbers("await_l1_tokens", "await_l2_tokens"):
         return {"pool block": detail, "rows": num_rows}
     if num_rows == 0:
         return {}
-    is_linear1 = step in (number["l1_main_loop"], number["load_l1"])
-    expert, n_block = divmod(detail, rank.num_l1_n_blocks if is_linear1 else rank.num_l2_n_blocks)
+    is_linear1 = step in _numbers("load_l1", "l1_main_loop", "l1_epilogue")
+    expert, n_block = divmod(detail, rank.num_n_blocks[0 if is_linear1 else 1])
     return {"expert": expert, "n-block": n_block, "rows": num_rows}
 
 

@@ -12,7 +12,9 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/kernel_args.cuh"
+#include "deep_moe/math.cuh"
 #include "deep_moe/ptx/timer.cuh"
+#include "deep_moe/scheduler.cuh"
 
 namespace deep_moe {
 
@@ -58,9 +60,9 @@ enum class TraceStep : uint16_t {
     combine = 26,                      // combine
 };
 
-// detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop: row of
-// weight blocks, that is local expert * number of n-blocks + n-block. *_epilogue: ticks that the
-// main loop before it waited for stages, without the first. Else 0.
+// detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop, *_epilogue:
+// which weights, see weight_block_row; if num_rows is 0, nothing. await_block: ticks that the main
+// loop before it waited for stages behind its first. Else 0.
 struct TraceRecord {
     uint64_t ticks;
     TraceStep step;
@@ -98,6 +100,15 @@ struct TraceBuffer {
         return first + uint64_t{idx} * args.trace_capacity;
     }
 };
+
+// Local expert and n-block as one number. A cluster's CTAs may have an n-block behind an odd last
+// one.
+template <class Config>
+__device__ __forceinline__ uint32_t weight_block_row(const Block& block) {
+    const uint32_t num_n_blocks =
+        block.phase == Phase::linear1 ? Config::num_l1_n_blocks : Config::num_l2_n_blocks;
+    return block.expert_idx * align_up(num_n_blocks, Config::cluster_size) + block.n_block_idx;
+}
 
 // One track. Any set of threads calls its methods, as long as `writer` (a threadIdx.x), who alone
 // records, is among them. Addresses are made anew for each mark: a role that is short of registers

@@ -33,7 +33,7 @@ class MathWarps {
     __device__ void run() {
         clear_maxima(smem_, Thread::here(), turn());
         for (;; ++block_idx_) {
-            trace_.mark(TraceStep::await_block);
+            trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
             main_loop_.await_stage();
             if (!Thread::here().vote(waiter_)) return;
             const BlockHeader block = load_header(header_address());
@@ -56,8 +56,7 @@ class MathWarps {
         constexpr uint32_t num_tokens = Config::block_m;
         Accumulators<num_tokens> accumulators;
         main_loop_.template run<phase, num_tokens>(accumulators);
-        trace_.mark(phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue,
-                    main_loop_.waited_ticks());
+        trace_.mark(phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue);
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header(header_address());
         const Thread thread = Thread::here();

@@ -13,6 +13,10 @@ there is an all-reduce, so that ranks begin together, and in front of that the G
 the host is never what is measured. `floor` is what reading the weights, computing or the links
 alone would take at the rates of `problem.MachineRates`. Compiled kernels go to the cache folder
 (DEEP_MOE_CACHE_DIR).
+
+With --trace one more call of each size is recorded by a kernel that takes time stamps
+(deep_moe.trace): its phases are part of the results and printed behind each model, and everything
+that every warp did, on all ranks, is written as a Chrome trace, a file for each size.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 import deep_moe
+from deep_moe import trace
 from deep_moe.cli.options import parse_overrides
 from deep_moe.comparison import compare
 from deep_moe.heuristics import PRESETS, MoEShape, choose_config, preset_shape
@@ -94,6 +99,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checked-tokens", type=int, default=8, help="compared, on each rank")
     parser.add_argument("--unfused", action="store_true", help="time the unfused layer too")
     parser.add_argument("--peer", action="store_true", help="time sgl-deep-gemm's kernel too")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json.gz",
+        help="record a call too; model and tokens are added to the file's name",
+    )
     parser.add_argument("--override", action="append", help="FIELD=VALUE of the config")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where results are written, after each size")
@@ -124,12 +135,17 @@ def run_rank(local_rank: int, arguments: argparse.Namespace, folder: str | None)
             "results": [],
         }
         for model in arguments.model:
+            phases = {}
             for result in model_results(model, arguments, device):
                 report["results"].append(result)
+                if "trace" in result:
+                    phases[str(result["tokens_per_rank"])] = result["trace"]
                 if dist.get_rank() == 0:
                     print(line(result), flush=True)
                     if arguments.json is not None:
                         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if phases and dist.get_rank() == 0:
+                print(f"{model}, tokens/rank:\n{trace.table(phases)}", flush=True)
             torch.cuda.empty_cache()
     finally:
         dist.destroy_process_group()
@@ -174,6 +190,9 @@ def model_results(
             times = measured(call, arguments, costs)
             times["cosine_distance"] = distance
             result[name] = times | {"times_slower": times["us"] / result["us"]}
+        if arguments.trace is not None:
+            path = trace_path(arguments.trace, model, num_tokens)
+            result["trace"] = traced(fused, arguments, path)
         yield result
     dist.barrier()  # no rank takes its memory away while another still uses it
     fused.buffer.close()
@@ -308,6 +327,28 @@ def timed(
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, mine)
     return [rank.tolist() for rank in ranks], 1e6 * statistics.median(host_s[num_warmup:])
+
+
+def trace_path(path: Path, model: str, num_tokens: int) -> Path:
+    """
+    >>> trace_path(Path("out/layer.json.gz"), "deepseek-v4-pro", 8).as_posix()
+    'out/layer-deepseek-v4-pro-8.json.gz'
+    """
+    name, dot, endings = path.name.partition(".")
+    return path.with_name(f"{name}-{model}-{num_tokens}{dot}{endings}")
+
+
+def traced(fused: FusedLayer, arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Where the time of a call goes, on all ranks; the first of them writes the trace."""
+    with trace.record(fused.buffer) as (recorder,):
+        timed(partial(fused, arguments.clamp), arguments.warmup, 1)
+        own = recorder.collect()
+    gathered: list[trace.RankTrace] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    ranks = trace.aligned(gathered)
+    if dist.get_rank() == 0:
+        trace.write_chrome_trace(ranks, path)
+    return trace.breakdown(ranks)
 
 
 def line(result: dict[str, Any]) -> str:

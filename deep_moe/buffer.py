@@ -26,6 +26,8 @@ from .symm_memory import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .trace import Recorder
+
 _DTYPES = {
     "input_x": torch.float8_e4m3fn,
     "input_x_sf": torch.int32,
@@ -72,6 +74,8 @@ class SymmBuffer:
         # Filled by deep_moe/mega_moe.py.
         self.standing_args: dict[tuple[Any, ...], KernelArgs] = {}
         self.num_calls = 0
+        # While calls are recorded: see deep_moe/trace.py.
+        self.recorder: Recorder | None = None
         self._closed = False
         self._failure: str | None = None
 

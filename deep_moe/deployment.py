@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +32,15 @@ def deployment_configs(
     choose: Callable[[int], MegaMoEConfig], num_max_tokens: int
 ) -> list[tuple[int, int, MegaMoEConfig]]:
     """The configs that calls of 0 to `num_max_tokens` tokens get, each with its first and last
-    number of tokens.
+    number of tokens. A config may come back: tuning tables hold around measured sizes only.
 
-    choose: the config of one number of tokens. Between two calls with one config it must not
-        choose another. That holds because the tile grows with the tokens and, for one tile, the
-        experts per wave shrink; so halving finds each change in a few steps.
+    choose: the config of one number of tokens; it is asked for each, a quarter of a millisecond.
     """
-
-    def changes(first: int, last: int) -> Iterator[int]:
-        """Where a new config begins in first + 1 .. last."""
-        if choose(first) == choose(last):
-            return
-        if last - first == 1:
-            yield last
-            return
-        middle = (first + last) // 2
-        yield from changes(first, middle)
-        yield from changes(middle, last)
-
-    starts = [0, *changes(0, num_max_tokens)]
-    ends = [start - 1 for start in starts[1:]] + [num_max_tokens]
-    return [(first, last, choose(first)) for first, last in zip(starts, ends, strict=True)]
+    found = []
+    for config, group in groupby(range(num_max_tokens + 1), key=choose):
+        first, *others = group
+        found.append((first, others[-1] if others else first, config))
+    return found
 
 
 def build_deployment(
@@ -61,24 +50,29 @@ def build_deployment(
     num_workers: int | None = None,
     on_built: Callable[[DeploymentKernel], None] = lambda kernel: None,
 ) -> list[DeploymentKernel]:
-    """Build the configs in parallel processes and return the kernels in the given order.
+    """Build the configs in parallel processes, each once, and return the kernels in the given
+    order.
 
     num_workers: processes; by default one per CPU that this process may use. on_built: told of
     each kernel as it is ready. The first error of any of them is raised.
     """
-    workers = min(num_workers or len(os.sched_getaffinity(0)), len(configs))
+    first_uses = {config: (first, last, config) for first, last, config in reversed(configs)}
+    workers = min(num_workers or len(os.sched_getaffinity(0)), len(first_uses))
     build = partial(_build, cache_folder=cache_folder)
     # spawn: a forked child would inherit the threads' locks of whatever the caller has loaded.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = [pool.submit(build, *config) for config in configs]
+        futures = {config: pool.submit(build, *use) for config, use in first_uses.items()}
         try:
-            for future in as_completed(futures):
+            for future in as_completed(futures.values()):
                 on_built(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-        return [future.result() for future in futures]
+        return [
+            replace(futures[config].result(), first_num_tokens=first, last_num_tokens=last)
+            for first, last, config in configs
+        ]
 
 
 def _build(

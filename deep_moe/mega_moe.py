@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from deep_moe.jit.sm100_maps import sm100_tensor_maps
 from .arguments import check_contiguous, check_start, check_tensor, require_type
 from .buffer import SymmBuffer, describe_difference
 from .symm_memory import HostMemory
+from .tuning_tables import find_tuning
 from .weights import WEIGHT_LAYOUTS, weight_arch
 
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
@@ -107,7 +108,8 @@ def fp8_fp4_mega_moe(
     activation_clamp: positive bound of gate and up, or None. fast_math: approximate exponentials.
     arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
     num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100.
-    overrides: config fields to set instead of the heuristics' choice, by name.
+    overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
+        tuning tables come before the heuristics' formula (docs/tuning.md).
     timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
         default 60 on GPUs and 600 in the emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
@@ -256,6 +258,8 @@ def prepare_launch(
         options.activation_clamp,
         options.fast_math,
         options.overrides,
+        buffer.recorder is not None,
+        None if buffer.is_emulated else _gpu_name(buffer.device.index),
     )
     if is_checked(options, buffer):
         _check_expert_ids(buffer, num_tokens)
@@ -265,6 +269,9 @@ def prepare_launch(
     args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
     args.wait_timeout_ns = round(1e9 * _timeout_s(options, buffer))
     args.num_tokens = num_tokens
+    if buffer.recorder is not None:
+        args.trace = buffer.recorder.attach(config).data_ptr()
+        args.trace_capacity = buffer.recorder.capacity
     memory = _memory_regions(y, l1_weights, l2_weights, buffer, stats)
     return MegaMoELaunch(
         buffer.rank,
@@ -400,6 +407,8 @@ def _choose_config(
     activation_clamp: float | None,
     fast_math: bool,
     overrides: tuple[tuple[str, int], ...],
+    trace: bool,
+    gpu: str | None,
 ) -> MegaMoEConfig:
     return choose_config(
         shape,
@@ -408,8 +417,15 @@ def _choose_config(
         num_sms=num_sms,
         activation_clamp=activation_clamp,
         fast_math=fast_math,
+        trace=trace,
         overrides=dict(overrides),
+        tuning=None if gpu is None else find_tuning(gpu),
     )
+
+
+@cache
+def _gpu_name(device_index: int) -> str:
+    return torch.cuda.get_device_name(device_index)
 
 
 @lru_cache(maxsize=256)
@@ -513,6 +529,8 @@ def _memory_regions(
         of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
         of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
     ]
+    if buffer.recorder is not None and buffer.recorder.memory is not None:
+        regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
     if stats is not None:
         regions.append(of_tensor("cumulative_local_expert_recv_stats", stats, is_writable=True))
     return tuple(region for region in regions if region.num_bytes)

@@ -9,6 +9,9 @@ reference bit for bit:
 - routing weights are powers of two; down-projection weights are at most 3 in size and used in up to
   5461 columns, so that all of them times 32 * 32 stay below 2^24.
 
+Each group of 32 values has a scale of its own, by chance, and its codes make up for it: a kernel
+that takes the scale of another row or group gets other numbers.
+
 Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
 leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
 """
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
 
 _UE8M0_OF_ONE = 127
 _UE8M0_OF_32 = 132
+# Exponents of scales. Codes of 1, 2 and 3 times 1/2 to 2 are E2M1 numbers; 1 and 2 times 1/8 to 8
+# are normal E4M3 numbers, also when a token's scales are brought to its largest.
+_WEIGHT_SCALES = (-1, 1)
+_TOKEN_SCALES = (-3, 3)
 
 
 @dataclass(frozen=True)
@@ -134,8 +141,6 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     l1.scatter_(-1, used, sizes.float())
     signs = torch.randint(0, 2, l1.shape, generator=generator) * 2 - 1
     l1[:, shape.intermediate_hidden :] *= signs[:, shape.intermediate_hidden :]
-    l1_sf = torch.full((num_experts, num_rows, hidden // GROUP_SIZE), _UE8M0_OF_ONE)
-    l1_sf[:, : shape.intermediate_hidden] = _UE8M0_OF_32
 
     l2_shape = (num_experts, hidden, shape.intermediate_hidden)
     l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
@@ -145,10 +150,12 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
-    l2_sf = torch.full((*l2_shape[:2], l2_shape[2] // GROUP_SIZE), _UE8M0_OF_ONE)
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator)
+    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator)
+    l1_sf[:, : shape.intermediate_hidden] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     return Layer(
-        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf.to(torch.uint8))),
-        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf.to(torch.uint8))),
+        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf)),
+        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf)),
     )
 
 
@@ -158,11 +165,11 @@ def exact_tokens(
     """Tokens of the exact case; see above."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 3, (num_tokens, shape.hidden), generator=generator)
-    sf = torch.full((num_tokens, shape.hidden // GROUP_SIZE), _UE8M0_OF_ONE, dtype=torch.uint8)
     topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
     exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
+    codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
     return Tokens(
-        x.float().to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, torch.exp2(exponents.float())
+        codes.to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, torch.exp2(exponents.float())
     )
 
 
@@ -173,6 +180,16 @@ def _random_routing(
     topk_idx = order[:, : shape.num_topk].clone()
     places = torch.rand(topk_idx.shape, generator=generator).argsort(dim=1)
     return topk_idx.scatter_(1, places[:, :num_unused_slots], -1)
+
+
+def _scale_groups(
+    values: torch.Tensor, bounds: tuple[int, int], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and UE8M0 scales per group of 32 that stand for `values`; exponents within `bounds`."""
+    groups = values.unflatten(-1, (-1, GROUP_SIZE))
+    exponents = torch.randint(bounds[0], bounds[1] + 1, groups.shape[:-1], generator=generator)
+    codes = (groups * torch.exp2(-exponents.float()).unsqueeze(-1)).flatten(-2)
+    return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)
 
 
 def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:

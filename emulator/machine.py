@@ -41,7 +41,9 @@ class Machine:
     the same seed gives the same run. schedule: "random"; "round_robin"; "late_copies" completes
     asynchronous operations only when nothing else can go on; "slow_rank" and "starved_role" hardly
     ever run one rank, or the warps of one index in all CTAs, which the seed picks. checks: look for
-    data races, missing fences, reads of memory that nobody wrote and the like. clock: "virtual"
+    data races, missing fences, reads of memory that nobody wrote and the like. stop_at_findings:
+    such a finding is an error; otherwise the run goes on and `findings` has them, each pair of
+    source lines once. clock: "virtual"
     counts instructions, and time leaps when everything waits; "real" is the host's, for kernels
     that talk to other processes. max_resident_ctas: how many CTAs of one grid are there at once.
     hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
@@ -56,6 +58,7 @@ class Machine:
         seed: int = 0,
         schedule: Schedule = "random",
         checks: bool = True,
+        stop_at_findings: bool = True,
         clock: Literal["virtual", "real"] = "virtual",
         max_resident_ctas: int = 4096,
         hopper_fp8_sums: bool = False,
@@ -69,6 +72,7 @@ class Machine:
         self._library.dm_set_residency(self._handle, max_resident_ctas)
         self._library.dm_set_hopper_fp8_sums(self._handle, hopper_fp8_sums)
         self._library.dm_set_schedule(self._handle, SCHEDULES.index(schedule))
+        self._library.dm_set_collects_findings(self._handle, not stop_at_findings)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -196,6 +200,15 @@ class Machine:
         if stopped:
             raise stopped[0]
         self._check(status)
+
+    @property
+    def findings(self) -> list[EmulatorError]:
+        """What the checks found so far, where `stop_at_findings` is off."""
+        kind, found = ctypes.c_int(), []
+        for index in range(self._library.dm_num_findings(self._handle)):
+            text = self._library.dm_finding(self._handle, index, ctypes.byref(kind))
+            found.append(BY_KIND.get(kind.value, EmulatorError)(text.decode(errors="replace")))
+        return found
 
     @property
     def statistics(self) -> Statistics:

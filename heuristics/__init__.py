@@ -7,6 +7,7 @@ from .presets import PRESETS, preset_shape
 from .segments import Layout, Segment
 from .shape import MoEShape
 from .symm_buffer_layout import symm_buffer_layout
+from .tuning import Tuning, TuningTable
 
 __all__ = [
     "ARCHITECTURES",
@@ -18,6 +19,8 @@ __all__ = [
     "MoEShape",
     "PrepareInputsConfig",
     "Segment",
+    "Tuning",
+    "TuningTable",
     "choose_config",
     "explain",
     "preset_shape",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import zip_longest
 from math import ceil
 
 from .segments import Layout, align_up, ceil_div
@@ -62,6 +63,26 @@ def choose_num_experts_per_wave(
         for divisor in range(min(wanted, num_experts_per_rank), num_experts_per_rank + 1)
         if num_experts_per_rank % divisor == 0
     )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """In ascending order.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def neighbours(values: Sequence[int], chosen: int, reach: int) -> tuple[int, ...]:
+    """The `reach` values on either side of `chosen` among ascending ones, the nearest first.
+
+    >>> neighbours((8, 16, 32, 64, 96), 32, 2)
+    (64, 16, 96, 8)
+    """
+    above = [value for value in values if value > chosen][:reach]
+    below = [value for value in reversed(values) if value < chosen][:reach]
+    return tuple(value for pair in zip_longest(above, below) for value in pair if value is not None)
 
 
 def choose_num_combine_chunks(
@@ -177,11 +198,16 @@ def choose_stages(
         problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
         return smem_layout({**fields, **problem, "num_stages": num_stages}).num_bytes
 
-    # Alignment makes stages differ by a few bytes, so the number that fits is looked for.
-    stage_bytes = num_bytes(MIN_STAGES + 1) - num_bytes(MIN_STAGES)
-    num_fitting = next(
-        (n for n in range(MAX_STAGES, MIN_STAGES, -1) if num_bytes(n) <= smem_capacity), MIN_STAGES
-    )
+    # Alignment makes stages differ by a few bytes, so the number that fits is looked for, from one
+    # that is at most a few off: this is most of what a config costs.
+    least_bytes = num_bytes(MIN_STAGES)
+    stage_bytes = num_bytes(MIN_STAGES + 1) - least_bytes
+    num_fitting = MIN_STAGES + max(0, smem_capacity - least_bytes) // stage_bytes
+    num_fitting = min(num_fitting, MAX_STAGES)
+    while num_fitting < MAX_STAGES and num_bytes(num_fitting + 1) <= smem_capacity:
+        num_fitting += 1
+    while num_fitting > MIN_STAGES and num_bytes(num_fitting) > smem_capacity:
+        num_fitting -= 1
     num_stages = choices.choose(
         "num_stages",
         num_fitting,

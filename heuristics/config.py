@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import sm90, sm100
 from .segments import Layout
 from .shape import MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
+from .tuning import TunedLayerKey, Tuning, TuningResult
 
 if TYPE_CHECKING:
     from .explain import Explanation
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a config came about: what was asked, and the reason of each field."""
+    """How a config came about: what was asked, the reason of each field, and what tuning tables
+    say of the call."""
 
     num_tokens: int
     smem_capacity: int
     reasons: Mapping[str, str]
+    tuning: Tuning | None
+    tuning_result: TuningResult
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class MegaMoEConfig:
     # numerics
     activation_clamp: float  # +inf: none
     fast_math: bool
+    # recording
+    trace: bool  # time stamps, see include/deep_moe/trace.cuh
     # pool
     num_max_pool_tokens: int
     num_max_pool_blocks: int
@@ -105,6 +112,16 @@ class MegaMoEConfig:
         return _architecture(self.arch).smem_layout(self.kernel_fields())
 
     @property
+    def tunable(self) -> dict[str, int]:
+        """The fields that tuning may choose, with their values."""
+        return {name: getattr(self, name) for name in _architecture(self.arch).tunable}
+
+    @property
+    def candidates(self) -> dict[str, tuple[int, ...]]:
+        """Other values of each tunable field that are worth measuring beside this config's."""
+        return _architecture(self.arch).candidates(self.shape, self.tunable)
+
+    @property
     def roles(self) -> tuple[str, str, str]:
         """What the warps do that have dispatch, loader and epilogue registers."""
         return _architecture(self.arch).roles
@@ -129,6 +146,8 @@ class Architecture:
     smem_layout: Callable[[Mapping[str, int | float | bool]], Layout]
     tmem_layout: Callable[[Mapping[str, int | float | bool]], Layout | None]
     overridable: tuple[str, ...]
+    tunable: tuple[str, ...]  # those whose best value differs from layer to layer
+    candidates: Callable[[MoEShape, Mapping[str, int]], dict[str, tuple[int, ...]]]
     smem_capacity: int
     default_num_sms: int
     cluster_size: int
@@ -141,6 +160,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm100.smem_layout,
         sm100.tmem_layout,
         sm100.OVERRIDABLE,
+        sm100.TUNABLE,
+        sm100.candidates,
         sm100.SMEM_CAPACITY,
         sm100.DEFAULT_NUM_SMS,
         sm100.CLUSTER_SIZE,
@@ -151,6 +172,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm90.smem_layout,
         sm90.tmem_layout,
         sm90.OVERRIDABLE,
+        sm90.TUNABLE,
+        sm90.candidates,
         sm90.SMEM_CAPACITY,
         sm90.DEFAULT_NUM_SMS,
         sm90.CLUSTER_SIZE,
@@ -174,16 +197,20 @@ def choose_config(
     smem_capacity: int | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    trace: bool = False,
     overrides: Mapping[str, int] | None = None,
+    tuning: Tuning | None = None,
 ) -> MegaMoEConfig:
     """The kernel for `num_tokens` tokens per rank of `shape`.
 
     num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200), 132
     for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a
     CTA may ask for; by default what the architecture allows (232448, that is 227 KiB).
-    activation_clamp: positive bound of gate and up, None for none. overrides: values by field
-    name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
-    value that breaks a limit is a ValueError that names the limit.
+    activation_clamp: positive bound of gate and up, None for none. trace: the kernel records
+    time stamps (deep_moe.trace). overrides: values by field name, taken instead of the heuristic's;
+    `block_m` brings along the rest of its table row. A value that breaks a limit is a ValueError
+    that names the limit. tuning: measurements on the device of the call, which come before the
+    formula and after `overrides`.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
@@ -209,13 +236,32 @@ def choose_config(
     num_sms = overrides.get("num_sms", num_sms)
     require_int("num_sms", num_sms, "a number of CTAs")
 
-    chosen, reasons = architecture.choose_fields(
-        shape, num_tokens, num_sms=num_sms, smem_capacity=smem_capacity, overrides=overrides
+    choose_fields = partial(
+        architecture.choose_fields,
+        shape,
+        num_tokens,
+        num_sms=num_sms,
+        smem_capacity=smem_capacity,
     )
+    chosen, reasons = choose_fields(overrides=overrides)
+    tuning_result = TuningResult("formula: no device is named")
+    if tuning is not None:
+        key = TunedLayerKey.of(shape, device=tuning.device, arch=arch, num_sms=num_sms)
+        formula = {name: chosen[name] for name in architecture.tunable}
+        tuning_result = tuning.look_up(key, num_tokens, formula, overrides)
+    if tuning_result.overrides:
+        try:
+            chosen, reasons = choose_fields(
+                overrides={**overrides, **dict(tuning_result.overrides)}
+            )
+        except ValueError as error:
+            raise ValueError(f"tuning table: {error}; {tuning_result.outcome}") from None
+        reasons.update(tuning_result.reasons)
     for name in overrides:
         reasons[name] = "set by the caller"
     reasons["activation_clamp"] = "argument of the call"
     reasons["fast_math"] = "argument of the call"
+    reasons["trace"] = "on while a call is recorded (deep_moe.trace)"
     problem = {
         "num_ranks": shape.num_ranks,
         "num_experts": shape.num_experts,
@@ -234,8 +280,9 @@ def choose_config(
         **chosen,
         activation_clamp=clamp,
         fast_math=fast_math,
+        trace=trace,
         arch=arch,
-        decision=Decision(num_tokens, smem_capacity, reasons),
+        decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 
 

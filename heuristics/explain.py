@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .config import MegaMoEConfig
+from .config import Decision, MegaMoEConfig
 from .segments import Layout, ceil_div
+from .tuning import TunedEntry, TunedLayerKey
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,32 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class TuningRow:
+    """One number of tokens per rank at which this layer was measured on the device. No entry: the
+    formula was not beaten."""
+
+    source: str
+    num_tokens: int
+    entry: TunedEntry | None
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What the tuning tables say: of the call, in words, and of the layer."""
+
+    device: str | None
+    outcome: str
+    rows: tuple[TuningRow, ...]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The explained config. The command line prints it as tables, or `to_dict` as JSON."""
 
     arch: str
     smem_capacity: int
     fields: tuple[FieldReason, ...]
+    tuning: TuningReport
     smem_map: tuple[MapRow, ...]
     smem_bytes: int
     tmem_map: tuple[MapRow, ...]
@@ -79,6 +100,8 @@ class Explanation:
         for field in plain["fields"]:
             if field["value"] == math.inf:
                 field["value"] = None
+        for row, plain_row in zip(self.tuning.rows, plain["tuning"]["rows"], strict=True):
+            plain_row["entry"] = row.entry and row.entry.to_dict()
         return plain
 
 
@@ -95,6 +118,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
             FieldReason(name, value, decision.reasons[name])
             for name, value in config.kernel_fields().items()
         ),
+        tuning=_tuning_report(config, decision),
         smem_map=_map_rows(smem),
         smem_bytes=smem.num_bytes,
         tmem_map=_map_rows(tmem) if tmem else (),
@@ -104,6 +128,19 @@ def explain(config: MegaMoEConfig) -> Explanation:
         symm_buffer_bytes=symm.num_bytes,
         schedule=_schedule(config, decision.num_tokens),
     )
+
+
+def _tuning_report(config: MegaMoEConfig, decision: Decision) -> TuningReport:
+    if decision.tuning is None:
+        return TuningReport(None, decision.tuning_result.outcome, ())
+    device = decision.tuning.device
+    key = TunedLayerKey.of(config.shape, device=device, arch=config.arch, num_sms=config.num_sms)
+    rows = [
+        TuningRow(source, num_tokens, layer.entry(num_tokens))
+        for source, layer in decision.tuning.layers(key)
+        for num_tokens in layer.measured_tokens
+    ]
+    return TuningReport(device, decision.tuning_result.outcome, tuple(rows))
 
 
 def _map_rows(layout: Layout) -> tuple[MapRow, ...]:

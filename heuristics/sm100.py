@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .choices import (
+    MIN_STAGES,
     ConfigFields,
     FieldChoices,
     check_index_ranges,
@@ -15,6 +16,8 @@ from .choices import (
     choose_combine_chunks,
     choose_stages,
     choose_waves,
+    divisors,
+    neighbours,
 )
 from .segments import Layout
 from .shape import MoEShape
@@ -64,6 +67,7 @@ OVERRIDABLE = (
     "num_epilogue_registers",
     "num_combine_chunks",
 )
+TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
 
@@ -189,3 +193,21 @@ def _choose_registers(shape: MoEShape, num_epilogue_warps: int, choices: FieldCh
         for name, value in zip(names, registers, strict=True)
     }
     check_registers(counts, (NUM_DISPATCH_WARPS, NUM_TENSOR_WARPS, num_epilogue_warps))
+
+
+def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Other values of each tunable field that are worth measuring beside the `chosen` ones.
+
+    >>> shape = MoEShape(8, 256, 8, 7168, 2048, 64)
+    >>> candidates(shape, {"block_m": 16, "num_experts_per_wave": 16, "num_stages": 9})["block_m"]
+    (32, 64)
+    """
+    num_stages = chosen["num_stages"]
+    return {
+        "block_m": neighbours([tile.block_m for tile in TILES], chosen["block_m"], 2),
+        "num_experts_per_wave": neighbours(
+            divisors(shape.num_experts_per_rank), chosen["num_experts_per_wave"], 2
+        ),
+        # More do not fit. Fewer leave combine larger chunks and less to fill at first.
+        "num_stages": neighbours(range(MIN_STAGES, num_stages + 1), num_stages, 2),
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from .choices import (
+    MIN_STAGES,
     ConfigFields,
     FieldChoices,
     check_index_ranges,
@@ -14,6 +15,8 @@ from .choices import (
     choose_combine_chunks,
     choose_stages,
     choose_waves,
+    divisors,
+    neighbours,
 )
 from .segments import Layout, align_up
 from .shape import MoEShape
@@ -46,6 +49,7 @@ OVERRIDABLE = (
     "num_epilogue_registers",
     "num_combine_chunks",
 )
+TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")
 
 
@@ -142,3 +146,22 @@ def choose_fields(
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose_combine_chunks(shape, smem_layout, choices)
     return choices.fields, choices.reasons
+
+
+def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Other values of each tunable field that are worth measuring beside the `chosen` ones.
+
+    >>> shape = MoEShape(4, 256, 6, 4096, 2048, 64)
+    >>> sizes = candidates(shape, {"block_m": 8, "num_experts_per_wave": 32, "num_stages": 12})
+    >>> sizes["num_experts_per_wave"], sizes["num_stages"]
+    ((64, 16, 8), (11, 10))
+    """
+    num_stages = chosen["num_stages"]
+    return {
+        "block_m": neighbours(BLOCK_MS, chosen["block_m"], 3),
+        "num_experts_per_wave": neighbours(
+            divisors(shape.num_experts_per_rank), chosen["num_experts_per_wave"], 2
+        ),
+        # More do not fit. Fewer leave combine larger chunks and less to fill at first.
+        "num_stages": neighbours(range(MIN_STAGES, num_stages + 1), num_stages, 2),
+    }

@@ -15,6 +15,7 @@ from deep_moe.heuristics.shape import MAX_RANKS
 ALIGNMENT = 64
 TENSOR_MAP_BYTES = 128
 NO_PEER_RANK = 0xFFFFFFFF
+NUM_TRACE_TRACKS = 6
 TENSOR_MAP_NAMES = (
     "l1_activations",
     "l1_activation_sf",
@@ -43,7 +44,8 @@ class KernelArgs(ctypes.Structure):
     Tensor maps and weight pointers that the architecture does not use are zero.
     rank_buffers: base of every rank's symmetric buffer as this rank sees it. y: bf16
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
-    status: this rank's WaitStatus. num_tokens: rows of y.
+    status: this rank's WaitStatus. num_tokens: rows of y. trace: for a kernel with `trace`, its
+    trace buffer (deep_moe/trace.py) of trace_capacity records per track; else null.
     """
 
     _fields_ = (
@@ -56,8 +58,10 @@ class KernelArgs(ctypes.Structure):
         ("wait_timeout_ns", ctypes.c_uint64),
         ("rank_idx", ctypes.c_uint32),
         ("num_tokens", ctypes.c_uint32),
+        ("trace", ctypes.c_uint64),
+        ("trace_capacity", ctypes.c_uint32),
         # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
-        ("_padding", ctypes.c_ubyte * 56),
+        ("_padding", ctypes.c_ubyte * 44),
     )
 
 
@@ -79,6 +83,35 @@ class WaitStatus(ctypes.Structure):
         ("seen", ctypes.c_uint64),
         ("waited_ns", ctypes.c_uint64),
         ("missing_ranks", ctypes.c_uint64 * 2),
+    )
+
+
+class TraceRecord(ctypes.Structure):
+    """What begins on a track, and when; see trace.cuh."""
+
+    _fields_ = (
+        ("ticks", ctypes.c_uint64),
+        ("step", ctypes.c_uint16),
+        ("num_rows", ctypes.c_uint16),
+        ("detail", ctypes.c_uint32),
+    )
+
+
+class TraceAnchor(ctypes.Structure):
+    """Both clocks of an SM at one moment."""
+
+    _fields_ = (("ticks", ctypes.c_uint64), ("global_ns", ctypes.c_uint64))
+
+
+class TraceCta(ctypes.Structure):
+    """What a trace buffer holds for each CTA, in front of all records."""
+
+    _fields_ = (
+        ("first", TraceAnchor),
+        ("last", TraceAnchor),
+        ("num_lost", ctypes.c_uint32 * NUM_TRACE_TRACKS),
+        ("sm_idx", ctypes.c_uint32),
+        ("_padding", ctypes.c_uint32),
     )
 
 

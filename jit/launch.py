@@ -70,7 +70,13 @@ def run_emulated(
     """
     from deep_moe.emulator import Machine
 
-    machine = Machine(seed=seed, checks=checks, clock=clock, hopper_fp8_sums=hopper_fp8_sums)
+    machine = Machine(
+        seed=seed,
+        schedule=schedule,
+        checks=checks,
+        clock=clock,
+        hopper_fp8_sums=hopper_fp8_sums,
+    )
     modules: dict[str, Any] = {}
     for launch in launches:
         for region in launch.memory:

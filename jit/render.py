@@ -9,7 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .kernel_args import KernelArgs, PrepareInputsArgs, WaitStatus, layout_checks
+from .kernel_args import (
+    KernelArgs,
+    PrepareInputsArgs,
+    TraceAnchor,
+    TraceCta,
+    TraceRecord,
+    WaitStatus,
+    layout_checks,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -54,7 +62,9 @@ def render_kernel(config: MegaMoEConfig) -> str:
         has_clusters=config.cluster_size > 1,
         constants=_constants(config.kernel_fields()),
         layouts=layouts,
-        layout_checks=list(layout_checks(KernelArgs, WaitStatus)),
+        layout_checks=list(
+            layout_checks(KernelArgs, WaitStatus, TraceRecord, TraceAnchor, TraceCta)
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from deep_moe.heuristics import PRESETS, choose_config, preset_shape
 
 @pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize("num_max_tokens", [1, 7, 700])
-def test_halving_finds_the_configs_of_a_full_scan(model: str, num_max_tokens: int):
+def test_every_number_of_tokens_is_in_the_range_of_its_config(model: str, num_max_tokens: int):
     shape = preset_shape(model, num_ranks=8, num_max_tokens_per_rank=num_max_tokens)
     found = deployment_configs(lambda n: choose_config(shape, n), num_max_tokens)
     for first, last, config in found:

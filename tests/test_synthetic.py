@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deep_moe.formats import dequantize_e2m1_ue8m0, dequantize_e4m3_ue8m0
+from deep_moe.formats import dequantize_e2m1_ue8m0, dequantize_e4m3_ue8m0, unpack_ue8m0
 from deep_moe.heuristics import MoEShape
 from deep_moe.reference import reference_mega_moe
 from deep_moe.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
@@ -40,6 +40,14 @@ def test_the_exact_case_for_short_sums_keeps_its_bounds():
     # No other size than this is known to be exact.
     with pytest.raises(ValueError, match="sum_bits must be one of 24, 13; got 14"):
         exact_layer(SHAPE, sum_bits=14)
+
+
+def test_scales_of_the_exact_case_differ_from_row_to_row_and_group_to_group():
+    layer, tokens = exact_layer(SHAPE, seed=1), exact_tokens(SHAPE, 32, seed=2)
+    for packed in (layer.l1.sf[0, : SHAPE.intermediate_hidden], layer.l2.sf[0], tokens.x_sf):
+        scales = unpack_ue8m0(packed)
+        for neighbours in (scales[1:] != scales[:-1], scales[:, 1:] != scales[:, :-1]):
+            assert neighbours.float().mean() > 0.5
 
 
 def test_the_exact_case_says_something():

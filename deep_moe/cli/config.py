@@ -11,6 +11,7 @@ from .options import (
     ArchOption,
     ClampOption,
     ExpertsOption,
+    GpuOption,
     HiddenOption,
     IntermediateOption,
     JsonOption,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from deep_moe.heuristics import Explanation
-    from deep_moe.heuristics.explain import MapRow
+    from deep_moe.heuristics.explain import MapRow, TuningReport
 
 
 def config(
@@ -43,12 +44,15 @@ def config(
     intermediate: IntermediateOption = None,
     arch: ArchOption = "sm_100a",
     num_sms: NumSmsOption = None,
+    gpu: GpuOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the chosen config, the reason of each field, the memory maps and the schedule."""
+    """Print the chosen config, the reason of each field, what was measured of the layer, the memory
+    maps and the schedule."""
     from deep_moe.heuristics import choose_config
+    from deep_moe.tuning_tables import read_tuning
 
     shape = make_shape(
         model=model,
@@ -66,6 +70,7 @@ def config(
         num_sms=num_sms,
         activation_clamp=clamp,
         overrides=parse_overrides(override),
+        tuning=read_tuning(gpu) if gpu else None,
     ).explain()
     if as_json:
         print_json(explanation.to_dict())
@@ -74,6 +79,7 @@ def config(
     for table in _tables(explanation):
         console.print(table)
         console.print()
+    console.print(f"tuning: {_tuning_outcome(explanation.tuning)}", markup=False)
 
 
 def _tables(explanation: Explanation) -> list[Table]:
@@ -117,7 +123,52 @@ def _tables(explanation: Explanation) -> list[Table]:
     if explanation.symm_buffer_bytes >= 10 * 1024:
         buffer += f" ({format_bytes(explanation.symm_buffer_bytes)})"
     title = f"symmetric buffer: {buffer} per rank"
-    return [*tables, registers, _map_table(title, explanation.symm_buffer_map, "bytes"), work]
+    tables += [registers, _map_table(title, explanation.symm_buffer_map, "bytes"), work]
+    if explanation.tuning.rows:
+        tables.append(_tuning_table(explanation.tuning))
+    return tables
+
+
+def _tuning_outcome(tuning: TuningReport) -> str:
+    """What the tables say of the call; without a device, which tables there are."""
+    if tuning.device is not None:
+        return tuning.outcome
+    from deep_moe.heuristics.tuning import shipped_devices
+
+    devices = ", ".join(shipped_devices())
+    shipped = f"; a table is shipped for {devices}" if devices else ""
+    return f"{tuning.outcome} (--gpu){shipped}"
+
+
+def _tuning_table(tuning: TuningReport) -> Table:
+    numbers = ("tokens/rank", "µs", "formula's µs", "gain")
+    table = new_table(
+        f"this layer as measured on {tuning.device}",
+        *numbers,
+        "faster kernel",
+        "measured",
+        "table",
+        right=numbers,
+    )
+    for row in tuning.rows:
+        entry = row.entry
+        if entry is None:
+            table.add_row(str(row.num_tokens), "", "", "", "none: the formula's", "", row.source)
+            continue
+        faster = ", ".join(
+            f"{name} {value} (formula: {dict(entry.formula)[name]})"
+            for name, value in entry.overrides
+        )
+        table.add_row(
+            str(row.num_tokens),
+            f"{entry.us:.1f}",
+            f"{entry.formula_us:.1f}",
+            f"{entry.gain:+.1%}",
+            faster,
+            f"{entry.date}, {entry.commit}",
+            row.source,
+        )
+    return table
 
 
 def _map_table(title: str, rows: tuple[MapRow, ...], unit: str) -> Table:

@@ -16,6 +16,12 @@ NumSmsOption = Annotated[
     int | None,
     typer.Option("--num-sms", help="CTAs of the launch; default: 148 on sm_100a, 132 on sm_90a."),
 ]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", help='Use the tuning tables of this GPU: "NVIDIA H200". Default: no table.'
+    ),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Take experts, top-k and sizes of a published model."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from .options import (
     ClampOption,
     ExpertsOption,
     FolderOption,
+    GpuOption,
     HiddenOption,
     IntermediateOption,
     JsonOption,
@@ -43,6 +43,7 @@ def warmup(
     intermediate: IntermediateOption = None,
     arch: ArchOption = "sm_100a",
     num_sms: NumSmsOption = None,
+    gpu: GpuOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     workers: Annotated[
@@ -51,11 +52,13 @@ def warmup(
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens."""
+    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens. With
+    --gpu, those that calls on that GPU take from its tuning tables."""
     from rich.progress import Progress
 
     from deep_moe.deployment import build_deployment, deployment_configs
     from deep_moe.heuristics import choose_config
+    from deep_moe.tuning_tables import read_tuning
 
     shape = make_shape(
         model=model,
@@ -68,7 +71,8 @@ def warmup(
     )
     overrides = parse_overrides(override)
 
-    @cache
+    tuning = read_tuning(gpu) if gpu else None
+
     def choose(num_tokens: int) -> MegaMoEConfig:
         return choose_config(
             shape,
@@ -77,11 +81,12 @@ def warmup(
             num_sms=num_sms,
             activation_clamp=clamp,
             overrides=overrides,
+            tuning=tuning,
         )
 
     configs = deployment_configs(choose, max_tokens)
     with Progress(console=stderr()) as progress:
-        task = progress.add_task("compiling", total=len(configs))
+        task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(
             configs,
             cache_folder=folder,

@@ -64,6 +64,20 @@ EXPORT void dm_set_schedule(Handle* h, int schedule) {
     h->machine.schedule = Schedule(schedule);
 }
 
+EXPORT void dm_set_collects_findings(Handle* h, int on) {
+    h->machine.collects_findings = on != 0;
+}
+
+EXPORT uint32_t dm_num_findings(Handle* h) {
+    return uint32_t(h->machine.findings.all().size());
+}
+
+EXPORT const char* dm_finding(Handle* h, uint32_t index, int* kind) {
+    const Finding& finding = h->machine.findings.all().at(index);
+    *kind = int(finding.kind);
+    return finding.text.c_str();
+}
+
 EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
                          const char* name, int writable) {
     return guarded(h,

@@ -21,11 +21,13 @@ State& unit_state(Cta& cta, Unit unit) {
 void CtaWindow::check_fences(uint32_t address, uint32_t num_bytes) const {
     for (uint32_t i = address; i < address + num_bytes; ++i) {
         if (!(cta_.shadow[i] & 2)) continue;
-        fail(FaultKind::race,
-             "%s at shared offset 0x%x: warp %u of CTA %u wrote byte 0x%x with an ordinary store "
-             "and "
-             "has not executed fence.proxy.async since",
-             what_, address, cta_.shadow[i] >> 2, cta_.index, i);
+        cta_.machine->find(FaultKind::race, [&] {
+            return format(
+                "%s at shared offset 0x%x: warp %u of CTA %u wrote byte 0x%x with an ordinary "
+                "store and has not executed fence.proxy.async since",
+                what_, address, cta_.shadow[i] >> 2, cta_.index, i);
+        });
+        break;
     }
 }
 
@@ -134,23 +136,28 @@ TensorMemoryState& tensor_memory_state(Cta& cta) {
 }
 
 void check_units_at_exit(Cta& cta) {
+    Machine& machine = *cta.machine;
     if (cta.units[int(Unit::bulk_copy)] && bulk_state(cta).in_flight) {
-        fail(FaultKind::invalid_operation,
-             "the CTA exits while asynchronous copies that need its shared memory are in flight "
-             "(%u)",
-             bulk_state(cta).in_flight);
+        machine.find(FaultKind::invalid_operation, [&] {
+            return format(
+                "the CTA exits while asynchronous copies that need its shared memory are in flight "
+                "(%u)",
+                bulk_state(cta).in_flight);
+        });
     }
     if (!cta.units[int(Unit::tensor_memory)]) return;
     const TensorMemoryState& state = tensor_memory_state(cta);
     if (state.in_flight) {
-        fail(FaultKind::invalid_operation,
-             "the CTA exits while %u tcgen05 operation(s) that use it are in flight",
-             state.in_flight);
+        machine.find(FaultKind::invalid_operation, [&] {
+            return format("the CTA exits while %u tcgen05 operation(s) that use it are in flight",
+                          state.in_flight);
+        });
     }
     if (state.memory.num_allocated()) {
-        fail(FaultKind::invalid_operation,
-             "the CTA exits without giving back %u columns of tensor memory",
-             state.memory.num_allocated());
+        machine.find(FaultKind::invalid_operation, [&] {
+            return format("the CTA exits without giving back %u columns of tensor memory",
+                          state.memory.num_allocated());
+        });
     }
 }
 

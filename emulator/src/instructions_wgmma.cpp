@@ -121,9 +121,10 @@ Flow mma_async(Warp& w, const Op& op) {
         WarpClock& clock = *w.clock;
         if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of warp", w.index);
         if (!clock.registers_fenced) {
-            fail(FaultKind::race,
-                 "wgmma without a wgmma.fence since the warp's registers were last handed over (at "
-                 "the start, or by wgmma.wait_group 0)");
+            w.machine->find(FaultKind::race, [] {
+                return "wgmma without a wgmma.fence since the warp's registers were last handed "
+                       "over (at the start, or by wgmma.wait_group 0)";
+            });
         }
         issue = races->issue(w, w.first_lane());
     }
@@ -221,13 +222,13 @@ Flow wait_group(Warp& w, const Op& op) {
     auto& groups = warp_state(w).committed;
     while (groups.size() > op.aux) {
         for (const Operands& o : groups.front()) {
-            if (digest_of(*w.cta, o) != o.digest) {
-                fail(FaultKind::race,
-                     "shared memory read by a wgmma changed before its group was waited for; the "
-                     "operand starts at 0x%x\n  "
-                     "wgmma: %s",
-                     o.descriptor.start, describe_instruction(*w.program, o.pc).c_str());
-            }
+            if (digest_of(*w.cta, o) == o.digest) continue;
+            w.machine->find(FaultKind::race, [&] {
+                return format(
+                    "shared memory read by a wgmma changed before its group was waited for; the "
+                    "operand starts at 0x%x\n  wgmma: %s",
+                    o.descriptor.start, describe_instruction(*w.program, o.pc).c_str());
+            });
         }
         groups.pop_front();
     }

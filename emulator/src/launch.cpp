@@ -307,6 +307,8 @@ void Machine::reset() {
     timers.clear();
     async_queues.clear();
     async_by_key.clear();
+    running = nullptr;
+    completing = nullptr;
     races.reset();
     for (auto& g : grids)
         if (!g->program->parameters.empty())

@@ -14,6 +14,7 @@
 
 #include "clocks.h"
 #include "fault.h"
+#include "findings.h"
 #include "memory.h"
 #include "program.h"
 
@@ -356,6 +357,15 @@ struct Machine {
     bool checks = true;
     std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
     bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
+    // What a check found that execution does not depend on: thrown, or collected. `text` makes the
+    // message; `other` is the instruction besides the one that runs, if there is one.
+    template <class Text>
+    void find(FaultKind kind, Text text, Place other = {}) {
+        if (!collects_findings) throw Fault(kind, text());
+        if (findings.is_new(kind, place(), other)) findings.add(kind, text() + context());
+    }
+    bool collects_findings = false;  // rather than stop at the first one
+    Findings findings;               // since the machine was made
     // Work that completes later, at a moment that the seed chooses. Operations with the same
     // non-zero key complete in the order in which they were enqueued; key 0 has no order.
     // `complete` may throw Fault and may enqueue more.
@@ -372,6 +382,10 @@ struct Machine {
     // ---- engine
     uint64_t last_order_key = 0;
     uint64_t progress = 0;
+    const Warp* running = nullptr;               // now, or none
+    const AsyncOperation* completing = nullptr;  // now, or none
+    Place place() const;                         // of the instruction that runs or completes
+    std::string context() const;                 // the same in words
     uint64_t seed = 0;
     uint64_t random_state = 0;
     Schedule schedule = Schedule::random;
@@ -414,6 +428,7 @@ struct Machine {
     uint32_t last_grid_id = 0;
 };
 
+std::string describe_source(const Program& program, int index);
 std::string describe_instruction(const Program& program, uint32_t pc);
 std::string describe(const Where& where, int lane);
 

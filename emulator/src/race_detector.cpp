@@ -178,16 +178,20 @@ void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier)
     const WarpClock& c = *w.clock;
     if (!order.initializer || order.initializer == c.agent) return;
     if (order.initialized > c.view->seen.at(order.initializer)) {
-        fail(FaultKind::race,
-             "the mbarrier at shared offset 0x%x of CTA %u is used, but no barrier orders this "
-             "after its mbarrier.init by warp %u",
-             barrier.address, cta.index, agents_[order.initializer].number);
+        machine_.find(FaultKind::race, [&] {
+            return format(
+                "the mbarrier at shared offset 0x%x of CTA %u is used, but no barrier orders this "
+                "after its mbarrier.init by warp %u",
+                barrier.address, cta.index, agents_[order.initializer].number);
+        });
     }
     if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced) {
-        fail(FaultKind::race,
-             "the mbarrier at shared offset 0x%x of CTA %u is used by another CTA, but its "
-             "initializer, warp %u, has not executed fence.mbarrier_init",
-             barrier.address, cta.index, agents_[order.initializer].number);
+        machine_.find(FaultKind::race, [&] {
+            return format(
+                "the mbarrier at shared offset 0x%x of CTA %u is used by another CTA, but its "
+                "initializer, warp %u, has not executed fence.mbarrier_init",
+                barrier.address, cta.index, agents_[order.initializer].number);
+        });
     }
 }
 
@@ -263,7 +267,7 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
 
 template <class Ordered>
 void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
-                         const Place& at) {
+                         const Location& at) {
     const Record write{cell.write_bits, cell.write_site};
     if (write.bits && write.bits != record.bits && !both_strong(write, record) &&
         !ordered(write, true)) {
@@ -313,7 +317,7 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
 // Bytes [first, first + count), counted from the first cell.
 template <class Ordered>
 void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
-                               bool is_write, const Ordered& ordered, Place at) {
+                               bool is_write, const Ordered& ordered, Location at) {
     const uint64_t end = first + count;
     for (uint64_t byte = first; byte < end;) {
         const uint64_t index = byte / 4, stop = std::min(end, (index + 1) * 4);
@@ -486,6 +490,13 @@ void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, C
 
 // ---- messages
 
+Place RaceDetector::instruction_of(const Record& record) const {
+    auto found = std::find_if(sites_.rbegin(), sites_.rend(),
+                              [&](const auto& s) { return s.first <= record.site; });
+    if (found == sites_.rend()) return {};
+    return {found->second, record.site - found->first};
+}
+
 std::string RaceDetector::describe(const Record& record, bool is_write) const {
     const Agent& agent = agents_[record.agent()];
     std::string text = std::string(record.is_async() ? "asynchronous " : "") +
@@ -496,15 +507,20 @@ std::string RaceDetector::describe(const Record& record, bool is_write) const {
         text += format("warp %u, lane %u", agent.number, record.lane());
     else
         text += format(agent.number > 0xff ? "%s 0x%x" : "%s %u", agent.what, agent.number);
-    auto found = std::find_if(sites_.rbegin(), sites_.rend(),
-                              [&](const auto& s) { return s.first <= record.site; });
-    if (found != sites_.rend())
-        text += "\n    " + describe_instruction(*found->second, record.site - found->first);
+    const Place at = instruction_of(record);
+    if (at.program) text += "\n    " + describe_instruction(*at.program, at.pc);
     return text;
 }
 
 void RaceDetector::report(const Record& old, bool old_is_write, const Record& record, bool is_write,
-                          const Place& at) {
+                          const Location& at) {
+    machine_.find(
+        FaultKind::race, [&] { return race_text(old, old_is_write, record, is_write, at); },
+        instruction_of(old));
+}
+
+std::string RaceDetector::race_text(const Record& old, bool old_is_write, const Record& record,
+                                    bool is_write, const Location& at) const {
     std::string place;
     if (at.space == Space::global) {
         const Region* region = at.cta->grid->rank->memory.find(at.address);
@@ -531,9 +547,8 @@ void RaceDetector::report(const Record& old, bool old_is_write, const Record& re
     } else if (!issue_ && old.agent() == record.agent()) {
         reason = "no bar.warp.sync orders the lanes";
     }
-    throw Fault(FaultKind::race, "data race at " + place + ": " + reason +
-                                     "\n  first: " + describe(old, old_is_write) +
-                                     "\n  then: " + describe(record, is_write));
+    return "data race at " + place + ": " + reason + "\n  first: " + describe(old, old_is_write) +
+           "\n  then: " + describe(record, is_write);
 }
 
 }  // namespace deep_moe::emulator

@@ -154,7 +154,7 @@ class RaceDetector {
         const char* what;
         uint32_t number;
     };
-    struct Place {  // for messages
+    struct Location {  // for messages
         Space space;
         uint64_t address;
         const Cta* cta;
@@ -168,16 +168,19 @@ class RaceDetector {
     uint32_t site_of(const Warp& w);
     template <class Ordered>
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
-               const Place& at);
+               const Location& at);
     template <class Ordered>
     void touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
-                     bool is_write, const Ordered& ordered, Place at);
+                     bool is_write, const Ordered& ordered, Location at);
     bool both_strong(const Record& a, const Record& b) const;
     bool before_warp(const WarpClock& c, const Record& old, const Record& now) const;
     bool before_issue(const Record& old, bool old_is_write, bool is_write, bool is_global) const;
+    Place instruction_of(const Record& record) const;
     std::string describe(const Record& record, bool is_write) const;
-    [[noreturn]] void report(const Record& old, bool old_is_write, const Record& record,
-                             bool is_write, const Place& at);
+    std::string race_text(const Record& old, bool old_is_write, const Record& record, bool is_write,
+                          const Location& at) const;
+    void report(const Record& old, bool old_is_write, const Record& record, bool is_write,
+                const Location& at);
     Cell* page(uint64_t number);
     Cell* shared_cells(Cta& cta);
 

@@ -40,6 +40,11 @@ Where where_of(const Warp& w) {
                 fault.lane);
 }
 
+std::string in_operation(const AsyncOperation& operation) {
+    return std::string("\n  in the asynchronous ") + operation.kind + " issued by\n" +
+           describe(operation.where, -1);
+}
+
 bool runnable(const Group& g) {
     return !g.blocked && !g.meeting;
 }
@@ -239,14 +244,23 @@ bool Machine::complete_one_async() {
         async_queues.pop_back();
     }
     note_progress();
+    completing = &operation;
     try {
         operation.complete();
     } catch (const Fault& fault) {
-        throw Fault(fault.kind, std::string(fault.what()) + "\n  in the asynchronous " +
-                                    operation.kind + " issued by\n" +
-                                    describe(operation.where, -1));
+        throw Fault(fault.kind, fault.what() + in_operation(operation));
     }
+    completing = nullptr;
     return true;
+}
+
+Place Machine::place() const {
+    const Where where = completing ? completing->where : where_of(*running);
+    return {where.program, where.pc};
+}
+
+std::string Machine::context() const {
+    return completing ? in_operation(*completing) : "\n" + describe(where_of(*running), -1);
 }
 
 void Machine::run_warp(Warp& w, uint64_t budget) {
@@ -420,6 +434,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
         uint64_t budget = dice % 8 == 0 ? 1 + (dice >> 8) % 16 : 64 + (dice >> 8) % 1024;
         uint64_t polls = w.polls;
         Cta& cta = *w.cta;
+        running = &w;
         run_warp(w, budget);
         if (!w.live && cta.live_threads == 0) {
             try {

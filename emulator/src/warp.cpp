@@ -19,12 +19,12 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
         std::memset(shadow.data() + offset, 1, bytes);
     } else if (machine->checks) {
         for (uint32_t i = 0; i < bytes; ++i) {
-            if (!shadow[offset + i]) {
-                throw Fault(
-                    FaultKind::uninitialized,
-                    format("%s of %u bytes at shared offset 0x%x: byte 0x%x was never written",
-                           what, bytes, offset, offset + i));
-            }
+            if (shadow[offset + i]) continue;
+            machine->find(FaultKind::uninitialized, [&] {
+                return format("%s of %u bytes at shared offset 0x%x: byte 0x%x was never written",
+                              what, bytes, offset, offset + i);
+            });
+            break;
         }
     }
     return shared + offset;

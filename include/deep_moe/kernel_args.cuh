@@ -58,6 +58,9 @@ struct alignas(64) KernelArgs {
     uint64_t wait_timeout_ns;  // limit of a wait for other ranks, in nanoseconds of %globaltimer
     uint32_t rank_idx;
     uint32_t num_tokens;  // of this rank, in this call
+    // Used with Config::trace only, see trace.cuh. Else null and 0.
+    void* trace;
+    uint32_t trace_capacity;  // records per track
 };
 
 }  // namespace deep_moe

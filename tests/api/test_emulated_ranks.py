@@ -111,3 +111,8 @@ def test_leaving_the_context_closes_the_buffers() -> None:
     for buffer in buffers:
         with pytest.raises(ValueError, match="open buffer"):
             buffer.raise_if_unusable()
+
+
+def test_the_schedule_reaches_the_emulator() -> None:
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        Example((1, 1)).call(schedule="backwards")

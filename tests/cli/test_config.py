@@ -1,10 +1,15 @@
 """`deep-moe config`: the design's worked cases, reproduced by options, and what it prints."""
 
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.heuristics import choose_config, preset_shape
+from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
+from deep_moe.tuning_tables import add_to_table
 
 WORKED_CASE = ["--model", "deepseek-v3", "--ranks", "8", "--tokens", "1024"]
 
@@ -74,3 +79,54 @@ def test_other_architectures_have_their_own_defaults():
     assert (chosen["num_sms"], chosen["cluster_size"], chosen["block_n"]) == (132, 1, 256)
     assert document["tmem_map"] == []
     assert "tensor memory:" not in run_config(*WORKED_CASE, "--arch", "sm_90a").stdout
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedEntry:
+    """The user's table holds one entry, for 64 tokens per rank of a layer on two ranks."""
+    shape = preset_shape("deepseek-v3", num_ranks=2, num_max_tokens_per_rank=64)
+    formula = choose_config(shape, 64, arch="sm_90a").tunable
+    wave = ("num_experts_per_wave", shape.num_experts_per_rank)
+    assert formula[wave[0]] != wave[1]
+    entry = TunedEntry(64, (wave,), tuple(formula.items()), 90.0, 99.0, "2026-11-21", "abc")
+    key = TunedLayerKey.of(shape, device="Some GPU", arch="sm_90a", num_sms=132)
+    path = tmp_path / "table.json"
+    monkeypatch.setenv("DEEP_MOE_TUNING_TABLE", str(path))
+    add_to_table(path, TunedLayer(key, (64, 128), (entry,)))
+    return entry
+
+
+MEASURED_CASE = ["--model", "deepseek-v3", "--ranks", "2", "--tokens", "64", "--arch", "sm_90a"]
+
+
+def test_a_measured_field_says_so_and_by_how_much_it_won(measured: TunedEntry):
+    document = explained(*MEASURED_CASE, "--gpu", "Some GPU")
+    reasons = {field["name"]: field["reason"] for field in document["fields"]}
+    assert (
+        "measured on Some GPU with 64 tokens per rank: 90.0 µs" in reasons[measured.overrides[0][0]]
+    )
+    assert "(+10.0%)" in document["tuning"]["outcome"]
+    assert [row["num_tokens"] for row in document["tuning"]["rows"]] == [64, 128]
+    assert fields(*MEASURED_CASE, "--gpu", "Some GPU")["num_experts_per_wave"] == 128
+
+
+def test_what_was_measured_of_the_layer_is_printed(measured: TunedEntry, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    printed = run_config(*MEASURED_CASE, "--gpu", "Some GPU").stdout
+    assert "this layer as measured on Some GPU" in printed
+    assert "+10.0%" in printed
+    assert "num_experts_per_wave 128" in printed
+    assert "none: the formula's" in printed  # at 128 tokens
+
+
+def test_without_a_gpu_the_formula_is_printed_and_named(measured: TunedEntry):
+    document = explained(*MEASURED_CASE)
+    assert document["tuning"] == {
+        "device": None,
+        "outcome": "formula: no device is named",
+        "rows": [],
+    }
+    assert fields(*MEASURED_CASE) == fields(*MEASURED_CASE, "--gpu", "Another GPU")
+    assert "tuning: formula: no device is named (--gpu)" in run_config(*MEASURED_CASE).stdout
+    other = run_config(*MEASURED_CASE, "--gpu", "Another GPU").stdout
+    assert "this layer has not been measured on Another GPU with 132 SMs" in other

@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
 from deep_moe.jit import KernelCache
+from deep_moe.tuning_tables import add_to_table
 
 TWO_KERNELS = ["--ranks", "2", "--max-tokens", "12", "--experts", "4", "--num-sms", "4"]
 
@@ -40,6 +43,26 @@ def test_a_second_run_finds_everything_in_the_cache(warm_folder: Path):
     assert [kernel["first_num_tokens"] for kernel in kernels] == [0, 9]
     assert kernels[-1]["last_num_tokens"] == 12
     assert "2 of them were cached" in run_warmup(warm_folder, *TWO_KERNELS).stdout
+
+
+def test_kernels_of_a_tuning_table_are_compiled_too(tmp_path: Path, monkeypatch):
+    """An entry holds around 4 tokens only, so the formula's kernel comes back behind it."""
+    sizes = ["--ranks", "2", "--max-tokens", "8", "--experts", "4", "--num-sms", "4"]
+    shape = MoEShape(2, 4, 2, 256, 256, 8)
+    formula = choose_config(shape, 4, num_sms=4).tunable
+    entry = TunedEntry(
+        4, (("num_stages", 3),), tuple(formula.items()), 1.0, 2.0, "2026-11-21", "abc"
+    )
+    key = TunedLayerKey.of(shape, device="Some GPU", arch="sm_100a", num_sms=4)
+    add_to_table(tmp_path / "table.json", TunedLayer(key, (4,), (entry,)))
+    monkeypatch.setenv("DEEP_MOE_TUNING_TABLE", str(tmp_path / "table.json"))
+    cache = tmp_path / "cache"
+    result = run_warmup(cache, *sizes, "--gpu", "Some GPU", "--json")
+    kernels = json.loads(result.stdout)
+    assert [kernel["first_num_tokens"] for kernel in kernels] == [0, 3, 6]
+    assert kernels[0]["key"] == kernels[2]["key"] != kernels[1]["key"]
+    assert kernels[1]["config"]["num_stages"] == 3
+    assert len(list(KernelCache(cache).entries())) == 2
 
 
 def test_an_impossible_override_fails_before_compiling(tmp_path: Path):

@@ -83,6 +83,8 @@ def test_every_part_is_inside(installed: Path, source: Path):
     package = installed / "deep_moe"
     for name in ("py.typed", "cli/run.py", "jit/template/mega_moe.cu.j2", "heuristics/sm100.py"):
         assert (package / name).is_file(), name
+    tables = {path.name for path in (source / "heuristics" / "tables").glob("*.json")}
+    assert {path.name for path in (package / "heuristics").glob("tables/*.json")} == tables
     assert headers_below(package / "include") == headers_below(source / "include")
     assert len(list((package / "emulator").glob("*.so"))) == 1
 

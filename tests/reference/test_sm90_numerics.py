@@ -64,24 +64,59 @@ def test_a_nan_stays_in_its_token():
     assert fold_token_scales(x[:1], torch.full_like(sf[:1], -1)).isnan().all()  # byte 255
 
 
-def test_requantizing_takes_the_smallest_scale_that_holds_128_values():
+def smallest_scale(block: list[float]) -> float:
+    mantissa, exponent = math.frexp(max(abs(value) for value in block) / 448)
+    return 2.0 ** (exponent - (mantissa == 0.5))
+
+
+def test_requantizing_takes_the_scale_of_the_routing_weight_where_a_block_lies_well_in_it():
     torch.manual_seed(0)
-    activated = torch.randn(20, 384) * torch.exp2(torch.randint(-40, 20, (20, 1)).float())
-    result = SM90.requantize(activated)
+    weights = torch.rand(60) * torch.exp2(torch.randint(-6, 7, (60,)).float()) + 2.0**-7
+    sizes = torch.exp2(torch.randint(-12, 12, (60, 3)).float()).repeat_interleave(128, dim=1)
+    activated = torch.randn(60, 384) * sizes * weights.unsqueeze(1)
+    activated[0, :128] = 0
+    result = SM90.requantize(activated, weights)
+    num_common = 0
     for row, values in enumerate(activated.double().tolist()):
+        common = 2.0 ** (math.floor(math.log2(weights[row])) - 1)
         for start in range(0, 384, 128):
             block = values[start : start + 128]
             amax = max(abs(value) for value in block)
-            mantissa, exponent = math.frexp(amax / 448)
-            scale = 2.0 ** (exponent - (mantissa == 0.5))
+            fits = amax == 0 or common / 8 <= amax <= 448 * common
+            num_common += fits
+            scale = common if fits else smallest_scale(block)
             expected = [e4m3_nearest_even(value / scale) * scale for value in block]
             assert result[row, start : start + 128].tolist() == expected
+    assert 30 < num_common < 150  # of 180: both kinds
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.0, 2.0**-140, -3.0, 2.0**127, math.inf, math.nan])
+def test_any_routing_weight_gives_a_scale(weight: float):
+    """A scale that cannot be had is a matter of the block's own; what is not finite stays so."""
+    torch.manual_seed(0)
+    activated = torch.randn(1, 128)
+    result = SM90.requantize(activated, torch.tensor([weight]))
+    error = (result - activated).norm() / activated.norm()
+    assert error < 0.04
+
+
+def test_blocks_at_the_edge_of_the_common_scale_lose_little():
+    """The smallest block that keeps its token's scale: its error is a tenth more than elsewhere."""
+    torch.manual_seed(0)
+    block = torch.randn(400, 128)
+    block *= (2.0**-3 / 2) * 1.01 / block.abs().amax(dim=1, keepdim=True)  # weight 1: scale 1/2
+    errors = [
+        (SM90.requantize(factor * block, torch.ones(400)) - factor * block).norm()
+        / (factor * block).norm()
+        for factor in (1.0, 64.0)
+    ]
+    assert errors[0] < 1.25 * errors[1]
 
 
 def test_scales_have_a_floor_of_2_to_the_minus_60():
     activated = torch.zeros(1, 128)
     activated[0, 0], activated[0, 1] = 2.0**-66, 2.0**-80
-    result = SM90.requantize(activated)[0]
+    result = SM90.requantize(activated, torch.ones(1))[0]
     assert result[0] == 2.0**-66  # 2^-6 of the floor, still a normal number
     assert result[1] == 0.0
 
@@ -89,7 +124,7 @@ def test_scales_have_a_floor_of_2_to_the_minus_60():
 def test_infinities_become_nan():
     activated = torch.ones(2, 256)
     activated[0, 3] = math.inf
-    result = SM90.requantize(activated)
+    result = SM90.requantize(activated, torch.ones(2))
     assert result[0, :128].isnan().all()
     assert result[0, 128:].isfinite().all()
     assert result[1].isfinite().all()

@@ -21,6 +21,7 @@
 #include "deep_moe/roles/handover.cuh"
 #include "deep_moe/roles/routing.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe {
 
@@ -204,10 +205,15 @@ class Combine {
 template <class Config>
 __device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t warp_idx,
                         Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::combine,
+                         Config::num_threads - Config::num_epilogue_warps * warp_size);
+    trace.mark(TraceStep::await_combine);
     if (!await_combine<Config>(waiter)) return;
+    trace.mark(TraceStep::combine);
     Combine<Config>(args, shared_memory, warp_idx)
         .run(blockIdx.x * Config::num_epilogue_warps + warp_idx,
              Config::num_sms * Config::num_epilogue_warps, args.num_tokens, waiter);
+    trace.mark(TraceStep::end);
 }
 
 }  // namespace deep_moe

@@ -14,6 +14,7 @@
 #include "deep_moe/roles/pull_tokens.cuh"
 #include "deep_moe/scheduler.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe {
 
@@ -32,16 +33,24 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     DispatchBarriers<Config> barriers(buffers, cta_idx, thread_idx, waiter);
     Scheduler<Config> scheduler(buffers.local(), cta_idx);
 
+    Tracer<Config> trace(args, TraceTrack::dispatch, 0);
+
     // Send.
+    trace.mark(TraceStep::count_tokens);
     count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
                          shared_memory + Config::Smem::expert_count_offset, barriers);
+    trace.mark(TraceStep::grid_barrier_before_pull);
     if (barriers.grid(WaitSite::grid_barrier_before_pull) && cta_idx == 0) {
+        trace.mark(TraceStep::publish_counts);
         publish_counts<Config>(buffers, thread_idx);
     }
 
     // Pull.
+    trace.mark(TraceStep::rank_barrier_before_pull);
     barriers.ranks(WaitSite::rank_barrier_before_pull);
+    trace.mark(TraceStep::grid_barrier_pull);
     if (barriers.grid(WaitSite::grid_barrier_pull) && scheduler.fetch_expert_counts(waiter)) {
+        trace.mark(TraceStep::pull);
         pull_tokens<Config, PullPolicy>(
             buffers, scheduler, cta_idx, warp_idx,
             shared_memory + Config::Smem::pull_buffers_offset + warp_idx * Config::hidden,
@@ -50,18 +59,27 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     }
 
     // Open combine, when all blocks of all ranks are done.
+    trace.mark(TraceStep::await_compute);
     finish_compute<Config>(waiter);
+    trace.mark(TraceStep::grid_barrier_before_combine);
     barriers.grid(WaitSite::grid_barrier_before_combine);
+    trace.mark(TraceStep::rank_barrier_before_combine);
     barriers.ranks(WaitSite::rank_barrier_before_combine);
+    trace.mark(TraceStep::grid_barrier_combine);
     barriers.grid(WaitSite::grid_barrier_combine);
     const bool combining = await_combine<Config>(waiter);
 
     // Close: when the last rank has cleaned up, any of them may start the next call.
+    trace.mark(TraceStep::clean_up);
     if (combining) {
         clean_up<Config>(args, buffers.local(), scheduler, cta_idx, thread_idx);
     }
+    trace.mark(TraceStep::grid_barrier_after_cleanup);
     barriers.grid(WaitSite::grid_barrier_after_cleanup);
+    trace.mark(TraceStep::rank_barrier_after_cleanup);
     barriers.ranks(WaitSite::rank_barrier_after_cleanup);
+    trace.mark(TraceStep::end);
+    trace.last_anchor();
 }
 
 }  // namespace deep_moe

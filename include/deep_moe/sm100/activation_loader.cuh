@@ -13,20 +13,28 @@
 #include "deep_moe/sm100/mma.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm100 {
 
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::activation_loader,
+                         Config::num_dispatch_warps * warp_size);
+    trace.mark(TraceStep::await_counts);
+    trace.first_anchor();
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
     for (Block block; scheduler.next(block);) {
-        if (!wait_for_tokens(local, block, waiter)) return;
-
         const bool is_linear1 = block.phase == Phase::linear1;
+        trace.mark(is_linear1 ? TraceStep::await_l1_tokens : TraceStep::await_l2_tokens,
+                   block.pool_block_idx, block.num_valid_rows);
+        if (!wait_for_tokens(local, block, waiter)) return;
+        trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2);
+
         const TensorMap* tokens = is_linear1 ? &args.l1_activations : &args.l2_activations;
         const TensorMap* sf = is_linear1 ? &args.l1_activation_sf : &args.l2_activation_sf;
         const uint32_t num_k_blocks =
@@ -57,6 +65,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             ring.advance();
         }
     }
+    trace.mark(TraceStep::end);
 }
 
 }  // namespace deep_moe::sm100

@@ -12,6 +12,7 @@
 #include "deep_moe/sm100/l2_epilogue.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -31,11 +32,15 @@ __device__ void finish_blocks(const KernelArgs& args, const SharedMemory<Config>
             ptx::bar_red_and(NamedBarrier::epilogue, EpilogueWarp<Config>::num_threads, arrived));
     };
 
+    Tracer<Config> trace(args, TraceTrack::epilogue,
+                         Config::num_threads - Config::num_epilogue_warps * warp_size);
+    trace.mark(TraceStep::await_counts);
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!all_arrived(scheduler.fetch_expert_counts(waiter))) return;
 
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; scheduler.next(block); accumulators.advance()) {
+        trace.mark(TraceStep::await_block);
         if (!all_arrived(waiter.warp_mbarrier(WaitSite::accumulator_full,
                                               smem.tmem_full_barrier(accumulators.stage),
                                               accumulators.parity))) {
@@ -43,6 +48,8 @@ __device__ void finish_blocks(const KernelArgs& args, const SharedMemory<Config>
         }
         ptx::tcgen05_fence_after_thread_sync();
 
+        trace.mark(block.phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue,
+                   weight_block_row<Config>(block), block.num_valid_rows);
         const uint32_t first_lane = warp.quadrant() * 32;
         const uint32_t column =
             Config::Tmem::accumulator_column + accumulators.stage * Config::block_m;
@@ -54,6 +61,7 @@ __device__ void finish_blocks(const KernelArgs& args, const SharedMemory<Config>
             l2_epilogue.run(block, accumulator);
         }
     }
+    trace.mark(TraceStep::end);
 }
 
 }  // namespace deep_moe::sm100

@@ -111,7 +111,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         } else if (warp_idx == Roles::weight_loader) {
             load_weights(args, smem, local, waiter);
         } else if (warp_idx == Roles::mma && ptx::cluster_ctarank() == 0) {
-            issue_mmas(smem, local, tmem, waiter);
+            issue_mmas(args, smem, local, tmem, waiter);
         }
         finish_compute<Config>(waiter);
     } else {

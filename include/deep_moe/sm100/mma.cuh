@@ -11,6 +11,7 @@
 #include "deep_moe/sm100/descriptors.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -48,20 +49,25 @@ __device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& sme
 
 // Even CTA only.
 template <class Config>
-__device__ void issue_mmas(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local,
-                           uint32_t tmem, Waiter& waiter) {
+__device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& smem,
+                           const SymmBuffer<Config>& local, uint32_t tmem, Waiter& waiter) {
     static_assert(Config::block_n == 128 && Config::block_k == 128,
                   "an MMA takes 128 weight rows from each CTA, a scale word covers 128 of K");
     static_assert(Config::block_m % 16 == 0 && Config::block_m >= 16 && Config::block_m <= 256,
                   "block_m is the N of a 2-CTA MMA: a multiple of 16 up to 256");
     constexpr uint16_t both_ctas = 0b11;
 
+    Tracer<Config> trace(args, TraceTrack::math, (Config::num_dispatch_warps + 2) * warp_size);
+    TraceStopwatch<Config> stage_wait;
+    trace.mark(TraceStep::await_counts);
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; scheduler.next(block); accumulators.advance()) {
+        trace.mark(TraceStep::await_block, stage_wait.ticks());
+        stage_wait.reset();
         if (!waiter.warp_mbarrier(WaitSite::accumulator_empty,
                                   smem.tmem_empty_barrier(accumulators.stage),
                                   accumulators.parity ^ 1)) {
@@ -75,9 +81,17 @@ __device__ void issue_mmas(const SharedMemory<Config>& smem, const SymmBuffer<Co
         const uint32_t num_k_blocks =
             block.phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (k_block_idx > 0) stage_wait.start();
             if (!waiter.warp_mbarrier(WaitSite::stage_full, smem.full_barrier(ring.stage),
                                       ring.parity)) {
                 return;
+            }
+            if (k_block_idx > 0) {
+                stage_wait.stop();
+            } else {
+                trace.mark(block.phase == Phase::linear1 ? TraceStep::l1_main_loop
+                                                         : TraceStep::l2_main_loop,
+                           weight_block_row<Config>(block), block.num_valid_rows);
             }
             ptx::tcgen05_fence_after_thread_sync();
             // The same lane every time: a commit covers the operations of the thread that issues
@@ -94,6 +108,9 @@ __device__ void issue_mmas(const SharedMemory<Config>& smem, const SymmBuffer<Co
             ring.advance();
         }
     }
+    // This await is over at once: it closes the last block's time.
+    trace.mark(TraceStep::await_block, stage_wait.ticks());
+    trace.mark(TraceStep::end);
 }
 
 }  // namespace deep_moe::sm100

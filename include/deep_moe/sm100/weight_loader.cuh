@@ -10,18 +10,24 @@
 #include "deep_moe/scheduler.cuh"
 #include "deep_moe/sm100/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm100 {
 
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::weight_loader,
+                         (Config::num_dispatch_warps + 1) * warp_size);
+    trace.mark(TraceStep::await_counts);
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
     for (Block block; scheduler.next(block);) {
         const bool is_linear1 = block.phase == Phase::linear1;
+        trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2,
+                   weight_block_row<Config>(block), block.num_valid_rows);
         const TensorMap* weights = is_linear1 ? &args.l1_weights : &args.l2_weights;
         const TensorMap* sf = is_linear1 ? &args.l1_weight_sf : &args.l2_weight_sf;
         const uint32_t num_k_blocks =
@@ -55,6 +61,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         }
     }
 
+    trace.mark(TraceStep::end);
     // The even CTA's commits arrive on the barriers of both CTAs: see the last of them here, so
     // that none is on its way when this CTA exits.
     for (uint32_t i = 0; i < Config::num_stages; ++i) {

@@ -12,20 +12,28 @@
 #include "deep_moe/sm90/rescaler.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
 
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::activation_loader,
+                         Config::num_dispatch_warps * warp_size);
+    trace.mark(TraceStep::await_counts);
+    trace.first_anchor();
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
     for (Block block; scheduler.next(block);) {
-        if (!wait_for_tokens(local, block, waiter)) return;
-
         const bool is_linear1 = block.phase == Phase::linear1;
+        trace.mark(is_linear1 ? TraceStep::await_l1_tokens : TraceStep::await_l2_tokens,
+                   block.pool_block_idx, block.num_valid_rows);
+        if (!wait_for_tokens(local, block, waiter)) return;
+        trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2);
+
         const TensorMap* tokens = is_linear1 ? &args.l1_activations : &args.l2_activations;
         const uint32_t num_k_blocks =
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
@@ -56,6 +64,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         }
     }
 
+    trace.mark(TraceStep::end);
     // The stage behind the last block brings nothing but the news of it.
     if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty, smem.empty_barrier(ring.stage),
                               ring.parity ^ 1)) {

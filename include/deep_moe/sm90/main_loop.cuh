@@ -18,6 +18,7 @@
 #include "deep_moe/sm90/rescaler.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -62,6 +63,7 @@ class MainLoop {
 #pragma unroll
             for (uint32_t i = 0; i < num_tokens / 2; ++i) accumulators[half][i] = 0.0f;
         }
+        stage_wait_.reset();
         Stage stage = enter_stage();
 #pragma unroll 1
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
@@ -82,7 +84,9 @@ class MainLoop {
             decode<1>(stage.packed, stage.shifts, fragments[1]);
             multiply(accumulators[1], fragments[1], tokens);
             if (k_block_idx + 1 < num_k_blocks) {
+                stage_wait_.start();
                 await_stage();
+                stage_wait_.stop();
                 stage = enter_stage();
             }
             ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next
@@ -92,6 +96,9 @@ class MainLoop {
         ptx::wgmma_keep_order(accumulators[1]);
         release(stage.idx);
     }
+
+    // In the last run, for stages behind the first. For traces.
+    __device__ uint32_t waited_ticks() const { return stage_wait_.ticks(); }
 
  private:
     // A loaded stage, and what the first 64 rows need of it.
@@ -140,6 +147,7 @@ class MainLoop {
     uint32_t thread_idx_;  // in the warpgroup
     Waiter& waiter_;
     RingPosition<Config::num_stages> ring_;
+    TraceStopwatch<Config> stage_wait_;
 };
 
 }  // namespace deep_moe::sm90

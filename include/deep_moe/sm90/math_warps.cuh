@@ -13,6 +13,7 @@
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sm90/weight_loader.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -22,16 +23,27 @@ class MathWarps {
 
  public:
     __device__ MathWarps(const KernelArgs& args, const SharedMemory<Config>& smem, Waiter& waiter)
-        : args_(args), smem_(smem), waiter_(waiter), main_loop_(smem, Thread::here(), waiter) {}
+        : args_(args),
+          smem_(smem),
+          waiter_(waiter),
+          main_loop_(smem, Thread::here(), waiter),
+          trace_(args, TraceTrack::math, Config::num_threads - Thread::num_threads) {}
 
     // The warps meet on barriers inside a block, so they leave together or not at all.
     __device__ void run() {
         clear_maxima(smem_, Thread::here(), turn());
         for (;; ++block_idx_) {
+            trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
             main_loop_.await_stage();
             if (!Thread::here().vote(waiter_)) return;
             const BlockHeader block = load_header(header_address());
-            if (block.num_valid_rows == 0) return;
+            if (block.num_valid_rows == 0) {
+                trace_.mark(TraceStep::end);
+                return;
+            }
+            trace_.mark(
+                block.phase == Phase::linear1 ? TraceStep::l1_main_loop : TraceStep::l2_main_loop,
+                block.weight_block_row_idx, block.num_valid_rows);
             if (!run_block<Config::block_m>(block.phase)) return;
         }
     }
@@ -43,6 +55,7 @@ class MathWarps {
         main_loop_.template run<num_tokens>(
             phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks,
             accumulators);
+        trace_.mark(phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue);
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header(header_address());
         const Thread thread = Thread::here();
@@ -67,6 +80,7 @@ class MathWarps {
     const SharedMemory<Config>& smem_;
     Waiter& waiter_;
     MainLoop<Config> main_loop_;
+    Tracer<Config> trace_;
     uint32_t block_idx_ = 0;  // of this CTA, in the order of the list
 };
 

@@ -15,6 +15,7 @@
 #include "deep_moe/sm90/fp4_decode.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -31,6 +32,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                              const SymmBuffer<Config>& local, Waiter& waiter) {
     constexpr uint32_t cache_line_bytes = 128;
     constexpr uint32_t num_factor_lines = Config::block_n * sizeof(float) / cache_line_bytes;
+    Tracer<Config> trace(args, TraceTrack::weight_loader,
+                         (Config::num_dispatch_warps + 1) * warp_size);
+    trace.mark(TraceStep::await_counts);
     Scheduler<Config> scheduler(local, blockIdx.x);
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
@@ -44,6 +48,8 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
         const BlockHeader header{block.phase, block.expert_idx * num_n_blocks + block.n_block_idx,
                                  block.n_block_idx, block.pool_block_idx, block.num_valid_rows};
+        trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2,
+                   header.weight_block_row_idx, header.num_valid_rows);
         const auto* src = static_cast<const uint8_t*>(is_linear1 ? args.l1_weight_blocks
                                                                  : args.l2_weight_blocks) +
                           uint64_t{header.weight_block_row_idx} * num_k_blocks * weight_block_bytes;
@@ -78,6 +84,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         }
     }
 
+    trace.mark(TraceStep::end);
     if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),
                               ring.parity ^ 1)) {
         return;

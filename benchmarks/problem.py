@@ -1,5 +1,5 @@
-"""The problem that is timed: weights and tokens made on the GPU, what a call of it costs at least,
-and a sample of its result from the reference."""
+"""The problem that is timed: what a call of it costs at least, a sample of its result from the
+reference, and its weights for kernels without FP4."""
 
 from __future__ import annotations
 
@@ -7,76 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.formats import (
-    GROUP_SIZE,
-    dequantize_e2m1_ue8m0,
-    pack_ue8m0,
-    quantize_e4m3_ue8m0,
-)
+from deep_moe.formats import dequantize_e2m1_ue8m0
 from deep_moe.heuristics import MoEShape
 from deep_moe.reference import Numerics, combine_slots, expert_output, valid_slots
-from deep_moe.synthetic import Layer, Tokens
+from deep_moe.synthetic import Tokens
 from deep_moe.weights import LayerWeights
+from deep_moe.workload import expert_layer
 
 FP4_BYTES_PER_WEIGHT = 17 / 32  # a nibble, and a scale byte for 32
-_UE8M0_OF_ONE = 127
-# Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
-_E2M1_SIZE_LOG2 = 1.5
-
-
-def expert_layer(shape: MoEShape, expert_idx: int, seed: int, device: torch.device) -> Layer:
-    """Random weights of one expert, the same on every rank."""
-    generator = torch.Generator(device).manual_seed(1_000_003 * seed + expert_idx)
-
-    def linear(num_rows: int, num_columns: int) -> LayerWeights:
-        packed = torch.randint(
-            -128,
-            128,
-            (1, num_rows, num_columns // 2),
-            dtype=torch.int8,
-            device=device,
-            generator=generator,
-        )
-        # So that outputs are about as large as inputs; neighbouring groups differ.
-        usual = _UE8M0_OF_ONE - round((num_columns.bit_length() - 1) / 2 + _E2M1_SIZE_LOG2)
-        sf = torch.randint(
-            usual - 1,
-            usual + 2,
-            (1, num_rows, num_columns // GROUP_SIZE),
-            dtype=torch.uint8,
-            device=device,
-            generator=generator,
-        )
-        return LayerWeights(packed, pack_ue8m0(sf))
-
-    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
-    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
-
-
-def rank_layer(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
-    """Weights of a rank's experts."""
-    num_local = shape.num_experts_per_rank
-    experts = [expert_layer(shape, rank * num_local + i, seed, device) for i in range(num_local)]
-
-    def stacked(pairs: list[LayerWeights]) -> LayerWeights:
-        return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
-
-    return Layer(stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts]))
-
-
-def rank_tokens(
-    shape: MoEShape, num_tokens: int, rank: int, seed: int, device: torch.device
-) -> Tokens:
-    """Normally distributed tokens of a rank, each to different experts chosen at random."""
-    generator = torch.Generator(device).manual_seed(1_000_003 * seed + 7919 * rank + num_tokens)
-    x = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
-    order = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
-    weights = torch.rand(num_tokens, shape.num_topk, device=device, generator=generator) + 0.1
-    return Tokens(
-        *quantize_e4m3_ue8m0(x),
-        order.topk(shape.num_topk, dim=1).indices,
-        weights / weights.sum(dim=1, keepdim=True),
-    )
 
 
 def reference_sample(
@@ -142,38 +80,46 @@ class MachineRates:
 
 @dataclass(frozen=True)
 class CallCosts:
-    """What one rank's part of a call moves and computes."""
+    """What a rank's part of a call moves and computes."""
 
-    flops: float
-    weight_bytes: float
-    link_bytes: float  # in one direction
+    flops: float  # the mean over ranks
+    busiest_flops: float  # the rank with most
+    weight_bytes: float  # the rank that reads most
+    link_bytes: float  # in one direction, the busiest link
 
     def floor_s(self, rates: MachineRates) -> float:
         """The time below which no kernel can be."""
         return max(
-            self.flops / rates.flops,
+            self.busiest_flops / rates.flops,
             self.weight_bytes / rates.weight_bytes_per_s,
             self.link_bytes / rates.link_bytes_per_s,
         )
 
 
-def call_costs(shape: MoEShape, received_tokens: torch.Tensor) -> CallCosts:
-    """received_tokens: [experts of all ranks]. The mean over ranks of FLOPs and bytes on links, and
-    the most weights that a rank reads: those of its experts that received a token.
+def call_costs(shape: MoEShape, sent: torch.Tensor) -> CallCosts:
+    """sent: [ranks, experts of all ranks], tokens that each rank has for each expert. A rank reads
+    the weights of those of its experts that received a token.
 
     >>> shape = MoEShape(2, 4, 2, 256, 128, 8)
-    >>> costs = call_costs(shape, torch.tensor([3, 0, 4, 1]))
-    >>> costs.flops, costs.weight_bytes == 2 * 3 * 256 * 128 * FP4_BYTES_PER_WEIGHT
-    (786432.0, True)
+    >>> costs = call_costs(shape, torch.tensor([[3, 0, 2, 1], [0, 0, 2, 0]]))
+    >>> costs.flops, costs.busiest_flops, costs.weight_bytes == 2 * 3 * 256 * 128 * 17 / 32
+    (786432.0, 983040.0, True)
     """
     weights_per_expert = 3 * shape.hidden * shape.intermediate_hidden
-    num_slots = int(received_tokens.sum()) / shape.num_ranks
-    num_active = (received_tokens.view(shape.num_ranks, -1) > 0).sum(dim=1).max()
+    per_rank = sent.view(shape.num_ranks, shape.num_ranks, -1)  # [source, owner, local expert]
+    slots = per_rank.sum(dim=2)
+    received = slots.sum(dim=0)
+    num_active = (per_rank.sum(dim=0) > 0).sum(dim=1).max()
     # A token comes with a scale byte per 32 values and goes back as BF16.
-    bytes_per_slot = shape.hidden * (33 / 32 + 2)
-    remote_share = (shape.num_ranks - 1) / shape.num_ranks
+    bytes_there, bytes_back = shape.hidden * 33 / 32, shape.hidden * 2.0
+    away = slots - slots.diag().diag()
+    sends, receives = away.sum(dim=1), away.sum(dim=0)
+    link_bytes = torch.maximum(
+        sends * bytes_there + receives * bytes_back, receives * bytes_there + sends * bytes_back
+    )
     return CallCosts(
-        flops=2.0 * num_slots * weights_per_expert,
+        flops=2.0 * int(received.sum()) / shape.num_ranks * weights_per_expert,
+        busiest_flops=2.0 * int(received.max()) * weights_per_expert,
         weight_bytes=int(num_active) * weights_per_expert * FP4_BYTES_PER_WEIGHT,
-        link_bytes=num_slots * remote_share * bytes_per_slot,
+        link_bytes=float(link_bytes.max()),
     )

@@ -97,7 +97,7 @@ def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:
         num_equal=int((units == 0).sum()),
         num_near=int((units <= 1).sum()),
         max_units=float(units.max()) if y.numel() else 0.0,
-        cosine_distance=_cosine_distance(y.double(), expected.double()),
+        cosine_distance=cosine_distance(y.double(), expected.double()),
     )
 
 
@@ -107,7 +107,7 @@ def _rank_among_numbers(values: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
-def _cosine_distance(y: torch.Tensor, expected: torch.Tensor) -> float:
+def cosine_distance(y: torch.Tensor, expected: torch.Tensor) -> float:
     """1 - cos of the angle; 0 between two zero vectors, 1 between a zero and another vector."""
     norms = float(y.norm() * expected.norm())
     if norms == 0:

@@ -477,12 +477,14 @@ void RaceDetector::fence_after(Warp& w) {
 
 void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, Cta& cta,
                           const Mbarrier& barrier) {
-    // Taken to release, at cluster scope, what the thread had seen when it issued the commit: its
-    // operations come after that, and the arrival after them.
+    // It says that the thread's operations are complete, and with them the copies that they had to
+    // come after. It does not release what the thread itself had written or seen others write.
     View& into = order_of(cta, barrier).arriving;
-    into.join(*issue.view);
+    const Clock& seen = issue.view->seen;
+    for (uint32_t a = 1; a < seen.moments.size(); ++a) {
+        if (!agents_[a].warp && seen.moments[a]) into.seen.raise(a, seen.moments[a]);
+    }
     into.seen.raise(agent, moment);
-    into.overwritable.join(issue.view->seen);
     into.overwritable.raise(agent, moment);
     into.tensor.join(*issue.tensor);
     into.tensor.raise(agent, moment);

@@ -6,19 +6,17 @@ import pytest
 import torch
 
 import benchmarks.problem
-from benchmarks.mega_moe import line, parse_arguments
 from benchmarks.problem import (
     CallCosts,
     MachineRates,
     call_costs,
     fp8_weights,
-    rank_layer,
-    rank_tokens,
     reference_sample,
 )
 from deep_moe.formats import dequantize_e2m1_ue8m0
 from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.reference import NUMERICS, reference_mega_moe
+from deep_moe.workload import rank_layer, rank_tokens
 
 SHAPE = MoEShape(2, 6, 2, 256, 128, 20)
 CPU = torch.device("cpu")
@@ -49,18 +47,29 @@ def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str):
 def test_costs_of_the_anchor():
     """8192 tokens per rank of pro on 4 ranks: 9422 us are 689 TFLOPS."""
     shape = preset_shape("deepseek-v4-pro", num_ranks=4, num_max_tokens_per_rank=8192)
-    costs = call_costs(shape, torch.full((384,), 4 * 8192 * 6 // 384))
+    costs = call_costs(shape, torch.full((4, 384), 8192 * 6 // 384))
     assert round(costs.flops / 9422e-6 / 1e12) == 689
     # At 128 tokens per rank all experts are read: 0.76 ms.
-    costs = call_costs(shape, torch.full((384,), 4 * 128 * 6 // 384))
+    costs = call_costs(shape, torch.full((4, 384), 128 * 6 // 384))
     assert costs.floor_s(MachineRates()) == pytest.approx(0.76e-3, abs=0.01e-3)
 
 
 def test_the_floor_is_the_slowest_part():
     rates = MachineRates(weight_bytes_per_s=10, flops=20, link_bytes_per_s=30)
-    assert CallCosts(flops=200, weight_bytes=10, link_bytes=30).floor_s(rates) == 10
-    assert CallCosts(flops=20, weight_bytes=40, link_bytes=30).floor_s(rates) == 4
-    assert CallCosts(flops=20, weight_bytes=10, link_bytes=90).floor_s(rates) == 3
+    assert CallCosts(20, busiest_flops=200, weight_bytes=10, link_bytes=30).floor_s(rates) == 10
+    assert CallCosts(20, busiest_flops=20, weight_bytes=40, link_bytes=30).floor_s(rates) == 4
+    assert CallCosts(20, busiest_flops=20, weight_bytes=10, link_bytes=90).floor_s(rates) == 3
+
+
+def test_costs_of_skewed_routing_are_those_of_the_busiest():
+    """All tokens of rank 0 go to an expert of rank 1."""
+    sent = torch.zeros(2, 6, dtype=torch.int64)
+    sent[0, 4] = 10
+    costs = call_costs(SHAPE, sent)
+    weights = 3 * 256 * 128
+    assert (costs.flops, costs.busiest_flops) == (10.0 * weights, 20.0 * weights)
+    assert costs.weight_bytes == weights * 17 / 32  # of one expert
+    assert costs.link_bytes == 10 * 256 * 2  # results, from rank 1; tokens to it are fewer bytes
 
 
 @pytest.mark.parametrize("block", [(1, 0), (128, 128)])
@@ -73,21 +82,3 @@ def test_fp8_weights_are_near_the_fp4_ones(block: tuple[int, int]):
     else:
         again = values.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert (again - dense).norm() < 0.04 * dense.norm()
-
-
-def test_a_line_names_what_was_measured():
-    arguments = parse_arguments(["--model", "deepseek-v3", "--tokens", "4", "8"])
-    assert (arguments.model, arguments.tokens) == (["deepseek-v3"], [4, 8])
-    times = {"us": 100.0, "tflops": 900.0, "weight_tb_per_s": 3.5, "floor_share": 0.75}
-    text = line(
-        {
-            "model": "deepseek-v3",
-            "tokens_per_rank": 8,
-            "config": {"block_m": 16},
-            **times,
-            "peer": {"us": 250.0, "times_slower": 2.5},
-        }
-    )
-    assert "100.0 us" in text
-    assert "75% of floor" in text
-    assert text.endswith("peer 250.0 us (2.50x)")

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.problem import rank_layer, rank_tokens, reference_sample
+from benchmarks.problem import reference_sample
 from benchmarks.unfused import UnfusedLayer
 from deep_moe.comparison import compare
 from deep_moe.heuristics import MoEShape
 from deep_moe.reference import NUMERICS
+from deep_moe.workload import rank_layer, rank_tokens
 
 SHAPE = MoEShape(2, 6, 3, 256, 128, 30)
 COUNTS = (30, 7)

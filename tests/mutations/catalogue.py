@@ -258,6 +258,13 @@ MUTATIONS = (
     ),
     # ---- accumulators
     M(
+        "epilogue_without_acquire",
+        "sm100/epilogue.cuh",
+        "(epilogue_warp_idx != 0 || wait_for_dispatch(local, block, waiter)) &&",
+        "",
+        "race",
+    ),
+    M(
         "epilogue_without_tcgen05_fence",
         "sm100/epilogue.cuh",
         "ptx::tcgen05_fence_after_thread_sync();",

@@ -1,4 +1,5 @@
-// What an activation loader waits for before the first copy of a block.
+// When a block's tokens are there: what an activation loader waits for before the first copy of the
+// block, and whoever else reads what dispatch brought with them.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -11,6 +12,15 @@
 
 namespace deep_moe {
 
+// Dispatch has written all tokens of the block, with their scales, routing weights and metadata.
+template <class Config>
+__device__ bool wait_for_dispatch(const SymmBuffer<Config>& local, const Block& block,
+                                  Waiter& waiter) {
+    const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
+    return waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows,
+                             [&] { return ptx::ld_acquire_gpu(count); });
+}
+
 // Linear1 needs all tokens of the block from dispatch, Linear2 all of Linear1's n-blocks from the
 // epilogues of other CTAs. What was acquired here is read by the async proxy: hence the fence.
 template <class Config>
@@ -18,9 +28,7 @@ __device__ bool wait_for_tokens(const SymmBuffer<Config>& local, const Block& bl
                                 Waiter& waiter) {
     bool arrived = true;
     if (block.phase == Phase::linear1) {
-        const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
-        arrived = waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows,
-                                    [&] { return ptx::ld_acquire_gpu(count); });
+        arrived = wait_for_dispatch(local, block, waiter);
     } else {
 #pragma unroll
         for (uint32_t word_idx = 0; word_idx < Config::num_l2_mask_words; ++word_idx) {

@@ -6,6 +6,7 @@
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
 #include "deep_moe/ring_position.cuh"
+#include "deep_moe/roles/wait_for_tokens.cuh"
 #include "deep_moe/scheduler.cuh"
 #include "deep_moe/sm100/epilogue_warp.cuh"
 #include "deep_moe/sm100/l1_epilogue.cuh"
@@ -41,11 +42,13 @@ __device__ void finish_blocks(const KernelArgs& args, const SharedMemory<Config>
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; scheduler.next(block); accumulators.advance()) {
         trace.mark(TraceStep::await_block);
-        if (!all_arrived(waiter.warp_mbarrier(WaitSite::accumulator_full,
-                                              smem.tmem_full_barrier(accumulators.stage),
-                                              accumulators.parity))) {
-            return;
-        }
+        // The epilogues read routing weights and destinations, which the commit behind the MMAs
+        // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
+        const bool arrived =
+            (epilogue_warp_idx != 0 || wait_for_dispatch(local, block, waiter)) &&
+            waiter.warp_mbarrier(WaitSite::accumulator_full,
+                                 smem.tmem_full_barrier(accumulators.stage), accumulators.parity);
+        if (!all_arrived(arrived)) return;
         ptx::tcgen05_fence_after_thread_sync();
 
         trace.mark(block.phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue,

@@ -1,0 +1,155 @@
+"""`deep-moe tune`: find kernels that are faster here than the formula's, for a table."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import (
+    ExpertsOption,
+    HiddenOption,
+    IntermediateOption,
+    JsonOption,
+    ModelOption,
+    TopkOption,
+    make_shape,
+)
+from .output import new_table, print_json, stderr, stdout
+
+DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
+
+
+def tune(
+    model: ModelOption = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="GPUs that share the experts; default: all.")
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Per rank, separated by commas.")
+    ] = DEFAULT_TOKENS,
+    experts: ExpertsOption = None,
+    topk: TopkOption = None,
+    hidden: HiddenOption = None,
+    intermediate: IntermediateOption = None,
+    clamp: Annotated[
+        float | None, typer.Option("--clamp", help="Bound of gate and up before SwiGLU.")
+    ] = 10.0,
+    budget: Annotated[
+        float, typer.Option("--budget", min=1, help="Seconds for everything, about.")
+    ] = 300.0,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", help="File to add to; default: DEEP_MOE_TUNING_TABLE or yours."),
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option("--commit", help="Of the sources, where git cannot tell.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure candidates beside the formula's kernel on the GPUs of this machine. What is faster
+    beyond noise enters the table, and calls take it from then on. See docs/tuning.md."""
+    import torch
+
+    started = time.time()
+    sizes = parse_sizes(tokens)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise ValueError(
+            "deep-moe tune measures kernels on GPUs, and PyTorch finds none on this machine; "
+            "the emulator's times say nothing about a GPU's"
+        )
+    if ranks is not None and not 1 <= ranks <= num_gpus:
+        raise typer.BadParameter(f"--ranks must be 1 to the number of GPUs ({num_gpus})")
+
+    from rich.progress import Progress
+
+    from deep_moe.heuristics import ARCHITECTURES
+    from deep_moe.tuning import TuningPlan, compile_candidates
+    from deep_moe.tuning import tune as measure
+    from deep_moe.tuning_tables import user_table_path
+    from deep_moe.weights import weight_arch
+
+    device = torch.device("cuda", 0)
+    arch = weight_arch(device)
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"{torch.cuda.get_device_name(device)} ({arch}) has no fused kernel")
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    path = table or user_table_path()
+    with tempfile.TemporaryDirectory(prefix="deep_moe_tune_") as folder:
+        plan = TuningPlan(
+            shape=make_shape(
+                model=model,
+                ranks=ranks or num_gpus,
+                experts=experts,
+                topk=topk,
+                hidden=hidden,
+                intermediate=intermediate,
+                max_tokens=max(sizes),
+            ),
+            tokens=sizes,
+            ends=started + budget,
+            table=path,
+            results=Path(folder, "results.json"),
+            arch=arch,
+            num_sms=num_sms // ARCHITECTURES[arch].cluster_size * ARCHITECTURES[arch].cluster_size,
+            clamp=clamp,
+            commit=commit,
+        )
+        with Progress(console=stderr()) as progress:
+            task = progress.add_task("compiling", total=None)
+            num_kernels = compile_candidates(plan, lambda: progress.advance(task))
+            progress.update(task, total=num_kernels)
+        results = measure(plan)
+    if as_json:
+        print_json({"table": str(path), "results": results})
+    else:
+        _print_results(results, path)
+    if len(results) < len(sizes):
+        left = ", ".join(map(str, sizes[len(results) :]))
+        raise ValueError(f"--budget {budget:g} ended before these tokens were measured: {left}")
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Numbers of tokens, in the order given.
+
+    >>> parse_sizes("8,64")
+    (8, 64)
+    """
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise typer.BadParameter(
+            f"--tokens must be different positive numbers separated by commas; got {text!r}"
+        )
+    return sizes
+
+
+def _print_results(results: list[dict[str, Any]], path: Path) -> None:
+    numbers = ("tokens/rank", "formula\nµs", "fastest\nµs", "gain", "standard\nerror")
+    table = new_table(
+        "the formula's kernel and the fastest other", *numbers, "kernel", "entry", right=numbers
+    )
+    num_entries = 0
+    for result in results:
+        finalist = result["finalist"]
+        start = (str(result["num_tokens"]), f"{result['formula_us']:.1f}")
+        if finalist is None:
+            table.add_row(*start, "", "", "", f"none of {result['num_candidates']}", "no")
+            continue
+        num_entries += finalist["is_entry"]
+        table.add_row(
+            *start,
+            f"{finalist['us']:.1f}",
+            f"{finalist['gain']['median']:+.1%}",
+            f"{finalist['gain']['standard_error']:.1%}",
+            ", ".join(f"{name} {value}" for name, value in finalist["overrides"].items()),
+            "yes" if finalist["is_entry"] else "no",
+        )
+    stdout().print(table)
+    stdout().print(f"{num_entries} entries, {len(results)} sizes measured: {path}", soft_wrap=True)

@@ -1,0 +1,57 @@
+"""Ranks as processes of one machine: on a GPU each, or emulated."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_on_ranks(work: Callable[..., None], num_ranks: int, device_type: str, *args: Any) -> None:
+    """Run work(device, *args) in a process for each rank, all in one group: rank r on GPU r
+    ("cuda") or emulated ("cpu"). If one fails, the others are ended, and the error holds its
+    traceback."""
+    with tempfile.TemporaryDirectory(prefix="deep_moe_ranks_") as folder:
+        torch.multiprocessing.spawn(
+            _run_spawned, args=(work, num_ranks, device_type, folder, args), nprocs=num_ranks
+        )
+
+
+def _run_spawned(
+    rank: int,
+    work: Callable[..., None],
+    num_ranks: int,
+    device_type: str,
+    folder: str,
+    args: tuple[Any, ...],
+) -> None:
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    run_in_group(
+        work,
+        device,
+        args,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+    )
+
+
+def run_in_group(
+    work: Callable[..., None], device: torch.device, args: tuple[Any, ...], **group: Any
+) -> None:
+    """Run work(device, *args) between joining and leaving the group of all ranks. group: further
+    arguments of `init_process_group`."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **group)
+    else:
+        dist.init_process_group("gloo", **group)
+    try:
+        work(device, *args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""`deep-moe tune`: what it says without a GPU, and what it prints of measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import deep_moe.tuning
+import deep_moe.weights
+from deep_moe.cli import app
+from deep_moe.tuning import Finalist, Gain, SizeResult, TuningPlan
+
+
+def run_tune(*options: str):
+    return CliRunner().invoke(app, ["tune", *options])
+
+
+def test_without_a_gpu_it_says_so_and_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = run_tune("--model", "deepseek-v3")
+    assert result.exit_code != 0
+    assert "measures kernels on GPUs, and PyTorch finds none on this machine" in str(
+        result.exception
+    )
+
+
+@pytest.mark.parametrize("tokens", ["", "0", "8,8", "8;64", "-1"])
+def test_tokens_must_be_different_positive_numbers(tokens: str):
+    result = run_tune("--tokens", tokens)
+    assert result.exit_code == 2
+    assert "--tokens must be different positive numbers" in result.output
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
+    """As if there were four H200s, on which the second size gets an entry; the plans made."""
+    made: list[TuningPlan] = []
+
+    class Properties:
+        multi_processor_count = 132
+
+    def measure(plan: TuningPlan) -> list[dict]:
+        made.append(plan)
+        finalist = Finalist({"block_m": 24}, 90.0, Gain(0.111, 0.004), 8, is_entry=True)
+        results = [SizeResult(8, 11, {"block_m": 8}, 50.0)]
+        results.append(SizeResult(64, 12, {"block_m": 16}, 100.0, finalist))
+        return [asdict(result) for result in results if result.num_tokens in plan.tokens]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(deep_moe.weights, "weight_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(deep_moe.tuning, "compile_candidates", lambda plan, on_built: 0)
+    monkeypatch.setattr(deep_moe.tuning, "tune", measure)
+    monkeypatch.setenv("DEEP_MOE_TUNING_TABLE", str(tmp_path / "mine.json"))
+    return made
+
+
+def test_what_is_found_is_printed(plans: list[TuningPlan], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    result = run_tune("--model", "deepseek-v3", "--tokens", "8,64", "--budget", "60")
+    assert result.exit_code == 0, result.output
+    assert "none of 11" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if "block_m 24" in line)
+    assert row.split() == ["64", "100.0", "90.0", "+11.1%", "0.4%", "block_m", "24", "yes"]
+    assert "1 entries, 2 sizes measured" in result.stdout
+    assert "mine.json" in result.stdout
+
+
+def test_options_reach_the_plan(plans: list[TuningPlan], tmp_path: Path):
+    table = tmp_path / "other.json"
+    options = ["--ranks", "2", "--topk", "4", "--clamp", "7", "--commit", "abc"]
+    words = ["--model", "deepseek-v3", "--tokens", "8,64", *options, "--table", str(table)]
+    document = json.loads(run_tune(*words, "--json").stdout)
+    assert document["table"] == str(table)
+    assert [result["num_tokens"] for result in document["results"]] == [8, 64]
+    assert document["results"][1]["finalist"]["gain"]["median"] == 0.111
+    (plan,) = plans
+    assert plan.shape.num_ranks == 2
+    assert plan.shape.num_topk == 4
+    assert plan.shape.num_max_tokens_per_rank == 64
+    assert (plan.tokens, plan.arch, plan.num_sms) == ((8, 64), "sm_90a", 132)
+    assert (plan.clamp, plan.commit, plan.table) == (7.0, "abc", table)
+
+
+def test_more_ranks_than_gpus_are_refused(plans: list[TuningPlan]):
+    result = run_tune("--ranks", "5")
+    assert result.exit_code == 2
+    assert "--ranks must be 1 to the number of GPUs (4)" in result.output
+
+
+def test_sizes_left_out_for_want_of_time_are_named_and_a_failure(plans: list[TuningPlan]):
+    result = run_tune("--tokens", "8,64,512", "--budget", "5")
+    assert result.exit_code != 0
+    assert "2 sizes measured" in result.stdout
+    assert "--budget 5 ended before these tokens were measured: 512" in str(result.exception)

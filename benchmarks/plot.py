@@ -1,81 +1,262 @@
-"""Draws what `python -m benchmarks.mega_moe --json` wrote.
+"""Draws and tabulates what `python -m benchmarks.mega_moe --json` wrote.
 
-python -m benchmarks.plot docs/images/h200x4.png benchmarks/results/h200x4-2026-11-20-*.json
+    python -m benchmarks.plot
+
+takes every report in benchmarks/results and renews what is made of them: a picture per kind of
+machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Only results for
+published models as they are, uniform routing and equal tokens are shown. Each curve is from one
+report, never pieced together: the one that timed most sizes of it, of several the newest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .chart import Curve, Panel, Style, chart
+from .published import asked, compared, figures, is_standard
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README_TOKENS = (8, 128, 512, 2048, 8192)
+README_MODEL = "deepseek-v4-pro"
+README_MACHINE = ("NVIDIA H200", 4)
+README_PART = re.compile(r"(<!-- speed: .*?-->\n).*?(<!-- end of speed -->)", re.DOTALL)
 LABELS = {
     "fused": "deep_moe, FP4 weights",
     "peer": "sgl-deep-gemm 0.1.4, FP8 weights",
-    "unfused": "five steps: NCCL, grouped FP8 products",
+    "unfused": "five steps, NCCL and grouped FP8 products",
 }
+STYLES = {
+    "fused": Style("#0969da"),
+    "peer": Style("#bc4c00"),
+    "unfused": Style("#8250df"),
+    "floor": Style("#eaeef2", is_area=True),
+    "goal": Style("#1a7f37", dash=None, marker="bar"),
+}
+PUBLISHED_COLORS = ("#d4a72c", "#57606a", "#bf3989")
 
-# Of one path: microseconds by tokens per rank.
-Curve = dict[int, float]
+COLUMNS = (
+    "tokens/rank",
+    "µs",
+    "p10 to p90",
+    "TFLOPS",
+    "weights TB/s",
+    "of the floor",
+    "five steps µs",
+    "peer µs",
+    "best peer µs",
+    "against it",
+    "asked",
+    "goal µs",
+    "off the goal",
+)
+
+Result = Mapping[str, Any]
+Machine = tuple[str, int]  # name of the GPU, ranks
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one report timed of one model on one path: results by tokens per rank."""
+
+    results: Mapping[int, Result]
+    machine: Mapping[str, Any]
+
+    def us(self, path: str) -> dict[int, float]:
+        """Microseconds by tokens per rank."""
+        return {
+            num_tokens: of_path(result, path)["us"] for num_tokens, result in self.results.items()
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    for path, text in documents(reports).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+
+
+def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """Everything that is made of the reports, by path."""
+    machines = sorted(
+        {
+            (report["machine"]["gpu"], result["num_ranks"])
+            for report in reports
+            for result in report["results"]
+        }
     )
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("reports", type=Path, nargs="+")
-    arguments = parser.parse_args()
-    draw(arguments.picture, [json.loads(path.read_text()) for path in arguments.reports])
+    made = {picture_path(machine): picture(machine, reports) for machine in machines}
+    tables = [table(machine, reports) for machine in machines]
+    made[ROOT / "benchmarks" / "RESULTS.md"] = "\n".join([RESULTS_HEAD, *tables])
+    readme = ROOT / "README.md"
+    text, count = README_PART.subn(
+        lambda match: match[1] + readme_table(reports) + match[2], readme.read_text()
+    )
+    if count != 1:
+        raise ValueError("README.md must have one part between <!-- speed --> and <!-- end -->")
+    made[readme] = text
+    return made
 
 
-def curves(reports: Sequence[dict[str, Any]]) -> dict[str, dict[str, Curve]]:
-    """By model and path. Where two reports timed the same, the first one counts."""
-    found: dict[str, dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
+RESULTS_HEAD = """# Results
+
+Made by `python -m benchmarks.plot` from the reports in `benchmarks/results/`. A time is the median
+of 20 calls or more, of the slowest rank. *Floor*: what reading the weights, the products or the
+links alone would take. *Best peer*: the fastest of those that were timed and of the published
+figures (`benchmarks/published.json`). *Asked*: how many times as fast as the best peer we want to
+be, and the microseconds that were set as the goal.
+"""
+
+
+def picture_path(machine: Machine) -> Path:
+    """
+    >>> picture_path(("NVIDIA H200", 4)).name
+    'h200x4.svg'
+    """
+    gpu, num_ranks = machine
+    name = gpu.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return ROOT / "docs" / "images" / f"{name}x{num_ranks}.svg"
+
+
+def of_path(result: Result, path: str) -> Result:
+    """A result's part that is about one path; the fused kernel's is at its top."""
+    return result if path == "fused" else result[path]
+
+
+def timed(
+    reports: Sequence[Mapping[str, Any]], machine: Machine, model: str, path: str
+) -> Timed | None:
+    """The report that counts for a curve."""
+    found = []
     for report in reports:
-        for result in report["results"]:
-            model, tokens = result["model"], result["tokens_per_rank"]
-            times = {"fused": result["us"], "floor": result["floor_us"]}
-            times |= {name: result[name]["us"] for name in ("unfused", "peer") if name in result}
-            for name, us in times.items():
-                found[model][name].setdefault(tokens, us)
-    return found
+        results = {
+            result["tokens_per_rank"]: result
+            for result in report["results"]
+            if (report["machine"]["gpu"], result["num_ranks"]) == machine
+            and result["model"] == model
+            and is_standard(result)
+            and (path == "fused" or path in result)
+        }
+        if results:
+            found.append(Timed(dict(sorted(results.items())), report["machine"]))
+    return max(found, key=lambda t: (len(t.results), t.machine["date"]), default=None)
 
 
-def draw(picture: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """One panel per model, both axes logarithmic."""
-    import matplotlib
+def models(reports: Sequence[Mapping[str, Any]], machine: Machine) -> list[str]:
+    """Those that were timed on a machine, as they are published."""
+    names = {result["model"] for report in reports for result in report["results"]}
+    return sorted(name for name in names if timed(reports, machine, name, "fused"))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    by_model = curves(reports)
-    figure, axes = plt.subplots(1, len(by_model), figsize=(6 * len(by_model), 4), squeeze=False)
-    for axis, (model, paths) in zip(axes[0], sorted(by_model.items()), strict=True):
-        floor = sorted(paths["floor"].items())
-        axis.fill_between(*zip(*floor, strict=True), color="0.9", label="below the floor")
-        for i, (name, label) in enumerate(LABELS.items()):
-            if name in paths:
-                times = zip(*sorted(paths[name].items()), strict=True)
-                axis.plot(*times, marker="o", color=f"C{i}", label=label)
-        axis.set(
-            xscale="log", yscale="log", title=model, xlabel="tokens per rank", ylabel="µs per call"
-        )
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend()
-    machine = reports[0]["machine"]
-    num_ranks = reports[0]["results"][0]["num_ranks"]
-    figure.suptitle(
-        f"{num_ranks} × {machine['gpu']}, CUDA {machine['cuda']}, torch {machine['torch']}, "
-        f"{machine['date'][:10]}",
-        fontsize=9,
+def picture(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
+    """A panel per model."""
+    gpu, num_ranks = machine
+    panels, facts = [], []
+    for model in models(reports, machine):
+        own = timed(reports, machine, model, "fused")
+        assert own is not None
+        facts.append(own.machine)
+        floor = {n: result["floor_us"] for n, result in own.results.items()}
+        curves = [Curve("below what weights, products or links alone take", floor, STYLES["floor"])]
+        for color, curve in zip(PUBLISHED_COLORS, figures(model, gpu, num_ranks), strict=False):
+            style = Style(color, dash="5 4", marker="ring")
+            curves.append(Curve(curve.name, curve.us, style))
+        for path in ("unfused", "peer", "fused"):
+            of = timed(reports, machine, model, path)
+            if of is not None:
+                curves.append(Curve(LABELS[path], of.us(path), STYLES[path]))
+        goal = asked(gpu, num_ranks)
+        if goal is not None and model in goal.us:
+            curves.append(Curve("asked", goal.us[model], STYLES["goal"]))
+        panels.append(Panel(model, curves))
+    newest = max(facts, key=lambda machine: machine["date"])
+    title = (
+        f"{num_ranks} × {gpu}, CUDA {newest['cuda']}, torch {newest['torch']}, commit "
+        f"{newest['commit']}, {newest['date'][:10]}"
     )
-    figure.tight_layout()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    return chart(title, panels, x_label="tokens per rank", y_label="µs per call")
+
+
+def table(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
+    """All numbers of a machine, in Markdown."""
+    gpu, num_ranks = machine
+    lines = []
+    for model in models(reports, machine):
+        own = timed(reports, machine, model, "fused")
+        assert own is not None
+        paths = {path: timed(reports, machine, model, path) for path in ("unfused", "peer")}
+        lines += [
+            f"## {model}, {num_ranks} × {gpu}, commit {own.machine['commit']}, "
+            f"{own.machine['date'][:10]}",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---:" * len(COLUMNS) + "|",
+        ]
+        for num_tokens, result in own.results.items():
+            others = [
+                f"{of.us(path)[num_tokens]:.0f}" if of and num_tokens in of.results else ""
+                for path, of in paths.items()
+            ]
+            elsewhere = {}
+            peer = paths["peer"]
+            if "peer" not in result and peer is not None and num_tokens in peer.results:
+                name = f"sgl-deep-gemm, run of {peer.machine['date'][:16]}"
+                elsewhere[name] = peer.us("peer")[num_tokens]
+            spread = (
+                f"{result['us_p10']:.1f} to {result['us_p90']:.1f}" if "us_p10" in result else ""
+            )
+            cells = [
+                f"{num_tokens}",
+                f"{result['us']:.1f}",
+                spread,
+                f"{result['tflops']:.0f}",
+                f"{result['weight_tb_per_s']:.2f}",
+                f"{result['floor_share']:.0%}",
+                *others,
+                *_comparison_cells(compared(result, gpu, elsewhere), result),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _comparison_cells(comparison: Mapping[str, Any] | None, result: Result) -> list[str]:
+    if comparison is None:
+        return [""] * 5
+    cells = [
+        f"{comparison['best_peer_us']:.0f} ({comparison['best_peer']})",
+        f"{comparison['times_slower']:.2f}×",
+    ]
+    if "goal_us" not in comparison:
+        return [*cells, "", "", ""]
+    off = result["us"] / comparison["goal_us"] - 1
+    return [
+        *cells,
+        f"{comparison['asked_times']:g}×",
+        f"{comparison['goal_us']:.0f}",
+        "reached" if off <= 0 else f"{off:+.0%}",
+    ]
+
+
+def readme_table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """A few sizes of one model, a row per path."""
+    lines = [
+        f"| {README_MODEL}, tokens/rank | {' | '.join(map(str, README_TOKENS))} |",
+        "|---|" + "---:|" * len(README_TOKENS),
+    ]
+    for path, label in LABELS.items():
+        of = timed(reports, README_MACHINE, README_MODEL, path)
+        us = of.us(path) if of is not None else {}
+        if any(n in us for n in README_TOKENS):
+            cells = [f"{us[n]:.0f}" if n in us else "" for n in README_TOKENS]
+            lines.append(f"| {label}, µs | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -74,14 +74,20 @@ def is_standard(result: Mapping[str, Any]) -> bool:
     )
 
 
-def compared(result: Mapping[str, Any], gpu: str) -> dict[str, Any] | None:
+def compared(
+    result: Mapping[str, Any], gpu: str, elsewhere: Mapping[str, float] | None = None
+) -> dict[str, Any] | None:
     """A result beside the best peer at its size, the one timed in the same run among them, and
-    beside what is asked. None where there is nothing to compare with."""
+    beside what is asked. None where there is nothing to compare with.
+
+    elsewhere: microseconds of peers timed in other runs, by name.
+    """
     if not is_standard(result):
         return None
     num_tokens, num_ranks = result["tokens_per_rank"], result["num_ranks"]
     curves = figures(result["model"], gpu, num_ranks)
     peers = {curve.name: curve.us[num_tokens] for curve in curves if num_tokens in curve.us}
+    peers |= elsewhere or {}
     if "peer" in result:
         peers[PEER_HERE] = result["peer"]["us"]
     if not peers:

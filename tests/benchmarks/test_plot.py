@@ -1,22 +1,98 @@
-"""What the plots are drawn from."""
+"""What pictures and tables are made of, and that the committed ones show the committed reports."""
 
-from benchmarks.plot import curves
+import doctest
+import json
+
+import pytest
+
+import benchmarks.plot
+from benchmarks.plot import RESULTS, ROOT, documents, picture_path, readme_table, table, timed
+
+MACHINE = ("NVIDIA H200", 4)
 
 
-def report(model: str, tokens: int, us: float, **others: float) -> dict:
-    result = {"model": model, "tokens_per_rank": tokens, "us": us, "floor_us": us / 2}
-    result |= {name: {"us": other} for name, other in others.items()}
-    return {"results": [result]}
+def report(date: str, *results: dict) -> dict:
+    machine = {"gpu": "NVIDIA H200", "date": date, "commit": "abc", "cuda": "13", "torch": "2"}
+    return {"machine": machine, "results": list(results)}
 
 
-def test_paths_are_gathered_over_reports_and_the_first_report_counts():
-    found = curves(
-        [report("a", 1, 10.0, unfused=30.0), report("a", 1, 11.0, peer=20.0), report("b", 8, 5.0)]
-    )
-    assert found["a"] == {
-        "fused": {1: 10.0},
-        "floor": {1: 5.0},
-        "unfused": {1: 30.0},
-        "peer": {1: 20.0},
+def result(tokens: int, us: float, model: str = "deepseek-v4-pro", **others) -> dict:
+    paths = {name: {"us": other} for name, other in others.items() if name in ("peer", "unfused")}
+    changes = {name: value for name, value in others.items() if name not in paths}
+    return {
+        "model": model,
+        "num_ranks": 4,
+        "tokens_per_rank": tokens,
+        "us": us,
+        "us_p10": us - 1,
+        "us_p90": us + 2,
+        "floor_us": us / 2,
+        "floor_share": 0.5,
+        "tflops": 7.0,
+        "weight_tb_per_s": 3.0,
+        **paths,
+        **changes,
     }
-    assert found["b"]["fused"] == {8: 5.0}
+
+
+def test_examples_hold():
+    results = doctest.testmod(benchmarks.plot)
+    assert (results.failed, results.attempted > 0) == (0, True)
+
+
+def test_a_curve_is_one_reports_that_with_most_sizes_and_then_the_newest():
+    old = report("2026-11-20", result(1, 10.0), result(8, 11.0, peer=20.0))
+    new = report("2026-11-21", result(1, 9.0), result(8, 9.5))
+    single = report("2026-11-22", result(8, 8.0))
+    reports = [new, single, old]
+    fused = timed(reports, MACHINE, "deepseek-v4-pro", "fused")
+    assert fused is not None
+    assert fused.us("fused") == {1: 9.0, 8: 9.5}
+    peer = timed(reports, MACHINE, "deepseek-v4-pro", "peer")
+    assert peer is not None
+    assert peer.us("peer") == {8: 20.0}
+    assert timed(reports, MACHINE, "deepseek-v4-pro", "unfused") is None
+    assert timed(reports, ("NVIDIA H200", 8), "deepseek-v4-pro", "fused") is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"routing": "zipf"}, {"tokens_of_ranks": [8, 0, 8, 8]}], ids=["routing", "shares"]
+)
+def test_skewed_problems_are_not_shown(changes):
+    assert (
+        timed([report("d", result(8, 1.0, **changes))], MACHINE, "deepseek-v4-pro", "fused") is None
+    )
+
+
+def test_a_table_has_the_comparison_and_the_goal():
+    text = table(MACHINE, [report("2026-11-20", result(512, 1000.0, peer=1500.0, unfused=4000.0))])
+    assert text.splitlines()[-1] == (
+        "| 512 | 1000.0 | 999.0 to 1002.0 | 7 | 3.00 | 50% | 4000 | 1500 | "
+        "1500 (sgl-deep-gemm, this run) | 1.50× | 1.8× | 920 | +9% |"
+    )
+    text = table(MACHINE, [report("2026-11-20", result(512, 900.0))])
+    assert text.splitlines()[-1].endswith("1.86× | 1.8× | 920 | reached |")
+
+
+def test_a_peer_of_another_report_is_named_by_its_date():
+    reports = [
+        report("2026-11-21T10:11:12Z", result(8, 300.0), result(512, 900.0)),
+        report("2026-11-20T09:08:07Z", result(512, 950.0, peer=1200.0)),
+    ]
+    last = table(MACHINE, reports).splitlines()[-1]
+    assert "| 1200 | 1200 (sgl-deep-gemm, run of 2026-11-20T09:08) | 1.33× |" in last
+
+
+def test_the_readmes_table_leaves_out_what_was_not_timed():
+    lines = readme_table([report("d", result(8, 370.4), result(512, 1086.6))]).splitlines()
+    assert lines[2] == "| deep_moe, FP4 weights, µs | 370 |  | 1087 |  |  |"
+    assert len(lines) == 3
+
+
+def test_committed_pictures_and_tables_are_those_of_the_committed_reports():
+    """`python -m benchmarks.plot` mends it."""
+    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    made = documents(reports)
+    assert picture_path(MACHINE) in made
+    for path, text in made.items():
+        assert path.read_text() == text, path.relative_to(ROOT)

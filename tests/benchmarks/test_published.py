@@ -34,14 +34,14 @@ def result(num_tokens: int, us: float, **changes) -> dict:
 def test_the_best_published_figure_at_the_size_counts():
     comparison = compared(result(512, 1000.0), GPU)
     assert comparison == {
-        "best_peer": "sgl-deep-gemm 0.1.4",
+        "best_peer": "sgl-deep-gemm 0.1.4, earlier run",
         "best_peer_us": 1673,
         "times_slower": 1.673,
         "asked_times": 1.8,
         "goal_us": 920,
     }
     assert words(comparison) == "best peer 1673.0 us (1.67x of 1.8x)  goal 920 us (+9%)"
-    assert compared(result(8192, 6935.0), GPU)["best_peer"] == "FlashInfer, pull"
+    assert compared(result(8192, 6935.0), GPU)["best_peer"] == "FlashInfer pull, published"
 
 
 def test_a_faster_peer_of_the_same_run_counts():

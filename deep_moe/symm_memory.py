@@ -10,7 +10,9 @@ call:
     buffer
     guard
 
-`DeviceMemory` is for GPUs: PyTorch's symmetric memory for a group, a plain tensor for one rank.
+`DeviceMemory` is for GPUs: PyTorch's symmetric memory for a group, a plain tensor for one rank. The
+ranks first find out whether all of them can reach each other's, so that none is left alone in the
+middle, and none faults at its first token.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,6 +231,7 @@ class DeviceMemory:
         else:
             import torch.distributed._symmetric_memory as symm_mem
 
+            require_reachable_peers(group, device)
             self.tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
             self._handle = symm_mem.rendezvous(self.tensor, group)
             # buffer_ptrs are the ranks' allocations; a pool may have put the tensor further in.
@@ -250,3 +254,79 @@ class DeviceMemory:
     def synchronize(self) -> None:
         """Wait for everything that was launched on the device."""
         torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class GpuIdentity:
+    """What a rank tells the others about its GPU."""
+
+    machine: str
+    uuid: str
+    has_fabric: bool  # whether its memory can be given to other machines
+
+
+def require_reachable_peers(group: ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError on every rank of `group` unless all their GPUs reach each other's memory."""
+    gpus = gather_objects(gpu_identity(device), group)
+    problem = unreachable_peer(gpus, dist.get_rank(group), link_of_gpus)
+    problems = [text for text in gather_objects(problem, group) if text is not None]
+    if problems:
+        raise ValueError(
+            f"group must be ranks whose GPUs are linked by NVLink; {'; '.join(problems)}"
+        )
+
+
+def unreachable_peer(
+    gpus: Sequence[GpuIdentity], rank: int, is_linked: Callable[[str, str], bool | None]
+) -> str | None:
+    """Words for the first rank whose memory `rank` cannot work on, or None.
+
+    is_linked: whether the first GPU, given by its uuid, can do all the kernel does in the second
+        one's memory, its atomic operations included; None if this process does not see it.
+    """
+    own = gpus[rank]
+    for peer, gpu in enumerate(gpus):
+        if gpu.machine != own.machine:
+            if not (own.has_fabric and gpu.has_fabric):
+                return f"rank {rank} and rank {peer} run on different machines"
+        elif gpu.uuid != own.uuid and is_linked(own.uuid, gpu.uuid) is False:
+            return f"the GPU of rank {rank} is not linked to that of rank {peer}"
+    return None
+
+
+def gpu_identity(device: torch.device) -> GpuIdentity:
+    from cuda.bindings import driver
+
+    has_fabric = _device_attribute(
+        driver.cuDeviceGetAttribute,
+        driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
+        device.index,
+    )
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return GpuIdentity(_machine_id(), str(uuid), has_fabric)
+
+
+def link_of_gpus(uuid: str, peer_uuid: str) -> bool | None:
+    """`is_linked` of `unreachable_peer`, by what the driver says."""
+    from cuda.bindings import driver
+
+    indices = {
+        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
+    if peer_uuid not in indices:
+        return None
+    pair = indices[uuid], indices[peer_uuid]
+    query, names = driver.cuDeviceGetP2PAttribute, driver.CUdevice_P2PAttribute
+    return _device_attribute(
+        query, names.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, *pair
+    ) and _device_attribute(query, names.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, *pair)
+
+
+def _device_attribute(query: Callable[..., tuple[Any, int]], attribute: Any, *devices: int) -> bool:
+    """A yes-or-no attribute of one device or of a pair of them."""
+    from cuda.bindings import driver
+
+    status, value = query(attribute, *(driver.cuDeviceGet(index)[1] for index in devices))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA could not query {attribute.name}: {status.name}")
+    return bool(value)

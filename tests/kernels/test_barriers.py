@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deep_moe.jit.status import site_text
+
 NUM_ROUNDS = 5
 SECOND = 1_000_000_000
 
@@ -25,7 +27,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     for (uint32_t round = 1; round <= NUM_ROUNDS; ++round) {
         if (threadIdx.x == 0) ptx::st_relaxed_sys(steps + blockIdx.x, round);
         __syncwarp();
-        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_pull, counter, blockIdx.x, waiter);
+        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_combine, counter, blockIdx.x, waiter);
         // Every lane looks, though lane 0 alone went through the barrier.
         for (uint32_t i = threadIdx.x; i < Config::num_sms; i += warp_size) {
             const uint32_t step = ptx::ld_relaxed_gpu(steps + i);
@@ -56,10 +58,10 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
             ptx::st_relaxed_sys(buffers.of(rank).l1_arrival_count(column), round);
         }
         __syncwarp();
-        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_before_pull, counter, blockIdx.x,
+        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_before_combine, counter, blockIdx.x,
                                       waiter);
-        if (blockIdx.x == 0) rank_barrier(WaitSite::rank_barrier_before_pull, buffers, waiter);
-        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_pull, counter, blockIdx.x, waiter);
+        if (blockIdx.x == 0) rank_barrier(WaitSite::rank_barrier_before_combine, buffers, waiter);
+        grid_barrier<Config::num_sms>(WaitSite::grid_barrier_combine, counter, blockIdx.x, waiter);
         for (uint32_t i = threadIdx.x; i < Config::num_ranks * Config::num_sms; i += warp_size) {
             const uint32_t seen = ptx::ld_relaxed_sys(buffers.local().l1_arrival_count(i));
             if (seen < round || seen > round + 1) atomicAdd(num_missed, 1);
@@ -106,6 +108,7 @@ def test_ranks_that_never_arrive_are_named_by_those_that_wait(
     ranks.run(RANK_KERNEL, only=[0, 2], timeout_ns=SECOND)
     for rank in (0, 2):
         status = ranks.statuses[rank]
-        assert (status.code, status.site, status.cta) == (1, 3, 0)
+        assert (status.code, status.cta) == (1, 0)
+        assert site_text(status.site) == "rank barrier before combine"
         assert (status.expected, status.seen, status.peer_rank) == (4, 2, 1)
         assert list(status.missing_ranks) == [0b1010, 0]

@@ -7,28 +7,32 @@ import pytest
 import torch
 
 from deep_moe.formats import pack_ue8m0
-from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_tokens, random_layer, random_tokens
+from deep_moe.heuristics import MoEShape, sm90, sm100
+from deep_moe.synthetic import Tokens, exact_tokens, random_tokens
 from deep_moe.trial import fill_inputs
 from deep_moe.weights import weight_arch
-
-from .gpu_case import GpuCase, gpu_exact_layer, gpu_numerics, one_rank
+from tests.layer.rank_layer import RankLayer, this_gpu
 
 pytestmark = pytest.mark.gpu
 
-TILES = {"sm_90a": (8, 16, 32, 64, 96, 128), "sm_100a": (16, 32, 64, 96, 128, 192)}
+
+def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
+    defaults = {"num_experts": 8, "num_topk": 2, "hidden": 512, "intermediate_hidden": 384}
+    return MoEShape(num_ranks=1, num_max_tokens_per_rank=num_tokens, **{**defaults, **sizes})
 
 
-@pytest.mark.parametrize("tile_idx", range(6))
-def test_every_tile(tile_idx: int) -> None:
+TILES = {"sm_90a": sm90.BLOCK_MS, "sm_100a": tuple(tile.block_m for tile in sm100.TILES)}
+
+
+def test_every_tile() -> None:
     tiles = TILES[weight_arch(torch.device("cuda"))]
-    block_m = tiles[tile_idx]
-    shape = one_rank(3 * block_m)
-    case = GpuCase(shape, gpu_exact_layer(shape))
-    for num_tokens in (1, block_m, 2 * block_m + 3, 3 * block_m):
-        tokens = exact_tokens(shape, num_tokens, seed=num_tokens)
-        result = case.compare_call(tokens, overrides={"block_m": block_m})
-        assert result.is_exact, (num_tokens, result)
+    shape = one_rank(3 * max(tiles))
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for block_m in tiles:
+        for num_tokens in (1, block_m, 2 * block_m + 3, 3 * block_m):
+            tokens = exact_tokens(shape, num_tokens, seed=num_tokens)
+            result = case.compare_call(tokens, overrides={"block_m": block_m})
+            assert result.is_exact, (block_m, num_tokens, result)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_every_tile(tile_idx: int) -> None:
 )
 def test_sizes(hidden: int, intermediate_hidden: int) -> None:
     shape = one_rank(200, hidden=hidden, intermediate_hidden=intermediate_hidden, num_experts=4)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 7, 200):
         result = case.compare_call(exact_tokens(shape, num_tokens, seed=num_tokens))
         assert result.is_exact, (num_tokens, result)
@@ -45,7 +49,7 @@ def test_sizes(hidden: int, intermediate_hidden: int) -> None:
 @pytest.mark.parametrize("num_unused_slots", [0, 1, 3, 4])
 def test_unused_slots(num_unused_slots: int) -> None:
     shape = one_rank(100, num_topk=4)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     tokens = exact_tokens(shape, 100, seed=1, num_unused_slots=num_unused_slots)
     result = case.compare_call(tokens)
     assert result.is_exact, result
@@ -53,7 +57,7 @@ def test_unused_slots(num_unused_slots: int) -> None:
 
 def test_all_tokens_to_one_expert() -> None:
     shape = one_rank(1000)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     tokens = exact_tokens(shape, 1000, seed=1)
     tokens.topk_idx[:, 0], tokens.topk_idx[:, 1] = 3, -1
     result = case.compare_call(tokens)
@@ -63,7 +67,7 @@ def test_all_tokens_to_one_expert() -> None:
 @pytest.mark.parametrize("num_sms", [2, 30])
 def test_fewer_ctas(num_sms: int) -> None:
     shape = one_rank(150)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     result = case.compare_call(exact_tokens(shape, 150, seed=2), num_sms=num_sms)
     assert result.is_exact, result
 
@@ -71,7 +75,7 @@ def test_fewer_ctas(num_sms: int) -> None:
 def test_a_thousand_calls_without_a_pause_give_the_same_bits() -> None:
     """And leave the control part as a new buffer has it, but for the barriers' phases."""
     shape = one_rank(64)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     tokens = exact_tokens(shape, 64, seed=3)
     expected = case.expected(tokens)
     fill_inputs(case.buffer, tokens)
@@ -89,7 +93,7 @@ def test_a_thousand_calls_without_a_pause_give_the_same_bits() -> None:
 
 def test_receive_statistics_accumulate() -> None:
     shape = one_rank(77)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     stats = torch.zeros(shape.num_experts, dtype=torch.int32, device="cuda")
     tokens = exact_tokens(shape, 77, seed=4, num_unused_slots=1)
     for _ in range(3):
@@ -101,7 +105,7 @@ def test_receive_statistics_accumulate() -> None:
 
 def test_a_graph_replays_with_other_tokens_and_routings() -> None:
     shape = one_rank(96)
-    case = GpuCase(shape, gpu_exact_layer(shape))
+    case = RankLayer(this_gpu(), shape, exact=True)
     y = torch.empty(96, shape.hidden, dtype=torch.bfloat16, device="cuda")
     case.launch(y)  # compiled and loaded outside of the capture
     torch.cuda.synchronize()
@@ -129,39 +133,39 @@ RANDOM_SHAPE = MoEShape(
 
 
 @pytest.fixture(scope="module")
-def random_case() -> GpuCase:
-    return GpuCase(RANDOM_SHAPE, random_layer(RANDOM_SHAPE))
+def random_case() -> RankLayer:
+    return RankLayer(this_gpu(), RANDOM_SHAPE, exact=False)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 130, 600])
 @pytest.mark.parametrize(("activation_clamp", "fast_math"), [(None, True), (10.0, False)])
 def test_random_layer(
-    random_case: GpuCase, num_tokens: int, activation_clamp: float | None, fast_math: bool
+    random_case: RankLayer, num_tokens: int, activation_clamp: float | None, fast_math: bool
 ) -> None:
     tokens = random_tokens(RANDOM_SHAPE, num_tokens, seed=num_tokens)
     result = random_case.compare_call(
         tokens, activation_clamp=activation_clamp, fast_math=fast_math
     )
-    assert result.is_good(exact=False, sum_bits=gpu_numerics().sum_bits), result
+    assert random_case.is_good(result), result
 
 
-def test_repeated_random_calls_give_the_same_bits(random_case: GpuCase) -> None:
+def test_repeated_random_calls_give_the_same_bits(random_case: RankLayer) -> None:
     tokens = random_tokens(RANDOM_SHAPE, 300, seed=9)
     first = random_case.call(tokens)
     for _ in range(20):
         assert torch.equal(random_case.call(tokens).view(torch.int16), first.view(torch.int16))
 
 
-def test_groups_of_a_token_with_different_scales(random_case: GpuCase) -> None:
+def test_groups_of_a_token_with_different_scales(random_case: RankLayer) -> None:
     generator = torch.Generator().manual_seed(5)
     tokens = random_tokens(RANDOM_SHAPE, 100, seed=5)
     sf = torch.randint(105, 128, (100, RANDOM_SHAPE.hidden // 32), generator=generator)
     spread = Tokens(tokens.x, pack_ue8m0(sf.to(torch.uint8)), tokens.topk_idx, tokens.topk_weights)
     result = random_case.compare_call(spread)
-    assert result.is_good(exact=False, sum_bits=gpu_numerics().sum_bits), result
+    assert random_case.is_good(result), result
 
 
-def test_nan_stays_in_its_token(random_case: GpuCase) -> None:
+def test_nan_stays_in_its_token(random_case: RankLayer) -> None:
     tokens = random_tokens(RANDOM_SHAPE, 60, seed=6)
     clean = random_case.call(tokens)
     poisoned = Tokens(tokens.x.clone(), tokens.x_sf, tokens.topk_idx, tokens.topk_weights)
@@ -172,9 +176,9 @@ def test_nan_stays_in_its_token(random_case: GpuCase) -> None:
     assert torch.equal(y[others.cuda()], clean[others.cuda()])
 
 
-def test_nan_left_in_padding_rows_spoils_nothing(random_case: GpuCase) -> None:
+def test_nan_left_in_padding_rows_spoils_nothing(random_case: RankLayer) -> None:
     poisoned = random_tokens(RANDOM_SHAPE, 600, seed=7)
     poisoned.x.view(torch.uint8)[:, :] = 0x7F
     random_case.call(poisoned)
     result = random_case.compare_call(random_tokens(RANDOM_SHAPE, 33, seed=8))
-    assert result.is_good(exact=False, sum_bits=gpu_numerics().sum_bits), result
+    assert random_case.is_good(result), result

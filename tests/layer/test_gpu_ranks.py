@@ -1,61 +1,176 @@
-"""One call on several GPUs, a process for each: symmetric memory over NVLink, and its results."""
+"""One call on several GPUs, a process for each: results over the sizes and routings that a call may
+have. The same cases run in the emulator, with fewer tokens, so that they are right themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from deep_moe.comparison import compare
+from deep_moe.comparison import Comparison, compare
 from deep_moe.heuristics import MoEShape
 from deep_moe.reference import NUMERICS, reference_mega_moe
-from deep_moe.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
+from deep_moe.synthetic import exact_layer, exact_tokens
 from deep_moe.trial import run_processes
 from deep_moe.weights import weight_arch
+from tests.layer import routing
+from tests.layer.conftest import RunRanks
+from tests.layer.kernels import compile_all, gpu_config
+from tests.layer.rank_layer import RankLayer
+from tests.layer.rank_pool import MAX_RANKS, Place, Rank
 
-pytestmark = pytest.mark.gpu
+CPU_SCALE = 16  # so many times fewer tokens
+# The rest differs in sizes only, which tests/kernels and test_matrix.py cover there.
+EMULATED = ("unequal", "one_expert", "zipf", "unused_slots", "twice")
 
-NUM_RANKS = (2, 4, 8)
 
+@dataclass(frozen=True)
+class Problem:
+    """A layer and a call of it. experts: per rank. tokens: of rank r, entry r."""
 
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
-@pytest.mark.parametrize("num_tokens", [3, 200], ids=lambda n: f"{n}_tokens")
-def test_ranks_with_unequal_tokens(num_ranks: int, exact: bool, num_tokens: int) -> None:
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"{num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}")
-    numerics = NUMERICS[weight_arch(torch.device("cuda"))]
-    shape = MoEShape(
-        num_ranks=num_ranks,
-        num_experts=4 * num_ranks,
-        num_topk=4,
-        hidden=896,
-        intermediate_hidden=512,
-        num_max_tokens_per_rank=num_tokens,
-    )
-    counts = [num_tokens, 0, 1, *range(2, num_ranks)][:num_ranks]
-    if exact:
-        layer = exact_layer(shape, sum_bits=numerics.sum_bits)
-        tokens = [exact_tokens(shape, count, seed=rank) for rank, count in enumerate(counts)]
-    else:
-        layer = random_layer(shape)
-        tokens = [
-            random_tokens(shape, count, seed=rank, num_unused_slots=1)
-            for rank, count in enumerate(counts)
-        ]
-    clamp = None if exact else 10.0
-    outputs = run_processes(shape, layer, tokens, device="cuda", activation_clamp=clamp)
-    received = torch.zeros(shape.num_experts, dtype=torch.int32)
-    for mine, output in zip(tokens, outputs, strict=True):
-        expected = reference_mega_moe(
-            mine.x,
-            mine.x_sf,
-            mine.topk_idx,
-            mine.topk_weights,
-            layer.l1,
-            layer.l2,
-            activation_clamp=clamp,
-            numerics=numerics,
+    name: str
+    experts: int = 4
+    topk: int = 4
+    hidden: int = 512
+    intermediate: int = 256
+    tokens: tuple[int, ...] = (200, 0, 1, 77, 3, 200, 12, 64)
+    routing: routing.Routing = routing.uniform
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def counts(self, num_ranks: int, scale: int) -> list[int]:
+        return [-(-count // scale) for count in self.tokens[:num_ranks]]
+
+    def shape(self, num_ranks: int, scale: int = 1) -> MoEShape:
+        return MoEShape(
+            num_ranks=num_ranks,
+            num_experts=self.experts * num_ranks,
+            num_topk=self.topk,
+            hidden=self.hidden,
+            intermediate_hidden=self.intermediate,
+            num_max_tokens_per_rank=max(*self.tokens, 1) // scale + 1,
         )
+
+
+PROBLEMS = (
+    Problem("unequal", hidden=896, intermediate=512),
+    Problem("few", hidden=896, intermediate=512, tokens=(3, 0, 1, 2, 1, 0, 0, 4)),
+    Problem("none", tokens=(0,) * 8),
+    Problem("one_sends", tokens=(40, 0, 0, 0, 0, 0, 0, 0)),
+    Problem("topk_1", experts=3, topk=1, tokens=(33, 150, 8, 90, 1, 1, 1, 1)),
+    Problem("topk_8", experts=16, topk=8, tokens=(130, 128, 7, 40, 130, 5, 6, 7)),
+    Problem("topk_12", experts=12, topk=12, hidden=256, tokens=(64, 3, 50, 1, 9, 9, 9, 9)),
+    Problem("one_per_rank", experts=1, topk=1, tokens=(300, 20, 100, 5, 1, 2, 3, 4)),
+    Problem(
+        "one_expert", topk=2, tokens=(700, 300, 9, 512, 3, 1, 0, 8), routing=routing.one_expert
+    ),
+    Problem(
+        "zipf", experts=8, topk=6, tokens=(512, 400, 300, 200, 100, 9, 8, 7), routing=routing.zipf
+    ),
+    Problem("unused_slots", tokens=(150, 1, 64, 9, 3, 1, 0, 8), routing=routing.unused_slots),
+    Problem("twice", tokens=(90, 41, 64, 9, 3, 1, 0, 8), routing=routing.same_expert_twice),
+    Problem("odd_hidden", topk=2, hidden=5 * 128, intermediate=3 * 128, tokens=(99,) * 8),
+    Problem("narrow", topk=2, hidden=128, intermediate=128, tokens=(99, 3) * 4),
+    Problem("wide", experts=2, topk=2, hidden=7168, intermediate=256, tokens=(40, 9) * 4),
+    Problem("clamp", tokens=(120, 33) * 4, options={"activation_clamp": 10.0}),
+    Problem("precise_silu", tokens=(120, 33) * 4, options={"fast_math": False}),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a problem."""
+
+    is_good: bool
+    comparison: Comparison
+    stats: list[int]  # tokens that its experts received
+    sent: list[int]  # tokens that it sent to each expert of the layer
+
+
+def solve(rank: Rank, problem: Problem) -> list[Outcome]:
+    """An exact layer, then a random one in the same buffer."""
+    scale = 1 if rank.is_gpu else CPU_SCALE
+    shape = problem.shape(rank.num_ranks, scale)
+    num_tokens = problem.counts(rank.num_ranks, scale)[rank.idx]
+    outcomes, buffer = [], None
+    for exact in (True, False):
+        layer = RankLayer(rank, shape, exact=exact, buffer=buffer)
+        buffer = layer.buffer
+        tokens = routing.make_tokens(
+            shape, num_tokens, exact=exact, seed=rank.idx, routing=problem.routing
+        )
+        stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32, device=rank.device)
+        comparison = layer.compare_call(
+            tokens, cumulative_local_expert_recv_stats=stats, **problem.options
+        )
+        sent = routing.received(shape, [tokens])
+        outcomes.append(
+            Outcome(layer.is_good(comparison), comparison, stats.tolist(), sent.tolist())
+        )
+    rank.barrier()  # no rank takes its memory away while another still reads it
+    return outcomes
+
+
+def check(problem: Problem, outcomes: list[list[Outcome]]) -> None:
+    for exact, random in outcomes:
+        assert exact.is_good, (problem.name, exact.comparison)
+        assert random.is_good, (problem.name, random.comparison)
+    for of_ranks in zip(*outcomes, strict=True):
+        sent = torch.tensor([outcome.sent for outcome in of_ranks]).sum(dim=0)
+        assert [count for outcome in of_ranks for count in outcome.stats] == sent.tolist()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """All kernels of the problems for the ranks that this machine has."""
+    configs = []
+    for num_ranks in (*range(1, min(torch.cuda.device_count(), 4) + 1), MAX_RANKS):
+        for problem in PROBLEMS:
+            for count in problem.counts(num_ranks, 1):
+                configs.append(gpu_config(problem.shape(num_ranks), count, **problem.options))
+    compile_all(configs)
+
+
+by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@by_name
+def test_results(run_ranks: RunRanks, compiled: None, problem: Problem, num_ranks: int) -> None:
+    check(problem, run_ranks(Place.GPUS, num_ranks, solve, problem))
+
+
+@pytest.mark.gpu
+@by_name
+def test_eight_ranks_on_any_number_of_gpus(
+    run_ranks: RunRanks, compiled: None, problem: Problem
+) -> None:
+    """Kernels of ranks that share a GPU take turns there, so every wait between ranks is long."""
+    check(problem, run_ranks(Place.SHARED_GPUS, MAX_RANKS, solve, problem))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMULATED)
+def test_results_in_the_emulator(run_ranks: RunRanks, name: str) -> None:
+    (problem,) = (problem for problem in PROBLEMS if problem.name == name)
+    check(problem, run_ranks(Place.CPU, 2, solve, problem))
+
+
+@pytest.mark.gpu
+def test_processes_of_a_trial() -> None:
+    """What `deep-moe run --device cuda` does."""
+    num_ranks = min(torch.cuda.device_count(), 4)
+    numerics = NUMERICS[weight_arch(torch.device("cuda"))]
+    shape = Problem("trial").shape(num_ranks)
+    layer = exact_layer(shape, sum_bits=numerics.sum_bits)
+    tokens = [exact_tokens(shape, 20 - rank, seed=rank) for rank in range(num_ranks)]
+    outputs = run_processes(shape, layer, tokens, device="cuda")
+    for mine, output in zip(tokens, outputs, strict=True):
+        inputs = (mine.x, mine.x_sf, mine.topk_idx, mine.topk_weights)
+        expected = reference_mega_moe(*inputs, layer.l1, layer.l2, numerics=numerics)
         result = compare(output.y, expected)
-        assert result.is_good(exact=exact, sum_bits=numerics.sum_bits), result
-        named = mine.topk_idx[mine.topk_idx >= 0]
-        received += torch.bincount(named, minlength=shape.num_experts).int()
-    assert torch.equal(torch.cat([output.stats for output in outputs]), received)
+        assert result.is_exact, result
+    stats = torch.cat([output.stats for output in outputs])
+    assert torch.equal(stats, routing.received(shape, tokens))

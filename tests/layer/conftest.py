@@ -1,0 +1,41 @@
+"""Pools of rank processes for the tests of this folder, and what a machine can run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.layer.rank_pool import MAX_RANKS, Place, RankPool
+
+RunRanks = Callable[..., list[Any]]
+
+CPU_RANKS = 2
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[Place, RankPool]]:
+    """Pools by place, each as large as the machine allows; made when first used."""
+    pools: dict[Place, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_ranks(pools: dict[Place, RankPool]) -> RunRanks:
+    """run_ranks(place, num_ranks, work, ...): see `RankPool.run`. Skips where GPUs are missing."""
+
+    def run(place: Place, num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        sizes = {
+            Place.CPU: CPU_RANKS,
+            Place.GPUS: min(torch.cuda.device_count(), MAX_RANKS),
+            Place.SHARED_GPUS: MAX_RANKS,
+        }
+        if place is Place.GPUS and sizes[place] < num_ranks:
+            pytest.skip(f"{num_ranks} ranks need as many GPUs; there are {sizes[place]}")
+        if place not in pools:
+            pools[place] = RankPool(sizes[place], place)
+        return pools[place].run(work, num_ranks, *args)
+
+    return run

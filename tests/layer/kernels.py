@@ -1,0 +1,39 @@
+"""Compiles what tests will need, on all CPUs at once: one by one takes longer than to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from deep_moe.deployment import build_deployment
+from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.tuning_tables import find_tuning
+from deep_moe.weights import weight_arch
+
+
+def gpu_config(
+    shape: MoEShape,
+    num_tokens: int,
+    *,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+) -> MegaMoEConfig:
+    """What a call with these arguments takes on this machine's GPUs."""
+    device = torch.device("cuda")
+    return choose_config(
+        shape,
+        num_tokens,
+        arch=weight_arch(device),
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        activation_clamp=activation_clamp,
+        fast_math=fast_math,
+        tuning=find_tuning(torch.cuda.get_device_name(device)),
+    )
+
+
+def compile_all(configs: Iterable[MegaMoEConfig]) -> None:
+    """Into the cache folder, where every process of the tests finds them."""
+    different = list(dict.fromkeys(configs))
+    if different:
+        build_deployment([(0, 0, config) for config in different])

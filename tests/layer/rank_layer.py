@@ -1,0 +1,137 @@
+"""One rank's part of a layer on the rank's device, beside its reference: what the tests of real
+hardware share. On a CPU the same runs in the emulator, one process for each rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import deep_moe
+from deep_moe.buffer import SymmBuffer
+from deep_moe.comparison import Comparison, compare
+from deep_moe.heuristics import MoEShape
+from deep_moe.reference import NUMERICS, Numerics, reference_mega_moe
+from deep_moe.synthetic import Layer, Tokens, exact_layer, random_layer
+from deep_moe.trial import fill_inputs
+from tests.layer.rank_pool import Rank
+
+
+def this_gpu() -> Rank:
+    """The current GPU as the only rank."""
+    return Rank(0, 1, None, torch.device("cuda", torch.cuda.current_device()))
+
+
+@lru_cache(maxsize=4)
+def make_layer(shape: MoEShape, exact: bool, sum_bits: int, seed: int = 0) -> Layer:
+    """All ranks' weights, the same in every process."""
+    if exact:
+        return exact_layer(shape, seed=seed, sum_bits=sum_bits)
+    return random_layer(shape, seed=seed)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """To compare NaN and the sign of zero too."""
+    return tensor.view(torch.uint8)
+
+
+class RankLayer:
+    """A rank's buffer and weights. `call` runs the kernel once; all ranks must."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        shape: MoEShape,
+        *,
+        exact: bool,
+        seed: int = 0,
+        buffer: SymmBuffer | None = None,
+    ) -> None:
+        """seed: of the weights. buffer: of the same shape, to share it with another layer."""
+        self.rank = rank
+        self.shape = shape
+        self.exact = exact
+        self.buffer = make_buffer(rank, shape) if buffer is None else buffer
+        layer = make_layer(shape, exact, self.numerics.sum_bits, seed)
+        self.layer = Layer(
+            *(type(pair)(*(t.to(rank.device) for t in pair)) for pair in (layer.l1, layer.l2))
+        )
+        self.weights = deep_moe.transform_weights_for_mega_moe(
+            *self.layer.of_rank(rank.idx, shape.num_ranks), arch=rank.arch
+        )
+        # What an emulated call takes beyond a GPU's: 2 CTAs and no look-out for races are fast.
+        self.options: dict[str, Any] = (
+            {} if rank.is_gpu else {"arch": rank.arch, "num_sms": 2, "checked": False}
+        )
+
+    @property
+    def numerics(self) -> Numerics:
+        return NUMERICS[self.rank.arch]
+
+    def new_y(self, num_tokens: int) -> torch.Tensor:
+        """An output full of NaN, so that a row left out is noticed."""
+        return torch.full(
+            (num_tokens, self.shape.hidden),
+            torch.nan,
+            dtype=torch.bfloat16,
+            device=self.rank.device,
+        )
+
+    def launch(self, y: torch.Tensor, **options: Any) -> None:
+        """With the inputs that the buffer holds; does not wait for a GPU."""
+        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer, **{**self.options, **options})
+
+    def finish(self) -> None:
+        """Wait for the device, and raise what the kernel reported."""
+        self.rank.synchronize()
+        self.buffer.raise_if_failed()
+
+    def call(self, tokens: Tokens, **options: Any) -> torch.Tensor:
+        """y."""
+        fill_inputs(self.buffer, tokens)
+        y = self.new_y(tokens.num_tokens)
+        self.launch(y, **options)
+        self.finish()
+        return y
+
+    def expected(self, tokens: Tokens, activation_clamp: float | None = None) -> torch.Tensor:
+        device = self.rank.device
+        return reference_mega_moe(
+            tokens.x.to(device),
+            tokens.x_sf.to(device),
+            tokens.topk_idx.to(device),
+            tokens.topk_weights.to(device),
+            self.layer.l1,
+            self.layer.l2,
+            activation_clamp=activation_clamp,
+            numerics=self.numerics,
+        )
+
+    def compare(
+        self, y: torch.Tensor, tokens: Tokens, activation_clamp: float | None = None
+    ) -> Comparison:
+        return compare(y, self.expected(tokens, activation_clamp))
+
+    def compare_call(
+        self, tokens: Tokens, *, activation_clamp: float | None = None, **options: Any
+    ) -> Comparison:
+        y = self.call(tokens, activation_clamp=activation_clamp, **options)
+        return self.compare(y, tokens, activation_clamp)
+
+    def is_good(self, comparison: Comparison) -> bool:
+        """As near as the device's sums allow; the emulator's are exact."""
+        sum_bits = self.numerics.sum_bits if self.rank.is_gpu else 24
+        return comparison.is_good(exact=self.exact, sum_bits=sum_bits)
+
+
+def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
+    return deep_moe.get_symm_buffer_for_mega_moe(
+        rank.group,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
+        device=rank.device,
+    )

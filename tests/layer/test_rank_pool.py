@@ -1,0 +1,57 @@
+"""The processes that the tests of several ranks run in."""
+
+import os
+import time
+
+import pytest
+
+from tests.layer.rank_pool import Place, Rank, RankFailedError, RankPool
+
+
+def index_and_sum(rank: Rank, value: int) -> tuple[int, int]:
+    return rank.idx, sum(rank.gather(value * (rank.idx + 1)))
+
+
+def fail_on_last(rank: Rank, how: str) -> None:
+    if rank.is_last and how == "raises":
+        raise ZeroDivisionError("of the last rank")
+    if rank.is_last and how == "dies":
+        os._exit(3)
+    if how == "hangs":
+        time.sleep(100)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(2, Place.CPU)
+    yield pool
+    pool.close()
+
+
+def test_ranks_talk_in_groups_of_any_size(pool: RankPool) -> None:
+    assert pool.run(index_and_sum, 2, 10) == [(0, 30), (1, 30)]
+    assert pool.run(index_and_sum, 1, 10) == [(0, 10)]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raises", "rank 1: .*of the last rank"), ("dies", "rank 1: its process died")],
+)
+def test_a_failure_names_its_rank_and_the_next_run_works(
+    pool: RankPool, how: str, message: str
+) -> None:
+    with pytest.raises(RankFailedError, match=f"(?s){message}"):
+        pool.run(fail_on_last, 2, how)
+    assert pool.run(index_and_sum, 2, 1) == [(0, 3), (1, 3)]
+
+
+def test_a_rank_that_hangs_is_ended(pool: RankPool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 0: no answer\nrank 1: no answer"):
+        pool.run(fail_on_last, 2, "hangs", timeout_s=1.0)
+    assert time.monotonic() - started < 60
+
+
+def test_more_ranks_than_processes_are_refused(pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="num_ranks must be 1 to 2; got 3"):
+        pool.run(index_and_sum, 3, 1)

@@ -15,8 +15,10 @@ the four lanes 4*r + q of warp w, as row (b, h) of their own. Lane q has the val
 words of 8 values: magnitudes in bits 0..2 of each nibble, signs where the decoder wants them (see
 include/deep_moe/sm90/fp4_decode.cuh). Shifts lie as [thread][b][h], factors as [g][b][w][h][r].
 
-For Linear1, rows of gate and up alternate, so that (b, 0) is the gate of (b, 1). For Linear2, rows
-of zeros fill the last block where hidden is an odd multiple of 128.
+For Linear1, rows of gate and up alternate, so that (b, 0) is the gate of (b, 1), and each block's
+128 values are ordered so that a warp's 16 stand together where Linear2 reads them (see
+include/deep_moe/sm90/l1_epilogue.cuh): value 32*q + 4*c + s is the (16*c + 4*q + s)-th. For
+Linear2, rows of zeros fill the last block where hidden is an odd multiple of 128.
 """
 
 from __future__ import annotations
@@ -170,13 +172,15 @@ def _parts(blocks: torch.Tensor) -> Tensors:
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [gate | up] to gate 0, up 0, gate 1, ..."""
-    return rows.unflatten(0, (2, rows.shape[0] // 2)).transpose(0, 1).reshape(rows.shape)
+    """Rows [gate | up], of values v = 32*q + 4*c + s in each 128, to [c][q][s][gate, up]."""
+    parts = rows.unflatten(0, (2, rows.shape[0] // BLOCK_N, 4, 8, 4))
+    return parts.movedim((1, 3, 2, 4, 0), (0, 1, 2, 3, 4)).reshape(rows.shape)
 
 
 def _separate(rows: torch.Tensor) -> torch.Tensor:
     """The inverse of `_interleave`."""
-    return rows.unflatten(0, (rows.shape[0] // 2, 2)).transpose(0, 1).reshape(rows.shape)
+    parts = rows.unflatten(0, (rows.shape[0] // BLOCK_N, 8, 4, 4, 2))
+    return parts.movedim((4, 0, 2, 1, 3), (0, 1, 2, 3, 4)).reshape(rows.shape)
 
 
 def _pad(rows: torch.Tensor) -> torch.Tensor:

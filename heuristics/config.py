@@ -58,10 +58,12 @@ class MegaMoEConfig:
     num_epilogue_registers: int
     # tile
     block_m: int
+    block_m_step: int
     block_n: int
     block_k: int
     store_block_m: int
     num_stages: int
+    num_block_slots: int
     num_tmem_stages: int
     num_tmem_columns: int
     # schedule

@@ -18,7 +18,7 @@ from .choices import (
     divisors,
     neighbours,
 )
-from .segments import Layout, align_up
+from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
 from .smem_layout import sm90_smem_layout
 
@@ -38,11 +38,17 @@ NUM_MATH_WARPS = 8
 # with anything else (232 registers are a few short of what both phases need beside the
 # accumulators): on an H200, 2026-11-20, a layer of deepseek-v4-pro with 8192 tokens ran 7 % slower
 # with it than with 128.
-BLOCK_MS = (8, 16, 32, 64, 96, 128)
+BLOCK_MS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Tiles of different sizes in one kernel: of up to this many tokens, in steps of 16.
+MIXED_BLOCK_M = 128
+MIXED_BLOCK_M_STEP = 32
+# With fewer tokens per tile, decoding weights takes longer than multiplying.
+MAX_DECODE_BLOCK_M = 64
 
 OVERRIDABLE = (
     "num_sms",
     "block_m",
+    "block_m_step",
     "num_stages",
     "num_experts_per_wave",
     "num_dispatch_registers",
@@ -57,16 +63,25 @@ def choose_block_m(expected: Fraction) -> int:
     """The smallest tile that holds three standard deviations more tokens than an expert expects.
 
     Routing scatters the tokens of an expert like a Poisson count. A second tile would read the
-    expert's weights again, which costs more than to multiply with rows that are not used. With many
-    tokens per expert the widest tile is best.
+    expert's weights again, which costs more than to multiply with rows that are not used. With more
+    tokens than one small tile holds, tiles of different sizes fit each expert.
 
-    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 18, 19, 44, 45, 70, 71, 99)]
-    [8, 8, 16, 16, 32, 32, 64, 64, 96, 96, 128, 128]
+    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 12, 18, 19, 31, 44, 45, 512)]
+    [8, 8, 16, 16, 24, 24, 32, 40, 48, 64, 128, 128]
     """
     for block_m in BLOCK_MS:
+        if block_m > MAX_DECODE_BLOCK_M:
+            break
         if expected <= block_m and (block_m - expected) ** 2 >= 9 * expected:
             return block_m
-    return BLOCK_MS[-1]
+    return MIXED_BLOCK_M
+
+
+def num_block_slots(config: ConfigFields) -> int:
+    """Blocks whose headers and factors lie in shared memory: the one that math is at, and those that
+    the loaders may have begun while their stages are not given back."""
+    num_k_blocks = min(int(config["num_l1_k_blocks"]), int(config["num_l2_k_blocks"]))
+    return 1 + ceil_div(int(config["num_stages"]), num_k_blocks)
 
 
 def smem_layout(config: ConfigFields) -> Layout:
@@ -77,10 +92,13 @@ def smem_layout(config: ConfigFields) -> Layout:
         "num_dispatch_warps",
         "num_epilogue_warps",
         "block_m",
+        "block_n",
         "block_k",
         "num_stages",
     )
-    return sm90_smem_layout(**{name: int(config[name]) for name in names})
+    return sm90_smem_layout(
+        **{name: int(config[name]) for name in names}, num_block_slots=num_block_slots(config)
+    )
 
 
 def tmem_layout(config: ConfigFields) -> None:
@@ -113,6 +131,19 @@ def choose_fields(
     )
     if block_m not in BLOCK_MS:
         raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
+    steps = {block_m: "all m-blocks have the same size"}
+    if block_m == MIXED_BLOCK_M:
+        steps = {
+            MIXED_BLOCK_M_STEP: "m-blocks are fitted to each expert's tokens, in these steps",
+            **steps,
+        }
+    block_m_step = choose("block_m_step", *next(iter(steps.items())))
+    if block_m_step not in steps:
+        raise ValueError(
+            f"block_m_step must be {' or '.join(map(str, steps))} with block_m {block_m}; "
+            f"got {block_m_step}"
+        )
+    is_mixed = block_m_step != block_m
     choose("store_block_m", block_m, "block_m: the epilogue stores whole tiles")
     choose_blocks(
         shape,
@@ -129,10 +160,17 @@ def choose_fields(
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
     num_registers = choose(
-        "num_dispatch_registers", 72, "what the math warps leave of a CTA's registers"
+        "num_dispatch_registers",
+        56 if is_mixed else 72,
+        "what the math warps leave of a CTA's registers",
     )
     choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
-    choose("num_epilogue_registers", 216, "accumulators and decoded weights of the math warps")
+    choose(
+        "num_epilogue_registers",
+        224 if is_mixed else 216,
+        "accumulators and decoded weights of the math warps"
+        + (", with a main loop for each size of m-block" if is_mixed else ""),
+    )
     names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
     check_registers(
         {name: choices.fields[name] for name in names},
@@ -144,6 +182,11 @@ def choose_fields(
 
     choose_waves(shape, expected, choices)
     choose_stages(shape, smem_capacity, smem_layout, choices)
+    choose(
+        "num_block_slots",
+        num_block_slots(choices.fields),
+        "the block that math is at, and those that the stages may belong to",
+    )
     choose_combine_chunks(shape, smem_layout, choices)
     return choices.fields, choices.reasons
 

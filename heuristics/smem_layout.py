@@ -106,8 +106,10 @@ def sm90_smem_layout(
     num_dispatch_warps: int,
     num_epilogue_warps: int,
     block_m: int,
+    block_n: int,
     block_k: int,
     num_stages: int,
+    num_block_slots: int,
 ) -> Layout:
     """The SM90 kernel's. Six stages of the widest tile fit beside tokens of hidden 7168."""
     builder = LayoutBuilder()
@@ -142,9 +144,12 @@ def sm90_smem_layout(
             "from a token's scale in one k-block of Linear2 to that in the next",
         ),
         ("changes_of_scale", "u32", (num_stages,), "whether they are to be applied"),
-        ("block_headers", "u32", (num_stages + 1, 4), "blocks on their way to the math warps"),
+        ("block_headers", "u32", (num_block_slots, 4), "blocks on their way to the math warps"),
+        ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows"),
+        ("token_factors", "f32", (num_block_slots, block_m), "of their tokens"),
+        ("topk_weights", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
+        ("destinations", "u64", (num_block_slots, block_m), "where each token's result goes"),
         ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps"),
-        ("destinations", "u64", (2, block_m), "where each token's result goes"),
     ):
         add(name, dtype, dims, purpose, alignment=16)
     builder.mark("barriers_offset", alignment=16)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, TensorMapSpec]:
     """A spec for each tensor map of KernelArgs that SM90 uses."""
 
-    def pool(segment_name: str) -> TensorMapSpec:
+    def pool(segment_name: str, num_box_rows: int) -> TensorMapSpec:
         segment = config.symm_buffer_layout[segment_name]
         num_rows, num_columns = segment.shape
         return TensorMapSpec(
@@ -29,11 +29,20 @@ def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, Te
             address=buffer_address + segment.offset,
             dims=(num_columns, num_rows),
             strides=(num_columns,),
-            box=(config.block_k, config.block_m),
+            box=(config.block_k, num_box_rows),
             swizzle=Swizzle.B128,
         )
 
-    return {"l1_activations": pool("l1_tokens"), "l2_activations": pool("l2_tokens")}
+    has_steps = config.block_m_step != config.block_m
+    num_box_rows = config.block_m // 2 if has_steps else config.block_m
+    maps = {
+        "l1_activations": pool("l1_tokens", num_box_rows),
+        "l2_activations": pool("l2_tokens", num_box_rows),
+    }
+    if has_steps:
+        maps["l1_activation_steps"] = pool("l1_tokens", config.block_m_step)
+        maps["l2_activation_steps"] = pool("l2_tokens", config.block_m_step)
+    return maps
 
 
 def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:

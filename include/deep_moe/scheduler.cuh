@@ -12,6 +12,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -27,8 +28,9 @@ struct Block {
     uint32_t expert_idx;  // local
     uint32_t m_block_idx;
     uint32_t n_block_idx;
-    uint32_t pool_block_idx;
-    uint32_t num_valid_rows;  // tokens in this m-block, 1..block_m
+    uint32_t pool_block_idx;  // the m-block's first; its counters are those of the m-block
+    uint32_t num_rows;        // of the m-block, up to block_m
+    uint32_t num_valid_rows;  // tokens in it, at least 1
 };
 
 // All members are warp-uniform, but for the counts, which the lanes share out. All 32 lanes call.
@@ -55,7 +57,7 @@ class Scheduler {
     // Any local expert.
     __device__ uint32_t num_tokens(uint32_t local_expert_idx) const;
     __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
-        return ceil_div(num_tokens(local_expert_idx), Config::block_m);
+        return ExpertTiles<Config>(num_tokens(local_expert_idx)).num_m_blocks();
     }
     // Pool blocks of all local experts.
     __device__ uint32_t num_pool_blocks_in_use() const;
@@ -109,7 +111,7 @@ __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
     if (!waiter.warp_agrees(arrived)) return false;
 
     // All warps of the rank see the same counts, so all of them stop here together.
-    const uint32_t num_pool_tokens = num_pool_blocks_in_use() * Config::block_m;
+    const uint32_t num_pool_tokens = num_pool_blocks_in_use() * Config::block_m_step;
     const bool fits = num_pool_tokens <= Config::num_max_pool_tokens;
     if (!fits && ptx::lane_idx() == 0) {
         waiter.fail(WaitCode::pool_overflow, WaitSite::expert_counts, Config::num_max_pool_tokens,
@@ -123,7 +125,8 @@ __device__ bool Scheduler<Config>::next(Block& block) {
     while (true) {
         while (expert_idx_ < wave_end_) {
             const uint32_t num_expert_tokens = num_tokens(expert_idx_);
-            const uint32_t num_expert_m_blocks = ceil_div(num_expert_tokens, Config::block_m);
+            const ExpertTiles<Config> tiles(num_expert_tokens);
+            const uint32_t num_expert_m_blocks = tiles.num_m_blocks();
             const uint32_t num_pairs = num_pairs_per_m_block(phase_);
             if (next_pair_ < num_expert_m_blocks * num_pairs) {
                 const uint32_t m_block_idx = next_pair_ / num_pairs;
@@ -132,14 +135,16 @@ __device__ bool Scheduler<Config>::next(Block& block) {
                 block.expert_idx = expert_idx_;
                 block.m_block_idx = m_block_idx;
                 block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
-                block.pool_block_idx = pool_block_idx_ + m_block_idx;
-                block.num_valid_rows =
-                    min(num_expert_tokens - m_block_idx * Config::block_m, Config::block_m);
+                const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
+                block.pool_block_idx = pool_block_idx_ + first_pool_block;
+                block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
+                block.num_valid_rows = min(
+                    num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
                 next_pair_ += num_clusters;
                 return true;
             }
             next_pair_ -= num_expert_m_blocks * num_pairs;
-            pool_block_idx_ += num_expert_m_blocks;
+            pool_block_idx_ += tiles.num_pool_blocks();
             ++expert_idx_;
         }
         if (phase_ == Phase::linear1) {
@@ -173,7 +178,7 @@ __device__ uint32_t Scheduler<Config>::num_pool_blocks_in_use() const {
     uint32_t mine = 0;
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
-        mine += ceil_div(num_tokens_[i], Config::block_m);
+        mine += ExpertTiles<Config>(num_tokens_[i]).num_pool_blocks();
     }
     return ptx::redux_sync_add(mine);
 }

@@ -61,7 +61,7 @@ def decoded_e5m2(part: torch.Tensor, thread: int, b: int, h: int, word: int) -> 
 def logical_row(is_l1: bool, n: int, g: int, b: int, w: int, h: int, r: int) -> int:
     """The checkpoint row of a slot."""
     if is_l1:
-        intermediate_idx = 128 * n + 64 * g + 2 * (8 * w + r) + b
+        intermediate_idx = 128 * n + 32 * (r // 2) + 4 * (4 * g + w) + 2 * (r % 2) + b
         return intermediate_idx + h * INTERMEDIATE
     return 256 * n + 128 * g + 4 * (8 * w + r) + 2 * b + h
 

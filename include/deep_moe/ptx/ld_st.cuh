@@ -77,6 +77,10 @@ __device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t value) 
     asm volatile("st.shared.u32 [%0], %1;" : : "r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ float ld_shared_f32(uint32_t address) {
+    return __uint_as_float(ld_shared_u32(address));
+}
+
 __device__ __forceinline__ uint2 ld_shared_v2(uint32_t address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -91,6 +95,11 @@ __device__ __forceinline__ void st_shared_v2(uint32_t address, uint2 value) {
                  :
                  : "r"(address), "r"(value.x), "r"(value.y)
                  : "memory");
+}
+
+__device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
+    const uint2 words = ld_shared_v2(address);
+    return {__uint_as_float(words.x), __uint_as_float(words.y)};
 }
 
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {

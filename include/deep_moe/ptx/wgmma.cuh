@@ -31,22 +31,28 @@ __device__ __forceinline__ void wgmma_wait_group() {
 // constraints.
 #define DEEP_MOE_NUMBERS_4 "%0, %1, %2, %3"
 #define DEEP_MOE_NUMBERS_8 DEEP_MOE_NUMBERS_4 ", %4, %5, %6, %7"
-#define DEEP_MOE_NUMBERS_16 DEEP_MOE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define DEEP_MOE_NUMBERS_32 \
-    DEEP_MOE_NUMBERS_16     \
-    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define DEEP_MOE_NUMBERS_48 \
-    DEEP_MOE_NUMBERS_32     \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define DEEP_MOE_NUMBERS_64 \
-    DEEP_MOE_NUMBERS_48     \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DEEP_MOE_NUMBERS_12 DEEP_MOE_NUMBERS_8 ", %8, %9, %10, %11"
+#define DEEP_MOE_NUMBERS_16 DEEP_MOE_NUMBERS_12 ", %12, %13, %14, %15"
+#define DEEP_MOE_NUMBERS_20 DEEP_MOE_NUMBERS_16 ", %16, %17, %18, %19"
+#define DEEP_MOE_NUMBERS_24 DEEP_MOE_NUMBERS_20 ", %20, %21, %22, %23"
+#define DEEP_MOE_NUMBERS_28 DEEP_MOE_NUMBERS_24 ", %24, %25, %26, %27"
+#define DEEP_MOE_NUMBERS_32 DEEP_MOE_NUMBERS_28 ", %28, %29, %30, %31"
+#define DEEP_MOE_NUMBERS_40 DEEP_MOE_NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define DEEP_MOE_NUMBERS_48 DEEP_MOE_NUMBERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define DEEP_MOE_NUMBERS_56 DEEP_MOE_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define DEEP_MOE_NUMBERS_64 DEEP_MOE_NUMBERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define DEEP_MOE_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DEEP_MOE_FLOATS_8(d, i) DEEP_MOE_FLOATS_4(d, i), DEEP_MOE_FLOATS_4(d, i + 4)
-#define DEEP_MOE_FLOATS_16(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_8(d, i + 8)
-#define DEEP_MOE_FLOATS_32(d, i) DEEP_MOE_FLOATS_16(d, i), DEEP_MOE_FLOATS_16(d, i + 16)
-#define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_16(d, i + 32)
-#define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_32(d, i + 32)
+#define DEEP_MOE_FLOATS_12(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_4(d, i + 8)
+#define DEEP_MOE_FLOATS_16(d, i) DEEP_MOE_FLOATS_12(d, i), DEEP_MOE_FLOATS_4(d, i + 12)
+#define DEEP_MOE_FLOATS_20(d, i) DEEP_MOE_FLOATS_16(d, i), DEEP_MOE_FLOATS_4(d, i + 16)
+#define DEEP_MOE_FLOATS_24(d, i) DEEP_MOE_FLOATS_20(d, i), DEEP_MOE_FLOATS_4(d, i + 20)
+#define DEEP_MOE_FLOATS_28(d, i) DEEP_MOE_FLOATS_24(d, i), DEEP_MOE_FLOATS_4(d, i + 24)
+#define DEEP_MOE_FLOATS_32(d, i) DEEP_MOE_FLOATS_28(d, i), DEEP_MOE_FLOATS_4(d, i + 28)
+#define DEEP_MOE_FLOATS_40(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_8(d, i + 32)
+#define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_40(d, i), DEEP_MOE_FLOATS_8(d, i + 40)
+#define DEEP_MOE_FLOATS_56(d, i) DEEP_MOE_FLOATS_48(d, i), DEEP_MOE_FLOATS_8(d, i + 48)
+#define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_56(d, i), DEEP_MOE_FLOATS_8(d, i + 56)
 
 // D[64 rows][n] += A (E5M2) x B (E4M3), K = 32, FP32 accumulation. `b_descriptor`: n rows of 32
 // bytes of K.
@@ -64,23 +70,41 @@ __device__ __forceinline__ void wgmma_wait_group() {
     }
 DEEP_MOE_WGMMA("8", 4, "%4", "%5", "%6", "%7", "%8")
 DEEP_MOE_WGMMA("16", 8, "%8", "%9", "%10", "%11", "%12")
+DEEP_MOE_WGMMA("24", 12, "%12", "%13", "%14", "%15", "%16")
 DEEP_MOE_WGMMA("32", 16, "%16", "%17", "%18", "%19", "%20")
+DEEP_MOE_WGMMA("40", 20, "%20", "%21", "%22", "%23", "%24")
+DEEP_MOE_WGMMA("48", 24, "%24", "%25", "%26", "%27", "%28")
+DEEP_MOE_WGMMA("56", 28, "%28", "%29", "%30", "%31", "%32")
 DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36")
+DEEP_MOE_WGMMA("80", 40, "%40", "%41", "%42", "%43", "%44")
 DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50", "%51", "%52")
+DEEP_MOE_WGMMA("112", 56, "%56", "%57", "%58", "%59", "%60")
 DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
 #undef DEEP_MOE_NUMBERS_8
+#undef DEEP_MOE_NUMBERS_12
 #undef DEEP_MOE_NUMBERS_16
+#undef DEEP_MOE_NUMBERS_20
+#undef DEEP_MOE_NUMBERS_24
+#undef DEEP_MOE_NUMBERS_28
 #undef DEEP_MOE_NUMBERS_32
+#undef DEEP_MOE_NUMBERS_40
 #undef DEEP_MOE_NUMBERS_48
+#undef DEEP_MOE_NUMBERS_56
 #undef DEEP_MOE_NUMBERS_64
 #undef DEEP_MOE_FLOATS_4
 #undef DEEP_MOE_FLOATS_8
+#undef DEEP_MOE_FLOATS_12
 #undef DEEP_MOE_FLOATS_16
+#undef DEEP_MOE_FLOATS_20
+#undef DEEP_MOE_FLOATS_24
+#undef DEEP_MOE_FLOATS_28
 #undef DEEP_MOE_FLOATS_32
+#undef DEEP_MOE_FLOATS_40
 #undef DEEP_MOE_FLOATS_48
+#undef DEEP_MOE_FLOATS_56
 #undef DEEP_MOE_FLOATS_64
 
 // Keeps the compiler from moving uses of an accumulator in front of the wait that completes it.

@@ -7,6 +7,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
@@ -32,8 +33,8 @@ namespace deep_moe {
 //       fence.proxy.async.shared::cta in every lane that did, afterwards; nothing is needed for the
 //       bytes to be read.
 struct PulledToken {
-    uint32_t pool_block_idx;
-    uint32_t row_idx;  // in the pool block, 0..block_m - 1
+    uint32_t pool_block_idx;  // of its m-block, the first
+    uint32_t row_idx;         // in the m-block, 0..block_m - 1
     uint32_t pool_token_idx;
     TokenSource source;
 };
@@ -55,9 +56,11 @@ class PoolWalk {
             enter_next_expert();
         }
         const uint32_t idx_in_expert = token_idx - expert_begin_;
-        token.pool_block_idx = expert_pool_block_idx_ + idx_in_expert / Config::block_m;
-        token.row_idx = idx_in_expert % Config::block_m;
-        token.pool_token_idx = expert_pool_block_idx_ * Config::block_m + idx_in_expert;
+        const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
+        const uint32_t first_pool_block = tiles.first_pool_block(tiles.m_block_of(idx_in_expert));
+        token.pool_block_idx = expert_pool_block_idx_ + first_pool_block;
+        token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;
+        token.pool_token_idx = expert_pool_block_idx_ * Config::block_m_step + idx_in_expert;
 
         if (!counts_are_loaded_) load_counts();
         const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
@@ -69,7 +72,8 @@ class PoolWalk {
 
  private:
     __device__ void enter_next_expert() {
-        expert_pool_block_idx_ += ceil_div(expert_end_ - expert_begin_, Config::block_m);
+        expert_pool_block_idx_ +=
+            ExpertTiles<Config>(expert_end_ - expert_begin_).num_pool_blocks();
         expert_begin_ = expert_end_;
         expert_end_ += scheduler_.num_tokens(next_expert_idx_);
         ++next_expert_idx_;

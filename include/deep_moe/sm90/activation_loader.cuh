@@ -1,8 +1,12 @@
 // The warp that loads tokens: wait for the block's tokens, then for each k-block wait for a free
-// stage and start a tensor copy; for Linear2, see to the scales (rescaler.cuh).
+// stage and start a tensor copy; for Linear2, see to the scales (rescaler.cuh). What the epilogues
+// need of each token it puts into the block's slot.
 #pragma once
 
 #include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
@@ -11,10 +15,30 @@
 #include "deep_moe/scheduler.cuh"
 #include "deep_moe/sm90/rescaler.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
+#include "deep_moe/sm90/tile_copy.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
+
+// Where the results of a Linear2 block's tokens go: rows of the combine buffers of the ranks that
+// they came from. All lanes; a __syncwarp and an arrival must follow.
+template <class Config>
+__device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
+                                   uint32_t num_valid_rows, uint32_t destinations) {
+#pragma unroll 1  // unrolled, it costs registers
+    for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
+        uint64_t destination = 0;
+        if (row < num_valid_rows) {
+            const TokenSource source = *ranks.local().token_source(first_row + row);
+            destination = reinterpret_cast<uint64_t>(
+                ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
+        }
+        ptx::st_shared_v2(
+            destinations + row * sizeof(uint64_t),
+            {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
+    }
+}
 
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
@@ -27,21 +51,30 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
-    for (Block block; scheduler.next(block);) {
+    RingPosition<Config::num_block_slots> slots;
+    for (Block block; scheduler.next(block); slots.advance()) {
         const bool is_linear1 = block.phase == Phase::linear1;
         trace.mark(is_linear1 ? TraceStep::await_l1_tokens : TraceStep::await_l2_tokens,
                    block.pool_block_idx, block.num_valid_rows);
         if (!wait_for_tokens(local, block, waiter)) return;
         trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2);
 
-        const TensorMap* tokens = is_linear1 ? &args.l1_activations : &args.l2_activations;
         const uint32_t num_k_blocks =
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
-        const uint32_t first_row = block.pool_block_idx * Config::block_m;
+        const uint32_t first_row = block.pool_block_idx * Config::block_m_step;
+        const TileCopy<Config> copy(args, block);
         Rescaler<Config> rescaler(local.l2_token_sf(0, first_row), block.num_valid_rows);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            if (!is_linear1) rescaler.load();
+            const bool is_last = k_block_idx + 1 == num_k_blocks;
+            if (!is_linear1) {
+                rescaler.load();
+                // Math is stages behind, so there is time for what this reads.
+                if (is_last) {
+                    store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
+                                       smem.destinations(slots.stage));
+                }
+            }
             if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
                                       smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
                 return;
@@ -50,14 +83,24 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 store_change_of_scale(smem, ring.stage, false);
             } else {
                 rescaler.store(smem, ring.stage, k_block_idx == 0);
+                if (is_last) rescaler.store_scales(smem.token_factors(slots.stage));
             }
             __syncwarp();
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barrier(ring.stage);
-                ptx::mbarrier_arrive_expect_tx(full, smem.activation_tile_bytes);
-                ptx::cp_async_bulk_tensor_2d_shared_global(smem.activations(ring.stage), tokens,
-                                                           full, k_block_idx * Config::block_k,
-                                                           first_row);
+                if (is_linear1 && k_block_idx == 0) {
+                    const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
+                    ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes() + 2 * token_vector_bytes);
+                    ptx::cp_async_bulk_shared_global(smem.token_factors(slots.stage),
+                                                     local.l1_token_sf(0, first_row),
+                                                     token_vector_bytes, full);
+                    ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
+                                                     local.l1_topk_weight(first_row),
+                                                     token_vector_bytes, full);
+                } else {
+                    ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes());
+                }
+                copy.start(smem.activations(ring.stage), k_block_idx, full);
             }
             __syncwarp();
             ring.advance();

@@ -16,13 +16,16 @@ struct BlockHeader {
     uint32_t weight_block_row_idx;  // expert_idx * number of n-blocks + n_block_idx
     uint32_t n_block_idx;
     uint32_t pool_block_idx;
-    uint32_t num_valid_rows;  // 0: there is no further block
+    uint32_t num_rows;  // 0: there is no further block
+    uint32_t num_valid_rows;
 };
 
+// Rows are at most 256, so both numbers of them fit into a word with room to spare.
 __device__ __forceinline__ void store_header(uint32_t address, const BlockHeader& header) {
-    ptx::st_shared_v4(address, {header.weight_block_row_idx,
-                                header.n_block_idx << 1 | static_cast<uint32_t>(header.phase),
-                                header.pool_block_idx, header.num_valid_rows});
+    ptx::st_shared_v4(
+        address,
+        {header.weight_block_row_idx, header.n_block_idx << 1 | static_cast<uint32_t>(header.phase),
+         header.pool_block_idx, header.num_rows << 16 | header.num_valid_rows});
 }
 
 // A whole warp. The shuffles make the values uniform in the compiler's eyes, without which it would
@@ -30,9 +33,13 @@ __device__ __forceinline__ void store_header(uint32_t address, const BlockHeader
 __device__ __forceinline__ BlockHeader load_header(uint32_t address) {
     const uint4 words = ptx::ld_shared_v4(address);
     const uint32_t n_block_and_phase = __shfl_sync(full_warp, words.y, 0);
-    return {static_cast<Phase>(n_block_and_phase & 1), __shfl_sync(full_warp, words.x, 0),
-            n_block_and_phase >> 1, __shfl_sync(full_warp, words.z, 0),
-            __shfl_sync(full_warp, words.w, 0)};
+    const uint32_t num_rows = __shfl_sync(full_warp, words.w, 0);
+    return {static_cast<Phase>(n_block_and_phase & 1),
+            __shfl_sync(full_warp, words.x, 0),
+            n_block_and_phase >> 1,
+            __shfl_sync(full_warp, words.z, 0),
+            num_rows >> 16,
+            num_rows & 0xffff};
 }
 
 }  // namespace deep_moe::sm90

@@ -3,11 +3,11 @@
 // bit that lets Linear2 start.
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
-// values are spread over all math warps: their maximum is found in shared memory, and the bytes
-// meet there, too, to leave as whole 128-byte rows.
+// values are spread over all math warps: their maximum is found in shared memory.
 //
 // Linear2 reads its k in the order of its weights (fp4_decode.cuh): byte 32*j + 16*h + 4*q + b of
-// 128 holds value 32*q + 8*j + 4*h + b.
+// 128 holds value 32*q + 8*j + 4*h + b. The rows of Linear1's weights are ordered so that a warp
+// has 16 consecutive bytes of a token.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -44,118 +44,143 @@ class L1Epilogue {
 
  public:
     __device__ L1Epilogue(const Smem& smem, const SymmBuffer<Config>& local, const Thread& thread,
-                          uint32_t turn)
-        : smem_(smem), local_(local), thread_(thread), turn_(turn) {}
+                          uint32_t slot, uint32_t turn)
+        : smem_(smem), local_(local), thread_(thread), slot_(slot), turn_(turn) {}
 
     // All math warps. False if one of them has given up: then nothing was stored.
-    template <uint32_t num_tokens>
     __device__ __forceinline__ bool run(const BlockHeader& block, const RowFactors& rows,
-                                        Accumulators<num_tokens>& values, Waiter& waiter) const {
-        activate<num_tokens>(block, rows, values);
-        find_maxima<num_tokens>(values);
-        // Behind this vote all maxima of the block are there, and nobody reads those of the block
-        // before.
+                                        Accumulators<Config>& values, Waiter& waiter) const {
+        activate(block.num_rows, rows, values);
+        find_maxima(values);
         if (!thread_.vote(waiter)) return false;
-        clear_maxima(smem_, thread_, turn_ ^ 1);
-        store_tokens<num_tokens>(block, values);
-        store_scales(block);
+        choose_scales(block);
+        thread_.sync();
+        store_tokens(block, values);
         thread_.sync();
         publish(block);
         return true;
     }
 
  private:
+    // Calls body(j) for every 8 rows of the block.
+    template <class Body>
+    __device__ __forceinline__ static void for_each_8_rows(uint32_t num_rows, const Body& body) {
+        constexpr bool has_steps = Config::block_m_step != Config::block_m;
+#pragma unroll
+        for (uint32_t j = 0; j < Config::block_m / 8; ++j) {
+            if (has_steps && j % (Config::block_m_step / 8) == 0 && 8 * j >= num_rows) break;
+            body(j);
+        }
+    }
+
     // Overwrites accumulators by values: register 2*j + p of half b is value b of token
     // 8*j + first_token() + p.
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ void activate(const BlockHeader& block, const RowFactors& rows,
-                                             Accumulators<num_tokens>& values) const {
-        const uint32_t first = block.pool_block_idx * Config::block_m + thread_.first_token();
-        const auto* factors = reinterpret_cast<const float*>(local_.l1_token_sf(0, first));
-        const float* weights = local_.l1_topk_weight(first);
-#pragma unroll
-        for (uint32_t j = 0; j < num_tokens / 8; ++j) {
-            const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * j);
-            const float2 weight = *reinterpret_cast<const float2*>(weights + 8 * j);
+    __device__ __forceinline__ void activate(uint32_t num_rows, const RowFactors& rows,
+                                             Accumulators<Config>& values) const {
+        for_each_8_rows(num_rows, [&](uint32_t j) {
+            const float2 factor = load_pair(smem_.token_factors(slot_), j);
+            const float2 weight = load_pair(smem_.topk_weights(slot_), j);
 #pragma unroll
             for (uint32_t b = 0; b < 2; ++b) {
-                float (&v)[num_tokens / 2] = values[b];
+                float (&v)[Config::block_m / 2] = values[b];
                 const float (&row)[2] = rows.values[b];
                 v[2 * j] = swiglu<Config>(v[4 * j] * (row[0] * factor.x),
                                           v[4 * j + 2] * (row[1] * factor.x), weight.x);
                 v[2 * j + 1] = swiglu<Config>(v[4 * j + 1] * (row[0] * factor.y),
                                               v[4 * j + 3] * (row[1] * factor.y), weight.y);
             }
+        });
+    }
+
+    // The largest magnitude of each token, into shared memory. A lane begins with those of its two
+    // values of num_tokens tokens. In each step two lanes split the tokens between them, one of
+    // them keeps the first half, the other the second, until the 8 lanes of a token's rows have an
+    // eighth of them each, or one.
+    __device__ __forceinline__ void find_maxima(const Accumulators<Config>& values) const {
+        constexpr uint32_t num_tokens = Config::block_m / 4;
+        uint32_t maxima[num_tokens];
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens; ++i) {
+            maxima[i] = max(magnitude_bits(values[0][i]), magnitude_bits(values[1][i]));
+        }
+        uint32_t first = 0;  // of the tokens that the lane still has
+        halve<num_tokens, warp_size / 2>(maxima, first);
+        constexpr uint32_t num_left = max(num_tokens / 8, 1u);
+#pragma unroll
+        for (uint32_t k = 0; k < num_left; ++k) {
+            const uint32_t i = first + k;
+            ptx::red_max_shared(smem_.amax(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
+                                maxima[k]);
         }
     }
 
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ void find_maxima(const Accumulators<num_tokens>& values) const {
+    // maxima[0 .. num_tokens - 1] of this lane and of lane_mask's neighbour.
+    template <uint32_t num_tokens, uint32_t lane_mask, uint32_t capacity>
+    __device__ __forceinline__ void halve(uint32_t (&maxima)[capacity], uint32_t& first) const {
+        constexpr uint32_t num_kept = num_tokens / 2;
+        const bool keeps_second = (thread_.lane_idx() & lane_mask) != 0;
+        if constexpr (num_tokens % 2 == 0) {
 #pragma unroll
-        for (uint32_t i = 0; i < num_tokens / 4; ++i) {
-            uint32_t amax = max(magnitude_bits(values[0][i]), magnitude_bits(values[1][i]));
+            for (uint32_t i = 0; i < num_kept; ++i) {
+                const uint32_t kept = keeps_second ? maxima[i + num_kept] : maxima[i];
+                const uint32_t given = keeps_second ? maxima[i] : maxima[i + num_kept];
+                maxima[i] = max(kept, __shfl_xor_sync(full_warp, given, lane_mask));
+            }
+            first += keeps_second ? num_kept : 0;
+            if constexpr (lane_mask > 4) halve<num_kept, lane_mask / 2>(maxima, first);
+        } else {
 #pragma unroll
-            for (uint32_t lane_mask = 4; lane_mask < warp_size; lane_mask *= 2) {
-                amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
+            for (uint32_t i = 0; i < num_tokens; ++i) {
+                maxima[i] = max(maxima[i], __shfl_xor_sync(full_warp, maxima[i], lane_mask));
             }
-            if (thread_.row() == 0) {
-                ptx::red_max_shared(smem_.amax(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
-                                    amax);
-            }
+            if constexpr (lane_mask > 4) halve<num_tokens, lane_mask / 2>(maxima, first);
         }
+    }
+
+    // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
+    // by.
+    __device__ void choose_scales(const BlockHeader& block) const {
+        const uint32_t row = thread_.thread_idx;
+        if (row >= block.num_valid_rows) return;
+        const uint32_t amax = ptx::ld_shared_u32(smem_.amax(turn_, row));
+        const uint32_t byte = linear2_scale_byte(
+            amax, ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float)));
+        ptx::st_shared_u32(smem_.amax(turn_, row), __float_as_uint(e4m3_factor(amax, byte)));
+        *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m_step + row) =
+            byte << 23;
     }
 
     // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
-    // each puts together those of one and stores them. A token's 128 bytes meet in L2, which they
-    // reach as words; the detour through shared memory that would make whole rows of them costs
-    // more than it saves, and the room of a pipeline stage.
-    template <uint32_t num_tokens>
+    // each puts together those of one and stores them. The eight lanes of a token have 16 bytes.
     __device__ __forceinline__ void store_tokens(const BlockHeader& block,
-                                                 const Accumulators<num_tokens>& values) const {
+                                                 const Accumulators<Config>& values) const {
         const uint32_t is_odd = thread_.row() % 2;
         const uint32_t selectors = is_odd ? 0x3276 : 0x5410;
         constexpr uint32_t lane_of_next_row = 4;
         const uint32_t first = thread_.first_token() + is_odd;
-        const float* weights = local_.l1_topk_weight(block.pool_block_idx * Config::block_m +
-                                                     thread_.first_token());
-        uint8_t* const token = local_.l2_token(block.pool_block_idx * Config::block_m + first) +
-                               block.n_block_idx * (Config::block_n / 2) + byte_idx();
-#pragma unroll
-        for (uint32_t j = 0; j < num_tokens / 8; ++j) {
-            const uint2 amax = ptx::ld_shared_v2(smem_.amax(turn_, 8 * j + thread_.first_token()));
-            const float2 weight = *reinterpret_cast<const float2*>(weights + 8 * j);
-            const float factors[2] = {
-                e4m3_factor(amax.x, linear2_scale_byte(amax.x, weight.x)),
-                e4m3_factor(amax.y, linear2_scale_byte(amax.y, weight.y))};
-            uint32_t mine = 0;
-#pragma unroll
-            for (uint32_t p = 0; p < 2; ++p) {
-                mine |= static_cast<uint32_t>(ptx::cvt_rn_satfinite_e4m3x2_f32(
-                            values[1][2 * j + p] * factors[p], values[0][2 * j + p] * factors[p]))
-                        << (16 * p);
-            }
+        uint8_t* const token =
+            local_.l2_token(block.pool_block_idx * Config::block_m_step + first) +
+            block.n_block_idx * (Config::block_n / 2) + byte_idx();
+        for_each_8_rows(block.num_rows, [&](uint32_t j) {
+            const float2 factor = load_pair(smem_.amax(turn_, 0), j);
+            const uint32_t mine =
+                ptx::cvt_rn_satfinite_e4m3x2_f32(values[1][2 * j] * factor.x,
+                                                 values[0][2 * j] * factor.x) |
+                static_cast<uint32_t>(ptx::cvt_rn_satfinite_e4m3x2_f32(
+                    values[1][2 * j + 1] * factor.y, values[0][2 * j + 1] * factor.y))
+                    << 16;
             const uint32_t other = __shfl_xor_sync(full_warp, mine, lane_of_next_row);
             if (8 * j + first < block.num_valid_rows) {
                 *reinterpret_cast<uint32_t*>(token + 8 * j * Config::intermediate_hidden) =
                     ptx::prmt(mine, other, selectors);
             }
-        }
+        });
     }
 
-    // Where, in the order of k, the four values stand that this lane and its neighbour have:
-    // values 64*warpgroup + 2*row_run() and on.
+    // Where, in the order of k, the four values stand that this lane and its neighbour have: each
+    // warp has 16 bytes of the 128.
     __device__ uint32_t byte_idx() const {
-        const uint32_t chunk = thread_.warp_idx() % 2 * 4 + thread_.row() / 2;
-        return chunk * 16 + (2 * thread_.warpgroup_idx() + thread_.warp_idx() / 2) * 4;
-    }
-
-    __device__ void store_scales(const BlockHeader& block) const {
-        const uint32_t row = thread_.thread_idx;
-        if (row >= block.num_valid_rows) return;
-        const uint32_t pool_token_idx = block.pool_block_idx * Config::block_m + row;
-        const uint32_t byte = linear2_scale_byte(ptx::ld_shared_u32(smem_.amax(turn_, row)),
-                                                 *local_.l1_topk_weight(pool_token_idx));
-        *local_.l2_token_sf(block.n_block_idx, pool_token_idx) = byte << 23;
+        return (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 + thread_.row() / 2 * 4;
     }
 
     // The barrier before it orders the stores of all warps in front of this release. Readers load
@@ -169,9 +194,15 @@ class L1Epilogue {
         __syncwarp();
     }
 
+    // Two floats of `vector`: of tokens 8*j + first_token() and the next.
+    __device__ float2 load_pair(uint32_t vector, uint32_t j) const {
+        return ptx::ld_shared_f32x2(vector + (8 * j + thread_.first_token()) * sizeof(float));
+    }
+
     const Smem& smem_;
     const SymmBuffer<Config>& local_;
     const Thread& thread_;
+    uint32_t slot_;
     uint32_t turn_;  // which maxima this block uses
 };
 

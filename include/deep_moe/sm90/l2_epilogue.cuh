@@ -7,17 +7,12 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/layout/rank_buffers.cuh"
-#include "deep_moe/layout/symm_buffer.cuh"
-#include "deep_moe/layout/token_source.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/sm90/block_header.cuh"
-#include "deep_moe/sm90/l1_epilogue.cuh"
 #include "deep_moe/sm90/main_loop.cuh"
 #include "deep_moe/sm90/math_warp.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
-#include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -27,69 +22,36 @@ class L2Epilogue {
     using Thread = MathThread<Config>;
 
  public:
-    __device__ L2Epilogue(const Smem& smem, const RankBuffers<Config>& ranks, const Thread& thread,
-                          uint32_t turn)
-        : smem_(smem), ranks_(ranks), local_(ranks.local()), thread_(thread), turn_(turn) {}
+    __device__ L2Epilogue(const Smem& smem, const Thread& thread, uint32_t slot)
+        : smem_(smem), thread_(thread), slot_(slot) {}
 
-    // All math warps. False if one of them has given up: then nothing was stored.
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ bool run(const BlockHeader& block, const RowFactors& rows,
-                                        const Accumulators<num_tokens>& sums,
-                                        Waiter& waiter) const {
-        find_destinations<num_tokens>(block);
-        if (!thread_.vote(waiter)) return false;
-        clear_maxima(smem_, thread_, turn_ ^ 1);
-        // The next block's destinations may be written while these are still read.
-        store<num_tokens>(block, rows, sums);
-        return true;
-    }
-
- private:
-    // A token's row of the combine buffer of the rank it came from; 0 behind the last valid one.
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ void find_destinations(const BlockHeader& block) const {
-        const uint32_t row = thread_.thread_idx;
-        if (row >= num_tokens) return;
-        uint64_t destination = 0;
-        if (row < block.num_valid_rows) {
-            const TokenSource source =
-                *local_.token_source(block.pool_block_idx * Config::block_m + row);
-            destination = reinterpret_cast<uint64_t>(
-                ranks_.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
-        }
-        ptx::st_shared_v2(
-            smem_.destination(turn_, row),
-            {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
-    }
-
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ void store(const BlockHeader& block, const RowFactors& rows,
-                                          const Accumulators<num_tokens>& sums) const {
+    // Any math warp, for its share.
+    __device__ __forceinline__ void run(const BlockHeader& block, const RowFactors& rows,
+                                        const Accumulators<Config>& sums) const {
         const uint32_t column = block.n_block_idx * Config::block_n +
                                 thread_.warpgroup_idx() * 128 + 4 * thread_.row_run();
         // With an odd hidden / 128 the last block's second half does not exist.
         if (Config::hidden % Config::block_n != 0 && column >= Config::hidden) return;
-        const uint32_t first = block.pool_block_idx * Config::block_m + thread_.first_token();
+        const uint32_t destinations =
+            smem_.destinations(slot_) + thread_.first_token() * sizeof(uint64_t);
         // Sums are in units of the scale of the last k-block.
-        const auto* scales =
-            reinterpret_cast<const float*>(local_.l2_token_sf(Config::num_l2_k_blocks - 1, first));
+        const uint32_t scales = smem_.token_factors(slot_) + thread_.first_token() * sizeof(float);
 #pragma unroll
-        for (uint32_t j = 0; j < num_tokens / 8; ++j) {
-            const uint4 destinations =
-                ptx::ld_shared_v4(smem_.destination(turn_, 8 * j + thread_.first_token()));
-            const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * j);
-            store_token<num_tokens>(destinations.x, destinations.y, column, rows, scale.x, sums,
-                                    4 * j);
-            store_token<num_tokens>(destinations.z, destinations.w, column, rows, scale.y, sums,
-                                    4 * j + 1);
+        for (uint32_t j = 0; j < Config::block_m / 8; ++j) {
+            constexpr bool has_steps = Config::block_m_step != Config::block_m;
+            if (has_steps && j % (Config::block_m_step / 8) == 0 && 8 * j >= block.num_rows) break;
+            const uint4 rows_of_two = ptx::ld_shared_v4(destinations + 8 * j * sizeof(uint64_t));
+            const float2 scale = ptx::ld_shared_f32x2(scales + 8 * j * sizeof(float));
+            store_token(rows_of_two.x, rows_of_two.y, column, rows, scale.x, sums, 4 * j);
+            store_token(rows_of_two.z, rows_of_two.w, column, rows, scale.y, sums, 4 * j + 1);
         }
     }
 
-    template <uint32_t num_tokens>
+ private:
     __device__ __forceinline__ static void store_token(uint32_t row_low, uint32_t row_high,
                                                        uint32_t column, const RowFactors& rows,
                                                        float scale,
-                                                       const Accumulators<num_tokens>& sums,
+                                                       const Accumulators<Config>& sums,
                                                        uint32_t i) {
         const uint64_t row = uint64_t{row_high} << 32 | row_low;
         if (row == 0) return;
@@ -103,10 +65,8 @@ class L2Epilogue {
     }
 
     const Smem& smem_;
-    const RankBuffers<Config>& ranks_;
-    SymmBuffer<Config> local_;
     const Thread& thread_;
-    uint32_t turn_;  // which destinations this block uses
+    uint32_t slot_;
 };
 
 }  // namespace deep_moe::sm90

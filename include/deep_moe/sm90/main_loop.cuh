@@ -22,9 +22,16 @@
 
 namespace deep_moe::sm90 {
 
-// A thread's part of D: [64 rows][register], in the order of ptx/wgmma.cuh.
-template <uint32_t num_tokens>
-using Accumulators = float[num_row_halves][num_tokens / 2];
+// A thread's part of D: [64 rows][register], in the order of ptx/wgmma.cuh. A block with fewer than
+// block_m rows uses the first num_rows / 2 registers.
+template <class Config>
+using Accumulators = float[num_row_halves][Config::block_m / 2];
+
+template <uint32_t num_first, uint32_t num_all>
+__device__ __forceinline__ float (&first_of(float (&all)[num_all])) [num_first] {
+    static_assert(num_first <= num_all);
+    return reinterpret_cast<float (&)[num_first]>(all);
+}
 
 // wgmma descriptor of an operand with 128 bytes of K per row in the 128-byte swizzle: address in
 // units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1.
@@ -52,16 +59,17 @@ class MainLoop {
                                 ring_.parity);
     }
 
-    // Adds up the whole K of a block, whose first stage is loaded. After an abort the products are of
-    // whatever the stages hold, so that the warps stay together up to the vote in the epilogue.
+    // Adds up the whole K of a block of num_tokens rows, whose first stage is loaded. After an
+    // abort the products are of whatever the stages hold, so that the warps stay together up to the
+    // vote in the epilogue.
     template <uint32_t num_tokens>
-    __device__ __forceinline__ void run(uint32_t num_k_blocks,
-                                        Accumulators<num_tokens>& accumulators) {
+    __device__ __forceinline__ void run(uint32_t num_k_blocks, Accumulators<Config>& accumulators) {
+        float (&upper)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[0]);
+        float (&lower)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[1]);
         uint32_t fragments[num_row_halves][mmas_per_k_block][4];
 #pragma unroll
-        for (uint32_t half = 0; half < num_row_halves; ++half) {
-#pragma unroll
-            for (uint32_t i = 0; i < num_tokens / 2; ++i) accumulators[half][i] = 0.0f;
+        for (uint32_t i = 0; i < Config::block_m / 2; ++i) {
+            accumulators[0][i] = accumulators[1][i] = 0.0f;
         }
         stage_wait_.reset();
         Stage stage = enter_stage();
@@ -72,17 +80,17 @@ class MainLoop {
                 // ptxas gives up all overlap when accumulators are touched while it is not plain
                 // which products are complete: hence a wait for all of them, just before.
                 ptx::wgmma_wait_group<0>();
-                rescale(smem_, stage.idx, accumulators[0]);
-                rescale(smem_, stage.idx, accumulators[1]);
+                rescale(smem_, stage.idx, upper);
+                rescale(smem_, stage.idx, lower);
             }
             decode<0>(stage.packed, stage.shifts, fragments[0]);
             stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
-            multiply(accumulators[0], fragments[0], tokens);
+            multiply(upper, fragments[0], tokens);
             ptx::wgmma_wait_group<1>();
             if (k_block_idx > 0) release(stage_before(stage.idx));
 
             decode<1>(stage.packed, stage.shifts, fragments[1]);
-            multiply(accumulators[1], fragments[1], tokens);
+            multiply(lower, fragments[1], tokens);
             if (k_block_idx + 1 < num_k_blocks) {
                 stage_wait_.start();
                 await_stage();
@@ -92,8 +100,8 @@ class MainLoop {
             ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next
         }
         ptx::wgmma_wait_group<0>();
-        ptx::wgmma_keep_order(accumulators[0]);
-        ptx::wgmma_keep_order(accumulators[1]);
+        ptx::wgmma_keep_order(upper);
+        ptx::wgmma_keep_order(lower);
         release(stage.idx);
     }
 

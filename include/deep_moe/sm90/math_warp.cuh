@@ -5,6 +5,7 @@
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/named_barriers.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -50,12 +51,15 @@ struct RowFactors {
     float values[2][2];
 };
 
+// `factors`: f32 [256] in shared memory.
 template <class Config>
-__device__ __forceinline__ RowFactors load_row_factors(const float* factors,
+__device__ __forceinline__ RowFactors load_row_factors(uint32_t factors,
                                                        const MathThread<Config>& thread) {
-    const float* mine =
-        factors + thread.warpgroup_idx() * 128 + thread.warp_idx() * 16 + thread.row();
-    return {{{mine[0], mine[8]}, {mine[64], mine[72]}}};
+    const uint32_t first = thread.warpgroup_idx() * 128 + thread.warp_idx() * 16 + thread.row();
+    const auto factor = [&](uint32_t row) {
+        return ptx::ld_shared_f32(factors + (first + row) * sizeof(float));
+    };
+    return {{{factor(0), factor(8)}, {factor(64), factor(72)}}};
 }
 
 }  // namespace deep_moe::sm90

@@ -36,44 +36,62 @@ class MathWarps {
             trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
             main_loop_.await_stage();
             if (!Thread::here().vote(waiter_)) return;
+            // Nobody reads the maxima of the block before any more, and the next block begins
+            // behind another vote.
+            clear_maxima(smem_, Thread::here(), turn() ^ 1);
             const BlockHeader block = load_header(header_address());
-            if (block.num_valid_rows == 0) {
+            if (block.num_rows == 0) {
                 trace_.mark(TraceStep::end);
                 return;
             }
             trace_.mark(
                 block.phase == Phase::linear1 ? TraceStep::l1_main_loop : TraceStep::l2_main_loop,
                 block.weight_block_row_idx, block.num_valid_rows);
-            if (!run_block<Config::block_m>(block.phase)) return;
+            if (!run_block(block)) return;
         }
     }
 
  private:
-    template <uint32_t num_tokens>
-    __device__ __forceinline__ bool run_block(Phase phase) {
-        Accumulators<num_tokens> accumulators;
-        main_loop_.template run<num_tokens>(
-            phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks,
-            accumulators);
-        trace_.mark(phase == Phase::linear1 ? TraceStep::l1_epilogue : TraceStep::l2_epilogue);
+    __device__ __forceinline__ bool run_block(const BlockHeader& begun) {
+        constexpr bool has_steps = Config::block_m_step != Config::block_m;
+        Accumulators<Config> accumulators;
+        multiply<has_steps ? Config::block_m / 2 : Config::block_m>(begun, accumulators);
+        trace_.mark(begun.phase == Phase::linear1 ? TraceStep::l1_epilogue
+                                                  : TraceStep::l2_epilogue);
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header(header_address());
         const Thread thread = Thread::here();
-        const RowFactors rows = load_row_factors(row_factors<Config>(args_, block), thread);
+        const RowFactors rows = load_row_factors(smem_.row_factors(slot()), thread);
         const RankBuffers<Config> ranks(args_);
         if (block.phase == Phase::linear1) {
-            return L1Epilogue<Config>(smem_, ranks.local(), thread, turn())
-                .template run<num_tokens>(block, rows, accumulators, waiter_);
+            return L1Epilogue<Config>(smem_, ranks.local(), thread, slot(), turn())
+                .run(block, rows, accumulators, waiter_);
         } else {
-            return L2Epilogue<Config>(smem_, ranks, thread, turn())
-                .template run<num_tokens>(block, rows, accumulators, waiter_);
+            // Who has given up may not know where to: what it was to learn it has not waited for.
+            if (waiter_.aborted()) return true;
+            L2Epilogue<Config>(smem_, thread, slot()).run(block, rows, accumulators);
+            return true;
         }
     }
 
-    __device__ uint32_t header_address() const {
-        return smem_.block_header(block_idx_ % SharedMemory<Config>::num_block_headers);
+    // The products are as wide as the block has rows, which an instruction has to know: one main
+    // loop for each width.
+    template <uint32_t num_tokens>
+    __device__ __forceinline__ void multiply(const BlockHeader& block,
+                                             Accumulators<Config>& accumulators) {
+        if constexpr (num_tokens < Config::block_m) {
+            if (block.num_rows > num_tokens) {
+                return multiply<num_tokens + Config::block_m_step>(block, accumulators);
+            }
+        }
+        main_loop_.template run<num_tokens>(
+            block.phase == Phase::linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks,
+            accumulators);
     }
-    // Which exchange buffers of the epilogues a block uses: they alternate.
+
+    __device__ uint32_t slot() const { return block_idx_ % Config::num_block_slots; }
+    __device__ uint32_t header_address() const { return smem_.block_header(slot()); }
+    // Which maxima a block uses: they alternate.
     __device__ uint32_t turn() const { return block_idx_ % 2; }
 
     const KernelArgs& args_;

@@ -72,6 +72,18 @@ class Rescaler {
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) scale_words_[i] = new_scales_[i];
     }
 
+    // The scales of the k-block that was stored last, as f32 [block_m] in shared memory; 0 behind
+    // the last valid token.
+    __device__ void store_scales(uint32_t token_factors) const {
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
+            const uint32_t row = i * warp_size + ptx::lane_idx();
+            if (row < Config::block_m) {
+                ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scale_words_[i]);
+            }
+        }
+    }
+
  private:
     __device__ bool is_valid(uint32_t i) const {
         return i * warp_size + ptx::lane_idx() < num_valid_rows_;

@@ -42,29 +42,51 @@ class SharedMemory {
     __device__ uint32_t change_of_scale(uint32_t stage) const {
         return base_ + Smem::changes_of_scale_offset + stage * sizeof(uint32_t);
     }
-    // u32 [2][block_m]: bits of each token's largest magnitude. Blocks take turns.
+    // u32 [2][block_m]: bits of each token's largest magnitude, later the float that its values are
+    // multiplied by. Blocks take turns.
     __device__ uint32_t amax(uint32_t turn, uint32_t row) const {
         return base_ + Smem::amax_exchange_offset +
                (turn * Config::block_m + row) * sizeof(uint32_t);
     }
-    // u64 [2][block_m]: where each token's Linear2 result goes. Blocks take turns.
-    __device__ uint32_t destination(uint32_t turn, uint32_t row) const {
-        return base_ + Smem::destinations_offset +
-               (turn * Config::block_m + row) * sizeof(uint64_t);
-    }
 
-    // Block headers (block_header.cuh), a ring that the weight loader writes: a header stays until
-    // the loader is num_stages blocks further, which it cannot be while math is at this block.
-    static constexpr uint32_t num_block_headers = Config::num_stages + 1;
-    __device__ uint32_t block_header(uint32_t idx) const {
-        return base_ + Smem::block_headers_offset + idx * sizeof(uint4);
+    // ---- What the math warps need of a block beside its tiles ---------------------------------
+    //
+    // A ring of slots, so that no epilogue waits for memory. The loaders write a block's slot
+    // before or with one of its stages, whose barrier releases it. They may write it anew
+    // num_block_slots blocks later: by then math has given back a stage of the block behind it, and
+    // so is through with its epilogue.
+    static constexpr uint32_t num_block_slots = Config::num_block_slots;
+    static_assert((num_block_slots - 1) * min(Config::num_l1_k_blocks, Config::num_l2_k_blocks) >=
+                  Config::num_stages);
+
+    // Weight loader, with the first stage: what the block is (block_header.cuh).
+    __device__ uint32_t block_header(uint32_t slot) const {
+        return base_ + Smem::block_headers_offset + slot * sizeof(uint4);
+    }
+    // Weight loader, with the first stage: f32 [256], factors of the weight rows, in slot order.
+    __device__ uint32_t row_factors(uint32_t slot) const {
+        return base_ + Smem::row_factors_offset + slot * Config::block_n * sizeof(float);
+    }
+    // Activation loader: f32 [block_m]. The tokens' scales, for Linear1 with the first stage; for
+    // Linear2 those of the last k-block, with the last stage.
+    __device__ uint32_t token_factors(uint32_t slot) const {
+        return base_ + Smem::token_factors_offset + slot * Config::block_m * sizeof(float);
+    }
+    // Activation loader, with the first stage of Linear1: f32 [block_m].
+    __device__ uint32_t topk_weights(uint32_t slot) const {
+        return base_ + Smem::topk_weights_offset + slot * Config::block_m * sizeof(float);
+    }
+    // Activation loader, with the last stage of Linear2: u64 [block_m], where each token's result
+    // goes, 0 behind the last valid one.
+    __device__ uint32_t destinations(uint32_t slot) const {
+        return base_ + Smem::destinations_offset + slot * Config::block_m * sizeof(uint64_t);
     }
 
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
-    // its copy; their arrivals also release the block header and what is said of rescaling. Behind the
-    // last block both arrive once more without a copy. Wait: all math threads, parity of their
+    // its copy; their arrivals also release the block's slot and what is said of rescaling. Behind
+    // the last block both arrive once more without a copy. Wait: all math threads, parity of their
     // round.
     __device__ uint32_t full_barrier(uint32_t stage) const {
         return barrier(Smem::full_barriers_offset, stage);

@@ -19,19 +19,10 @@
 
 namespace deep_moe::sm90 {
 
-// The factors of the 256 weight rows of a block, in slot order: [warpgroup][128].
-template <class Config>
-__device__ __forceinline__ const float* row_factors(const KernelArgs& args,
-                                                    const BlockHeader& header) {
-    return (header.phase == Phase::linear1 ? args.l1_row_factors : args.l2_row_factors) +
-           header.weight_block_row_idx * Config::block_n;
-}
-
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
-    constexpr uint32_t cache_line_bytes = 128;
-    constexpr uint32_t num_factor_lines = Config::block_n * sizeof(float) / cache_line_bytes;
+    constexpr uint32_t row_factor_bytes = Config::block_n * sizeof(float);
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -39,15 +30,17 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
-    RingPosition<SharedMemory<Config>::num_block_headers> headers;
-    for (Block block; scheduler.next(block); headers.advance()) {
+    RingPosition<Config::num_block_slots> slots;
+    for (Block block; scheduler.next(block); slots.advance()) {
         const bool is_linear1 = block.phase == Phase::linear1;
         const uint32_t num_n_blocks =
             is_linear1 ? Config::num_l1_n_blocks : Config::num_l2_n_blocks;
         const uint32_t num_k_blocks =
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
-        const BlockHeader header{block.phase, block.expert_idx * num_n_blocks + block.n_block_idx,
-                                 block.n_block_idx, block.pool_block_idx, block.num_valid_rows};
+        const BlockHeader header{
+            block.phase,       block.expert_idx * num_n_blocks + block.n_block_idx,
+            block.n_block_idx, block.pool_block_idx,
+            block.num_rows,    block.num_valid_rows};
         trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2,
                    header.weight_block_row_idx, header.num_valid_rows);
         const auto* src = static_cast<const uint8_t*>(is_linear1 ? args.l1_weight_blocks
@@ -55,11 +48,8 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                           uint64_t{header.weight_block_row_idx} * num_k_blocks * weight_block_bytes;
         // With a single m-block, these weights are read once.
         const bool is_read_once = scheduler.num_m_blocks(block.expert_idx) == 1;
-        // The epilogue reads the factors from memory; it shall find them in L2.
-        if (ptx::lane_idx() < num_factor_lines) {
-            ptx::prefetch_global_l2(row_factors<Config>(args, header) +
-                                    ptx::lane_idx() * (cache_line_bytes / sizeof(float)));
-        }
+        const float* row_factors = (is_linear1 ? args.l1_row_factors : args.l2_row_factors) +
+                                   header.weight_block_row_idx * Config::block_n;
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),
@@ -69,8 +59,14 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barrier(ring.stage);
                 const uint32_t dst = smem.weight_block(ring.stage);
-                if (k_block_idx == 0) store_header(smem.block_header(headers.stage), header);
-                ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);
+                if (k_block_idx == 0) {
+                    store_header(smem.block_header(slots.stage), header);
+                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);
+                    ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), row_factors,
+                                                     row_factor_bytes, full);
+                } else {
+                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);
+                }
                 if (is_read_once) {
                     ptx::cp_async_bulk_shared_global_evict_first(dst, src, weight_block_bytes,
                                                                  full);
@@ -90,7 +86,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         return;
     }
     if (ptx::elect_sync()) {
-        store_header(smem.block_header(headers.stage), {});
+        store_header(smem.block_header(slots.stage), {});
         ptx::mbarrier_arrive(smem.full_barrier(ring.stage));
     }
     __syncwarp();

@@ -30,8 +30,8 @@ def test_shares_are_given_out_in_turn():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--calls", "10", "--rounds", "4"], "--calls must be a multiple of --rounds"),
-        (["--rounds", "0"], "--calls must be a multiple of --rounds"),
+        (["--calls", "0"], "--calls and --rounds must be at least 1"),
+        (["--rounds", "0"], "--calls and --rounds must be at least 1"),
         (["--tokens", "0"], "--tokens must be positive"),
         (["--shares", "0", "0"], "--shares not negative and not all 0"),
         (["--shares", "1", "-1"], "--shares not negative and not all 0"),

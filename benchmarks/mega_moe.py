@@ -49,8 +49,8 @@ from deep_moe.timing import TimedLayer, machine, timed
 from deep_moe.weights import weight_arch
 from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
 
-from . import published
-from .peer import PeerLayer, is_available
+from . import peer, published
+from .peer import PeerLayer
 from .problem import CallCosts, MachineRates, call_costs, reference_sample
 from .unfused import UnfusedLayer
 
@@ -126,14 +126,18 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     """One process: all models, all sizes."""
+    has_peer = arguments.peer and peer.is_available()
     report: dict[str, Any] = {
         "machine": machine(device, arguments.commit),
         "arguments": {
             name: str(value) for name, value in vars(arguments).items() if name != "json"
         },
+        "peer": f"sgl-deep-gemm {peer.version()}" if has_peer else None,
         "rates": asdict(MachineRates()),
         "results": [],
     }
+    if arguments.peer and not has_peer and dist.get_rank() == 0:
+        print("--peer: sgl-deep-gemm is not installed, or has no kernel for Hopper", flush=True)
     for model in arguments.model:
         phases = {}
         for result in model_results(model, arguments, device):
@@ -187,7 +191,7 @@ def model_results(
     layer = rank_layer(shape, rank, arguments.seed, device)
     fused = TimedLayer(shape, layer, device)
     unfused = UnfusedLayer(shape, layer, group) if arguments.unfused else None
-    peer = PeerLayer(shape, layer, group) if arguments.peer and is_available() else None
+    other = PeerLayer(shape, layer, group) if arguments.peer and peer.is_available() else None
     del layer
     for num_tokens, counts in zip(arguments.tokens, shares, strict=True):
         tokens = rank_tokens(
@@ -210,9 +214,9 @@ def model_results(
         if unfused is not None:
             inputs = (*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
             calls["unfused"] = partial(unfused, *inputs, arguments.clamp)
-        if peer is not None:
-            peer.fill(tokens)
-            calls["peer"] = partial(peer, torch.empty_like(fused.y), arguments.clamp)
+        if other is not None:
+            other.fill(tokens)
+            calls["peer"] = partial(other, torch.empty_like(fused.y), arguments.clamp)
         for name in list(calls)[1:]:
             distances[name] = compare(calls[name](), fused.y).cosine_distance
             if distances[name] > MAX_PATH_DISTANCE:

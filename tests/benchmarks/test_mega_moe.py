@@ -97,6 +97,7 @@ def test_a_run_checks_and_times_every_path(options: list[str], tmp_path: Path):
     run_on_ranks(run_rank, 2, "cpu", arguments)
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["machine"]["commit"] == "abc"
+    assert report["peer"] is None
     assert [result["tokens_per_rank"] for result in report["results"]] == arguments.tokens
     for result in report["results"]:
         num_tokens = result["tokens_per_rank"]

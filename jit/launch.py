@@ -76,6 +76,7 @@ def run_emulated(
         schedule=schedule,
         checks=checks,
         clock=clock,
+        strict_tcgen05=True,
         hopper_fp8_sums=hopper_fp8_sums,
     )
     modules: dict[str, Any] = {}

@@ -179,6 +179,7 @@ def fp8_fp4_mega_moe(
         others["schedule_seed"] = schedule_seed
     if checked is not None:
         others["checked"] = checked
+    # Otherwise they are the buffer's own views, and hold what was written to them.
     if torch.compiler.is_compiling() or type(y) is not torch.Tensor:
         others["inputs"] = [
             sym_buffer.x,

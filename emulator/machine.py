@@ -44,7 +44,8 @@ class Machine:
     data races, missing fences, reads of memory that nobody wrote and the like. stop_at_findings:
     such a finding is an error; otherwise the run goes on and `findings` has them, each pair of
     source lines once. strict_tcgen05: ask for tcgen05 fences also where a release and an acquire
-    order finished tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not.
+    order finished tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not,
+    and for the warp's quadrant in addresses of tensor memory.
     clock: "virtual"
     counts instructions, and time leaps when everything waits; "real" is the host's, for kernels
     that talk to other processes. max_resident_ctas: how many CTAs of one grid are there at once.

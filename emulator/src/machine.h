@@ -342,8 +342,8 @@ struct Machine {
     // ---- what bodies use
     bool checks = true;
     std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
-    bool strict_tcgen05 = false;   // races: acquire and release do not stand for tcgen05 fences
-    bool hopper_fp8_sums = false;  // wgmma drops low bits of FP8 sums as an H200 does
+    bool strict_tcgen05 = false;          // PTX's canonical patterns and addresses are asked for
+    bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
     // What a check found that execution does not depend on: thrown, or collected. `text` makes the
     // message; `other` is the instruction besides the one that runs, if there is one.
     template <class Text>

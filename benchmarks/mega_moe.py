@@ -49,8 +49,8 @@ from deep_moe.timing import TimedLayer, machine, timed
 from deep_moe.weights import weight_arch
 from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
 
-from . import published
-from .peer import PeerLayer, is_available
+from . import peer, published
+from .peer import PeerLayer
 from .problem import CallCosts, MachineRates, call_costs, reference_sample
 from .unfused import UnfusedLayer
 
@@ -99,7 +99,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
-    parser.add_argument("--calls", type=int, default=20, help="of each path, in all rounds")
+    parser.add_argument("--calls", type=int, default=20, help="of each path, at least")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=5, help="calls before those of a round")
     parser.add_argument("--clamp", type=float, default=10.0)
@@ -117,8 +117,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where results are written, after each size")
     arguments = parser.parse_args(words)
-    if min(arguments.calls, arguments.rounds) < 1 or arguments.calls % arguments.rounds:
-        parser.error(f"--calls must be a multiple of --rounds; got {arguments.calls}")
+    if min(arguments.calls, arguments.rounds) < 1:
+        parser.error("--calls and --rounds must be at least 1")
     if min(arguments.tokens) < 1 or min(arguments.shares) < 0 or max(arguments.shares) == 0:
         parser.error("--tokens must be positive, --shares not negative and not all 0")
     return arguments
@@ -126,14 +126,18 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     """One process: all models, all sizes."""
+    has_peer = arguments.peer and peer.is_available()
     report: dict[str, Any] = {
         "machine": machine(device, arguments.commit),
         "arguments": {
             name: str(value) for name, value in vars(arguments).items() if name != "json"
         },
+        "peer": f"sgl-deep-gemm {peer.version()}" if has_peer else None,
         "rates": asdict(MachineRates()),
         "results": [],
     }
+    if arguments.peer and not has_peer and dist.get_rank() == 0:
+        print("--peer: sgl-deep-gemm is not installed, or has no kernel for Hopper", flush=True)
     for model in arguments.model:
         phases = {}
         for result in model_results(model, arguments, device):
@@ -187,7 +191,7 @@ def model_results(
     layer = rank_layer(shape, rank, arguments.seed, device)
     fused = TimedLayer(shape, layer, device)
     unfused = UnfusedLayer(shape, layer, group) if arguments.unfused else None
-    peer = PeerLayer(shape, layer, group) if arguments.peer and is_available() else None
+    other = PeerLayer(shape, layer, group) if arguments.peer and peer.is_available() else None
     del layer
     for num_tokens, counts in zip(arguments.tokens, shares, strict=True):
         tokens = rank_tokens(
@@ -210,9 +214,9 @@ def model_results(
         if unfused is not None:
             inputs = (*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
             calls["unfused"] = partial(unfused, *inputs, arguments.clamp)
-        if peer is not None:
-            peer.fill(tokens)
-            calls["peer"] = partial(peer, torch.empty_like(fused.y), arguments.clamp)
+        if other is not None:
+            other.fill(tokens)
+            calls["peer"] = partial(other, torch.empty_like(fused.y), arguments.clamp)
         for name in list(calls)[1:]:
             distances[name] = compare(calls[name](), fused.y).cosine_distance
             if distances[name] > MAX_PATH_DISTANCE:
@@ -289,9 +293,10 @@ def measured(
         name: [[] for _ in range(dist.get_world_size())] for name in calls
     }
     host_us: dict[str, list[float]] = {name: [] for name in calls}
+    calls_per_round = -(-arguments.calls // arguments.rounds)
     for _ in range(arguments.rounds):
         for name, call in calls.items():
-            ranks, host = timed(call, arguments.warmup, arguments.calls // arguments.rounds, device)
+            ranks, host = timed(call, arguments.warmup, calls_per_round, device)
             host_us[name].append(host)
             for known, new in zip(times[name], ranks, strict=True):
                 known += new

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -25,6 +26,14 @@ def is_available() -> bool:
     import deep_gemm
 
     return hasattr(deep_gemm, "fp8_mega_moe")
+
+
+def version() -> str | None:
+    """Of the package; None where it is not there."""
+    try:
+        return importlib.metadata.version("sgl-deep-gemm") if is_available() else None
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 class PeerLayer:

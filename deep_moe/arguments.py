@@ -10,7 +10,7 @@ import torch
 
 def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
     """`types` as in isinstance, but a bool is no int."""
-    if not isinstance(value, types) or (isinstance(value, bool) and types is int):
+    if not isinstance(value, types) or (types is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
 
 
@@ -44,3 +44,8 @@ def check_start(name: str, tensor: torch.Tensor, alignment: int) -> None:
         raise ValueError(
             f"{name} must start at a multiple of {alignment} bytes; got {tensor.data_ptr():#x}"
         )
+
+
+def form(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What the checks of a tensor look at, beside where it starts. Hashable."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -14,7 +14,9 @@ from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.kernel_args import KernelArgs
 from deep_moe.jit.status import error_of
 
+from .bounded_cache import BoundedCache
 from .errors import MegaMoEError
+from .gpu import gpu_of
 from .symm_memory import (
     DeviceMemory,
     HostMemory,
@@ -26,6 +28,7 @@ from .symm_memory import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .mega_moe import CallPlan
     from .trace import Recorder
 
 _DTYPES = {
@@ -34,6 +37,12 @@ _DTYPES = {
     "input_topk_idx": torch.int64,
     "input_topk_weights": torch.float32,
 }
+
+# Kinds of calls whose plans are kept: a server that brings up to this many tokens makes each plan
+# once.
+_MAX_PLANS = 8192
+# Pairs of weights and tile whose arguments are kept, 2 KB each; a model has one per layer and tile.
+_MAX_STANDING_ARGS = 1024
 
 # Open buffers by handle, so that an operator, whose arguments are tensors and numbers, finds its
 # buffer. Numbers are never used twice.
@@ -64,6 +73,7 @@ class SymmBuffer:
         self.memory = memory
         self.rank = memory.rank
         self.device = memory.device
+        self.gpu = gpu_of(memory.device)
         self.nbytes = self.layout.num_bytes
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
@@ -72,7 +82,10 @@ class SymmBuffer:
         self.topk_idx = self._view("input_topk_idx")
         self.topk_weights = self._view("input_topk_weights")
         # Filled by deep_moe/mega_moe.py.
-        self.standing_args: dict[tuple[Any, ...], KernelArgs] = {}
+        self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
+        self.standing_args: BoundedCache[tuple[Any, ...], KernelArgs] = BoundedCache(
+            _MAX_STANDING_ARGS
+        )
         self.num_calls = 0
         # While calls are recorded: see deep_moe/trace.py.
         self.recorder: Recorder | None = None
@@ -86,7 +99,7 @@ class SymmBuffer:
     @property
     def is_emulated(self) -> bool:
         """Whether calls run in the emulator."""
-        return self.device.type == "cpu"
+        return self.gpu is None
 
     @classmethod
     def of_handle(cls, handle: int) -> SymmBuffer:
@@ -144,6 +157,7 @@ class SymmBuffer:
         self._closed = True
         self.memory.synchronize()
         _open_buffers.pop(self.handle, None)
+        self.plans.clear()
         self.standing_args.clear()
         del self.x, self.x_sf, self.topk_idx, self.topk_weights, self.memory
 

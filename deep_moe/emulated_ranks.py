@@ -13,7 +13,7 @@ from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import run_emulated
 
 from .buffer import SymmBuffer
-from .mega_moe import ACTIVATION, RECIPE, CallOptions, Pair, finish_emulated, prepare_launch
+from .mega_moe import CallOptions, Pair, check_overrides, finish_emulated, prepare_launch
 from .symm_memory import private_host_memories
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class EmulatedRanks:
         hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
+        if overrides is not None:
+            check_overrides(overrides)
         options = CallOptions(
-            recipe=RECIPE,
-            activation=ACTIVATION,
             activation_clamp=activation_clamp,
             fast_math=fast_math,
             arch=arch,

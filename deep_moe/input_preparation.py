@@ -3,11 +3,16 @@ output, straight into the symmetric buffer.
 
 For PyTorch it is one operator, `deep_moe::prepare_inputs`, which writes the four views that
 `deep_moe::mega_moe` reads; so a compiler keeps the two in order.
+
+As in mega_moe.py, what follows from the tensors' forms is worked out once and found again by them;
+their addresses are looked at in every call.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,13 +22,30 @@ from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 
-from .arguments import check_contiguous, check_start, check_tensor, require_type
+from .arguments import check_contiguous, check_start, check_tensor, form, require_type
+from .bounded_cache import BoundedCache
 from .buffer import SymmBuffer
+from .gpu import Gpu, gpu_of
 from .weights import weight_arch
 
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 _TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 _X_ALIGNMENT = 16  # bytes that a lane loads at once
+
+
+@dataclass(frozen=True)
+class PreparationPlan:
+    """What launches for tensors of the same form share. gpu, launcher: None in the emulator."""
+
+    config: PrepareInputsConfig
+    num_chunks: int
+    num_slots: int
+    num_ctas: int
+    gpu: Gpu | None
+    launcher: CudaLauncher | None
+
+
+_plans: BoundedCache[tuple[Any, ...], PreparationPlan] = BoundedCache(8192)
 
 
 def prepare_inputs(
@@ -45,11 +67,12 @@ def prepare_inputs(
     Tokens may be 0. Later rows keep what they hold. Nothing waits for the GPU, and the launch can
     be captured in a CUDA graph. Expert ids are looked at by `fp8_fp4_mega_moe`, not here.
     """
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        require_type(name, tensor, torch.Tensor, "a tensor")
+    require_type("x", x, torch.Tensor, "a tensor")
+    require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
+    require_type("topk_weights", topk_weights, torch.Tensor, "a tensor")
     require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     sym_buffer.raise_if_closed()
-    torch.ops.deep_moe.prepare_inputs(
+    _prepare_inputs_op(
         x,
         topk_idx,
         topk_weights,
@@ -64,8 +87,9 @@ def prepare_inputs(
 torch.library.define(
     "deep_moe::prepare_inputs",
     "(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor(a!) input_x, Tensor(b!) input_x_sf, "
-    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch) -> ()",
+    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch=None) -> ()",
 )
+_prepare_inputs_op = torch.ops.deep_moe.prepare_inputs.default
 
 
 @torch.library.impl("deep_moe::prepare_inputs", "CompositeExplicitAutograd")
@@ -77,29 +101,44 @@ def _prepare_inputs(
     input_x_sf: torch.Tensor,
     input_topk_idx: torch.Tensor,
     input_topk_weights: torch.Tensor,
-    arch: str | None,
+    arch: str | None = None,
 ) -> None:
-    check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
-    device = input_x.device
-    config = _choose_config(device, arch, topk_idx.dtype, topk_weights.dtype)
-    if x.shape[0] == 0:
+    x_address = x.data_ptr()
+    key = (
+        x_address % _X_ALIGNMENT,
+        form(x),
+        form(topk_idx),
+        form(topk_weights),
+        input_x.shape,
+        input_x.device,
+        input_topk_idx.shape,
+        arch,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
+        plan = _plans.put(key, _make_plan(x, topk_idx, topk_weights, input_x.device, arch))
+    # The kernel reads and writes in no particular order.
+    buffer_address = input_x.untyped_storage().data_ptr()
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if tensor.untyped_storage().data_ptr() == buffer_address:
+            raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
+    if plan.num_chunks == 0:
         return
     args = PrepareInputsArgs(
-        x=x.data_ptr(),
-        topk_idx=topk_idx.data_ptr(),
-        topk_weights=topk_weights.data_ptr(),
-        input_x=input_x.data_ptr(),
-        input_x_sf=input_x_sf.data_ptr(),
-        input_topk_idx=input_topk_idx.data_ptr(),
-        input_topk_weights=input_topk_weights.data_ptr(),
-        num_chunks=config.num_chunks(x.numel()),
-        num_slots=topk_idx.numel(),
+        x_address,
+        topk_idx.data_ptr(),
+        topk_weights.data_ptr(),
+        input_x.data_ptr(),
+        input_x_sf.data_ptr(),
+        input_topk_idx.data_ptr(),
+        input_topk_weights.data_ptr(),
+        plan.num_chunks,
+        plan.num_slots,
     )
-    num_ctas = config.num_ctas(args.num_chunks)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            launcher = _cuda_launcher(config, device.index)
-            launcher.launch(args, num_ctas, torch.cuda.current_stream().cuda_stream)
+    if plan.gpu is not None:
+        assert plan.launcher is not None
+        plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
         return
     read = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
     # Only these rows: the emulator refuses to write to any other.
@@ -114,7 +153,10 @@ def _prepare_inputs(
         MemoryRegion.of_tensor(name, written[name][: x.shape[0]], is_writable=True)
         for name in written
     ]
-    launch = RankLaunch(0, _kernel(config), num_ctas, config.num_threads, 0, args, tuple(memory))
+    config = plan.config
+    launch = RankLaunch(
+        0, _kernel(config), plan.num_ctas, config.num_threads, 0, args, tuple(memory)
+    )
     run_emulated([launch], seed=0, checks=True, clock="virtual")
 
 
@@ -130,7 +172,7 @@ def check_inputs(
     input_x: torch.Tensor,
     input_topk_idx: torch.Tensor,
 ) -> None:
-    """Raise if the first three are not what can be written to a buffer with the other two."""
+    """Raise if the form of the first three does not fit a buffer with the other two."""
     if x.ndim != 2:
         raise ValueError(f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}")
     num_tokens = x.shape[0]
@@ -144,23 +186,36 @@ def check_inputs(
     slots = (num_tokens, input_topk_idx.shape[1])
     check_tensor("topk_idx", topk_idx, _TOPK_IDX_DTYPES, slots, device)
     check_tensor("topk_weights", topk_weights, _TOPK_WEIGHT_DTYPES, slots, device)
-    # The kernel reads and writes in no particular order.
-    storage = input_x.untyped_storage().data_ptr()
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        check_contiguous(name, tensor)
-        if tensor.untyped_storage().data_ptr() == storage:
-            raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
+    check_contiguous("x", x)
+    check_contiguous("topk_idx", topk_idx)
+    check_contiguous("topk_weights", topk_weights)
     check_start("x", x, _X_ALIGNMENT)
 
 
-@lru_cache(maxsize=64)
-def _choose_config(
-    device: torch.device, arch: str | None, idx_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> PrepareInputsConfig:
-    return PrepareInputsConfig(
-        has_int32_topk_idx=idx_dtype == torch.int32,
-        has_bf16_topk_weights=weight_dtype == torch.bfloat16,
-        arch=weight_arch(device) if arch is None else arch,
+def _make_plan(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    device: torch.device,
+    arch: str | None,
+) -> PreparationPlan:
+    gpu = gpu_of(device)
+    own = weight_arch(device) if gpu is None else gpu.arch
+    config = PrepareInputsConfig(
+        has_int32_topk_idx=topk_idx.dtype == torch.int32,
+        has_bf16_topk_weights=topk_weights.dtype == torch.bfloat16,
+        arch=own if arch is None else arch,
+    )
+    if config.arch != own and gpu is not None:
+        raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
+    num_chunks = config.num_chunks(x.numel())
+    return PreparationPlan(
+        config=config,
+        num_chunks=num_chunks,
+        num_slots=topk_idx.numel(),
+        num_ctas=config.num_ctas(num_chunks),
+        gpu=gpu,
+        launcher=None if gpu is None else _cuda_launcher(config, gpu),
     )
 
 
@@ -170,6 +225,6 @@ def _kernel(config: PrepareInputsConfig) -> CompiledKernel:
 
 
 @lru_cache(maxsize=64)
-def _cuda_launcher(config: PrepareInputsConfig, device_index: int) -> CudaLauncher:
+def _cuda_launcher(config: PrepareInputsConfig, gpu: Gpu) -> CudaLauncher:
     """One per kernel and device: a module belongs to the device's context."""
-    return CudaLauncher(_kernel(config), num_threads=config.num_threads)
+    return gpu.load(_kernel(config), num_threads=config.num_threads)

@@ -1,18 +1,22 @@
 """The call: checks its arguments, picks the kernel, and runs it on a GPU or in the emulator.
 
-For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`. The operator's
-inputs include the four views of the buffer that the caller fills. In plain Python they are those
-views; under torch.compile, which turns writes into new tensors, they may be other tensors, and are
-copied into the buffer first.
+For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`. Under a compiler
+its inputs include the four views of the buffer that the caller fills. As a compiler turns writes
+into new tensors, they may then be other tensors, and are copied into the buffer first.
+
+What a call works out from its arguments is kept in the buffer, and found again by all that it was
+worked out from: a `CallPlan` by the options and the form of y and of the statistics, the standing
+part of the kernel's arguments by the tile and the weights' addresses and forms. So what is found is
+what would be made anew, and arguments that are not allowed never find anything.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +29,9 @@ from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emul
 from deep_moe.jit.sm90_maps import sm90_tensor_maps, sm90_weight_pointers
 from deep_moe.jit.sm100_maps import sm100_tensor_maps
 
-from .arguments import check_contiguous, check_start, check_tensor, require_type
+from .arguments import check_contiguous, check_start, check_tensor, form, require_type
 from .buffer import SymmBuffer, describe_difference
+from .gpu import Gpu
 from .symm_memory import HostMemory
 from .tuning_tables import find_tuning
 from .weights import WEIGHT_LAYOUTS, weight_arch
@@ -37,28 +42,27 @@ EMULATED_NUM_SMS = 4
 DEFAULT_TIMEOUT_S = 60.0
 # A peer's part of a call takes this long in the emulator, not microseconds.
 DEFAULT_EMULATED_TIMEOUT_S = 600.0
-# Distinct (weights, tile) pairs whose arguments are kept per buffer; a model has one per layer.
-_MAX_STANDING_ARGS = 1024
+_Y_ALIGNMENT = 16  # bytes, of bulk copies
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """The arguments of a call that are not tensors, checked."""
+class CallOptions(NamedTuple):
+    """The arguments of a call that are not tensors; of the right types, but not checked further."""
 
-    recipe: tuple[int, ...] = RECIPE
-    activation: str = ACTIVATION
     activation_clamp: float | None = None
     fast_math: bool = True
     arch: str | None = None
     num_sms: int | None = None
-    overrides: tuple[tuple[str, int], ...] = ()
     timeout_s: float | None = None
     schedule_seed: int = 0
     checked: bool | None = None
+    overrides: tuple[tuple[str, int], ...] = ()
+    recipe: tuple[int, ...] = RECIPE
+    activation: str = ACTIVATION
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise if one has a value that no call allows."""
         if self.recipe != RECIPE:
             raise ValueError(
                 f"recipe must be {RECIPE}, one scale per 32 values along K; got {self.recipe}"
@@ -69,6 +73,22 @@ class CallOptions:
             raise ValueError(f"timeout_s must be a positive number; got {self.timeout_s}")
         if self.schedule_seed < 0:
             raise ValueError(f"schedule_seed must be at least 0; got {self.schedule_seed}")
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What calls with the same options, and with y and statistics of the same form, share.
+
+    tile: what the standing part of the arguments depends on, beside the weights. is_checked:
+    whether expert ids are looked at. launcher: the kernel on a GPU, None in the emulator.
+    """
+
+    config: MegaMoEConfig
+    tile: tuple[str, int, int, int, int]
+    num_tokens: int
+    is_checked: bool
+    wait_timeout_ns: int
+    launcher: CudaLauncher | None
 
 
 @dataclass(frozen=True)
@@ -129,101 +149,140 @@ def fp8_fp4_mega_moe(
     stats = cumulative_local_expert_recv_stats
     if stats is not None:
         require_type("cumulative_local_expert_recv_stats", stats, torch.Tensor, "a tensor or None")
-    require_type("recipe", recipe, (tuple, list), "a tuple of 3 ints")
-    require_type("activation", activation, str, "a str")
     if activation_clamp is not None:
         require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
     require_type("fast_math", fast_math, bool, "a bool")
     require_type("schedule_seed", schedule_seed, int, "an int")
     sym_buffer.raise_if_closed()
-    names, values = _split_overrides(overrides)
-    torch.ops.deep_moe.mega_moe(
-        y,
-        sym_buffer.x,
-        sym_buffer.x_sf,
-        sym_buffer.topk_idx,
-        sym_buffer.topk_weights,
-        w1,
-        sf1,
-        w2,
-        sf2,
-        stats,
-        sym_buffer.handle,
-        list(recipe),
-        activation,
-        activation_clamp,
-        fast_math,
-        arch,
-        num_sms,
-        names,
-        values,
-        timeout_s,
-        schedule_seed,
-        checked,
-    )
+    # Only what is not as usual: every argument makes an operator's call longer.
+    others: dict[str, Any] = {}
+    if not (isinstance(recipe, tuple) and recipe == RECIPE):
+        require_type("recipe", recipe, (tuple, list), "a tuple of 3 ints")
+        others["recipe"] = list(recipe)
+    if activation != ACTIVATION:
+        require_type("activation", activation, str, "a str")
+        others["activation"] = activation
+    if not fast_math:
+        others["fast_math"] = fast_math
+    if arch is not None:
+        others["arch"] = arch
+    if num_sms is not None:
+        others["num_sms"] = num_sms
+    if overrides is not None:
+        check_overrides(overrides)
+    if overrides:
+        others["override_names"] = list(overrides)
+        others["override_values"] = list(overrides.values())
+    if timeout_s is not None:
+        others["timeout_s"] = timeout_s
+    if schedule_seed != 0:
+        others["schedule_seed"] = schedule_seed
+    if checked is not None:
+        others["checked"] = checked
+    # Otherwise they are the buffer's own views, and hold what was written to them.
+    if torch.compiler.is_compiling() or type(y) is not torch.Tensor:
+        others["inputs"] = [
+            sym_buffer.x,
+            sym_buffer.x_sf,
+            sym_buffer.topk_idx,
+            sym_buffer.topk_weights,
+        ]
+    _mega_moe_op(y, stats, w1, sf1, w2, sf2, sym_buffer.handle, activation_clamp, **others)
 
 
 # No argument stands for the buffer's memory: declaring it written would let the compiler work on a
 # copy of it, which no other rank sees.
 torch.library.define(
     "deep_moe::mega_moe",
-    "(Tensor(a!) y, Tensor x, Tensor x_sf, Tensor topk_idx, Tensor topk_weights, "
-    "Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, Tensor l2_weight_sf, "
-    "Tensor(b!)? stats, int buffer_handle, int[] recipe, str activation, float? activation_clamp, "
-    "bool fast_math, str? arch, int? num_sms, str[] override_names, int[] override_values, "
-    "float? timeout_s, int schedule_seed, bool? checked) -> ()",
+    "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
+    "Tensor l2_weight_sf, int buffer_handle, float? activation_clamp=None, *, bool fast_math=True, "
+    "str? arch=None, int? num_sms=None, str[]? override_names=None, int[]? override_values=None, "
+    "float? timeout_s=None, int schedule_seed=0, bool? checked=None, int[] recipe=[1, 1, 32], "
+    "str activation='swiglu', Tensor[]? inputs=None) -> ()",
 )
+_mega_moe_op = torch.ops.deep_moe.mega_moe.default
 
 
 @torch.library.impl("deep_moe::mega_moe", "CompositeExplicitAutograd")
 def _mega_moe(
     y: torch.Tensor,
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    stats: torch.Tensor | None,
     l1_weight: torch.Tensor,
     l1_weight_sf: torch.Tensor,
     l2_weight: torch.Tensor,
     l2_weight_sf: torch.Tensor,
-    stats: torch.Tensor | None,
     buffer_handle: int,
-    recipe: list[int],
-    activation: str,
-    activation_clamp: float | None,
-    fast_math: bool,
-    arch: str | None,
-    num_sms: int | None,
-    override_names: list[str],
-    override_values: list[int],
-    timeout_s: float | None,
-    schedule_seed: int,
-    checked: bool | None,
+    activation_clamp: float | None = None,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    **others: Any,
 ) -> None:
     buffer = SymmBuffer.of_handle(buffer_handle)
-    _take_inputs(buffer, x, x_sf, topk_idx, topk_weights)
-    options = CallOptions(
-        recipe=tuple(recipe),
-        activation=activation,
-        activation_clamp=activation_clamp,
-        fast_math=fast_math,
-        arch=arch,
-        num_sms=num_sms,
-        overrides=tuple(zip(override_names, override_values, strict=True)),
-        timeout_s=timeout_s,
-        schedule_seed=schedule_seed,
-        checked=checked,
-    )
+    if inputs is not None:
+        _take_inputs(buffer, inputs)
+    options = _options(activation_clamp, **others) if others else CallOptions(activation_clamp)
     l1, l2 = (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf)
-    if buffer.is_emulated:
+    if buffer.gpu is None:
         _call_emulated(y, l1, l2, buffer, stats, options)
-    else:
-        _call_cuda(y, l1, l2, buffer, stats, options)
+        return
+    plan, args = prepare_call(y, l1, l2, buffer, stats, options)
+    assert plan.launcher is not None
+    plan.launcher.launch(args, plan.config.num_sms, buffer.gpu.current_stream())
 
 
 @torch.library.register_fake("deep_moe::mega_moe")
-def _mega_moe_fake(*_: Any) -> None:
+def _mega_moe_fake(*_: Any, **__: Any) -> None:
     """The operator only writes to tensors that it is given."""
+
+
+def _options(
+    activation_clamp: float | None,
+    *,
+    override_names: Sequence[str] | None = None,
+    override_values: Sequence[int] | None = None,
+    recipe: Sequence[int] = RECIPE,
+    **others: Any,
+) -> CallOptions:
+    """From arguments of the operator."""
+    overrides = zip(override_names or (), override_values or (), strict=True)
+    return CallOptions(activation_clamp, overrides=tuple(overrides), recipe=tuple(recipe), **others)
+
+
+def prepare_call(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallOptions,
+) -> tuple[CallPlan, KernelArgs]:
+    """Check one rank's arguments and turn them into the kernel's."""
+    buffer.raise_if_unusable()
+    recorder = buffer.recorder
+    y_address = y.data_ptr()
+    key = (
+        options,
+        recorder is None,
+        y_address % _Y_ALIGNMENT,
+        form(y),
+        None if stats is None else form(stats),
+    )
+    plan = buffer.plans.get(key)
+    if plan is None:
+        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options))
+    standing = _standing_args(plan, buffer, (*l1_weights, *l2_weights))
+    if plan.is_checked:
+        _check_expert_ids(buffer, plan.num_tokens)
+
+    args = KernelArgs.from_buffer_copy(standing)
+    args.y = y_address
+    args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
+    args.wait_timeout_ns = plan.wait_timeout_ns
+    args.num_tokens = plan.num_tokens
+    if recorder is not None:
+        args.trace = recorder.attach(plan.config).data_ptr()
+        args.trace_capacity = recorder.capacity
+    return plan, args
 
 
 def prepare_launch(
@@ -234,45 +293,9 @@ def prepare_launch(
     stats: torch.Tensor | None,
     options: CallOptions,
 ) -> MegaMoELaunch:
-    """Check one rank's arguments and turn them into the kernel's."""
-    buffer.raise_if_unusable()
-    shape = buffer.shape
-    arch = _arch(options, buffer)
-    _check_output(y, buffer)
-    _check_weights(l1_weights, l2_weights, buffer, arch)
-    if stats is not None:
-        check_tensor(
-            "cumulative_local_expert_recv_stats",
-            stats,
-            torch.int32,
-            (shape.num_experts_per_rank,),
-            buffer.device,
-        )
-        check_contiguous("cumulative_local_expert_recv_stats", stats)
-    num_tokens = y.shape[0]
-    config = _choose_config(
-        shape,
-        num_tokens,
-        arch,
-        _default_num_sms(buffer, arch) if options.num_sms is None else options.num_sms,
-        options.activation_clamp,
-        options.fast_math,
-        options.overrides,
-        buffer.recorder is not None,
-        None if buffer.is_emulated else _gpu_name(buffer.device.index),
-    )
-    if is_checked(options, buffer):
-        _check_expert_ids(buffer, num_tokens)
-
-    args = KernelArgs.from_buffer_copy(_standing_args(config, buffer, l1_weights, l2_weights))
-    args.y = y.data_ptr()
-    args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
-    args.wait_timeout_ns = round(1e9 * _timeout_s(options, buffer))
-    args.num_tokens = num_tokens
-    if buffer.recorder is not None:
-        args.trace = buffer.recorder.attach(config).data_ptr()
-        args.trace_capacity = buffer.recorder.capacity
-    memory = _memory_regions(y, l1_weights, l2_weights, buffer, stats)
+    """`prepare_call` for the emulator, which wants to know the kernel's memory."""
+    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options)
+    config = plan.config
     return MegaMoELaunch(
         buffer.rank,
         _kernel(config),
@@ -280,7 +303,7 @@ def prepare_launch(
         config.num_threads,
         config.smem_bytes,
         args,
-        memory,
+        _memory_regions(y, l1_weights, l2_weights, buffer, stats),
         config,
     )
 
@@ -339,20 +362,6 @@ def _call_emulated(
     finish_emulated(buffer, options)
 
 
-def _call_cuda(
-    y: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
-    buffer: SymmBuffer,
-    stats: torch.Tensor | None,
-    options: CallOptions,
-) -> None:
-    launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options)
-    with torch.cuda.device(buffer.device):
-        launcher = _cuda_launcher(launch.kernel.key, launch.config, buffer.device.index)
-        launcher.launch(launch.args, launch.num_ctas, torch.cuda.current_stream().cuda_stream)
-
-
 def _agree(launch: MegaMoELaunch, memory: HostMemory, buffer: SymmBuffer) -> None:
     """Compare what must be equal on all ranks with the ranks that have come before. Ranks that come
     later compare for themselves, and stop this one if they must."""
@@ -380,22 +389,52 @@ def _raise_if_different(memory: HostMemory, buffer: SymmBuffer) -> None:
         raise ValueError(difference)
 
 
-def _take_inputs(
-    buffer: SymmBuffer,
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> None:
+def _take_inputs(buffer: SymmBuffer, inputs: Sequence[torch.Tensor]) -> None:
     """Copy inputs that are not the buffer's own views into them."""
-    for own, given in (
-        (buffer.x, x),
-        (buffer.x_sf, x_sf),
-        (buffer.topk_idx, topk_idx),
-        (buffer.topk_weights, topk_weights),
-    ):
+    views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    for own, given in zip(views, inputs, strict=True):
         if own.data_ptr() != given.data_ptr():
             own.copy_(given)
+
+
+def _make_plan(
+    y: torch.Tensor, buffer: SymmBuffer, stats: torch.Tensor | None, options: CallOptions
+) -> CallPlan:
+    """Reads nothing of the tensors but what `prepare_call` looks plans up by."""
+    options.check()
+    arch = _arch(options, buffer)
+    _check_output(y, buffer)
+    if stats is not None:
+        name = "cumulative_local_expert_recv_stats"
+        num_experts = buffer.shape.num_experts_per_rank
+        check_tensor(name, stats, torch.int32, (num_experts,), buffer.device)
+        check_contiguous(name, stats)
+    num_tokens = y.shape[0]
+    config = _choose_config(
+        buffer.shape,
+        num_tokens,
+        arch,
+        _default_num_sms(buffer) if options.num_sms is None else options.num_sms,
+        options.activation_clamp,
+        options.fast_math,
+        options.overrides,
+        buffer.recorder is not None,
+        None if buffer.gpu is None else buffer.gpu.name,
+    )
+    return CallPlan(
+        config=config,
+        tile=(
+            config.arch,
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.store_block_m,
+        ),
+        num_tokens=num_tokens,
+        is_checked=is_checked(options, buffer),
+        wait_timeout_ns=round(1e9 * _timeout_s(options, buffer)),
+        launcher=None if buffer.gpu is None else _cuda_launcher(config, buffer.gpu),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -423,20 +462,15 @@ def _choose_config(
     )
 
 
-@cache
-def _gpu_name(device_index: int) -> str:
-    return torch.cuda.get_device_name(device_index)
-
-
 @lru_cache(maxsize=256)
 def _kernel(config: MegaMoEConfig) -> CompiledKernel:
     return jit.build(config)
 
 
 @lru_cache(maxsize=256)
-def _cuda_launcher(key: str, config: MegaMoEConfig, device_index: int) -> CudaLauncher:
+def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
     """One per kernel and device: a module belongs to the device's context."""
-    return CudaLauncher(
+    return gpu.load(
         _kernel(config),
         num_threads=config.num_threads,
         smem_bytes=config.smem_bytes,
@@ -446,7 +480,7 @@ def _cuda_launcher(key: str, config: MegaMoEConfig, device_index: int) -> CudaLa
 
 def _arch(options: CallOptions, buffer: SymmBuffer) -> str:
     """The architecture that the call runs on; a GPU has one only."""
-    own = weight_arch(buffer.device)
+    own = weight_arch(buffer.device) if buffer.gpu is None else buffer.gpu.arch
     arch = own if options.arch is None else options.arch
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
@@ -455,12 +489,8 @@ def _arch(options: CallOptions, buffer: SymmBuffer) -> str:
     return arch
 
 
-def _default_num_sms(buffer: SymmBuffer, arch: str) -> int:
-    if buffer.is_emulated:
-        return EMULATED_NUM_SMS
-    num_sms = torch.cuda.get_device_properties(buffer.device).multi_processor_count
-    cluster_size = ARCHITECTURES[arch].cluster_size
-    return num_sms // cluster_size * cluster_size
+def _default_num_sms(buffer: SymmBuffer) -> int:
+    return EMULATED_NUM_SMS if buffer.gpu is None else buffer.gpu.num_sms
 
 
 def _timeout_s(options: CallOptions, buffer: SymmBuffer) -> float:
@@ -470,39 +500,53 @@ def _timeout_s(options: CallOptions, buffer: SymmBuffer) -> float:
 
 
 def _standing_args(
-    config: MegaMoEConfig, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair
+    plan: CallPlan, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
 ) -> KernelArgs:
-    """The arguments that do not change from call to call, made once for all they depend on: the
-    tile, and the weights' addresses and strides."""
-    tensors = (*l1_weights, *l2_weights)
+    """The arguments that do not change from call to call, made once for all that they depend on,
+    after a check of the weights. Another tensor at the same address and of the same form, after the
+    first was freed, has the same arguments.
+
+    weights: of both layers, each with its scales. What is returned is not to be written to.
+    """
+    w1, sf1, w2, sf2 = weights
     key = (
-        config.arch,
-        config.block_m,
-        config.store_block_m,
-        *((tensor.data_ptr(), tensor.stride()) for tensor in tensors),
+        plan.tile,
+        *(w1.data_ptr(), w1.shape, w1.stride(), w1.dtype, w1.device),
+        *(sf1.data_ptr(), sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
+        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype, w2.device),
+        *(sf2.data_ptr(), sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
     )
-    known = buffer.standing_args
-    if key not in known:
-        args = KernelArgs()
-        addresses = buffer.memory.addresses
-        own_address = addresses[buffer.rank]
-        if config.arch == "sm_90a":
-            specs = sm90_tensor_maps(config, own_address)
-            for name, address in sm90_weight_pointers(l1_weights, l2_weights).items():
-                setattr(args, name, address)
-        else:
-            specs = sm100_tensor_maps(config, own_address, l1_weights, l2_weights)
-        for name, spec in specs.items():
-            image = spec.encode_emulated() if buffer.is_emulated else spec.encode_cuda()
-            setattr(args, name, TensorMapImage.from_buffer_copy(image))
-        for rank, address in enumerate(addresses):
-            args.rank_buffers[rank] = address
-        args.status = buffer.memory.status_address
-        args.rank_idx = buffer.rank
-        if len(known) >= _MAX_STANDING_ARGS:
-            known.pop(next(iter(known)))
-        known[key] = args
-    return known[key]
+    args = buffer.standing_args.get(key)
+    if args is None:
+        args = buffer.standing_args.put(key, _make_standing_args(plan.config, buffer, weights))
+    return args
+
+
+def _make_standing_args(
+    config: MegaMoEConfig, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
+) -> KernelArgs:
+    expected = WEIGHT_LAYOUTS[config.arch].tensors(buffer.shape)
+    for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
+        check_tensor(name, tensor, dtype, shape, buffer.device)
+    w1, sf1, w2, sf2 = weights
+    args = KernelArgs()
+    addresses = buffer.memory.addresses
+    own_address = addresses[buffer.rank]
+    if config.arch == "sm_90a":
+        specs = sm90_tensor_maps(config, own_address)
+        for name, address in sm90_weight_pointers((w1, sf1), (w2, sf2)).items():
+            setattr(args, name, address)
+    else:
+        specs = sm100_tensor_maps(config, own_address, (w1, sf1), (w2, sf2))
+    for name, spec in specs.items():
+        gpu = buffer.gpu
+        image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
+        setattr(args, name, TensorMapImage.from_buffer_copy(image))
+    for rank, address in enumerate(addresses):
+        args.rank_buffers[rank] = address
+    args.status = buffer.memory.status_address
+    args.rank_idx = buffer.rank
+    return args
 
 
 def _memory_regions(
@@ -512,9 +556,7 @@ def _memory_regions(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
 ) -> tuple[MemoryRegion, ...]:
-    """What the kernel may touch; only the emulator asks."""
-    if not buffer.is_emulated:
-        return ()
+    """What the kernel may touch."""
     memory = buffer.memory
     of_tensor = MemoryRegion.of_tensor
     regions = [
@@ -541,19 +583,20 @@ def _pair(name: str, value: Any) -> Pair:
     require_type(name, value, (tuple, list), allowed)
     if len(value) != 2:
         raise ValueError(f"{name} must be {allowed}; got {len(value)} values")
-    for i in range(2):
-        require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
-    return value[0], value[1]
+    weight, sf = value
+    if not (isinstance(weight, torch.Tensor) and isinstance(sf, torch.Tensor)):
+        for i in range(2):
+            require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
+    return weight, sf
 
 
-def _split_overrides(overrides: Mapping[str, int] | None) -> tuple[list[str], list[int]]:
-    if overrides is None:
-        return [], []
+def check_overrides(overrides: Mapping[str, int]) -> None:
+    """Raise if it is not a dict of ints by name; which names and values are allowed, the config
+    says."""
     require_type("overrides", overrides, dict, "a dict of config fields")
     for name, value in overrides.items():
         require_type("overrides", name, str, "named by str")
         require_type(f"overrides[{name!r}]", value, int, "an int")
-    return list(overrides), list(overrides.values())
 
 
 def _check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
@@ -567,14 +610,7 @@ def _check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
             f"({shape.num_max_tokens_per_rank}) tokens; got {y.shape[0]}"
         )
     check_contiguous("y", y)
-    check_start("y", y, 16)
-
-
-def _check_weights(l1_weights: Pair, l2_weights: Pair, buffer: SymmBuffer, arch: str) -> None:
-    tensors = (*l1_weights, *l2_weights)
-    expected = WEIGHT_LAYOUTS[arch].tensors(buffer.shape)
-    for tensor, (name, (dtype, shape)) in zip(tensors, expected.items(), strict=True):
-        check_tensor(name, tensor, dtype, shape, buffer.device)
+    check_start("y", y, _Y_ALIGNMENT)
 
 
 def _check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:

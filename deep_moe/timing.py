@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import __version__
 from .buffer import get_symm_buffer_for_mega_moe
 from .heuristics import MegaMoEConfig, MoEShape
-from .mega_moe import EMULATED_NUM_SMS, CallOptions, fp8_fp4_mega_moe, prepare_launch
+from .mega_moe import EMULATED_NUM_SMS, CallOptions, fp8_fp4_mega_moe, prepare_call
 from .synthetic import Layer, Tokens
 from .trial import fill_inputs
 from .weights import transform_weights_for_mega_moe
@@ -78,7 +78,8 @@ class TimedLayer:
         options = CallOptions(
             activation_clamp=clamp, arch=self.arch, overrides=tuple((overrides or {}).items())
         )
-        return prepare_launch(self.y, *self.weights, self.buffer, None, options).config
+        plan, _ = prepare_call(self.y, *self.weights, self.buffer, None, options)
+        return plan.config
 
     def close(self) -> None:
         """All ranks together: none takes its memory away while another still uses it."""

@@ -12,7 +12,7 @@ the others collected.
 
 Stamps are counts of an SM's clock. A straight line for each CTA, through pairs of both clocks taken
 at its begin and end, turns them into nanoseconds of the GPU's global clock, and the moment at which
-ranks leave the barrier before pull brings the clocks of several GPUs together. In the emulator
+ranks leave the barrier before combine brings the clocks of several GPUs together. In the emulator
 a nanosecond is a warp instruction, of whichever warp, and all ranks share the clock.
 """
 
@@ -235,35 +235,33 @@ def _spans(records: np.ndarray, clock: _Clock) -> np.ndarray:
 
 # ---- Several ranks -------------------------------------------------------------------------------
 
-_RANK_BARRIERS = (
-    "rank_barrier_before_pull",
-    "rank_barrier_before_combine",
-    "rank_barrier_after_cleanup",
-)
+_RANK_BARRIERS = ("rank_barrier_before_combine", "rank_barrier_after_cleanup")
+# Steps that a rank leaves as soon as all ranks have come to some point.
+_MEETINGS = (*_RANK_BARRIERS, "await_counts")
 
 
 def aligned(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """All ranks on one clock that starts with the first step of any of them."""
     in_order = sorted(ranks, key=lambda rank: rank.rank)
     if not any(rank.is_emulated for rank in in_order):
-        in_order = [rank.shifted(-_barrier_ns(rank, _RANK_BARRIERS[0])) for rank in in_order]
+        in_order = [rank.shifted(-_meeting_ns(rank, _MEETINGS[0])) for rank in in_order]
     begin_ns = min(float(rank.spans["start_ns"].min()) for rank in in_order)
     return [rank.shifted(-begin_ns) for rank in in_order]
 
 
 def alignment_error_ns(ranks: Sequence[RankTrace]) -> float:
-    """How far apart aligned ranks leave the later barriers, which is as far as the alignment can
+    """How far apart aligned ranks leave the other meetings, which is as far as the alignment can
     be trusted."""
     spread = 0.0
-    for barrier in _RANK_BARRIERS[1:]:
-        left = [_barrier_ns(rank, barrier) for rank in ranks]
+    for meeting in _MEETINGS[1:]:
+        left = [_meeting_ns(rank, meeting) for rank in ranks]
         spread = max(spread, max(left) - min(left))
     return spread
 
 
-def _barrier_ns(rank: RankTrace, barrier: str) -> float:
-    """When a rank, that is its CTA 0, leaves a barrier over all ranks."""
-    spans = rank.select("dispatch", barrier)
+def _meeting_ns(rank: RankTrace, meeting: str) -> float:
+    """When a rank, that is its CTA 0, leaves a step that waits for all ranks."""
+    spans = rank.select("dispatch", meeting)
     return float(spans["end_ns"][spans["cta"] == 0][0])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from .buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from .emulated_ranks import EmulatedRanks
 from .heuristics import MoEShape
 from .mega_moe import fp8_fp4_mega_moe
+from .rank_processes import run_on_ranks
 from .synthetic import Layer, Tokens
-from .weights import transform_weights_for_mega_moe
+from .trace import RankTrace, record
+from .weights import MegaMoEWeights, transform_weights_for_mega_moe
 
 
 @dataclass(frozen=True)
@@ -31,23 +34,17 @@ def run_emulated_ranks(
     shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], **call: Any
 ) -> list[RankOutput]:
     """All ranks in this process. `call`: keyword arguments of `EmulatedRanks.call`."""
-    weights = [
-        transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks), arch=call.get("arch"))
-        for rank in range(shape.num_ranks)
-    ]
-    with EmulatedRanks(
-        shape.num_ranks,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-    ) as ranks:
-        for buffer, own in zip(ranks.buffers, tokens, strict=True):
-            fill_inputs(buffer, own)
-        outputs = [_empty_output(shape, own, torch.device("cpu")) for own in tokens]
-        ranks.call([o.y for o in outputs], weights, [o.stats for o in outputs], **call)
-    return outputs
+    with _emulated_ranks(shape, tokens) as ranks:
+        return _call_emulated_ranks(ranks, layer, tokens, call)
+
+
+def trace_emulated_ranks(
+    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], **call: Any
+) -> list[RankTrace]:
+    """What `run_emulated_ranks` does, recorded."""
+    with _emulated_ranks(shape, tokens) as ranks, record(*ranks.buffers) as recorders:
+        _call_emulated_ranks(ranks, layer, tokens, call)
+        return [recorder.collect() for recorder in recorders]
 
 
 def run_processes(
@@ -58,19 +55,46 @@ def run_processes(
     call: keyword arguments of `fp8_fp4_mega_moe`. If one rank fails, the others are ended, and the
     error holds its traceback.
     """
+    return _run_in_processes(_run_rank, shape, layer, tokens, device, call)
+
+
+def trace_processes(
+    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], *, num_warmup: int, **call: Any
+) -> list[RankTrace]:
+    """What `run_processes` does on GPUs, recorded after `num_warmup` more calls."""
+    trace_rank = partial(_trace_rank, num_warmup=num_warmup)
+    return _run_in_processes(trace_rank, shape, layer, tokens, "cuda", call)
+
+
+def _run_in_processes(
+    rank_function: Callable[..., Any],
+    shape: MoEShape,
+    layer: Layer,
+    tokens: Sequence[Tokens],
+    device: str,
+    call: Mapping[str, Any],
+) -> list[Any]:
+    """What `rank_function` returns on each rank."""
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus < shape.num_ranks:
         raise ValueError(
             f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
         )
     with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
-        torch.multiprocessing.spawn(
-            _run_rank,
-            args=(shape, layer, list(tokens), device, call, folder),
-            nprocs=shape.num_ranks,
+        run_on_ranks(
+            _rank_process,
+            shape.num_ranks,
+            device,
+            rank_function,
+            shape,
+            layer,
+            list(tokens),
+            call,
+            folder,
         )
         return [
-            RankOutput(**torch.load(_output_file(folder, rank))) for rank in range(shape.num_ranks)
+            torch.load(_output_file(folder, rank), weights_only=False)
+            for rank in range(shape.num_ranks)
         ]
 
 
@@ -83,48 +107,87 @@ def fill_inputs(buffer: SymmBuffer, tokens: Tokens) -> None:
     buffer.topk_weights[:n].copy_(tokens.topk_weights)
 
 
-def _run_rank(
-    rank: int,
+def _emulated_ranks(shape: MoEShape, tokens: Sequence[Tokens]) -> EmulatedRanks:
+    """With their inputs."""
+    ranks = EmulatedRanks(
+        shape.num_ranks,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
+    )
+    for buffer, own in zip(ranks.buffers, tokens, strict=True):
+        fill_inputs(buffer, own)
+    return ranks
+
+
+def _call_emulated_ranks(
+    ranks: EmulatedRanks, layer: Layer, tokens: Sequence[Tokens], call: Mapping[str, Any]
+) -> list[RankOutput]:
+    shape = ranks.shape
+    weights = [
+        transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks), arch=call.get("arch"))
+        for rank in range(shape.num_ranks)
+    ]
+    outputs = [_empty_output(shape, own, torch.device("cpu")) for own in tokens]
+    ranks.call([o.y for o in outputs], weights, [o.stats for o in outputs], **call)
+    return outputs
+
+
+def _rank_process(
+    device: torch.device,
+    rank_function: Callable[..., Any],
     shape: MoEShape,
     layer: Layer,
     tokens: Sequence[Tokens],
-    device_type: str,
     call: Mapping[str, Any],
     folder: str,
 ) -> None:
-    torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=shape.num_ranks,
+    """Saves what `rank_function` returns of this rank."""
+    rank = dist.get_rank()
+    buffer = get_symm_buffer_for_mega_moe(
+        dist.group.WORLD,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
     )
-    try:
-        buffer = get_symm_buffer_for_mega_moe(
-            dist.group.WORLD,
-            shape.num_experts,
-            shape.num_max_tokens_per_rank,
-            shape.num_topk,
-            shape.hidden,
-            shape.intermediate_hidden,
-        )
-        l1, l2 = (
-            (pair.weight.to(device), pair.sf.to(device))
-            for pair in layer.of_rank(rank, shape.num_ranks)
-        )
-        weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"))
-        fill_inputs(buffer, tokens[rank])
-        output = _empty_output(shape, tokens[rank], device)
-        fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
-        buffer.memory.synchronize()
-        buffer.raise_if_failed()
-        torch.save({"y": output.y.cpu(), "stats": output.stats.cpu()}, _output_file(folder, rank))
-        dist.barrier()  # no rank takes its memory away while another still reads it
-    finally:
-        dist.destroy_process_group()
+    l1, l2 = (
+        (pair.weight.to(device), pair.sf.to(device))
+        for pair in layer.of_rank(rank, shape.num_ranks)
+    )
+    weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"))
+    fill_inputs(buffer, tokens[rank])
+    value = rank_function(buffer, weights, _empty_output(shape, tokens[rank], device), call)
+    torch.save(value, _output_file(folder, rank))
+    dist.barrier()  # no rank takes its memory away while another still reads it
+
+
+def _run_rank(
+    buffer: SymmBuffer, weights: MegaMoEWeights, output: RankOutput, call: Mapping[str, Any]
+) -> RankOutput:
+    fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+    buffer.memory.synchronize()
+    buffer.raise_if_failed()
+    return RankOutput(output.y.cpu(), output.stats.cpu())
+
+
+def _trace_rank(
+    buffer: SymmBuffer,
+    weights: MegaMoEWeights,
+    output: RankOutput,
+    call: Mapping[str, Any],
+    *,
+    num_warmup: int,
+) -> RankTrace:
+    token = torch.zeros(1, device=buffer.device)
+    with record(buffer) as (recorder,):
+        for _ in range(num_warmup + 1):
+            dist.all_reduce(token)  # so that ranks begin together
+            fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+        return recorder.collect()
 
 
 def _empty_output(shape: MoEShape, tokens: Tokens, device: torch.device) -> RankOutput:

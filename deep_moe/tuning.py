@@ -224,9 +224,7 @@ def tune_size(
 
 def tuned_layer(plan: TuningPlan, result: SizeResult, facts: Mapping[str, Any]) -> TunedLayer:
     """A result as tables hold it. facts: of the machine."""
-    key = TunedLayerKey.of(
-        plan.shape, device=facts["gpu"], arch=plan.arch, num_sms=facts["num_sms"]
-    )
+    key = TunedLayerKey.of(plan.shape, device=facts["gpu"], arch=plan.arch, num_sms=plan.num_sms)
     finalist = result.finalist
     if finalist is None or not finalist.is_entry:
         return TunedLayer(key, (result.num_tokens,), ())
@@ -303,7 +301,7 @@ def tune_on_rank(device: torch.device, plan: TuningPlan) -> None:
     """One process: all sizes there is time for. Rank 0 puts each into the table at once."""
     rank = dist.get_rank()
     facts = machine(device, plan.commit)
-    require_equal({"GPU": facts["gpu"], "num_sms": facts["num_sms"]}, _world())
+    require_equal({"the GPU": facts["gpu"], "its SMs": facts["num_sms"]}, _world())
     weights = rank_layer(plan.shape, rank, plan.seed, device)
     layer = TimedLayer(plan.shape, weights, device, arch=plan.arch)
     del weights

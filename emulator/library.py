@@ -126,6 +126,7 @@ def load() -> ctypes.CDLL:
         "dm_error": (text, [handle]),
         "dm_set_residency": (None, [handle, u32]),
         "dm_set_hopper_fp8_sums": (None, [handle, integer]),
+        "dm_set_strict_tcgen05": (None, [handle, integer]),
         "dm_set_schedule": (None, [handle, integer]),
         "dm_set_collects_findings": (None, [handle, integer]),
         "dm_num_findings": (u32, [handle]),

@@ -43,7 +43,10 @@ class Machine:
     ever run one rank, or the warps of one index in all CTAs, which the seed picks. checks: look for
     data races, missing fences, reads of memory that nobody wrote and the like. stop_at_findings:
     such a finding is an error; otherwise the run goes on and `findings` has them, each pair of
-    source lines once. clock: "virtual"
+    source lines once. strict_tcgen05: ask for tcgen05 fences also where a release and an acquire
+    order finished tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not,
+    and for the warp's quadrant in addresses of tensor memory.
+    clock: "virtual"
     counts instructions, and time leaps when everything waits; "real" is the host's, for kernels
     that talk to other processes. max_resident_ctas: how many CTAs of one grid are there at once.
     hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
@@ -59,6 +62,7 @@ class Machine:
         schedule: Schedule = "random",
         checks: bool = True,
         stop_at_findings: bool = True,
+        strict_tcgen05: bool = False,
         clock: Literal["virtual", "real"] = "virtual",
         max_resident_ctas: int = 4096,
         hopper_fp8_sums: bool = False,
@@ -72,6 +76,7 @@ class Machine:
         self._library.dm_set_residency(self._handle, max_resident_ctas)
         self._library.dm_set_hopper_fp8_sums(self._handle, hopper_fp8_sums)
         self._library.dm_set_schedule(self._handle, SCHEDULES.index(schedule))
+        self._library.dm_set_strict_tcgen05(self._handle, strict_tcgen05)
         self._library.dm_set_collects_findings(self._handle, not stop_at_findings)
 
     def __del__(self) -> None:

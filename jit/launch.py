@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,7 @@ def run_emulated(
         schedule=schedule,
         checks=checks,
         clock=clock,
+        strict_tcgen05=True,
         hopper_fp8_sums=hopper_fp8_sums,
     )
     modules: dict[str, Any] = {}
@@ -103,7 +105,7 @@ def run_emulated(
 
 
 class CudaLauncher:
-    """A kernel loaded into the current CUDA context.
+    """A kernel loaded into the CUDA context that is current when this object is made.
 
     cuda.core loads the module. The launch itself goes through cuda.bindings, because cuda.core
     has no kernel argument that is a struct of 1856 bytes.
@@ -128,7 +130,9 @@ class CudaLauncher:
         self._object_code = ObjectCode.from_cubin(kernel.cubin, name=kernel.name)
         handle = self._object_code.get_kernel(kernel.name).handle
         self._function = driver.CUkernel(int(handle))
-        (status, device) = driver.cuCtxGetDevice()
+        status, self._context = driver.cuCtxGetCurrent()
+        _check(driver, status, "find the current context")
+        status, device = driver.cuCtxGetDevice()
         _check(driver, status, "find the current device")
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -137,27 +141,61 @@ class CudaLauncher:
             device,
         )
         _check(driver, status, f"give the kernel {smem_bytes} bytes of shared memory")
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = 1
-        self._config.blockDimX = num_threads
-        self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = smem_bytes
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._context_address = int(self._context)
+        self._of_thread = _OfThread(driver, num_threads, smem_bytes, is_cooperative)
+
+    def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
+        """Enqueue one call on a stream (a cudaStream_t) of the launcher's context. The arguments
+        are copied. Any thread may call this, whatever context it is in."""
+        driver = self._driver
+        status, context = driver.cuCtxGetCurrent()
+        _check(driver, status, "find the current context")
+        if int(context) == self._context_address:
+            self._enqueue(args, num_ctas, stream)
+            return
+        # The thread works on another device, or has not used CUDA yet.
+        (status,) = driver.cuCtxPushCurrent(self._context)
+        _check(driver, status, "switch to the kernel's context")
+        try:
+            self._enqueue(args, num_ctas, stream)
+        finally:
+            status, _ = driver.cuCtxPopCurrent()
+            _check(driver, status, "switch back from the kernel's context")
+
+    def _enqueue(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
+        config = self._of_thread.config
+        config.gridDimX = num_ctas
+        config.hStream = stream
+        parameters = _ParameterArray(ctypes.addressof(args))
+        (status,) = self._driver.cuLaunchKernelEx(
+            config, self._function, ctypes.addressof(parameters), 0
+        )
+        if status != self._success:
+            _check(self._driver, status, "launch the kernel")
+
+
+_ParameterArray = ctypes.c_void_p * 1
+
+
+class _OfThread(threading.local):
+    """A launch configuration that is prepared once. One per thread: a launch writes its grid and
+    stream into it, and lets other threads run while the driver reads it."""
+
+    def __init__(
+        self, driver: Any, num_threads: int, smem_bytes: int, is_cooperative: bool
+    ) -> None:
+        self.config = driver.CUlaunchConfig()
+        self.config.gridDimY = self.config.gridDimZ = 1
+        self.config.blockDimX = num_threads
+        self.config.blockDimY = self.config.blockDimZ = 1
+        self.config.sharedMemBytes = smem_bytes
         if is_cooperative:
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
-            self._config.attrs = [cooperative]
-            self._config.numAttrs = 1
-
-    def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
-        """Enqueue one call on a stream (a cudaStream_t). The arguments are copied."""
-        self._config.gridDimX = num_ctas
-        self._config.hStream = stream
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        (status,) = self._driver.cuLaunchKernelEx(
-            self._config, self._function, ctypes.addressof(parameters), 0
-        )
-        _check(self._driver, status, "launch the kernel")
+            self.config.attrs = [cooperative]
+            self.config.numAttrs = 1
 
 
 def _check(driver: Any, status: Any, what: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
+import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from deep_moe.tuning import (
     SizeResult,
     TuningPlan,
     candidates,
+    compile_candidates,
     tune_on_rank,
     tune_size,
     tuned_layer,
@@ -131,14 +134,13 @@ def test_only_the_last_run_decides_and_it_has_the_two_alone(plan: TuningPlan):
 
 
 def test_best_values_of_several_fields_are_tried_together(plan: TuningPlan):
+    """The tile apart: other fields follow from it."""
     best = first_values(plan)
-    faster = {("num_experts_per_wave", best["num_experts_per_wave"]): 0.04}
-    faster |= {("num_stages", best["num_stages"]): 0.03}
+    (first, other), *_ = itertools.combinations(set(best) - {"block_m"}, 2)
+    faster = {(first, best[first]): 0.04, (other, best[other]): 0.03}
     result = tune_size(plan, 128, Chip(plan, faster), never)
     assert result.finalist is not None
-    assert result.finalist.overrides == {
-        name: best[name] for name in ("num_experts_per_wave", "num_stages")
-    }
+    assert result.finalist.overrides == {first: best[first], other: best[other]}
 
 
 def test_where_nothing_is_faster_nothing_is_confirmed(plan: TuningPlan):
@@ -167,6 +169,20 @@ def test_all_kernels_of_a_round_are_measured_with_the_formulas(plan: TuningPlan)
     assert formula == plan.formula(128).tunable
     assert others == candidates(plan, 128)
     assert all(set(overrides) <= set(formula) for overrides in others)
+
+
+def test_what_will_be_measured_is_compiled_once(plan: TuningPlan, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        deep_moe.tuning, "build_deployment", lambda uses, on_built: built.extend(uses)
+    )
+    sizes = dataclasses.replace(plan, tokens=(128, 129, 4096))
+    assert compile_candidates(sizes) == len(built)
+    configs = [config for _, _, config in built]
+    assert len(set(configs)) == len(configs)
+    for num_tokens in sizes.tokens:
+        assert plan.formula(num_tokens) in configs
+        assert plan.config(num_tokens, candidates(plan, num_tokens)[-1]) in configs
 
 
 class TestGain:
@@ -255,7 +271,7 @@ def test_a_run_in_the_emulator_measures_every_size_and_writes_the_table(
     plan: TuningPlan, monkeypatch, tmp_path: Path
 ):
     """With fewer candidates and rounds; what it finds is the emulator's."""
-    monkeypatch.setattr(deep_moe.tuning, "candidates", lambda *_: [{"num_experts_per_wave": 1}])
+    monkeypatch.setattr(deep_moe.tuning, "candidates", lambda *_: [{"num_stages": 2}])
     monkeypatch.setattr(deep_moe.tuning, "SEARCH_ROUNDS", (1, 1))
     monkeypatch.setattr(deep_moe.tuning, "CONFIRM_ROUNDS", (2, 2))
     monkeypatch.setattr(deep_moe.tuning, "CALLS_PER_ROUND", 1)

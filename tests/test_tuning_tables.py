@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deep_moe import EmulatedRanks, transform_weights_for_mega_moe
-from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.tuning import TunedLayer, TunedLayerKey, read_table
 from deep_moe.jit.launch import run_emulated
 from deep_moe.mega_moe import CallOptions, finish_emulated, prepare_launch
@@ -81,18 +81,18 @@ def test_ranks_with_different_kernels_work_together(arch: str):
     weights = [
         transform_weights_for_mega_moe(*layer.of_rank(rank, 2), arch=arch) for rank in range(2)
     ]
-    of_ranks = (
-        {"block_m": 16, "num_experts_per_wave": 1, "num_stages": 3},
-        {"block_m": 64, "num_experts_per_wave": 4, "num_stages": 2},
-    )
+    formula = choose_config(shape, 40, arch=arch, num_sms=4)
+    others = {name: values[-1] for name, values in formula.candidates.items()}
+    of_ranks = (formula.tunable, others)
     with EmulatedRanks(2, 8, 40, 3, 256, 256) as ranks:
         launches = []
         for rank, overrides in enumerate(of_ranks):
             fill_inputs(ranks.buffers[rank], tokens[rank])
             options = CallOptions(arch=arch, overrides=tuple(overrides.items()))
             launch = prepare_launch(ys[rank], *weights[rank], ranks.buffers[rank], None, options)
-            assert launch.config.tunable == overrides
             launches.append(launch)
+        first, second = (launch.config.tunable for launch in launches)
+        assert all(first[name] != second[name] for name in first)
         run_emulated(launches, seed=1, checks=True, clock="virtual")
         for buffer in ranks.buffers:
             finish_emulated(buffer, options)

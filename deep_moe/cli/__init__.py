@@ -11,7 +11,7 @@ import sys
 import typer
 
 from ..errors import DeepMoEError
-from . import cache, config, doctor, fuzz, run, tune, warmup
+from . import cache, config, doctor, fuzz, run, trace, tune, warmup
 from .output import print_error
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("config")(config.config)
 app.command("fuzz")(fuzz.fuzz)
+app.command("trace")(trace.trace)
 app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)
 app.add_typer(cache.app, name="cache")

@@ -67,17 +67,16 @@ def tune(
 
     from rich.progress import Progress
 
+    from deep_moe.gpu import gpu_of
     from deep_moe.heuristics import ARCHITECTURES
     from deep_moe.tuning import TuningPlan, compile_candidates
     from deep_moe.tuning import tune as measure
     from deep_moe.tuning_tables import user_table_path
-    from deep_moe.weights import weight_arch
 
-    device = torch.device("cuda", 0)
-    arch = weight_arch(device)
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"{torch.cuda.get_device_name(device)} ({arch}) has no fused kernel")
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = gpu_of(torch.device("cuda", 0))
+    assert gpu is not None
+    if gpu.arch not in ARCHITECTURES:
+        raise ValueError(f"there is no fused kernel for {gpu.name} ({gpu.arch})")
     path = table or user_table_path()
     with tempfile.TemporaryDirectory(prefix="deep_moe_tune_") as folder:
         plan = TuningPlan(
@@ -94,8 +93,8 @@ def tune(
             ends=started + budget,
             table=path,
             results=Path(folder, "results.json"),
-            arch=arch,
-            num_sms=num_sms // ARCHITECTURES[arch].cluster_size * ARCHITECTURES[arch].cluster_size,
+            arch=gpu.arch,
+            num_sms=gpu.num_sms,
             clamp=clamp,
             commit=commit,
         )

@@ -60,6 +60,10 @@ EXPORT void dm_set_hopper_fp8_sums(Handle* h, int on) {
     h->machine.hopper_fp8_sums = on != 0;
 }
 
+EXPORT void dm_set_strict_tcgen05(Handle* h, int on) {
+    h->machine.strict_tcgen05 = on != 0;
+}
+
 EXPORT void dm_set_schedule(Handle* h, int schedule) {
     h->machine.schedule = Schedule(schedule);
 }

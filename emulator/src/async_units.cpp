@@ -18,19 +18,6 @@ State& unit_state(Cta& cta, Unit unit) {
 
 }  // namespace
 
-void CtaWindow::check_fences(uint32_t address, uint32_t num_bytes) const {
-    for (uint32_t i = address; i < address + num_bytes; ++i) {
-        if (!(cta_.shadow[i] & 2)) continue;
-        cta_.machine->find(FaultKind::race, [&] {
-            return format(
-                "%s at shared offset 0x%x: warp %u of CTA %u wrote byte 0x%x with an ordinary "
-                "store and has not executed fence.proxy.async since",
-                what_, address, cta_.shadow[i] >> 2, cta_.index, i);
-        });
-        break;
-    }
-}
-
 SharedPlace shared_place(const Warp& w, Space space, uint64_t address, int lane) {
     const auto shown = static_cast<unsigned long long>(address);
     if (space == Space::generic) {

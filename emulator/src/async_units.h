@@ -29,11 +29,11 @@ Cta& cluster_cta(Cta& cta, uint32_t rank, const char* what);
 
 class CtaWindow final : public SharedWindow {
  public:
-    CtaWindow(Cta& cta, const char* what, bool checks_fences = true)
-        : cta_(cta), what_(what), checks_fences_(checks_fences && cta.machine->checks) {}
+    CtaWindow(Cta& cta, const char* what, bool is_access = true)
+        : cta_(cta), what_(what), is_watched_(is_access && cta.machine->races) {}
     const uint8_t* read(uint32_t address, uint32_t num_bytes) override {
-        if (checks_fences_ && cta_.machine->races) note(address, num_bytes, Access::read);
-        // Operands are read 16 bytes at a time: both checks for those without a loop.
+        if (is_watched_) note(address, num_bytes, Access::read);
+        // Operands are read 16 bytes at a time: the check for those without a loop.
         if (num_bytes == 16 && address >= shared_base && address + 16 <= cta_.shared_end) {
             uint64_t shadow[2];
             std::memcpy(shadow, cta_.shadow.data() + address, 16);
@@ -42,9 +42,8 @@ class CtaWindow final : public SharedWindow {
                 return reinterpret_cast<const uint8_t*>(cta_.shared + address);
             }
         }
-        const std::byte* at = cta_.shared_at(address, num_bytes, Access::read, what_);
-        if (checks_fences_) check_fences(address, num_bytes);
-        return reinterpret_cast<const uint8_t*>(at);
+        return reinterpret_cast<const uint8_t*>(
+            cta_.shared_at(address, num_bytes, Access::read, what_));
     }
     uint8_t* write(uint32_t address, uint32_t num_bytes) override {
         if (cta_.machine->races) note(address, num_bytes, Access::write);
@@ -53,10 +52,9 @@ class CtaWindow final : public SharedWindow {
 
  private:
     void note(uint32_t address, uint32_t num_bytes, Access access);
-    void check_fences(uint32_t address, uint32_t num_bytes) const;
     Cta& cta_;
     const char* what_;
-    bool checks_fences_;
+    bool is_watched_;  // by the race detector
 };
 
 class RankMemory final : public GlobalMemory {

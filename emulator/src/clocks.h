@@ -15,6 +15,11 @@ struct Clock {
         if (moments[agent] < moment) moments[agent] = moment;
     }
     void join(const Clock& other);
+    bool covers(const Clock& other) const {
+        for (uint32_t i = 0; i < other.moments.size(); ++i)
+            if (other.moments[i] > at(i)) return false;
+        return true;
+    }
 };
 
 struct View {
@@ -22,7 +27,8 @@ struct View {
     Clock async_shared;  // ordinary accesses ordered before asynchronous ones, in shared memory
     Clock async_global;  // the same in global memory
     Clock overwritable;  // reads that asynchronous writes may follow: handed over by an mbarrier
-    Clock tensor;        // tcgen05 operations that fence::before_thread_sync has covered
+    Clock tensor;  // tcgen05 operations before a fence::before_thread_sync, finished ones before a
+                   // release
     void join(const View& other);
 };
 

@@ -26,8 +26,20 @@ struct BFloat {
     }
 };
 
+// What the hardware writes for NaN.
+template <class T>
+T canonical_nan();
+template <>
+inline float canonical_nan<float>() {
+    return std::bit_cast<float>(0x7fffffffu);
+}
+
 inline float flush(float value) {
     return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
+}
+
+inline Half flush(Half value) {
+    return value.bits & 0x7c00 ? value : Half{uint16_t(value.bits & 0x8000)};
 }
 
 // The floating halves of instructions that exist for integers too. Each decodes the whole

@@ -154,10 +154,9 @@ Flow cluster_arrive(Warp& w, const Op& op) {
     w.cluster_arrived |= w.exec;
     w.cluster_generation = c.generation;
     c.arrived += uint32_t(__builtin_popcount(w.exec));
-    if (w.machine->races && op.aux) w.machine->races->arrive(w, c.order);
-    // fence.mbarrier_init releases what it covers, also through a relaxed arrival.
-    if (w.machine->races && !op.aux && w.clock->barrier_inits_fenced)
-        c.order.arriving.seen.raise(w.clock->agent, w.clock->barrier_inits_fenced - 1);
+    if (w.machine->races)
+        op.aux ? w.machine->races->arrive(w, c.order)
+               : w.machine->races->arrive_relaxed(w, c.order);
     complete_if_all(*w.machine, c);
     return Flow::next;
 }
@@ -196,7 +195,6 @@ Flow fence(Warp& w, const Op& op) {
 constexpr uint64_t covers_shared = 1, covers_global = 2;
 
 Flow fence_async(Warp& w, const Op& op) {
-    if (op.aux & covers_shared) w.fence_async_proxy();
     if (w.machine->races)
         w.machine->races->fence_async(w, op.aux & covers_shared, op.aux & covers_global);
     return Flow::next;

@@ -288,10 +288,11 @@ AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta
 std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
     BulkThread& thread = bulk_state(*w.cta).threads[thread_in_cta(w, lane)];
     if (w.machine->races && !thread.read_agent) {
-        thread.read_agent =
-            w.machine->races->new_agent(*w.cta, "reads of bulk groups of warp", w.index);
+        RaceDetector& races = *w.machine->races;
+        const uint32_t index = thread_in_cta(w, lane), warp = w.clock->agent;
+        thread.read_agent = races.new_agent(*w.cta, "reads of bulk groups of thread", index, warp);
         thread.write_agent =
-            w.machine->races->new_agent(*w.cta, "writes of bulk groups of warp", w.index);
+            races.new_agent(*w.cta, "writes of bulk groups of thread", index, warp);
     }
     auto group = thread.open;
     ++group->unread;

@@ -57,14 +57,60 @@ T directed(long double exact, Rounding rounding) {
     }
 }
 
+// A NaN of a shorter format with the same sign and payload in 64 bits.
+uint64_t nan_to_64(uint64_t bits, int mantissa_bits, int sign_bit) {
+    const uint64_t payload = bits & ((uint64_t(1) << mantissa_bits) - 1);
+    return (bits >> sign_bit) << 63 | uint64_t(0x7ff) << 52 | payload << (52 - mantissa_bits);
+}
+
 // An integer as a double whose last bit says whether anything was cut off, so that a second
 // rounding is right.
 template <class S>
 double with_sticky_bit(S a) {
-    if constexpr (sizeof(S) < 8)
-        return double(a);
-    else
-        return double((a >> 12) | S((a & 0xfff) != 0)) * 4096.0;
+    const double value = double(a);
+    if (sizeof(S) < 8 || std::fabs(value) < 0x1p52) return value;
+    return double((a >> 12) | S((a & 0xfff) != 0)) * 4096.0;
+}
+
+// The hardware's NaN. Conversions from and to .f64 keep sign and payload and quiet it, those from
+// .f32 and .f16 to shorter types have one result, and a mere copy changes nothing.
+template <class D, class S>
+D converted_nan(S a, uint64_t aux) {
+    constexpr bool wide = std::is_same_v<S, double> || std::is_same_v<D, double>;
+    const bool flushed = std::is_same_v<S, float> && (aux & flush_bit);
+    if constexpr (std::is_same_v<S, BFloat> && std::is_same_v<D, float>) {
+        return std::bit_cast<float>(uint32_t(a.bits) << 16);
+    } else if constexpr (!wide) {
+        if constexpr (std::is_same_v<S, D>) {
+            if (!flushed && (aux >> integral_shift) == 0) return a;
+        }
+        if constexpr (std::is_same_v<D, float>)
+            return canonical_nan<float>();
+        else
+            return {0x7fff};
+    } else {
+        // As if .f64 were the longest: the top of the payload fits into all of them.
+        uint64_t bits;
+        if constexpr (std::is_same_v<S, double>)
+            bits = std::bit_cast<uint64_t>(a);
+        else if constexpr (std::is_same_v<S, float>)
+            bits = nan_to_64(flushed ? 0x7fffffff : std::bit_cast<uint32_t>(a), 23, 31);
+        else
+            bits = nan_to_64(a.bits, std::is_same_v<S, Half> ? 10 : 7, 15);
+        if constexpr (std::is_same_v<S, D>) {
+            if ((aux >> integral_shift) == 0) return a;
+        }
+        bits |= uint64_t(1) << 51;
+        if constexpr (std::is_same_v<D, double>)
+            return std::bit_cast<double>(bits);
+        else if constexpr (std::is_same_v<D, float>)
+            return std::bit_cast<float>(uint32_t(bits >> 32 & 0x80000000) | 0x7f800000 |
+                                        uint32_t(bits >> 29 & 0x7fffff));
+        else if constexpr (std::is_same_v<D, Half>)
+            return {uint16_t((bits >> 48 & 0x8000) | 0x7c00 | (bits >> 42 & 0x3ff))};
+        else
+            return {uint16_t((bits >> 48 & 0x8000) | 0x7f80 | (bits >> 45 & 0x7f))};
+    }
 }
 
 // ---- scalars. A wide value of the source, converted to the destination.
@@ -82,8 +128,9 @@ D convert_value(S a, uint64_t aux) {
     } else if constexpr (from_integer) {
         if constexpr (std::is_same_v<D, Half> || std::is_same_v<D, BFloat>) {
             const FloatFormat& format = std::is_same_v<D, Half> ? f16_format : bf16_format;
-            return {
-                uint16_t(encode(format, with_sticky_bit(a), rounding_of(aux), overflow_of(aux)))};
+            double value = with_sticky_bit(a);
+            if (aux & saturate_bit) value = std::clamp(value, 0.0, 1.0);
+            return {uint16_t(encode(format, value, rounding_of(aux), overflow_of(aux)))};
         } else {
             D value = directed<D>(static_cast<long double>(a), rounding_of(aux));
             if (aux & saturate_bit) value = value > 0 ? (value < 1 ? value : D(1)) : D(0);
@@ -93,7 +140,10 @@ D convert_value(S a, uint64_t aux) {
         double value = std::is_same_v<S, double> ? double(a) : double(float(a));
         if (std::is_same_v<S, float> && (aux & flush_bit)) value = flush(float(value));
         if constexpr (to_integer) {
-            if (std::isnan(value)) return 0;
+            if (std::isnan(value)) {
+                constexpr bool top_bit = sizeof(D) == 8 || std::is_same_v<S, double>;
+                return top_bit ? D(uint64_t(1) << (sizeof(D) * 8 - 1)) : D(0);
+            }
             value = round_integral(value, (aux >> integral_shift) & 7);
             constexpr D low = std::numeric_limits<D>::min(), high = std::numeric_limits<D>::max();
             if (value <= double(low)) return low;
@@ -103,6 +153,7 @@ D convert_value(S a, uint64_t aux) {
             value = round_integral(value, (aux >> integral_shift) & 7);
             if (aux & saturate_bit) value = value > 0 ? (value < 1 ? value : 1) : 0;
             if (aux & relu_bit) value = std::isnan(value) ? value : value > 0 ? value : 0;
+            if (std::isnan(value)) return converted_nan<D>(a, aux);
             if constexpr (std::is_same_v<D, double>) {
                 return value;
             } else if constexpr (std::is_same_v<D, float>) {
@@ -110,7 +161,6 @@ D convert_value(S a, uint64_t aux) {
                                                          : float(value);
                 return aux & flush_bit ? flush(result) : result;
             } else {
-                if (std::isnan(value)) return {0x7fff};
                 const FloatFormat& format = std::is_same_v<D, Half> ? f16_format : bf16_format;
                 return {uint16_t(encode(format, value, rounding_of(aux), overflow_of(aux)))};
             }
@@ -267,6 +317,11 @@ Flow repack_two(Warp& w, const Op& op) {
 
 Flow to_tf32(Warp& w, const Op& op) {
     return map1<uint32_t, float>(w, op, [&](float a) {
+        // Ties away are rounded before anything looks for NaN: one of small payload is an infinity.
+        if (rounding_of(op.aux) == Rounding::nearest_away && std::isnan(a)) {
+            const uint32_t code = (std::bit_cast<uint32_t>(a) + 0x1000) & ~0x1fffu;
+            if ((code & 0x7fffffff) == 0x7f800000) a = std::bit_cast<float>(code);
+        }
         if (op.aux & relu_bit) a = std::isnan(a) ? a : a > 0 ? a : 0;
         return float_to_tf32(a, rounding_of(op.aux), overflow_of(op.aux));
     });

@@ -22,7 +22,9 @@ void wake_if(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
     cta.machine->wake(cta.mbarrier_waiters);
 }
 
-constexpr uint64_t cluster_scope = 1 << 8;  // aux: the arrival releases at cluster scope
+// aux
+constexpr uint64_t cluster_scope = 1 << 8;
+constexpr uint64_t relaxed = 1 << 9;  // neither releases nor acquires
 
 Flow init(Warp& w, const Op& op) {
     auto count = w.in<uint32_t>(op.operands[1]);
@@ -53,7 +55,12 @@ Flow arrive(Warp& w, const Op& op) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, barrier.phase);
-        if (w.machine->races) w.machine->races->arrive(w, *at.cta, barrier, op.aux & cluster_scope);
+        if (w.machine->races) {
+            if (op.aux & relaxed)
+                w.machine->races->arrive_relaxed(w, *at.cta, barrier);
+            else
+                w.machine->races->arrive(w, *at.cta, barrier, op.aux & cluster_scope);
+        }
         bool complete = false;
         switch (kind) {
             case Arrival::plain:
@@ -105,7 +112,7 @@ uint32_t test(Warp& w, const Op& op, bool by_parity) {
         if (complete) {
             // All lanes look at one barrier as a rule.
             if (w.machine->races && (!done || at.offset != last)) {
-                w.machine->races->wait(w, *at.cta, barrier);
+                w.machine->races->wait(w, *at.cta, barrier, !(op.aux & relaxed));
                 last = at.offset;
             }
             done |= 1u << lane;
@@ -153,11 +160,11 @@ Flow try_wait(Warp& w, const Op& op) {
     return Flow::yield;
 }
 
-// True for cluster scope.
-bool take_order(Decoder& d) {
-    const bool cluster = d.take("cluster");
-    d.ignore({"release", "acquire", "relaxed", "cta", "b64"});
-    return cluster;
+uint64_t take_order(Decoder& d) {
+    const uint64_t order =
+        (d.take("cluster") ? cluster_scope : 0) | (d.take("relaxed") ? relaxed : 0);
+    d.ignore({"release", "acquire", "cta", "b64"});
+    return order;
 }
 
 void decode_init(Decoder& d) {
@@ -179,7 +186,7 @@ void decode_arrive(Decoder& d, bool drop) {
     const bool expect = d.take("expect_tx");
     d.ignore({"noComplete"});
     const Space space = d.take_space();
-    const bool at_cluster_scope = take_order(d);
+    const uint64_t order = take_order(d);
     d.expect_operands(expect ? 3 : 2, 3);
     const Operand state = d.destination(0, Type::b64);
     if (space == Space::shared_cluster && !state.sink)
@@ -187,8 +194,7 @@ void decode_arrive(Decoder& d, bool drop) {
     const Operand value = d.num_operands() == 3 ? d.source(2, Type::u32) : d.constant(1);
     const Body body = drop ? (expect ? arrive<Arrival::drop_and_expect> : arrive<Arrival::drop>)
                            : (expect ? arrive<Arrival::expect> : arrive<Arrival::plain>);
-    d.emit(body, {state, d.address(1), value},
-           uint64_t(space) | (at_cluster_scope ? cluster_scope : 0));
+    d.emit(body, {state, d.address(1), value}, uint64_t(space) | order);
 }
 
 void decode_plain_arrive(Decoder& d) {
@@ -216,14 +222,14 @@ void decode_wait(Decoder& d, bool suspends) {
     const bool by_parity = d.take("parity");
     const Space space = d.take_space();
     if (space == Space::shared_cluster) d.invalid("waits reach only the own CTA");
-    take_order(d);
+    const uint64_t order = take_order(d);
     d.expect_operands(3, suspends ? 4 : 3);
     const Operand done = d.destination(0, Type::pred);
     const Operand address = d.address(1), value = d.source(2, by_parity ? Type::u32 : Type::b64);
     const Operand limit = d.num_operands() == 4 ? d.source(3, Type::u32) : d.constant(0);
     const Body body = suspends ? (by_parity ? try_wait<true> : try_wait<false>)
                                : (by_parity ? test_wait<true> : test_wait<false>);
-    d.emit(body, {done, address, value, limit}, uint64_t(space));
+    d.emit(body, {done, address, value, limit}, uint64_t(space) | order);
 }
 
 void decode_test_wait(Decoder& d) {

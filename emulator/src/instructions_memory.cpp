@@ -67,7 +67,7 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
             !(offset & (bytes - 1))) {
             uint8_t* shadow = cta.shadow.data() + offset;
             if (access == Access::write) {
-                w.note_store(offset, bytes);
+                std::memset(shadow, 1, bytes);
                 return cta.shared + offset;
             }
             bool written = true;

@@ -499,8 +499,9 @@ struct TransferForm {
 // threads.
 template <class F>
 void for_each_cell(const Warp& w, const TransferForm& form, uint32_t address, F f) {
-    check_tmem_address(form.shape, address, w.index);
-    const uint32_t first_lane = address >> 16, first_column = address & 0xffff;
+    const uint32_t first_lane =
+        tmem_first_lane(form.shape, address, w.index, w.machine->strict_tcgen05);
+    const uint32_t first_column = address & 0xffff;
     for (uint32_t i = 0; i < form.num_registers; ++i) {
         w.for_each_lane([&](int lane) {
             const TmemCell cell = tmem_cell(form.shape, uint32_t(lane), i, form.half_offset);
@@ -513,7 +514,7 @@ void for_each_cell(const Warp& w, const TransferForm& form, uint32_t address, F 
 void note_transfer(Warp& w, const TransferForm& form, uint32_t address, bool is_load) {
     RaceDetector* races = w.machine->races.get();
     if (!races) return;
-    check_tmem_address(form.shape, address, w.index);
+    tmem_first_lane(form.shape, address, w.index, w.machine->strict_tcgen05);
     uint32_t end = 0;
     for (uint32_t lane = 0; lane < warp_size; ++lane) {
         const TmemCell cell = tmem_cell(form.shape, lane, form.num_registers - 1, form.half_offset);

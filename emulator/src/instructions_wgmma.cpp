@@ -41,7 +41,7 @@ WarpState& warp_state(Warp& w) {
 uint64_t digest_of(Cta& cta, const Operands& o) {
     static thread_local std::vector<uint8_t> bytes;
     bytes.resize(size_t(o.num_rows) * o.row_bytes);
-    CtaWindow window(cta, "wgmma operand", /*checks_fences=*/false);
+    CtaWindow window(cta, "wgmma operand", /*is_access=*/false);
     gather_operand(window, o.descriptor, o.mn_major, o.num_rows, o.row_bytes, o.element_bytes,
                    bytes.data());
     uint64_t digest = 0xcbf29ce484222325ull;

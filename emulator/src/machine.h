@@ -196,9 +196,6 @@ struct Warp {
 
     // Host address of `bytes` bytes for an access by `lane`, after every check; throws Fault.
     std::byte* resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane);
-    // An ordinary store to the own CTA's shared memory: asynchronous readers need a proxy fence.
-    inline void note_store(uint32_t offset, uint32_t bytes);
-    void fence_async_proxy();
 
     // Waits: `return w.block(queue, "mbarrier %llx", a)`. Run again after `Machine::wake(queue)`,
     // or at `deadline` (0: never).
@@ -218,9 +215,6 @@ struct Warp {
     uint64_t polls = 0;                // loads that may be polls, failed waits, clock reads
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
-    // Shared offsets between which this warp has ordinary stores that no fence.proxy.async
-    // followed.
-    uint32_t unfenced_begin = ~0u, unfenced_end = 0;
     std::vector<std::byte> registers;
     std::vector<uint32_t> special;
     std::vector<std::byte> local;                              // lane-major
@@ -270,9 +264,7 @@ struct Cta {
     std::byte* shared = nullptr;
     uint32_t shared_end = 0;  // first offset past the end
     std::vector<std::byte> shared_storage;
-    // bit 0: written; bit 1: by an ordinary store of the warp in bits 7..2 that no proxy fence
-    // followed
-    std::vector<uint8_t> shadow;
+    std::vector<uint8_t> shadow;  // 1: written
     // Last accesses, for races: of shared memory by 4 bytes, of tensor memory by column and
     // quadrant.
     std::vector<Cell> cells, tensor_cells;
@@ -294,12 +286,6 @@ struct Cta {
     // Checked access to this CTA's shared memory by offset. `what` words the error.
     std::byte* shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what);
 };
-
-inline void Warp::note_store(uint32_t offset, uint32_t bytes) {
-    std::memset(cta->shadow.data() + offset, int(3 | index << 2), bytes);
-    if (offset < unfenced_begin) unfenced_begin = offset;
-    if (offset + bytes > unfenced_end) unfenced_end = offset + bytes;
-}
 
 enum class Unit : int { mbarrier, bulk_copy, tensor_memory, matrix };
 
@@ -356,6 +342,7 @@ struct Machine {
     // ---- what bodies use
     bool checks = true;
     std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
+    bool strict_tcgen05 = false;          // PTX's canonical patterns and addresses are asked for
     bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
     // What a check found that execution does not depend on: thrown, or collected. `text` makes the
     // message; `other` is the instruction besides the one that runs, if there is one.

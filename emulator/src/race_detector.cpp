@@ -38,8 +38,8 @@ RaceDetector::RaceDetector(Machine& machine, bool watches_global)
     split_cells_.emplace_back();
 }
 
-uint32_t RaceDetector::new_agent(const Cta& cta, const char* what, uint32_t number) {
-    agents_.push_back({&cta, nullptr, what, number});
+uint32_t RaceDetector::new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp) {
+    agents_.push_back({&cta, nullptr, what, number, warp});
     return uint32_t(agents_.size() - 1);
 }
 
@@ -68,9 +68,18 @@ void RaceDetector::sync_lanes(Warp& w) {
 
 void RaceDetector::arrive(Warp& w, MeetingOrder& meeting) {
     WarpClock& c = *w.clock;
+    release_tensor(c);
     meeting.arriving.join(*c.view);
     meeting.arriving.seen.raise(c.agent, c.now);
     sync_lanes(w);
+}
+
+// Hands over what fences have covered, no more.
+void RaceDetector::arrive_relaxed(Warp& w, MeetingOrder& meeting) {
+    WarpClock& c = *w.clock;
+    if (c.fenced) meeting.arriving.join(*c.fenced);
+    if (c.barrier_inits_fenced) meeting.arriving.seen.raise(c.agent, c.barrier_inits_fenced - 1);
+    meeting.arriving.tensor.join(c.view->tensor);
 }
 
 void RaceDetector::complete(MeetingOrder& meeting) {
@@ -80,6 +89,7 @@ void RaceDetector::complete(MeetingOrder& meeting) {
 
 void RaceDetector::leave(Warp& w, const MeetingOrder& meeting) {
     w.clock->change().join(meeting.complete);
+    acquire_tensor(*w.clock);
     sync_lanes(w);
 }
 
@@ -98,6 +108,7 @@ void RaceDetector::write_word(Warp& w, uint64_t key, Scope scope, bool releases,
         scope = releases ? scope : std::min(scope, c.fence_scope);
     }
     if (releases) {
+        release_tensor(c);
         released.join(*c.view);
         released.seen.raise(c.agent, c.now);
         ++c.now;
@@ -121,6 +132,7 @@ void RaceDetector::read_word(Warp& w, uint64_t key, Scope scope, bool acquires) 
     auto mine = word.device.find(w.grid->rank->index);
     if (mine != word.device.end()) into.join(mine->second);
     if (scope == Scope::sys) into.join(word.system);
+    if (acquires) acquire_tensor(c);
 }
 
 void RaceDetector::fence(Warp& w, Scope scope) {
@@ -129,7 +141,9 @@ void RaceDetector::fence(Warp& w, Scope scope) {
         c.change().join(*c.relaxed_reads);
         c.relaxed_reads.reset();
         c.last_word = 0;
+        acquire_tensor(c);
     }
+    release_tensor(c);
     c.fenced = std::make_shared<View>(*c.view);
     c.fenced->seen.raise(c.agent, c.now);
     c.fence_scope = scope;
@@ -198,6 +212,7 @@ void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier)
 void RaceDetector::arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope) {
     check_initialized(w, cta, barrier);
     WarpClock& c = *w.clock;
+    release_tensor(c);
     View& into = order_of(cta, barrier).arriving;
     into.overwritable.join(c.view->seen);
     into.overwritable.raise(c.agent, c.now);
@@ -211,18 +226,32 @@ void RaceDetector::arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cl
     ++c.now;
 }
 
+void RaceDetector::arrive_relaxed(Warp& w, Cta& cta, const Mbarrier& barrier) {
+    check_initialized(w, cta, barrier);
+    const WarpClock& c = *w.clock;
+    View& into = order_of(cta, barrier).arriving;
+    if (c.fenced) into.join(*c.fenced);
+    into.tensor.join(c.view->tensor);
+}
+
 void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
     BarrierOrder& order = order_of(cta, barrier);
     order.complete.join(order.arriving);
     order.arriving = {};
 }
 
-void RaceDetector::wait(Warp& w, Cta& cta, const Mbarrier& barrier) {
+void RaceDetector::wait(Warp& w, Cta& cta, const Mbarrier& barrier, bool acquires) {
     check_initialized(w, cta, barrier);
     BarrierOrder& order = order_of(cta, barrier);
-    View& view = w.clock->change();
+    WarpClock& c = *w.clock;
+    if (!acquires && !c.relaxed_reads) c.relaxed_reads = std::make_shared<View>();
+    View& view = acquires ? c.change() : *c.relaxed_reads;
     view.join(order.complete);
     view.seen.raise(order.agent, uint32_t(barrier.phase));
+    if (acquires)
+        acquire_tensor(c);
+    else
+        c.change().tensor.join(order.complete.tensor);
 }
 
 // ---- cells
@@ -252,6 +281,11 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
     const uint32_t agent = old.agent(), moment = old.moment();
     if (agent == issue_record_.agent()) return true;
     if (old.is_async()) {
+        // The lanes of a warp that all execute one copy: CUTLASS has a whole warp store a tile.
+        const uint32_t issuer = agents_[agent].issuer;
+        if (issuer && issuer == agents_[issue_record_.agent()].issuer &&
+            old.site == issue_record_.site)
+            return true;
         if (is_global && old_is_write && agents_[agent].cta != i.cta)
             return moment <= view.async_global.at(agent);
         return moment <= view.seen.at(agent) || (is_write && moment <= view.overwritable.at(agent));
@@ -475,6 +509,17 @@ void RaceDetector::fence_after(Warp& w) {
     c.tensor->join(c.view->tensor);
 }
 
+void RaceDetector::release_tensor(WarpClock& c) {
+    if (machine_.strict_tcgen05 || c.view->tensor.covers(c.completed)) return;
+    c.change().tensor.join(c.completed);
+}
+
+void RaceDetector::acquire_tensor(WarpClock& c) {
+    if (machine_.strict_tcgen05 || c.tensor->covers(c.view->tensor)) return;
+    if (c.tensor.use_count() > 1) c.tensor = std::make_shared<Clock>(*c.tensor);
+    c.tensor->join(c.view->tensor);
+}
+
 void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, Cta& cta,
                           const Mbarrier& barrier) {
     // It says that the thread's operations are complete, and with them the copies that they had to
@@ -508,7 +553,8 @@ std::string RaceDetector::describe(const Record& record, bool is_write) const {
     if (agent.warp)
         text += format("warp %u, lane %u", agent.number, record.lane());
     else
-        text += format(agent.number > 0xff ? "%s 0x%x" : "%s %u", agent.what, agent.number);
+        text += format(agent.number > 0xff && !agent.issuer ? "%s 0x%x" : "%s %u", agent.what,
+                       agent.number);
     const Place at = instruction_of(record);
     if (at.program) text += "\n    " + describe_instruction(*at.program, at.pc);
     return text;

@@ -11,6 +11,12 @@
 // through the async proxy (fence.proxy.async), and tensor memory (tcgen05 fences). Barriers,
 // mbarriers and released words hold views too, and hand them over.
 //
+// PTX's canonical patterns put tcgen05 fences around relaxed mbarrier operations. Where a release
+// and an acquire order finished operations (committed, or waited for by tcgen05.wait), CUTLASS
+// leaves the fences out, and PTX says that the usual ways to synchronize hold for tcgen05 too. So a
+// release stands for fence::before_thread_sync of finished operations and an acquire for
+// fence::after_thread_sync, unless the machine is strict.
+//
 // Lanes of a warp share its clock; accesses of two lanes with no bar.warp.sync or wider barrier
 // between them are told apart all the same.
 #pragma once
@@ -95,13 +101,15 @@ class RaceDetector {
     RaceDetector(Machine& machine, bool watches_global);
 
     void add_warp(Warp& w);
-    uint32_t new_agent(const Cta& cta, const char* what, uint32_t number);
+    // warp: the agent of the warp whose thread it belongs to, if it belongs to one.
+    uint32_t new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp = 0);
 
     // ---- order
     void sync_lanes(Warp& w);  // bar.warp.sync
     void arrive(Warp& w, MeetingOrder& meeting);
     void complete(MeetingOrder& meeting);
     void leave(Warp& w, const MeetingOrder& meeting);
+    void arrive_relaxed(Warp& w, MeetingOrder& meeting);
     // The word at `key` (host address) is written or read with this strength.
     void write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update);
     void read_word(Warp& w, uint64_t key, Scope scope, bool acquires);
@@ -114,8 +122,9 @@ class RaceDetector {
     void init_barrier(Warp& w, Cta& cta, const Mbarrier& barrier);
     void check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier);
     void arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope);
+    void arrive_relaxed(Warp& w, Cta& cta, const Mbarrier& barrier);
     void phase_complete(Cta& cta, const Mbarrier& barrier);
-    void wait(Warp& w, Cta& cta, const Mbarrier& barrier);
+    void wait(Warp& w, Cta& cta, const Mbarrier& barrier, bool acquires);
 
     // ---- accesses of warps
     void shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes, Access access,
@@ -153,6 +162,7 @@ class RaceDetector {
         const Warp* warp;
         const char* what;
         uint32_t number;
+        uint32_t issuer;  // agent of the warp, 0: none
     };
     struct Location {  // for messages
         Space space;
@@ -166,6 +176,8 @@ class RaceDetector {
     };
 
     uint32_t site_of(const Warp& w);
+    void release_tensor(WarpClock& c);
+    void acquire_tensor(WarpClock& c);
     template <class Ordered>
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                const Location& at);

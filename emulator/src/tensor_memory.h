@@ -184,10 +184,13 @@ inline TmemCell tmem_cell(TmemShape shape, uint32_t t, uint32_t i, uint32_t half
     return {0, 0};
 }
 
-// A warp may touch the 32 lanes of its quadrant only; the shapes start at fixed lanes of it.
-inline void check_tmem_address(TmemShape shape, uint32_t address, uint32_t warp_index) {
+// First lane of an access: in the 32 lanes of the warp's quadrant, which is all that it may touch.
+// Hardware takes the quadrant from the warp (kernels that run there leave these bits zero); PTX
+// asks for the same quadrant in the address, which `strict` does too.
+inline uint32_t tmem_first_lane(TmemShape shape, uint32_t address, uint32_t warp_index,
+                                bool strict) {
     const uint32_t lane = address >> 16, quadrant = warp_index % 4;
-    if (lane / 32 != quadrant) {
+    if (lane / 32 != quadrant && (strict || lane / 32 != 0)) {
         fail(FaultKind::invalid_operation,
              "tensor memory address 0x%08x is at lane %u, but warp %u may only touch lanes %u..%u",
              address, lane, warp_index, 32 * quadrant, 32 * quadrant + 31);
@@ -198,6 +201,7 @@ inline void check_tmem_address(TmemShape shape, uint32_t address, uint32_t warp_
              "tensor memory address 0x%08x: lane %u is no multiple of %u, as this shape needs",
              address, lane, grain);
     }
+    return 32 * quadrant + lane % 32;
 }
 
 // ---- tcgen05.cp

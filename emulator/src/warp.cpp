@@ -76,9 +76,7 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                     }
                 }
                 const uint32_t offset = uint32_t(address) & shared_offset_mask;
-                std::byte* at = owner->shared_at(offset, bytes, access, what);
-                if (access != Access::read && owner == cta) note_store(offset, bytes);
-                return at;
+                return owner->shared_at(offset, bytes, access, what);
             }
             case Space::local:
                 if (address >= program->local_bytes || bytes > program->local_bytes - address) {
@@ -107,16 +105,6 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
         fault.lane = lane;
         throw;
     }
-}
-
-void Warp::fence_async_proxy() {
-    uint8_t* shadow = cta->shadow.data();
-    const uint8_t mine = uint8_t(3 | index << 2);
-    for (uint32_t i = unfenced_begin; i < unfenced_end; ++i) {
-        shadow[i] = shadow[i] == mine ? 1 : shadow[i];
-    }
-    unfenced_begin = ~0u;
-    unfenced_end = 0;
 }
 
 // ---- groups

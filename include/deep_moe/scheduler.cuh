@@ -15,6 +15,7 @@
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -50,6 +51,16 @@ class Scheduler {
     // Waits until every rank has published its counts, and keeps them in registers. False once the
     // rank has given up; also, before anything is written, if the tokens do not fit into the pool.
     __device__ bool fetch_expert_counts(Waiter& waiter);
+
+    // The same for who needs more than the numbers: what every rank wrote before it published, its
+    // inputs too, happens before what any lane does after.
+    __device__ bool acquire_expert_counts(Waiter& waiter) {
+        const bool arrived = fetch_expert_counts(waiter);
+        // Each lane has read the sums of its own experts only, with relaxed loads.
+        ptx::fence_acquire_sys();
+        __syncwarp();
+        return arrived;
+    }
 
     // False when the list is finished.
     __device__ bool next(Block& block);

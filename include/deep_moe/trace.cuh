@@ -31,33 +31,31 @@ inline constexpr uint32_t num_trace_tracks = 6;
 
 // The comment on each line is the name that readers of a trace see.
 enum class TraceStep : uint16_t {
-    none = 0,                          // nothing recorded
-    end = 1,                           // end of the track
-    count_tokens = 2,                  // count tokens
-    grid_barrier_before_pull = 3,      // grid barrier before pull
-    publish_counts = 4,                // publish counts
-    rank_barrier_before_pull = 5,      // rank barrier before pull
-    grid_barrier_pull = 6,             // grid barrier that opens pull
-    pull = 7,                          // pull
-    await_compute = 8,                 // wait for this CTA's blocks
-    grid_barrier_before_combine = 9,   // grid barrier before combine
-    rank_barrier_before_combine = 10,  // rank barrier before combine
-    grid_barrier_combine = 11,         // grid barrier that opens combine
-    clean_up = 12,                     // clean up
-    grid_barrier_after_cleanup = 13,   // grid barrier after clean-up
-    rank_barrier_after_cleanup = 14,   // rank barrier after clean-up
-    await_counts = 15,                 // wait for token counts
-    await_l1_tokens = 16,              // wait for Linear1 tokens
-    await_l2_tokens = 17,              // wait for Linear2 tokens
-    load_l1 = 18,                      // load Linear1
-    load_l2 = 19,                      // load Linear2
-    await_block = 20,                  // wait for a block
-    l1_main_loop = 21,                 // Linear1 main loop
-    l2_main_loop = 22,                 // Linear2 main loop
-    l1_epilogue = 23,                  // Linear1 epilogue
-    l2_epilogue = 24,                  // Linear2 epilogue
-    await_combine = 25,                // wait for combine
-    combine = 26,                      // combine
+    none = 0,                         // nothing recorded
+    end = 1,                          // end of the track
+    count_tokens = 2,                 // count tokens
+    grid_barrier_before_publish = 3,  // grid barrier before counts are published
+    publish_counts = 4,               // publish counts
+    await_counts = 5,                 // wait for token counts
+    pull = 6,                         // pull
+    await_compute = 7,                // wait for this CTA's blocks
+    grid_barrier_before_combine = 8,  // grid barrier before combine
+    rank_barrier_before_combine = 9,  // rank barrier before combine
+    grid_barrier_combine = 10,        // grid barrier that opens combine
+    clean_up = 11,                    // clean up
+    grid_barrier_after_cleanup = 12,  // grid barrier after clean-up
+    rank_barrier_after_cleanup = 13,  // rank barrier after clean-up
+    await_l1_tokens = 14,             // wait for Linear1 tokens
+    await_l2_tokens = 15,             // wait for Linear2 tokens
+    load_l1 = 16,                     // load Linear1
+    load_l2 = 17,                     // load Linear2
+    await_block = 18,                 // wait for a block
+    l1_main_loop = 19,                // Linear1 main loop
+    l2_main_loop = 20,                // Linear2 main loop
+    l1_epilogue = 21,                 // Linear1 epilogue
+    l2_epilogue = 22,                 // Linear2 epilogue
+    await_combine = 23,               // wait for combine
+    combine = 24,                     // combine
 };
 
 // detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop, *_epilogue:

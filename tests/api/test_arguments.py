@@ -1,6 +1,5 @@
-"""Every refusal names the argument, what it was, and what is allowed; nothing is launched."""
-
-from dataclasses import replace
+"""Every refusal names the argument, what it was, and what is allowed; nothing is launched. That
+holds for a first call, and after calls with otherwise equal arguments, which leave plans behind."""
 
 import pytest
 import torch
@@ -9,8 +8,19 @@ import deep_moe
 from deep_moe.mega_moe import CallOptions, prepare_launch
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["first_call", "later_call"], autouse=True)
+def _nothing_is_launched(request, example, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "later_call":
+        stats = torch.zeros(4, dtype=torch.int32)
+        monkeypatch.setattr("deep_moe.mega_moe.run_emulated", lambda *_, **__: None)
+        for num_tokens in (16, 4):
+            example(y=example.y[:num_tokens])
+            example(y=example.y[:num_tokens], cumulative_local_expert_recv_stats=stats)
+        layer = example.layer
+        weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch="sm_90a")
+        example(l1_weights=weights.l1, l2_weights=weights.l2, arch="sm_90a")
+        assert len(example.sym_buffer.plans) == 5
+
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a call with a bad argument was launched")
 
@@ -198,7 +208,7 @@ def test_a_closed_buffer(example) -> None:
 
 def test_options_are_compared_by_value() -> None:
     assert CallOptions() == CallOptions()
-    assert replace(CallOptions(), num_sms=2) != CallOptions()
+    assert CallOptions()._replace(num_sms=2) != CallOptions()
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,7 @@ def test_a_rank_that_takes_no_part_is_named_until_reset() -> None:
     example = Example((4, 4, 4))
     with pytest.raises(MegaMoETimeoutError) as caught:
         example.call(ranks=[0, 2], timeout_s=0.05)
-    # Which of the waits for the other ranks gives up first depends on the interleaving.
-    assert "rank barrier before pull" in str(caught.value) or "all ranks" in str(caught.value)
+    assert "token counts of a local expert from all ranks" in str(caught.value)
     assert "missing: rank 1" in str(caught.value)
     with pytest.raises(MegaMoEError, match="reset"):
         example.call()

@@ -30,8 +30,8 @@ def test_shares_are_given_out_in_turn():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--calls", "10", "--rounds", "4"], "--calls must be a multiple of --rounds"),
-        (["--rounds", "0"], "--calls must be a multiple of --rounds"),
+        (["--calls", "0"], "--calls and --rounds must be at least 1"),
+        (["--rounds", "0"], "--calls and --rounds must be at least 1"),
         (["--tokens", "0"], "--tokens must be positive"),
         (["--shares", "0", "0"], "--shares not negative and not all 0"),
         (["--shares", "1", "-1"], "--shares not negative and not all 0"),
@@ -97,6 +97,7 @@ def test_a_run_checks_and_times_every_path(options: list[str], tmp_path: Path):
     run_on_ranks(run_rank, 2, "cpu", arguments)
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["machine"]["commit"] == "abc"
+    assert report["peer"] is None
     assert [result["tokens_per_rank"] for result in report["results"]] == arguments.tokens
     for result in report["results"]:
         num_tokens = result["tokens_per_rank"]

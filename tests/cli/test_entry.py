@@ -22,7 +22,7 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.returncode == 0
-    for command in ("run", "config", "warmup", "cache", "doctor"):
+    for command in ("run", "trace", "config", "warmup", "cache", "doctor"):
         assert command in result.stdout
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import deep_moe.gpu
 import deep_moe.tuning
-import deep_moe.weights
 from deep_moe.cli import app
+from deep_moe.gpu import Gpu
 from deep_moe.tuning import Finalist, Gain, SizeResult, TuningPlan
 
 
@@ -41,9 +42,6 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
     """As if there were four H200s, on which the second size gets an entry; the plans made."""
     made: list[TuningPlan] = []
 
-    class Properties:
-        multi_processor_count = 132
-
     def measure(plan: TuningPlan) -> list[dict]:
         made.append(plan)
         finalist = Finalist({"block_m": 24}, 90.0, Gain(0.111, 0.004), 8, is_entry=True)
@@ -52,8 +50,8 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
         return [asdict(result) for result in results if result.num_tokens in plan.tokens]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(deep_moe.weights, "weight_arch", lambda device: "sm_90a")
+    h200 = Gpu(torch.device("cuda", 0), "NVIDIA H200", "sm_90a", 132)
+    monkeypatch.setattr(deep_moe.gpu, "gpu_of", lambda device: h200)
     monkeypatch.setattr(deep_moe.tuning, "compile_candidates", lambda plan, on_built: 0)
     monkeypatch.setattr(deep_moe.tuning, "tune", measure)
     monkeypatch.setenv("DEEP_MOE_TUNING_TABLE", str(tmp_path / "mine.json"))

@@ -90,9 +90,12 @@ def run_kernel(
     seed: int = 0,
     hopper_fp8_sums: bool = False,
     checks: bool = True,
+    strict_tcgen05: bool = False,
 ) -> None:
     """Compile and run; arrays among the arguments, and those in `memory`, are its global memory."""
-    machine = Machine(seed=seed, checks=checks, hopper_fp8_sums=hopper_fp8_sums)
+    machine = Machine(
+        seed=seed, checks=checks, hopper_fp8_sums=hopper_fp8_sums, strict_tcgen05=strict_tcgen05
+    )
     for index, array in enumerate(
         [a for a in arguments if isinstance(a, np.ndarray)] + list(memory)
     ):

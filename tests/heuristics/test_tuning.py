@@ -136,12 +136,12 @@ class TestLookUp:
         assert config.block_m == other_tile(formula_config())
 
     def test_a_measurement_against_another_formula_is_out_of_date(self):
-        beaten = dict(entry_at(128).formula) | {"num_experts_per_wave": 2}
+        name, value = formula_config().tunable.popitem()
+        beaten = dict(entry_at(128).formula) | {name: value + 1}
         entry = entry_at(128, formula=tuple(beaten.items()))
         config = formula_config(tuning=tuning_of(entry))
         assert config == formula_config()
-        wave = formula_config().num_experts_per_wave
-        assert f"here num_experts_per_wave {wave}, there 2" in outcome(config)
+        assert f"here {name} {value}, there {value + 1}" in outcome(config)
 
     @pytest.mark.parametrize("beyond", [{"num_sms": 66}, {"num_new_thing": 1}])
     def test_a_table_sets_nothing_but_tunable_fields(self, beyond):

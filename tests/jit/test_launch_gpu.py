@@ -1,6 +1,8 @@
 """The launch on a GPU: arguments arrive whole, grids are resident, graphs replay."""
 
 import ctypes
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,6 +88,64 @@ def test_arguments_are_copied_at_the_launch() -> None:
     args.num_tokens = 1
     torch.cuda.synchronize()
     assert bytes(y.cpu().numpy()) == before
+
+
+def in_a_thread(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_threads_launch_at_once_each_with_its_grid_stream_and_arguments() -> None:
+    launcher, _ = make_launcher()
+    num_launches = 100
+    works = []
+    for i in range(4):
+        args, y, counter, _ = make_args()
+        args.num_tokens = i
+        works.append((args, y, counter, 2 + 2 * i, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+
+    def launch(args: KernelArgs, num_ctas: int, stream: int) -> None:
+        for _ in range(num_launches):
+            launcher.launch(args, num_ctas, stream)
+
+    threads = [
+        in_a_thread(lambda w=work: launch(w[0], w[3], w[4].cuda_stream))  # type: ignore[misc]
+        for work in works
+    ]
+    for thread in threads:
+        thread.join()
+    for args, y, counter, num_ctas, stream in works:
+        stream.synchronize()
+        assert counter.item() == num_launches * num_ctas
+        assert bytes(y.cpu().numpy()) == bytes(args)
+
+
+def test_a_thread_that_has_not_used_cuda_can_launch() -> None:
+    launcher, num_sms = make_launcher()
+    args, y, counter, _ = make_args()
+    torch.cuda.synchronize()
+    in_a_thread(lambda: launcher.launch(args, num_sms, 0)).join()
+    torch.cuda.synchronize()
+    assert counter.item() == num_sms
+    assert bytes(y.cpu().numpy()) == bytes(args)
+
+
+def test_a_launch_while_another_device_is_current() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; there are {torch.cuda.device_count()}")
+    launcher, num_sms = make_launcher()
+    args, y, counter, _ = make_args()
+    torch.cuda.synchronize()
+    with torch.cuda.device(1):
+        torch.zeros(1, device="cuda")
+        launcher.launch(args, num_sms, torch.cuda.current_stream(0).cuda_stream)
+        assert torch.cuda.current_device() == 1
+        assert torch.zeros(1, device="cuda").device.index == 1
+    torch.cuda.synchronize(0)
+    assert counter.item() == num_sms
+    assert bytes(y.cpu().numpy()) == bytes(args)
 
 
 def test_a_captured_launch_replays() -> None:

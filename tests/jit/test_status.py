@@ -24,7 +24,7 @@ def test_no_failure_is_no_error() -> None:
 def test_a_timeout_says_who_waited_where_for_whom() -> None:
     status = WaitStatus(
         code=StatusCode.TIMEOUT,
-        site=site("rank barrier before pull"),
+        site=site("rank barrier before combine"),
         cta=3,
         warp=2,
         peer_rank=0,
@@ -36,8 +36,8 @@ def test_a_timeout_says_who_waited_where_for_whom() -> None:
     error = error_of(status, rank=1)
     assert isinstance(error, MegaMoETimeoutError)
     assert str(error) == (
-        "rank 1, CTA 3, warp 2 waited 30.0 s for rank barrier before pull (missing: ranks 0, 65): "
-        "expected 2, saw 1"
+        "rank 1, CTA 3, warp 2 waited 30.0 s for rank barrier before combine "
+        "(missing: ranks 0, 65): expected 2, saw 1"
     )
 
 

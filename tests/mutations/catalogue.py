@@ -25,6 +25,7 @@ class Mutation:
 
 
 PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
+PUBLISH = "roles/publish_counts.cuh"
 DISPATCH, CLEANUP, WAIT = "roles/dispatch.cuh", "roles/cleanup.cuh", "roles/wait_for_tokens.cuh"
 L1, L2, MMA = "sm100/l1_epilogue.cuh", "sm100/l2_epilogue.cuh", "sm100/mma.cuh"
 LOAD_A, LOAD_W = "sm100/activation_loader.cuh", "sm100/weight_loader.cuh"
@@ -47,22 +48,31 @@ MUTATIONS = (
     M(
         "publish_without_grid_barrier",
         DISPATCH,
-        "barriers.grid(WaitSite::grid_barrier_before_pull) && cta_idx == 0",
+        "barriers.grid(WaitSite::grid_barrier_before_publish) && cta_idx == 0",
         "cta_idx == 0",
         "race",
     ),
+    M("publish_without_fence", PUBLISH, "        ptx::fence_release_sys();\n", "", "race"),
     M(
-        "no_rank_barrier_before_pull",
-        DISPATCH,
-        "barriers.ranks(WaitSite::rank_barrier_before_pull);",
-        "",
+        "publish_fence_gpu_scope",
+        "ptx/fence.cuh",
+        "fence.release.sys;",
+        "fence.release.gpu;",
+        "race",
+    ),
+    M("pull_without_acquire", "scheduler.cuh", "        ptx::fence_acquire_sys();\n", "", "race"),
+    M(
+        "pull_acquires_at_gpu_scope",
+        "ptx/fence.cuh",
+        "fence.acquire.sys;",
+        "fence.acquire.gpu;",
         "race",
     ),
     M(
-        "no_grid_barrier_before_pull",
+        "pull_does_not_acquire",
         DISPATCH,
-        "barriers.grid(WaitSite::grid_barrier_pull) && ",
-        "",
+        "scheduler.acquire_expert_counts(waiter)",
+        "scheduler.fetch_expert_counts(waiter)",
         "race",
     ),
     M(

@@ -1,4 +1,5 @@
-"""Every refusal names the argument, what it was, and what is allowed; nothing is written."""
+"""Every refusal names the argument, what it was, and what is allowed; nothing is written. That
+holds for a first call, and after one with otherwise equal arguments, which leaves a plan behind."""
 
 from __future__ import annotations
 
@@ -8,11 +9,26 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.bounded_cache import BoundedCache
 from deep_moe.input_preparation import check_inputs
 
 from .conftest import FILL, VIEWS, Target, bits
 
 CPU = Target("cpu", None)
+
+
+@pytest.fixture(params=["first_call", "later_call"], autouse=True)
+def plans(request, monkeypatch: pytest.MonkeyPatch) -> BoundedCache:
+    plans: BoundedCache = BoundedCache(64)
+    monkeypatch.setattr("deep_moe.input_preparation._plans", plans)
+    if request.param == "later_call":
+        with monkeypatch.context() as patched:
+            patched.setattr("deep_moe.input_preparation.run_emulated", lambda *_, **__: None)
+            for num_tokens in (4, 3):
+                inputs = {name: tensor[:num_tokens] for name, tensor in valid().items()}
+                deep_moe.prepare_inputs(**inputs, sym_buffer=CPU.buffer())
+        assert len(plans) == 2
+    return plans
 
 
 def valid() -> dict[str, Any]:

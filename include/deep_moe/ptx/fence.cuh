@@ -1,6 +1,8 @@
-// Fences between the generic proxy (ordinary loads and stores) and the async proxy (bulk and tensor
-// copies, MMAs that read shared memory), and after the initialization of mbarriers.
+// Fences between threads, between the generic proxy (ordinary loads and stores) and the async proxy
+// (bulk and tensor copies, MMAs that read shared memory), and after the initialization of
+// mbarriers.
 //
+// Between proxies:
 // A completion mechanism (mbarrier wait, wait_group) already orders a copy's bytes before the
 // waiter's later accesses; a fence is needed in the other direction, executed by each thread whose
 // generic accesses come first (or, for data of other CTAs, by the thread that issues the copy,
@@ -8,6 +10,17 @@
 #pragma once
 
 namespace deep_moe::ptx {
+
+// Together with a relaxed write at sys scope behind it, by the same thread, a release: one for any
+// number of such writes. It waits until the thread's own writes, remote ones too, have been done.
+__device__ __forceinline__ void fence_release_sys() {
+    asm volatile("fence.release.sys;" : : : "memory");
+}
+
+// Together with a relaxed read at sys scope in front of it, by the same thread, an acquire.
+__device__ __forceinline__ void fence_acquire_sys() {
+    asm volatile("fence.acquire.sys;" : : : "memory");
+}
 
 // Every state space.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -39,17 +39,15 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     trace.mark(TraceStep::count_tokens);
     count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
                          shared_memory + Config::Smem::expert_count_offset, barriers);
-    trace.mark(TraceStep::grid_barrier_before_pull);
-    if (barriers.grid(WaitSite::grid_barrier_before_pull) && cta_idx == 0) {
+    trace.mark(TraceStep::grid_barrier_before_publish);
+    if (barriers.grid(WaitSite::grid_barrier_before_publish) && cta_idx == 0) {
         trace.mark(TraceStep::publish_counts);
         publish_counts<Config>(buffers, thread_idx);
     }
 
-    // Pull.
-    trace.mark(TraceStep::rank_barrier_before_pull);
-    barriers.ranks(WaitSite::rank_barrier_before_pull);
-    trace.mark(TraceStep::grid_barrier_pull);
-    if (barriers.grid(WaitSite::grid_barrier_pull) && scheduler.fetch_expert_counts(waiter)) {
+    // Pull, as soon as all ranks have published.
+    trace.mark(TraceStep::await_counts);
+    if (scheduler.acquire_expert_counts(waiter)) {
         trace.mark(TraceStep::pull);
         pull_tokens<Config, PullPolicy>(
             buffers, scheduler, cta_idx, warp_idx,

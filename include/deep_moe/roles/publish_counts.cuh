@@ -6,26 +6,53 @@
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 
 namespace deep_moe {
 
-// The dispatch threads of CTA 0, after the grid barrier that completes the send counts.
+// The dispatch threads of CTA 0, after the grid barrier that completes the send counts and the
+// lists.
 //
-// The schedulers of the owner start as soon as the sums have all reports in their high words. They
-// take nothing but the number from there, so the additions need no order; what else was written
-// for the owner (lists, counts per rank) it reads after the rank barrier.
+// The additions to the owners' sums are the signal that everything of this rank is there: its
+// inputs, which were written before the kernel started, its lists and its counts. Whoever has read
+// a complete sum and acquires (Scheduler::acquire_expert_counts) may read them on every rank.
+//
+// Order: the other CTAs' writes happen before the grid barrier, and that before what this thread
+// does; the fence, with the relaxed additions behind it, releases all of it at sys scope. One fence
+// serves many additions, each of which would wait for a remote write if it were a release itself.
 template <class Config>
 __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thread_idx) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    // Loads of a batch are under way together.
+    constexpr uint32_t batch_size = min(ceil_div(Config::num_experts, num_threads), 8u);
     const SymmBuffer<Config> local = buffers.local();
-    for (uint32_t i = thread_idx; i < Config::num_experts; i += num_threads) {
-        const uint64_t send_count = ptx::ld_relaxed_gpu(local.expert_send_count(i));
-        const uint32_t local_expert_idx = i % Config::num_experts_per_rank;
-        const SymmBuffer<Config> owner = buffers.of(i / Config::num_experts_per_rank);
-        ptx::st_relaxed_sys(owner.expert_recv_count(buffers.rank_idx(), local_expert_idx),
-                            send_count);
-        ptx::red_add_relaxed_sys(owner.expert_recv_sum(local_expert_idx), send_count);
+
+    for (uint32_t first = thread_idx; first < Config::num_experts;
+         first += batch_size * num_threads) {
+        uint64_t send_counts[batch_size];
+        const auto for_each_expert = [&](const auto& visit) {
+#pragma unroll
+            for (uint32_t i = 0; i < batch_size; ++i) {
+                const uint32_t expert_idx = first + i * num_threads;
+                if (expert_idx < Config::num_experts) visit(expert_idx, send_counts[i]);
+            }
+        };
+        for_each_expert([&](uint32_t expert_idx, uint64_t& send_count) {
+            send_count = ptx::ld_relaxed_gpu(local.expert_send_count(expert_idx));
+        });
+        for_each_expert([&](uint32_t expert_idx, uint64_t send_count) {
+            const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
+            ptx::st_relaxed_sys(owner.expert_recv_count(buffers.rank_idx(),
+                                                        expert_idx % Config::num_experts_per_rank),
+                                send_count);
+        });
+        ptx::fence_release_sys();
+        for_each_expert([&](uint32_t expert_idx, uint64_t send_count) {
+            const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
+            ptx::red_add_relaxed_sys(
+                owner.expert_recv_sum(expert_idx % Config::num_experts_per_rank), send_count);
+        });
     }
 }
 

@@ -103,7 +103,7 @@ class PoolWalk {
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 
-// All dispatch warps of the grid, after the rank barrier. `pull_buffer`: hidden bytes of this
+// All dispatch warps of the grid, after acquire_expert_counts. `pull_buffer`: hidden bytes of this
 // warp's own in shared memory; `pull_barrier`: one arrival plus hidden bytes per token, first phase
 // 0.
 template <class Config, class PullPolicy>

@@ -25,23 +25,21 @@ namespace deep_moe {
 enum class WaitSite : uint32_t {
     none = 0,                         // no wait
     expert_counts = 1,                // token counts of a local expert from all ranks
-    grid_barrier_before_pull = 2,     // grid barrier after the token sources are written
-    rank_barrier_before_pull = 3,     // rank barrier before pull
-    grid_barrier_pull = 4,            // grid barrier that opens the pull
-    token_arrival = 5,                // a token's bulk copy from its source rank
-    grid_barrier_before_combine = 6,  // grid barrier after the last block
-    rank_barrier_before_combine = 7,  // rank barrier before combine
-    grid_barrier_combine = 8,         // grid barrier that opens combine
-    combine_arrival = 9,              // a contribution's bulk copy from the combine buffer
-    grid_barrier_after_cleanup = 10,  // grid barrier after clean-up
-    rank_barrier_after_cleanup = 11,  // rank barrier after clean-up
-    l1_block_arrival = 12,            // tokens of a pool block, before Linear1 loads them
-    l2_block_arrival = 13,            // Linear1 output of a pool block, before Linear2 loads it
-    activation_stage_empty = 14,      // a free pipeline stage, to load activations
-    weight_stage_empty = 15,          // a free pipeline stage, to load weights
-    stage_full = 16,                  // a loaded pipeline stage, to multiply
-    accumulator_empty = 17,           // a free accumulator, to multiply
-    accumulator_full = 18,            // a complete accumulator, to read
+    grid_barrier_before_publish = 2,  // grid barrier after the token sources are written
+    token_arrival = 3,                // a token's bulk copy from its source rank
+    grid_barrier_before_combine = 4,  // grid barrier after the last block
+    rank_barrier_before_combine = 5,  // rank barrier before combine
+    grid_barrier_combine = 6,         // grid barrier that opens combine
+    combine_arrival = 7,              // a contribution's bulk copy from the combine buffer
+    grid_barrier_after_cleanup = 8,   // grid barrier after clean-up
+    rank_barrier_after_cleanup = 9,   // rank barrier after clean-up
+    l1_block_arrival = 10,            // tokens of a pool block, before Linear1 loads them
+    l2_block_arrival = 11,            // Linear1 output of a pool block, before Linear2 loads it
+    activation_stage_empty = 12,      // a free pipeline stage, to load activations
+    weight_stage_empty = 13,          // a free pipeline stage, to load weights
+    stage_full = 14,                  // a loaded pipeline stage, to multiply
+    accumulator_empty = 15,           // a free accumulator, to multiply
+    accumulator_full = 16,            // a complete accumulator, to read
 };
 
 struct RankSet {

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from deep_moe.emulator import Machine
+from deep_moe.emulator import EmulatorError, Machine
 from deep_moe.jit.headers import find_headers
 from deep_moe.jit.nvrtc import compiler_version
 
@@ -102,18 +102,17 @@ class Example:
 
 @dataclass
 class Launch:
-    """One launch as it ran: `memory` holds each allocation's bytes before and after."""
+    """One launch as it ran: each allocation's bytes before and after, and what the checks found."""
 
     kernel: str
     grid: tuple[int, ...]
     cluster: tuple[int, ...]
     before: list[np.ndarray] = field(default_factory=list)
     after: list[np.ndarray] = field(default_factory=list)
+    findings: list[EmulatorError] = field(default_factory=list)
 
 
-def run(
-    example: Example, *arguments: int | str, seed: int = 0, checks: bool = True
-) -> tuple[int, list[Launch]]:
+def run(example: Example, *arguments: int | str, seed: int = 0) -> tuple[int, list[Launch]]:
     """The program's exit status and its launches, of which the first is executed."""
     library_path, symbols = host_side(example)
     library = ctypes.CDLL(str(library_path))
@@ -140,7 +139,7 @@ def run(
         try:
             kernel = example.kernel or template_id(symbols[offset])
             ptx, entry = device_side(example, kernel)
-            machine = Machine(seed=seed, checks=checks)
+            machine = Machine(seed=seed, stop_at_findings=False)
             for index, (address, num_bytes) in enumerate(allocations):
                 if num_bytes:
                     machine.add_memory(0, address, num_bytes, f"allocation {index}")
@@ -159,6 +158,7 @@ def run(
             )
             machine.run()
             record.after = snapshot()
+            record.findings = machine.findings
             launches.append(record)
         except BaseException as error:
             failures.append(error)

@@ -1,0 +1,102 @@
+"""`deep-moe trace`: where the time of a call goes, and what every warp did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import (
+    ClampOption,
+    ExpertsOption,
+    HiddenOption,
+    IntermediateOption,
+    JsonOption,
+    MaxTokensOption,
+    ModelOption,
+    OverrideOption,
+    RanksOption,
+    TopkOption,
+    make_shape,
+    parse_overrides,
+    parse_tokens,
+)
+from .output import print_json, stderr, stdout
+from .run import Device
+
+
+def trace(
+    file: Annotated[
+        Path, typer.Argument(help="Where the Chrome trace goes; compressed if it ends in .gz.")
+    ],
+    model: ModelOption = None,
+    ranks: RanksOption = 2,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
+    ] = "16",
+    max_tokens: MaxTokensOption = None,
+    experts: ExpertsOption = None,
+    topk: TopkOption = None,
+    hidden: HiddenOption = None,
+    intermediate: IntermediateOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, tokens and routing.")] = 0,
+    clamp: ClampOption = None,
+    arch: Annotated[
+        str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
+    ] = None,
+    device: Annotated[
+        Device, typer.Option("--device", help="cpu: in the emulator; cuda: rank r on GPU r.")
+    ] = Device.cpu,
+    num_sms: Annotated[
+        int | None, typer.Option("--num-sms", help="CTAs; default: 4 on a CPU, else all SMs.")
+    ] = None,
+    override: OverrideOption = None,
+    warmup: Annotated[
+        int, typer.Option("--warmup", min=0, help="Calls before the recorded one, on GPUs.")
+    ] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Record one call of a random layer on all ranks: a table of its phases, and a trace file.
+
+    In the emulator a nanosecond is a warp instruction: the order of things is real, their durations
+    are not. Open the file at ui.perfetto.dev or chrome://tracing.
+    """
+    from deep_moe import trial
+    from deep_moe.synthetic import random_layer, random_tokens
+    from deep_moe.trace import aligned, breakdown, table, write_chrome_trace
+
+    counts = parse_tokens(tokens, ranks)
+    shape = make_shape(
+        model=model,
+        ranks=ranks,
+        max_tokens=max(1, max(counts) if max_tokens is None else max_tokens),
+        experts=experts,
+        topk=topk,
+        hidden=hidden,
+        intermediate=intermediate,
+    )
+    layer = random_layer(shape, seed=seed)
+    inputs = [
+        random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
+    ]
+    call: dict[str, Any] = {
+        "activation_clamp": clamp,
+        "arch": arch,
+        "num_sms": num_sms,
+        "overrides": parse_overrides(override),
+    }
+    with stderr().status("running the fused kernel"):
+        if device == Device.cuda:
+            recorded = trial.trace_processes(shape, layer, inputs, num_warmup=warmup, **call)
+        else:
+            recorded = trial.trace_emulated_ranks(shape, layer, inputs, **call)
+    on_one_clock = aligned(recorded)
+    write_chrome_trace(on_one_clock, file)
+    phases = breakdown(on_one_clock)
+    if as_json:
+        print_json({"shape": asdict(shape), "tokens": counts, "file": str(file), **phases})
+    else:
+        stdout().print(table({"": phases}), soft_wrap=True)
+        stdout().print(f"\nwritten: {file}", soft_wrap=True)

@@ -40,7 +40,9 @@ class SymmBuffer {
     __device__ uint64_t* expert_recv_sum(uint32_t local_expert_idx) const {
         return at<uint64_t>(Symm::expert_recv_sum_offset) + local_expert_idx;  // [E_local]
     }
-    // Tokens of the block already in the L1 pool.
+    // Tokens of the block already in the L1 pool. On SM90 also, once Linear1 is done with them,
+    // whether Linear2 has to look at their scales: has_own_scales.
+    static constexpr uint32_t has_own_scales = 0x80000000;
     __device__ uint32_t* l1_arrival_count(uint32_t pool_block_idx) const {
         return at<uint32_t>(Symm::l1_arrival_count_offset) + pool_block_idx;  // [pool_blocks]
     }

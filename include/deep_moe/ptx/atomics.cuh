@@ -62,6 +62,10 @@ __device__ __forceinline__ void red_add_release_sys(int32_t* address, int32_t va
                  : "memory");
 }
 
+__device__ __forceinline__ void red_or_relaxed_gpu(uint32_t* address, uint32_t bits) {
+    asm volatile("red.or.relaxed.gpu.global.b32 [%0], %1;" : : "l"(address), "r"(bits) : "memory");
+}
+
 __device__ __forceinline__ void red_or_release_gpu(uint64_t* address, uint64_t bits) {
     asm volatile("red.or.release.gpu.global.b64 [%0], %1;" : : "l"(address), "l"(bits) : "memory");
 }

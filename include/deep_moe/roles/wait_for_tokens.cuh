@@ -17,8 +17,10 @@ template <class Config>
 __device__ bool wait_for_dispatch(const SymmBuffer<Config>& local, const Block& block,
                                   Waiter& waiter) {
     const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
-    return waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows,
-                             [&] { return ptx::ld_acquire_gpu(count); });
+    // Another CTA's epilogue may have set the flag already.
+    return waiter.warp_until(WaitSite::l1_block_arrival, block.num_valid_rows, [&] {
+        return ptx::ld_acquire_gpu(count) & ~SymmBuffer<Config>::has_own_scales;
+    });
 }
 
 // Linear1 needs all tokens of the block from dispatch, Linear2 all of Linear1's n-blocks from the

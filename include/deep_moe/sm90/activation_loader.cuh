@@ -13,6 +13,7 @@
 #include "deep_moe/ring_position.cuh"
 #include "deep_moe/roles/wait_for_tokens.cuh"
 #include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm90/linear2_scale.cuh"
 #include "deep_moe/sm90/rescaler.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sm90/tile_copy.cuh"
@@ -21,22 +22,26 @@
 
 namespace deep_moe::sm90 {
 
-// Where the results of a Linear2 block's tokens go: rows of the combine buffers of the ranks that
-// they came from. All lanes; a __syncwarp and an arrival must follow.
+// What Linear2's epilogue needs of each token: where its result goes, a row of the combine buffer
+// of the rank that it came from, and its scale. All lanes; a __syncwarp and an arrival must follow.
 template <class Config>
 __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
-                                   uint32_t num_valid_rows, uint32_t destinations) {
+                                   uint32_t num_valid_rows, uint32_t destinations,
+                                   uint32_t token_factors) {
 #pragma unroll 1  // unrolled, it costs registers
     for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
         uint64_t destination = 0;
+        uint32_t scale = 0;
         if (row < num_valid_rows) {
             const TokenSource source = *ranks.local().token_source(first_row + row);
             destination = reinterpret_cast<uint64_t>(
                 ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
+            scale = token_scale_byte(*ranks.local().l1_topk_weight(first_row + row)) << 23;
         }
         ptx::st_shared_v2(
             destinations + row * sizeof(uint64_t),
             {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
+        ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scale);
     }
 }
 
@@ -63,27 +68,28 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
         const uint32_t first_row = block.pool_block_idx * Config::block_m_step;
         const TileCopy<Config> copy(args, block);
+        const bool has_own_scales =
+            !is_linear1 && (ptx::ld_relaxed_gpu(local.l1_arrival_count(block.pool_block_idx)) &
+                            SymmBuffer<Config>::has_own_scales) != 0;
         Rescaler<Config> rescaler(local.l2_token_sf(0, first_row), block.num_valid_rows);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             const bool is_last = k_block_idx + 1 == num_k_blocks;
-            if (!is_linear1) {
-                rescaler.load();
+            if (has_own_scales) rescaler.load();
+            if (!is_linear1 && is_last) {
                 // Math is stages behind, so there is time for what this reads.
-                if (is_last) {
-                    store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
-                                       smem.destinations(slots.stage));
-                }
+                store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
+                                   smem.destinations(slots.stage), smem.token_factors(slots.stage));
             }
             if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
                                       smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
                 return;
             }
-            if (is_linear1) {
-                store_change_of_scale(smem, ring.stage, false);
-            } else {
+            if (has_own_scales) {
                 rescaler.store(smem, ring.stage, k_block_idx == 0);
                 if (is_last) rescaler.store_scales(smem.token_factors(slots.stage));
+            } else {
+                store_change_of_scale(smem, ring.stage, false);
             }
             __syncwarp();
             if (ptx::elect_sync()) {

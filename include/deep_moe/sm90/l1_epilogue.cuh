@@ -138,13 +138,18 @@ class L1Epilogue {
     }
 
     // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
-    // by.
+    // by. The publication behind it covers the flag, too.
     __device__ void choose_scales(const BlockHeader& block) const {
         const uint32_t row = thread_.thread_idx;
         if (row >= block.num_valid_rows) return;
         const uint32_t amax = ptx::ld_shared_u32(smem_.amax(turn_, row));
-        const uint32_t byte = linear2_scale_byte(
-            amax, ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float)));
+        const uint32_t token_byte =
+            token_scale_byte(ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float)));
+        const uint32_t byte = linear2_scale_byte(amax, token_byte);
+        if (byte != token_byte) {
+            ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),
+                                    SymmBuffer<Config>::has_own_scales);
+        }
         ptx::st_shared_u32(smem_.amax(turn_, row), __float_as_uint(e4m3_factor(amax, byte)));
         *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m_step + row) =
             byte << 23;

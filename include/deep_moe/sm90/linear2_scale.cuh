@@ -28,8 +28,7 @@ __device__ __forceinline__ uint32_t token_scale_byte(float topk_weight) {
 }
 
 // UE8M0 byte of a block's scale; `amax_bits`: of its 128 values. Zeros have any scale.
-__device__ __forceinline__ uint32_t linear2_scale_byte(uint32_t amax_bits, float topk_weight) {
-    const uint32_t token_byte = token_scale_byte(topk_weight);
+__device__ __forceinline__ uint32_t linear2_scale_byte(uint32_t amax_bits, uint32_t token_byte) {
     const uint32_t own_byte = max(e4m3_scale_byte(amax_bits), min_scale_byte);
     const uint32_t smallest = (token_byte - 3) << 23;  // 2^-3 of the token's scale
     const bool fits = own_byte <= token_byte && amax_bits >= smallest;

@@ -59,17 +59,18 @@ class Rescaler {
 
     // What this k-block asks for, into its stage, which is empty. The caller's arrival on the
     // stage's barrier, after a __syncwarp, releases it. The accumulators of the first one are zero.
+    // The scales of the k-block before are read again: keeping them would take registers.
     __device__ void store(const SharedMemory<Config>& smem, uint32_t stage, bool is_first) {
         bool changes = false;
+        if (!is_first) {
 #pragma unroll
-        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-            if (is_valid(i)) changes |= new_scales_[i] != scale_words_[i];
+            for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
+                if (is_valid(i)) changes |= new_scales_[i] != old_scale(i);
+            }
+            changes = __any_sync(full_warp, changes);
+            if (changes) store_factors(smem, stage);
         }
-        changes = __any_sync(full_warp, changes && !is_first);
-        if (changes) store_factors(smem, stage);
         store_change_of_scale(smem, stage, changes);
-#pragma unroll
-        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) scale_words_[i] = new_scales_[i];
     }
 
     // The scales of the k-block that was stored last, as f32 [block_m] in shared memory; 0 behind
@@ -79,7 +80,7 @@ class Rescaler {
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
             const uint32_t row = i * warp_size + ptx::lane_idx();
             if (row < Config::block_m) {
-                ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scale_words_[i]);
+                ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), new_scales_[i]);
             }
         }
     }
@@ -87,6 +88,10 @@ class Rescaler {
  private:
     __device__ bool is_valid(uint32_t i) const {
         return i * warp_size + ptx::lane_idx() < num_valid_rows_;
+    }
+
+    __device__ uint32_t old_scale(uint32_t i) const {
+        return (scales_ - 2 * Config::num_padded_sf_pool_tokens)[i * warp_size];
     }
 
     __device__ void store_factors(const SharedMemory<Config>& smem, uint32_t stage) const {
@@ -97,14 +102,13 @@ class Rescaler {
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
             if (i * warp_size + row >= Config::block_m) continue;
-            const uint16_t ratio = is_valid(i) ? bf16_ratio(scale_words_[i], new_scales_[i]) : 0;
+            const uint16_t ratio = is_valid(i) ? bf16_ratio(old_scale(i), new_scales_[i]) : 0;
             ptx::st_shared_u16(factors + i * (warp_size / 8) * sizeof(uint32_t), ratio);
         }
     }
 
     const uint32_t* scales_;  // of the next k-block
     uint32_t num_valid_rows_;
-    uint32_t scale_words_[num_tokens_per_lane] = {};  // of the k-block before
     uint32_t new_scales_[num_tokens_per_lane] = {};
 };
 

@@ -10,7 +10,7 @@ from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, 
 
 from .layer_case import LayerCase
 
-TILES = (8, 16, 32, 64, 96, 128)
+TILES = (8, 16, 24, 40, 48, 64, 80, 96, 112, 128)
 
 
 def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
@@ -37,6 +37,20 @@ def test_every_tile(block_m: int) -> None:
     tokens.topk_idx[: block_m + 3, 0] = 1
     tokens.topk_idx[:, 1] = torch.where(tokens.topk_idx[:, 1] == 1, 2, tokens.topk_idx[:, 1])
     (result,) = sm90_case(shape).compare_call([tokens], overrides={"block_m": block_m})
+    assert result.is_exact, result
+
+
+def test_experts_that_need_blocks_of_different_sizes() -> None:
+    """One to three m-blocks of 64, 96 or 128 rows, full, with one row, or with one row missing."""
+    counts = [1, 64, 65, 96, 97, 128, 129, 161, 0, 192, 193, 289]
+    shape = one_rank(max(counts), num_experts=12, num_topk=12, hidden=128, intermediate_hidden=128)
+    tokens = exact_tokens(shape, max(counts), seed=5)
+    token_idx = torch.arange(max(counts)).unsqueeze(1)
+    experts = torch.arange(12).expand_as(tokens.topk_idx)
+    topk_idx = torch.where(token_idx < torch.tensor(counts), experts, -1)
+    (result,) = sm90_case(shape).compare_call(
+        [Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)], overrides={"block_m": 128}
+    )
     assert result.is_exact, result
 
 

@@ -78,7 +78,8 @@ def test_groups_that_lose_bits_to_the_largest(case: LayerCase) -> None:
     assert result.is_near, result
 
 
-def test_blocks_of_linear2_with_very_different_scales() -> None:
+@pytest.mark.parametrize("block_m", [40, 128])
+def test_blocks_of_linear2_with_very_different_scales(block_m: int) -> None:
     """Sums are rescaled on the way from block to block, up and down."""
     generator = torch.Generator().manual_seed(9)
     l1 = torch.randn(4, 2 * 384, 512, generator=generator) * 512**-0.5
@@ -87,7 +88,9 @@ def test_blocks_of_linear2_with_very_different_scales() -> None:
     l2 = torch.randn(4, 512, 384, generator=generator) * 384**-0.5 / sizes
     layer = Layer(LayerWeights(*quantize_e2m1_ue8m0(l1)), LayerWeights(*quantize_e2m1_ue8m0(l2)))
     case = LayerCase(SHAPE, layer, arch="sm_90a")
-    (result,) = case.compare_call([random_tokens(SHAPE, 50, seed=9)])
+    (result,) = case.compare_call(
+        [random_tokens(SHAPE, 50, seed=9)], overrides={"block_m": block_m}
+    )
     assert result.is_near, result
 
 

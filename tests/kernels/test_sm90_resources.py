@@ -7,7 +7,10 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
 
-TILES = (8, 16, 32, 64, 96, 128)
+TILES = (8, 24, 64, 80, 112, 128)
+# Tiles of different sizes leave the loaders 56 registers. The activation loader keeps some of what
+# does not change in a block in local memory; a layer of 2048 tokens is 4 % faster all the same.
+MAX_SPILL_BYTES_OF_MIXED_TILES = 64
 # ranks, experts, top-k, hidden, intermediate, clamp, fast math
 PROBLEMS = {"pro": (4, 384, 6, 7168, 3072, 10.0, True)}
 MORE_PROBLEMS = {
@@ -32,8 +35,11 @@ def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bo
         jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
     )
     resources = compilation.resources
-    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
-    assert resources.stack_bytes == 0
+    is_mixed = config.block_m_step != config.block_m
+    max_spill_bytes = MAX_SPILL_BYTES_OF_MIXED_TILES if is_mixed else 0
+    assert resources.spill_store_bytes <= max_spill_bytes
+    assert resources.spill_load_bytes <= max_spill_bytes
+    assert resources.stack_bytes <= max_spill_bytes
     # setmaxnreg starts from here.
     assert resources.num_registers == 65536 // config.num_threads // 8 * 8
     assert "warning" not in compilation.log.lower(), compilation.log

@@ -75,19 +75,19 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             const bool is_last = k_block_idx + 1 == num_k_blocks;
-            if (has_own_scales) rescaler.load();
             if (!is_linear1 && is_last) {
                 // Math is stages behind, so there is time for what this reads.
                 store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
-                                   smem.destinations(slots.stage), smem.token_factors(slots.stage));
+                                   smem.destinations(slots.stage),
+                                   smem.l2_token_factors(slots.stage));
             }
             if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
                                       smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
                 return;
             }
             if (has_own_scales) {
-                rescaler.store(smem, ring.stage, k_block_idx == 0);
-                if (is_last) rescaler.store_scales(smem.token_factors(slots.stage));
+                rescaler.store(smem, ring.stage, k_block_idx);
+                if (is_last) rescaler.store_scales(smem.l2_token_factors(slots.stage), k_block_idx);
             } else {
                 store_change_of_scale(smem, ring.stage, false);
             }
@@ -97,7 +97,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 if (is_linear1 && k_block_idx == 0) {
                     const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                     ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes() + 2 * token_vector_bytes);
-                    ptx::cp_async_bulk_shared_global(smem.token_factors(slots.stage),
+                    ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
                                                      local.l1_token_sf(0, first_row),
                                                      token_vector_bytes, full);
                     ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),

@@ -78,7 +78,7 @@ class L1Epilogue {
     __device__ __forceinline__ void activate(uint32_t num_rows, const RowFactors& rows,
                                              Accumulators<Config>& values) const {
         for_each_8_rows(num_rows, [&](uint32_t j) {
-            const float2 factor = load_pair(smem_.token_factors(slot_), j);
+            const float2 factor = load_pair(smem_.l1_token_factors(slot_), j);
             const float2 weight = load_pair(smem_.topk_weights(slot_), j);
 #pragma unroll
             for (uint32_t b = 0; b < 2; ++b) {
@@ -93,9 +93,9 @@ class L1Epilogue {
     }
 
     // The largest magnitude of each token, into shared memory. A lane begins with those of its two
-    // values of num_tokens tokens. In each step two lanes split the tokens between them, one of
-    // them keeps the first half, the other the second, until the 8 lanes of a token's rows have an
-    // eighth of them each, or one.
+    // values of block_m / 4 tokens. In each step two lanes split the tokens between them: one keeps
+    // the first half, the other the second. So the 8 lanes of a token's rows do not all have to
+    // take all of their maxima. What cannot be halved, both keep.
     __device__ __forceinline__ void find_maxima(const Accumulators<Config>& values) const {
         constexpr uint32_t num_tokens = Config::block_m / 4;
         uint32_t maxima[num_tokens];
@@ -103,37 +103,37 @@ class L1Epilogue {
         for (uint32_t i = 0; i < num_tokens; ++i) {
             maxima[i] = max(magnitude_bits(values[0][i]), magnitude_bits(values[1][i]));
         }
-        uint32_t first = 0;  // of the tokens that the lane still has
-        halve<num_tokens, warp_size / 2>(maxima, first);
-        constexpr uint32_t num_left = max(num_tokens / 8, 1u);
-#pragma unroll
-        for (uint32_t k = 0; k < num_left; ++k) {
-            const uint32_t i = first + k;
-            ptx::red_max_shared(smem_.amax(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
-                                maxima[k]);
-        }
+        merge_maxima<num_tokens, warp_size / 2>(maxima, 0);
     }
 
-    // maxima[0 .. num_tokens - 1] of this lane and of lane_mask's neighbour.
+    // maxima[0 .. num_tokens - 1] are those of tokens first, first + 1, ... of this lane's.
     template <uint32_t num_tokens, uint32_t lane_mask, uint32_t capacity>
-    __device__ __forceinline__ void halve(uint32_t (&maxima)[capacity], uint32_t& first) const {
-        constexpr uint32_t num_kept = num_tokens / 2;
-        const bool keeps_second = (thread_.lane_idx() & lane_mask) != 0;
-        if constexpr (num_tokens % 2 == 0) {
+    __device__ __forceinline__ void merge_maxima(uint32_t (&maxima)[capacity],
+                                                 uint32_t first) const {
+        constexpr uint32_t lane_of_next_row = 4;
+        if constexpr (lane_mask < lane_of_next_row) {
+#pragma unroll
+            for (uint32_t k = 0; k < num_tokens; ++k) {
+                const uint32_t i = first + k;
+                ptx::red_max_shared(smem_.amax(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
+                                    maxima[k]);
+            }
+        } else if constexpr (num_tokens % 2 == 0) {
+            constexpr uint32_t num_kept = num_tokens / 2;
+            const bool keeps_second = (thread_.lane_idx() & lane_mask) != 0;
 #pragma unroll
             for (uint32_t i = 0; i < num_kept; ++i) {
                 const uint32_t kept = keeps_second ? maxima[i + num_kept] : maxima[i];
                 const uint32_t given = keeps_second ? maxima[i] : maxima[i + num_kept];
                 maxima[i] = max(kept, __shfl_xor_sync(full_warp, given, lane_mask));
             }
-            first += keeps_second ? num_kept : 0;
-            if constexpr (lane_mask > 4) halve<num_kept, lane_mask / 2>(maxima, first);
+            merge_maxima<num_kept, lane_mask / 2>(maxima, first + (keeps_second ? num_kept : 0));
         } else {
 #pragma unroll
             for (uint32_t i = 0; i < num_tokens; ++i) {
                 maxima[i] = max(maxima[i], __shfl_xor_sync(full_warp, maxima[i], lane_mask));
             }
-            if constexpr (lane_mask > 4) halve<num_tokens, lane_mask / 2>(maxima, first);
+            merge_maxima<num_tokens, lane_mask / 2>(maxima, first);
         }
     }
 

@@ -35,7 +35,8 @@ class L2Epilogue {
         const uint32_t destinations =
             smem_.destinations(slot_) + thread_.first_token() * sizeof(uint64_t);
         // Sums are in units of the scale of the last k-block.
-        const uint32_t scales = smem_.token_factors(slot_) + thread_.first_token() * sizeof(float);
+        const uint32_t scales =
+            smem_.l2_token_factors(slot_) + thread_.first_token() * sizeof(float);
 #pragma unroll
         for (uint32_t j = 0; j < Config::block_m / 8; ++j) {
             constexpr bool has_steps = Config::block_m_step != Config::block_m;

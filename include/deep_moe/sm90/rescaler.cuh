@@ -38,7 +38,7 @@ __device__ __forceinline__ bool changes_scale(const SharedMemory<Config>& smem, 
 }
 
 // The activation loader's side. All lanes of its warp; each has every 32nd token of the block.
-// Those behind the last valid one take no part.
+// Nothing is kept from one k-block to the next, because this path is rare and registers are not.
 template <class Config>
 class Rescaler {
     static constexpr uint32_t num_tokens_per_lane = ceil_div(Config::block_m, warp_size);
@@ -46,55 +46,56 @@ class Rescaler {
  public:
     // `scales`: those of the block's tokens for its first k-block.
     __device__ Rescaler(const uint32_t* scales, uint32_t num_valid_rows)
-        : scales_(scales + ptx::lane_idx()), num_valid_rows_(num_valid_rows) {}
+        : scales_(scales), num_valid_rows_(num_valid_rows) {}
 
-    // Starts to read the scales of the next k-block; the values are first used by `store`.
-    __device__ void load() {
-#pragma unroll
-        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-            if (is_valid(i)) new_scales_[i] = scales_[i * warp_size];
-        }
-        scales_ += Config::num_padded_sf_pool_tokens;
-    }
-
-    // What this k-block asks for, into its stage, which is empty. The caller's arrival on the
-    // stage's barrier, after a __syncwarp, releases it. The accumulators of the first one are zero.
-    // The scales of the k-block before are read again: keeping them would take registers.
-    __device__ void store(const SharedMemory<Config>& smem, uint32_t stage, bool is_first) {
+    // What a k-block asks for, into its stage, which is empty. The caller's arrival on the stage's
+    // barrier, after a __syncwarp, releases it. The accumulators of the first one are zero.
+    __device__ void store(const SharedMemory<Config>& smem, uint32_t stage,
+                          uint32_t k_block_idx) const {
         bool changes = false;
-        if (!is_first) {
+        if (k_block_idx > 0) {
+            uint32_t old_scales[num_tokens_per_lane];
+            uint32_t new_scales[num_tokens_per_lane];
+            load(k_block_idx - 1, old_scales);
+            load(k_block_idx, new_scales);
 #pragma unroll
             for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-                if (is_valid(i)) changes |= new_scales_[i] != old_scale(i);
+                changes |= old_scales[i] != new_scales[i];
             }
             changes = __any_sync(full_warp, changes);
-            if (changes) store_factors(smem, stage);
+            if (changes) store_factors(smem, stage, old_scales, new_scales);
         }
         store_change_of_scale(smem, stage, changes);
     }
 
-    // The scales of the k-block that was stored last, as f32 [block_m] in shared memory; 0 behind
-    // the last valid token.
-    __device__ void store_scales(uint32_t token_factors) const {
+    // The scales of a k-block, as f32 [block_m] in shared memory.
+    __device__ void store_scales(uint32_t token_factors, uint32_t k_block_idx) const {
+        uint32_t scales[num_tokens_per_lane];
+        load(k_block_idx, scales);
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
             const uint32_t row = i * warp_size + ptx::lane_idx();
             if (row < Config::block_m) {
-                ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), new_scales_[i]);
+                ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scales[i]);
             }
         }
     }
 
  private:
-    __device__ bool is_valid(uint32_t i) const {
-        return i * warp_size + ptx::lane_idx() < num_valid_rows_;
+    // Behind the last valid token all scales are 1.
+    __device__ void load(uint32_t k_block_idx, uint32_t (&scales)[num_tokens_per_lane]) const {
+        const uint32_t* mine =
+            scales_ + uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens + ptx::lane_idx();
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
+            scales[i] = i * warp_size + ptx::lane_idx() < num_valid_rows_ ? mine[i * warp_size]
+                                                                          : 127u << 23;
+        }
     }
 
-    __device__ uint32_t old_scale(uint32_t i) const {
-        return (scales_ - 2 * Config::num_padded_sf_pool_tokens)[i * warp_size];
-    }
-
-    __device__ void store_factors(const SharedMemory<Config>& smem, uint32_t stage) const {
+    __device__ void store_factors(const SharedMemory<Config>& smem, uint32_t stage,
+                                  const uint32_t (&old_scales)[num_tokens_per_lane],
+                                  const uint32_t (&new_scales)[num_tokens_per_lane]) const {
         const uint32_t row = ptx::lane_idx();
         const uint32_t word = row % 8 / 2 * (Config::block_m / 8) + row / 8;
         const uint32_t factors =
@@ -102,14 +103,13 @@ class Rescaler {
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
             if (i * warp_size + row >= Config::block_m) continue;
-            const uint16_t ratio = is_valid(i) ? bf16_ratio(old_scale(i), new_scales_[i]) : 0;
-            ptx::st_shared_u16(factors + i * (warp_size / 8) * sizeof(uint32_t), ratio);
+            ptx::st_shared_u16(factors + i * (warp_size / 8) * sizeof(uint32_t),
+                               bf16_ratio(old_scales[i], new_scales[i]));
         }
     }
 
-    const uint32_t* scales_;  // of the next k-block
+    const uint32_t* scales_;
     uint32_t num_valid_rows_;
-    uint32_t new_scales_[num_tokens_per_lane] = {};
 };
 
 // The math warps' side: multiplies the accumulators of 64 rows by the factors of a stage.

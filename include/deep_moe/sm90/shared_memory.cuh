@@ -56,7 +56,7 @@ class SharedMemory {
     // num_block_slots blocks later: by then math has given back a stage of the block behind it, and
     // so is through with its epilogue.
     static constexpr uint32_t num_block_slots = Config::num_block_slots;
-    static_assert((num_block_slots - 1) * min(Config::num_l1_k_blocks, Config::num_l2_k_blocks) >=
+    static_assert((num_block_slots - 1) * min(Config::num_l1_k_blocks, Config::num_l2_k_blocks) >
                   Config::num_stages);
 
     // Weight loader, with the first stage: what the block is (block_header.cuh).
@@ -67,14 +67,18 @@ class SharedMemory {
     __device__ uint32_t row_factors(uint32_t slot) const {
         return base_ + Smem::row_factors_offset + slot * Config::block_n * sizeof(float);
     }
-    // Activation loader: f32 [block_m]. The tokens' scales, for Linear1 with the first stage; for
-    // Linear2 those of the last k-block, with the last stage.
-    __device__ uint32_t token_factors(uint32_t slot) const {
-        return base_ + Smem::token_factors_offset + slot * Config::block_m * sizeof(float);
+    // Activation loader, with the first stage of Linear1: f32 [block_m], the tokens' scales.
+    __device__ uint32_t l1_token_factors(uint32_t slot) const {
+        return base_ + Smem::l1_token_factors_offset + slot * Config::block_m * sizeof(float);
     }
-    // Activation loader, with the first stage of Linear1: f32 [block_m].
+    // Activation loader, with the first stage of Linear1: f32 [block_m], their routing weights.
     __device__ uint32_t topk_weights(uint32_t slot) const {
         return base_ + Smem::topk_weights_offset + slot * Config::block_m * sizeof(float);
+    }
+    // Activation loader, with the last stage of Linear2: f32 [block_m], the tokens' scales in the
+    // last k-block. Apart from Linear1's, which copies write: no fence has to stand between them.
+    __device__ uint32_t l2_token_factors(uint32_t slot) const {
+        return base_ + Smem::l2_token_factors_offset + slot * Config::block_m * sizeof(float);
     }
     // Activation loader, with the last stage of Linear2: u64 [block_m], where each token's result
     // goes, 0 behind the last valid one.

@@ -61,8 +61,7 @@ struct RankSet {
 
 class Waiter {
  public:
-    __device__ explicit Waiter(const KernelArgs& args)
-        : status_(args.status), timeout_ns_(args.wait_timeout_ns) {}
+    __device__ explicit Waiter(const KernelArgs& args) : args_(args) {}
 
     // True once this thread has seen that its rank gave up; all later waits return false at once.
     __device__ bool aborted() const { return aborted_; }
@@ -73,14 +72,14 @@ class Waiter {
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
         // Waits inside a rank may depend on one for other ranks. That one shall run out first, so
         // that the report names the cause.
-        return wait(site, expected, 3 * timeout_ns_, poll, NoRanks{});
+        return wait(site, expected, 3 * args_.wait_timeout_ns, poll, NoRanks{});
     }
 
     // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
     template <class Poll, class LateRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
                           const LateRanks& late_ranks) {
-        return wait(site, expected, timeout_ns_, poll, late_ranks);
+        return wait(site, expected, args_.wait_timeout_ns, poll, late_ranks);
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
@@ -162,7 +161,7 @@ class Waiter {
             report(WaitCode::timeout, site, expected, seen, waited, late_ranks());
             aborted_ = true;
         } else if (waited >= quiet_ns) {
-            aborted_ = ptx::ld_relaxed_sys(&status_->code) != static_cast<uint32_t>(WaitCode::ok);
+            aborted_ = ptx::ld_relaxed_sys(&args_.status->code) != static_cast<uint32_t>(WaitCode::ok);
             if (!aborted_) ptx::nanosleep(sleep_ns);
         }
         return aborted_;
@@ -172,21 +171,20 @@ class Waiter {
     __device__ void report(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
                            uint64_t waited_ns, RankSet missing_ranks) const {
         const uint32_t first = ptx::atom_cas_relaxed_sys(
-            &status_->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
+            &args_.status->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
         if (first != static_cast<uint32_t>(WaitCode::ok)) return;
-        status_->site = static_cast<uint32_t>(site);
-        status_->cta = blockIdx.x;
-        status_->warp = threadIdx.x / warp_size;
-        status_->peer_rank = missing_ranks.first();
-        status_->expected = expected;
-        status_->seen = seen;
-        status_->waited_ns = waited_ns;
-        status_->missing_ranks[0] = missing_ranks.low;
-        status_->missing_ranks[1] = missing_ranks.high;
+        args_.status->site = static_cast<uint32_t>(site);
+        args_.status->cta = blockIdx.x;
+        args_.status->warp = threadIdx.x / warp_size;
+        args_.status->peer_rank = missing_ranks.first();
+        args_.status->expected = expected;
+        args_.status->seen = seen;
+        args_.status->waited_ns = waited_ns;
+        args_.status->missing_ranks[0] = missing_ranks.low;
+        args_.status->missing_ranks[1] = missing_ranks.high;
     }
 
-    WaitStatus* status_;
-    uint64_t timeout_ns_;
+    const KernelArgs& args_;  // its members take no registers
     bool aborted_ = false;
 };
 

@@ -47,6 +47,7 @@ void RaceDetector::add_warp(Warp& w) {
     w.clock = std::make_shared<WarpClock>();
     w.clock->agent = new_agent(*w.cta, "warp", w.index);
     agents_.back().warp = &w;
+    if (const Grid* previous = w.grid->previous) *w.clock->view = *previous->end;
     for (const auto& [first, program] : sites_)
         if (program == w.program) w.clock->first_site = first;
     if (!w.clock->first_site) {
@@ -54,6 +55,16 @@ void RaceDetector::add_warp(Warp& w) {
         sites_.emplace_back(next_site_, w.program);
         next_site_ += uint32_t(w.program->ops.size());
     }
+}
+
+void RaceDetector::end(Grid& grid) {
+    auto view = std::make_shared<View>();
+    for (const auto& cta : grid.ctas)
+        for (const auto& w : cta->warps) view->join(*w->clock->view);
+    for (uint32_t agent = 1; agent < agents_.size(); ++agent)
+        if (agents_[agent].cta->grid == &grid) view->seen.raise(agent, ~0u);
+    view->async_global.join(view->seen);
+    grid.end = std::move(view);
 }
 
 uint32_t RaceDetector::site_of(const Warp& w) {

@@ -102,6 +102,8 @@ class RaceDetector {
     RaceDetector(Machine& machine, bool watches_global);
 
     void add_warp(Warp& w);
+    // The grid has ended. That orders all it did, of both proxies, before launches that follow it.
+    void end(Grid& grid);
     // warp: the agent of the warp whose thread it belongs to, if it belongs to one.
     uint32_t new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp = 0);
 

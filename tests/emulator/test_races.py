@@ -203,3 +203,37 @@ def test_bulk_copy_without_a_fence_for_global_memory_is_a_race(fence: str) -> No
     data, flag, out = (aligned(np.zeros(4, np.uint32)) for _ in range(3))
     with pytest.raises(RaceDetected, match=r"no fence\.proxy\.async stands between"):
         run_kernel(BULK_READ.replace("FENCE", fence), data, flag, out, ctas=2, threads=32)
+
+
+LATER_KERNEL = """
+KERNEL()(u32* data, u32* flag, u32* out, u32 role) {
+    if (threadIdx.x != 0) return;
+    u32* own = data + blockIdx.x;
+    if (role == 0) *own = 7;                      // each CTA of the first kernel
+    if (role == 1) out[blockIdx.x] = data[1 - blockIdx.x];  // the other CTA of the second
+}
+"""
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_kernel_that_follows_another_sees_all_of_it(in_order: bool) -> None:
+    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
+    machine = Machine()
+    module = machine.load(ptx_of(LATER_KERNEL, "sm_100a"))
+    for array, name in ((data, "data"), (flag, "flag"), (out, "out")):
+        machine.add_memory(0, array.ctypes.data, array.nbytes, name)
+    for role in range(2):
+        machine.launch(
+            module,
+            "kernel",
+            grid=(2, 1, 1),
+            block=(32, 1, 1),
+            args=pack_arguments((data, flag, out, role)),
+            in_order=in_order,
+        )
+    if in_order:
+        machine.run()
+        assert out.tolist() == [7, 7, 0, 0]
+    else:
+        with pytest.raises(RaceDetected, match="of 'data'"):
+            machine.run()

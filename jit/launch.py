@@ -135,7 +135,7 @@ class CudaLauncher:
 
         # Kept: the module is unloaded with it.
         self._object_code = ObjectCode.from_cubin(kernel.cubin, name=kernel.name)
-        self._function = int(self._object_code.get_kernel(kernel.name).handle)
+        function = int(self._object_code.get_kernel(kernel.name).handle)
         status, context = driver.cuCtxGetCurrent()
         _check(status, "find the current context")
         status, device = driver.cuCtxGetDevice()
@@ -143,32 +143,29 @@ class CudaLauncher:
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             smem_bytes,
-            driver.CUkernel(self._function),
+            driver.CUkernel(function),
             device,
         )
         _check(status, f"give the kernel {smem_bytes} bytes of shared memory")
         self._context = int(context)
-        self._driver = driver_calls()
-        self._of_thread = _OfThread(num_threads, smem_bytes, is_cooperative)
+        self._get_current_context = driver.cuCtxGetCurrent
+        self._launch_kernel = _launch_function()
+        self._of_thread = _OfThread(function, num_threads, smem_bytes, is_cooperative)
 
     def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueue one call on a stream (a cudaStream_t) of the launcher's context. The arguments
         are copied. Any thread may call this, whatever context it is in."""
-        mine = self._of_thread.prepared
-        config = mine.config
+        prepared = self._of_thread.prepared
+        config = prepared.config
         config.gridDimX = num_ctas
         config.hStream = stream
-        mine.parameters[0] = ctypes.addressof(args)
-        status = self._driver.cuCtxGetCurrent(mine.context_address)
-        if status == 0 and mine.context.value == self._context:
-            status = self._driver.cuLaunchKernelEx(
-                mine.config_address, self._function, mine.parameters_address, None
-            )
+        prepared.parameters[0] = ctypes.addressof(args)
+        status, context = self._get_current_context()
+        if status == 0 and int(context) == self._context:
+            status = self._launch_kernel(*prepared.addresses)
         else:  # The thread works on another device, or has not used CUDA yet.
             with current_context(self._context):
-                status = self._driver.cuLaunchKernelEx(
-                    mine.config_address, self._function, mine.parameters_address, None
-                )
+                status = self._launch_kernel(*prepared.addresses)
         if status != 0:
             _check(status, "launch the kernel")
 
@@ -200,12 +197,11 @@ def primary_context(device_index: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def driver_calls() -> ctypes.CDLL:
-    """The driver's functions that every launch calls."""
-    calls = ctypes.CDLL("libcuda.so.1")
-    calls.cuCtxGetCurrent.argtypes = [ctypes.c_void_p]
-    calls.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return calls
+def _launch_function() -> Callable[..., int]:
+    """cuLaunchKernelEx."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -242,25 +238,32 @@ _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 class _Prepared:
     """What the driver is given."""
 
-    def __init__(self, num_threads: int, smem_bytes: int, is_cooperative: bool) -> None:
+    def __init__(
+        self, function: int, num_threads: int, smem_bytes: int, is_cooperative: bool
+    ) -> None:
         self._attribute = LaunchAttribute(_COOPERATIVE, 0, 1)
         self.config = LaunchConfig(1, 1, 1, num_threads, 1, 1, smem_bytes)
         if is_cooperative:
             self.config.attrs = ctypes.addressof(self._attribute)
             self.config.numAttrs = 1
         self.parameters = (ctypes.c_void_p * 1)()
-        self.context = ctypes.c_void_p()
-        self.config_address = ctypes.addressof(self.config)
-        self.parameters_address = ctypes.addressof(self.parameters)
-        self.context_address = ctypes.addressof(self.context)
+        # The driver's function takes these; without extra options.
+        self.addresses = (
+            ctypes.addressof(self.config),
+            function,
+            ctypes.addressof(self.parameters),
+            None,
+        )
 
 
 class _OfThread(threading.local):
     """One per thread: a launch writes its grid, stream and arguments into what is prepared, and
     lets other threads run while the driver reads it."""
 
-    def __init__(self, num_threads: int, smem_bytes: int, is_cooperative: bool) -> None:
-        self.prepared = _Prepared(num_threads, smem_bytes, is_cooperative)
+    def __init__(
+        self, function: int, num_threads: int, smem_bytes: int, is_cooperative: bool
+    ) -> None:
+        self.prepared = _Prepared(function, num_threads, smem_bytes, is_cooperative)
 
 
 def _check(status: int, what: str) -> None:

@@ -4,8 +4,11 @@
     python -m benchmarks.host_overhead --without-gpu      # Python's part, on any machine
 
 One rank, small layers that take turns. Each call is timed by itself, in batches that begin with an
-idle GPU and end before its queue is full, so that the host never waits for it. `--without-gpu`
-takes tensors on the CPU and leaves out the driver: what runs is the GPU's path, up to the launch.
+idle GPU and end long before its queue is full, so that the host never waits for it: the first call
+of a batch has a line of its own in the report. What is timed takes turns too, batch by batch: what
+slows the machine for a while slows all of it alike, and shows in "part: yardstick", which is the
+same Python work every time, and in the medians of each fifth of the run. `--without-gpu` takes
+tensors on the CPU and leaves out the driver: what runs is the GPU's path, up to the launch.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ SHAPE = MoEShape(
     num_max_tokens_per_rank=64,
 )
 GOAL_US = 20.0
+NUM_WARM_UP_BATCHES = 3
+YARDSTICK = range(1000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.without_gpu:
             stack.enter_context(gpu_path_on_cpu(UndrivenGpu()))
         times = measure(arguments)
-    for name, seconds in times.items():
-        print(line(name, seconds))
+    for name, batches in times.items():
+        print(line(name, all_calls(batches)))
     if arguments.json is not None:
         report = {
             "machine": machine(arguments.without_gpu),
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
-            "results": {name: summary(seconds) for name, seconds in times.items()},
+            "results": {name: summary_of_batches(batches) for name, batches in times.items()},
         }
         arguments.json.write_text(json.dumps(report, indent=1))
     return 0
@@ -65,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8, help="layers that take turns")
-    parser.add_argument("--calls", type=int, default=200, help="calls of a batch")
-    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=32, help="calls of a batch")
+    parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--without-gpu", action="store_true", help="leave out the driver")
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser.parse_args(argv)
@@ -164,8 +169,12 @@ class Layers:
         return prepare_call(self.ys[i], l1, l2, self.buffer, None, CallOptions())
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every call, by what was called."""
+# Seconds of every call, by batch.
+Batches = list[list[float]]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Batches]:
+    """By what was called."""
     device = torch.device("cpu" if arguments.without_gpu else "cuda")
     layers = Layers(SHAPE, arguments.layers, device)
     layers.prepare_inputs()
@@ -177,12 +186,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "prepare_inputs": layers.prepare_inputs,
         "part: arguments": layers.arguments,
         "part: current stream": lambda _: layers.gpu.current_stream(),
-        "part: launch": lambda _: plan.launcher.launch(
-            args, plan.config.num_sms, layers.gpu.current_stream()
-        ),
+        "part: launch": lambda _: plan.launcher.launch(args, plan.config.num_sms, 0),
+        "part: yardstick": lambda _: sum(YARDSTICK),
         "part: nothing": lambda _: None,
     }
-    times = {name: timed(call, arguments, device) for name, call in calls.items()}
+    times: dict[str, Batches] = {name: [] for name in calls}
+    for batch in range(-NUM_WARM_UP_BATCHES, arguments.batches):
+        for name, call in calls.items():
+            seconds = timed(call, arguments, device)
+            if batch >= 0:
+                times[name].append(seconds)
     if device.type == "cuda":
         torch.cuda.synchronize()
     layers.buffer.raise_if_failed()
@@ -192,19 +205,35 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 def timed(
     call: Callable[[int], Any], arguments: argparse.Namespace, device: torch.device
 ) -> list[float]:
-    """Seconds of each call but those of the first batch."""
+    """Seconds of each call of a batch."""
     times: list[float] = []
-    for batch in range(1 + arguments.batches):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        for i in range(arguments.calls):
-            layer_idx = i % arguments.layers
-            before = time.perf_counter()
-            call(layer_idx)
-            after = time.perf_counter()
-            if batch > 0:
-                times.append(after - before)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for i in range(arguments.calls):
+        layer_idx = i % arguments.layers
+        before = time.perf_counter()
+        call(layer_idx)
+        after = time.perf_counter()
+        times.append(after - before)
     return times
+
+
+def all_calls(batches: Batches) -> list[float]:
+    return [seconds for batch in batches for seconds in batch]
+
+
+def summary_of_batches(batches: Batches) -> dict[str, Any]:
+    """first_of_batch_us: median of the calls that find the GPU idle. fifths_us: medians of
+    successive parts of the run."""
+    fifth = -(-len(batches) // 5)
+    return {
+        **summary(all_calls(batches)),
+        "first_of_batch_us": 1e6 * statistics.median(batch[0] for batch in batches),
+        "fifths_us": [
+            1e6 * statistics.median(all_calls(batches[first : first + fifth]))
+            for first in range(0, len(batches), fifth)
+        ],
+    }
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:

@@ -83,8 +83,8 @@ class SymmBuffer:
         self.topk_weights = self._view("input_topk_weights")
         # Filled by deep_moe/mega_moe.py.
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
-        self.standing_args: BoundedCache[tuple[Any, ...], KernelArgs] = BoundedCache(
-            _MAX_STANDING_ARGS
+        self.standing_args: BoundedCache[tuple[Any, ...], tuple[tuple[Any, ...], KernelArgs]] = (
+            BoundedCache(_MAX_STANDING_ARGS)
         )
         self.num_calls = 0
         # While calls are recorded: see deep_moe/trace.py.
@@ -114,6 +114,8 @@ class SymmBuffer:
 
         A call on a GPU runs behind the host's back: its failure shows here, at the next call.
         """
+        if not self._closed and self._failure is None and self.memory.status.code == 0:
+            return
         self.raise_if_closed()
         if self._failure is not None:
             raise MegaMoEError(

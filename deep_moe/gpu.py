@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,10 +10,14 @@ import torch
 
 from deep_moe.heuristics.config import ARCHITECTURES
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.launch import CudaLauncher
+from deep_moe.jit.launch import CudaLauncher, current_context, primary_context
 from deep_moe.jit.tensor_map import TensorMapSpec
 
 from .weights import weight_arch
+
+# Not public, so not counted on; Inductor's code calls it. The public way makes an object first,
+# which takes 2 us.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Gpu:
         is_cooperative: bool = False,
     ) -> CudaLauncher:
         """The kernel, ready to be launched here; arguments as `CudaLauncher` has them."""
-        with torch.cuda.device(self.device):
+        with self._context():
             return CudaLauncher(
                 kernel,
                 num_threads=num_threads,
@@ -44,12 +49,19 @@ class Gpu:
 
     def encode_tensor_map(self, spec: TensorMapSpec) -> bytes:
         """The driver's image of a tensor map in this GPU's memory."""
-        with torch.cuda.device(self.device):
+        with self._context():
             return spec.encode_cuda()
 
     def current_stream(self) -> int:
         """The cudaStream_t that PyTorch's operators would use here, in this thread."""
+        if _raw_stream is not None:
+            return int(_raw_stream(self.device.index))
         return torch.cuda.current_stream(self.device.index).cuda_stream
+
+    def _context(self) -> AbstractContextManager[None]:
+        """Of the driver, not of PyTorch, whose own does nothing in a thread that has not used CUDA
+        yet if the device is already the one that the thread would use."""
+        return current_context(primary_context(self.device.index))
 
 
 @lru_cache(maxsize=64)

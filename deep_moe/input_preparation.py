@@ -25,6 +25,7 @@ from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emul
 from .arguments import check_contiguous, check_start, check_tensor, form, require_type
 from .bounded_cache import BoundedCache
 from .buffer import SymmBuffer
+from .eager import is_seen_by_nobody
 from .gpu import Gpu, gpu_of
 from .weights import weight_arch
 
@@ -72,7 +73,8 @@ def prepare_inputs(
     require_type("topk_weights", topk_weights, torch.Tensor, "a tensor")
     require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     sym_buffer.raise_if_closed()
-    _prepare_inputs_op(
+    is_direct = is_seen_by_nobody((x, topk_idx, topk_weights))
+    (_prepare_inputs if is_direct else _prepare_inputs_op)(
         x,
         topk_idx,
         topk_weights,
@@ -92,7 +94,6 @@ torch.library.define(
 _prepare_inputs_op = torch.ops.deep_moe.prepare_inputs.default
 
 
-@torch.library.impl("deep_moe::prepare_inputs", "CompositeExplicitAutograd")
 def _prepare_inputs(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -158,6 +159,9 @@ def _prepare_inputs(
         0, _kernel(config), plan.num_ctas, config.num_threads, 0, args, tuple(memory)
     )
     run_emulated([launch], seed=0, checks=True, clock="virtual")
+
+
+torch.library.impl("deep_moe::prepare_inputs", "CompositeExplicitAutograd", _prepare_inputs)
 
 
 @torch.library.register_fake("deep_moe::prepare_inputs")

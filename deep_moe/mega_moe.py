@@ -1,7 +1,8 @@
 """The call: checks its arguments, picks the kernel, and runs it on a GPU or in the emulator.
 
-For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`. Under a compiler
-its inputs include the four views of the buffer that the caller fills. As a compiler turns writes
+For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`; where nothing
+would see the operator (eager.py), a call does at once what the operator does. Under a compiler its
+inputs include the four views of the buffer that the caller fills. As a compiler turns writes
 into new tensors, they may then be other tensors, and are copied into the buffer first.
 
 What a call works out from its arguments is kept in the buffer, and found again by all that it was
@@ -31,6 +32,7 @@ from deep_moe.jit.sm100_maps import sm100_tensor_maps
 
 from .arguments import check_contiguous, check_start, check_tensor, form, require_type
 from .buffer import SymmBuffer, describe_difference
+from .eager import is_seen_by_nobody
 from .gpu import Gpu
 from .symm_memory import HostMemory
 from .tuning_tables import find_tuning
@@ -73,6 +75,9 @@ class CallOptions(NamedTuple):
             raise ValueError(f"timeout_s must be a positive number; got {self.timeout_s}")
         if self.schedule_seed < 0:
             raise ValueError(f"schedule_seed must be at least 0; got {self.schedule_seed}")
+
+
+_USUAL = CallOptions()
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,14 @@ def fp8_fp4_mega_moe(
     """
     w1, sf1 = _pair("l1_weights", l1_weights)
     w2, sf2 = _pair("l2_weights", l2_weights)
-    require_type("y", y, torch.Tensor, "a tensor")
-    require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     stats = cumulative_local_expert_recv_stats
+    if not (isinstance(y, torch.Tensor) and isinstance(sym_buffer, SymmBuffer)):
+        require_type("y", y, torch.Tensor, "a tensor")
+        require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     if stats is not None:
         require_type("cumulative_local_expert_recv_stats", stats, torch.Tensor, "a tensor or None")
     if activation_clamp is not None:
         require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
-    require_type("fast_math", fast_math, bool, "a bool")
-    require_type("schedule_seed", schedule_seed, int, "an int")
-    sym_buffer.raise_if_closed()
     # Only what is not as usual: every argument makes an operator's call longer.
     others: dict[str, Any] = {}
     if not (isinstance(recipe, tuple) and recipe == RECIPE):
@@ -162,7 +165,8 @@ def fp8_fp4_mega_moe(
     if activation != ACTIVATION:
         require_type("activation", activation, str, "a str")
         others["activation"] = activation
-    if not fast_math:
+    if fast_math is not True:
+        require_type("fast_math", fast_math, bool, "a bool")
         others["fast_math"] = fast_math
     if arch is not None:
         others["arch"] = arch
@@ -175,10 +179,18 @@ def fp8_fp4_mega_moe(
         others["override_values"] = list(overrides.values())
     if timeout_s is not None:
         others["timeout_s"] = timeout_s
-    if schedule_seed != 0:
+    if schedule_seed != 0 or type(schedule_seed) is not int:
+        require_type("schedule_seed", schedule_seed, int, "an int")
         others["schedule_seed"] = schedule_seed
     if checked is not None:
         others["checked"] = checked
+    # The operator checks the types of the others, and seldom used ones need not be quick.
+    tensors = (y, w1, sf1, w2, sf2) if stats is None else (y, w1, sf1, w2, sf2, stats)
+    if not others and is_seen_by_nobody(tensors):
+        options = _USUAL if activation_clamp is None else CallOptions(float(activation_clamp))
+        _run(y, (w1, sf1), (w2, sf2), sym_buffer, stats, options)
+        return
+    sym_buffer.raise_if_closed()
     # Otherwise they are the buffer's own views, and hold what was written to them.
     if torch.compiler.is_compiling() or type(y) is not torch.Tensor:
         others["inputs"] = [
@@ -222,17 +234,29 @@ def _mega_moe(
         _take_inputs(buffer, inputs)
     options = _options(activation_clamp, **others) if others else CallOptions(activation_clamp)
     l1, l2 = (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf)
-    if buffer.gpu is None:
-        _call_emulated(y, l1, l2, buffer, stats, options)
-        return
-    plan, args = prepare_call(y, l1, l2, buffer, stats, options)
-    assert plan.launcher is not None
-    plan.launcher.launch(args, plan.config.num_sms, buffer.gpu.current_stream())
+    _run(y, l1, l2, buffer, stats, options)
 
 
 @torch.library.register_fake("deep_moe::mega_moe")
 def _mega_moe_fake(*_: Any, **__: Any) -> None:
     """The operator only writes to tensors that it is given."""
+
+
+def _run(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallOptions,
+) -> None:
+    gpu = buffer.gpu
+    if gpu is None:
+        _call_emulated(y, l1_weights, l2_weights, buffer, stats, options)
+        return
+    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options)
+    assert plan.launcher is not None
+    plan.launcher.launch(args, plan.config.num_sms, gpu.current_stream())
 
 
 def _options(
@@ -264,13 +288,13 @@ def prepare_call(
         options,
         recorder is None,
         y_address % _Y_ALIGNMENT,
-        form(y),
+        *(y.shape, y.stride(), y.dtype, y.device),
         None if stats is None else form(stats),
     )
     plan = buffer.plans.get(key)
     if plan is None:
         plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options))
-    standing = _standing_args(plan, buffer, (*l1_weights, *l2_weights))
+    standing = _standing_args(plan, buffer, l1_weights, l2_weights)
     if plan.is_checked:
         _check_expert_ids(buffer, plan.num_tokens)
 
@@ -335,6 +359,7 @@ def _call_emulated(
     stats: torch.Tensor | None,
     options: CallOptions,
 ) -> None:
+    buffer.raise_if_closed()
     memory = buffer.memory
     assert isinstance(memory, HostMemory)
     if buffer.num_ranks > 1 and not memory.is_shared:
@@ -500,31 +525,36 @@ def _timeout_s(options: CallOptions, buffer: SymmBuffer) -> float:
 
 
 def _standing_args(
-    plan: CallPlan, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
+    plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair
 ) -> KernelArgs:
     """The arguments that do not change from call to call, made once for all that they depend on,
     after a check of the weights. Another tensor at the same address and of the same form, after the
     first was freed, has the same arguments.
 
-    weights: of both layers, each with its scales. What is returned is not to be written to.
+    What is returned is not to be written to.
     """
-    w1, sf1, w2, sf2 = weights
-    key = (
-        plan.tile,
-        *(w1.data_ptr(), w1.shape, w1.stride(), w1.dtype, w1.device),
-        *(sf1.data_ptr(), sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
-        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype, w2.device),
-        *(sf2.data_ptr(), sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
+    w1, sf1 = l1_weights
+    w2, sf2 = l2_weights
+    key = (plan.tile, w1.data_ptr(), sf1.data_ptr(), w2.data_ptr(), sf2.data_ptr())
+    # Compared, not looked up: hashes of these take longer. Few addresses are used with two forms.
+    forms = (
+        *(w1.shape, w1.stride(), w1.dtype, w1.device),
+        *(sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
+        *(w2.shape, w2.stride(), w2.dtype, w2.device),
+        *(sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
     )
-    args = buffer.standing_args.get(key)
-    if args is None:
-        args = buffer.standing_args.put(key, _make_standing_args(plan.config, buffer, weights))
+    kept = buffer.standing_args.get(key)
+    if kept is not None and kept[0] == forms:
+        return kept[1]
+    args = _make_standing_args(plan.config, buffer, (w1, sf1, w2, sf2))
+    buffer.standing_args.put(key, (forms, args))
     return args
 
 
 def _make_standing_args(
     config: MegaMoEConfig, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
 ) -> KernelArgs:
+    """weights: of both layers, each with its scales."""
     expected = WEIGHT_LAYOUTS[config.arch].tensors(buffer.shape)
     for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
         check_tensor(name, tensor, dtype, shape, buffer.device)
@@ -579,15 +609,17 @@ def _memory_regions(
 
 
 def _pair(name: str, value: Any) -> Pair:
+    if isinstance(value, tuple) and len(value) == 2:
+        weight, sf = value
+        if isinstance(weight, torch.Tensor) and isinstance(sf, torch.Tensor):
+            return weight, sf
     allowed = "a pair (weight, scales) of tensors"
     require_type(name, value, (tuple, list), allowed)
     if len(value) != 2:
         raise ValueError(f"{name} must be {allowed}; got {len(value)} values")
-    weight, sf = value
-    if not (isinstance(weight, torch.Tensor) and isinstance(sf, torch.Tensor)):
-        for i in range(2):
-            require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
-    return weight, sf
+    for i in range(2):
+        require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
+    return value[0], value[1]
 
 
 def check_overrides(overrides: Mapping[str, int]) -> None:

@@ -95,8 +95,8 @@ class RankTrace:
     num_n_blocks: numbers of weight blocks per expert that `detail` counts with, for Linear1 and
     Linear2. spans: steps in the order of (cta, track, start_ns); the fields of `_SPAN_DTYPE`.
     `detail` is that of trace.cuh, in nanoseconds where that counts ticks. clock_error_ns: how far
-    the two anchors of the worst CTA are from one straight line. num_lost: records that found no
-    room.
+    the last anchor of the worst CTA is from the line through its first one. num_lost: records that
+    found no room.
     """
 
     rank: int
@@ -206,8 +206,8 @@ class _Clock:
         begin_ns = (first["global_ns"] - first["global_ns"].min()).astype(np.float64)
         passed_ns = (last["global_ns"] - first["global_ns"]).astype(np.float64)
         ns_per_tick = float(np.median(passed_ns / ticks))
-        residual = (passed_ns - ns_per_tick * ticks) / 2
-        return cls(first["ticks"], begin_ns + residual, ns_per_tick, float(np.abs(residual).max()))
+        error_ns = float(np.abs(passed_ns - ns_per_tick * ticks).max())
+        return cls(first["ticks"], begin_ns, ns_per_tick, error_ns)
 
 
 def _spans(records: np.ndarray, clock: _Clock) -> np.ndarray:

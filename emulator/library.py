@@ -139,7 +139,7 @@ def load() -> ctypes.CDLL:
         "dm_kernel_parameter": (integer, [handle, u32, text, u32, u32_out, u32_out]),
         "dm_launch": (
             integer,
-            [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64],
+            [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64, integer],
         ),
         "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
         "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),

@@ -121,9 +121,11 @@ class Machine:
         shared_bytes: int = 0,
         args: bytes | Sequence[bytes] = b"",
         rank: int = 0,
+        in_order: bool = False,
     ) -> None:
         """Queue a kernel; `run` executes all queued ones together.
 
+        in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
         args: the whole parameter block, or one `bytes` per parameter.
         """
@@ -154,6 +156,7 @@ class Machine:
                 shared_bytes,
                 block_of_bytes,
                 len(block_of_bytes),
+                in_order,
             )
         )
 

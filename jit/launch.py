@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def run_emulated(
     progress: Callable[[int], None] | None = None,
     hopper_fp8_sums: bool = False,
 ) -> None:
-    """Run all launches at once, to completion.
+    """Run all launches at once, to completion; those of one rank after each other.
 
     seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
     (slower). clock: "real" if
@@ -80,8 +82,12 @@ def run_emulated(
         hopper_fp8_sums=hopper_fp8_sums,
     )
     modules: dict[str, Any] = {}
+    added: set[tuple[int, MemoryRegion]] = set()
     for launch in launches:
         for region in launch.memory:
+            if (launch.rank, region) in added:
+                continue
+            added.add((launch.rank, region))
             machine.add_memory(
                 launch.rank,
                 region.address,
@@ -100,6 +106,7 @@ def run_emulated(
             shared_bytes=launch.smem_bytes,
             args=bytes(launch.args),
             rank=launch.rank,
+            in_order=True,
         )
     machine.run(progress)
 
@@ -107,8 +114,9 @@ def run_emulated(
 class CudaLauncher:
     """A kernel loaded into the CUDA context that is current when this object is made.
 
-    cuda.core loads the module. The launch itself goes through cuda.bindings, because cuda.core
-    has no kernel argument that is a struct of 1856 bytes.
+    cuda.core loads the module. The launch itself calls the driver through ctypes: cuda.core has no
+    kernel argument that is a struct of 1856 bytes, and cuda.bindings wraps a struct's every field,
+    which takes longer than the rest of a launch in Python.
 
     num_threads, smem_bytes: as in RankLaunch. is_cooperative: all CTAs are resident at once,
         whatever other streams do, as grid barriers need it.
@@ -125,79 +133,142 @@ class CudaLauncher:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        self._driver = driver
         # Kept: the module is unloaded with it.
         self._object_code = ObjectCode.from_cubin(kernel.cubin, name=kernel.name)
-        handle = self._object_code.get_kernel(kernel.name).handle
-        self._function = driver.CUkernel(int(handle))
-        status, self._context = driver.cuCtxGetCurrent()
-        _check(driver, status, "find the current context")
+        function = int(self._object_code.get_kernel(kernel.name).handle)
+        status, context = driver.cuCtxGetCurrent()
+        _check(status, "find the current context")
         status, device = driver.cuCtxGetDevice()
-        _check(driver, status, "find the current device")
+        _check(status, "find the current device")
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             smem_bytes,
-            self._function,
+            driver.CUkernel(function),
             device,
         )
-        _check(driver, status, f"give the kernel {smem_bytes} bytes of shared memory")
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._context_address = int(self._context)
-        self._of_thread = _OfThread(driver, num_threads, smem_bytes, is_cooperative)
+        _check(status, f"give the kernel {smem_bytes} bytes of shared memory")
+        self._context = int(context)
+        self._get_current_context = driver.cuCtxGetCurrent
+        self._launch_kernel = _launch_function()
+        self._of_thread = _OfThread(function, num_threads, smem_bytes, is_cooperative)
 
     def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueue one call on a stream (a cudaStream_t) of the launcher's context. The arguments
         are copied. Any thread may call this, whatever context it is in."""
-        driver = self._driver
-        status, context = driver.cuCtxGetCurrent()
-        _check(driver, status, "find the current context")
-        if int(context) == self._context_address:
-            self._enqueue(args, num_ctas, stream)
-            return
-        # The thread works on another device, or has not used CUDA yet.
-        (status,) = driver.cuCtxPushCurrent(self._context)
-        _check(driver, status, "switch to the kernel's context")
-        try:
-            self._enqueue(args, num_ctas, stream)
-        finally:
-            status, _ = driver.cuCtxPopCurrent()
-            _check(driver, status, "switch back from the kernel's context")
-
-    def _enqueue(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
-        config = self._of_thread.config
+        prepared = self._of_thread.prepared
+        config = prepared.config
         config.gridDimX = num_ctas
         config.hStream = stream
-        parameters = _ParameterArray(ctypes.addressof(args))
-        (status,) = self._driver.cuLaunchKernelEx(
-            config, self._function, ctypes.addressof(parameters), 0
+        prepared.parameters[0] = ctypes.addressof(args)
+        status, context = self._get_current_context()
+        if status == 0 and int(context) == self._context:
+            status = self._launch_kernel(*prepared.addresses)
+        else:  # The thread works on another device, or has not used CUDA yet.
+            with current_context(self._context):
+                status = self._launch_kernel(*prepared.addresses)
+        if status != 0:
+            _check(status, "launch the kernel")
+
+
+@contextmanager
+def current_context(context: int) -> Iterator[None]:
+    """Makes a CUcontext this thread's current one meanwhile."""
+    from cuda.bindings import driver
+
+    (status,) = driver.cuCtxPushCurrent(driver.CUcontext(context))
+    _check(status, "switch to another context")
+    try:
+        yield
+    finally:
+        status, _ = driver.cuCtxPopCurrent()
+        _check(status, "switch back from another context")
+
+
+@lru_cache(maxsize=64)
+def primary_context(device_index: int) -> int:
+    """The CUcontext that PyTorch and the CUDA runtime use on a device. It is never released."""
+    from cuda.bindings import driver
+
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, f"find device {device_index}")
+    status, context = driver.cuDevicePrimaryCtxRetain(device)
+    _check(status, f"make the context of device {device_index}")
+    return int(context)
+
+
+@lru_cache(maxsize=1)
+def _launch_function() -> Callable[..., int]:
+    """cuLaunchKernelEx."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h; of its values, an int."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint32),
+        ("_padding", ctypes.c_uint32),
+        ("value", ctypes.c_int32),
+        ("_rest_of_value", ctypes.c_ubyte * 60),
+    )
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("gridDimX", ctypes.c_uint32),
+        ("gridDimY", ctypes.c_uint32),
+        ("gridDimZ", ctypes.c_uint32),
+        ("blockDimX", ctypes.c_uint32),
+        ("blockDimY", ctypes.c_uint32),
+        ("blockDimZ", ctypes.c_uint32),
+        ("sharedMemBytes", ctypes.c_uint32),
+        ("hStream", ctypes.c_void_p),
+        ("attrs", ctypes.c_void_p),
+        ("numAttrs", ctypes.c_uint32),
+    )
+
+
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+
+
+class _Prepared:
+    """What the driver is given."""
+
+    def __init__(
+        self, function: int, num_threads: int, smem_bytes: int, is_cooperative: bool
+    ) -> None:
+        self._attribute = LaunchAttribute(_COOPERATIVE, 0, 1)
+        self.config = LaunchConfig(1, 1, 1, num_threads, 1, 1, smem_bytes)
+        if is_cooperative:
+            self.config.attrs = ctypes.addressof(self._attribute)
+            self.config.numAttrs = 1
+        self.parameters = (ctypes.c_void_p * 1)()
+        # The driver's function takes these; without extra options.
+        self.addresses = (
+            ctypes.addressof(self.config),
+            function,
+            ctypes.addressof(self.parameters),
+            None,
         )
-        if status != self._success:
-            _check(self._driver, status, "launch the kernel")
-
-
-_ParameterArray = ctypes.c_void_p * 1
 
 
 class _OfThread(threading.local):
-    """A launch configuration that is prepared once. One per thread: a launch writes its grid and
-    stream into it, and lets other threads run while the driver reads it."""
+    """One per thread: a launch writes its grid, stream and arguments into what is prepared, and
+    lets other threads run while the driver reads it."""
 
     def __init__(
-        self, driver: Any, num_threads: int, smem_bytes: int, is_cooperative: bool
+        self, function: int, num_threads: int, smem_bytes: int, is_cooperative: bool
     ) -> None:
-        self.config = driver.CUlaunchConfig()
-        self.config.gridDimY = self.config.gridDimZ = 1
-        self.config.blockDimX = num_threads
-        self.config.blockDimY = self.config.blockDimZ = 1
-        self.config.sharedMemBytes = smem_bytes
-        if is_cooperative:
-            cooperative = driver.CUlaunchAttribute()
-            cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            cooperative.value.cooperative = 1
-            self.config.attrs = [cooperative]
-            self.config.numAttrs = 1
+        self.prepared = _Prepared(function, num_threads, smem_bytes, is_cooperative)
 
 
-def _check(driver: Any, status: Any, what: str) -> None:
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA could not {what}: {status.name}")
+def _check(status: int, what: str) -> None:
+    """status: a CUresult or its number."""
+    if status != 0:
+        from cuda.bindings import driver
+
+        raise RuntimeError(f"CUDA could not {what}: {driver.CUresult(status).name}")

@@ -135,11 +135,12 @@ EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, u
 
 EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t rank,
                      const uint32_t grid[3], const uint32_t block[3], const uint32_t cluster[3],
-                     uint32_t shared_bytes, const void* arguments, uint64_t argument_bytes) {
+                     uint32_t shared_bytes, const void* arguments, uint64_t argument_bytes,
+                     int in_order) {
     return guarded(h, [&] {
         const auto* bytes = static_cast<const std::byte*>(arguments);
         h->machine.launch(*h->modules.at(module)->programs.at(kernel), rank, grid, block, cluster,
-                          shared_bytes, {bytes, bytes + argument_bytes});
+                          shared_bytes, {bytes, bytes + argument_bytes}, in_order != 0);
     });
 }
 

@@ -26,16 +26,23 @@ struct BFloat {
     }
 };
 
-// What the hardware writes for NaN.
-template <class T>
-T canonical_nan();
-template <>
-inline float canonical_nan<float>() {
+// What the hardware writes for any NaN in .f32.
+inline float canonical_nan() {
     return std::bit_cast<float>(0x7fffffffu);
+}
+// In .f64 an operand's NaN goes on, quiet; `first` before `second`, and a NaN of its own if neither
+// is one.
+inline double propagated_nan(double first, double second) {
+    const double from = std::isnan(first) ? first : second;
+    const uint64_t bits = std::isnan(from) ? std::bit_cast<uint64_t>(from) : uint64_t(0xfff) << 52;
+    return std::bit_cast<double>(bits | uint64_t(1) << 51);
 }
 
 inline float flush(float value) {
     return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
+}
+inline double flush(double value) {
+    return std::fabs(value) < 0x1p-1022 ? std::copysign(0.0, value) : value;
 }
 
 inline Half flush(Half value) {

@@ -186,9 +186,12 @@ void decode_cluster_barrier(Decoder& d) {
 // ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Fences
 // only tell the checks what is ordered.
 
-// aux: scope
+constexpr uint64_t releases = 1 << 8, acquires = 1 << 9;
+
+// aux: scope and order
 Flow fence(Warp& w, const Op& op) {
-    if (w.machine->races) w.machine->races->fence(w, Scope(op.aux));
+    if (w.machine->races)
+        w.machine->races->fence(w, Scope(op.aux & 0xff), op.aux & releases, op.aux & acquires);
     return Flow::next;
 }
 
@@ -237,9 +240,11 @@ void decode_fence(Decoder& d) {
             d.emit(nothing, {});
         return;
     }
-    d.ignore({"sc", "acq_rel", "acquire", "release", "sync_restrict::shared::cta",
-              "sync_restrict::shared::cluster"});
-    d.emit(fence, {}, uint64_t(take_scope(d)));
+    const uint64_t order = d.take("acquire")   ? acquires
+                           : d.take("release") ? releases
+                                               : releases | acquires;
+    d.ignore({"sc", "acq_rel", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"});
+    d.emit(fence, {}, uint64_t(take_scope(d)) | order);
 }
 
 void decode_membar(Decoder& d) {
@@ -250,7 +255,7 @@ void decode_membar(Decoder& d) {
     }
     const Scope scope = take_scope(d);
     d.expect_operands(0);
-    d.emit(fence, {}, uint64_t(scope));
+    d.emit(fence, {}, uint64_t(scope) | releases | acquires);
 }
 
 }  // namespace

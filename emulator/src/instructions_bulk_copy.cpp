@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "async_units.h"
+#include "float_types.h"
 #include "instruction_table.h"
 #include "numeric.h"
 #include "race_detector.h"
@@ -47,16 +48,25 @@ T reduce_integer(Reduction operation, T old, T value) {
     return value;
 }
 
-template <class T>
-T reduce_float(Reduction operation, T old, T value) {
+// As the atomic units of an H200 do it: numbers win over NaN, -0 is less than 0.
+float smaller(float a, float b) {
+    if (std::isnan(a) || std::isnan(b)) return std::isnan(a) ? b : a;
+    return a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
+}
+float reduce_float(Reduction operation, float old, float value) {
     switch (operation) {
         case Reduction::min:
-            return old < value ? old : value;
+            return smaller(old, value);
         case Reduction::max:
-            return old > value ? old : value;
+            return -smaller(-old, -value);
         default:
-            return old + value;
+            return std::isnan(old + value) ? canonical_nan() : old + value;
     }
+}
+double reduce_double(Reduction operation, double old, double value) {
+    if (operation != Reduction::add)
+        fail(FaultKind::unsupported, "a bulk reduction of .f64 other than .add");
+    return std::isnan(value) ? value : std::isnan(old) ? old : old + value;
 }
 
 template <class T, class F>
@@ -78,10 +88,6 @@ void combine(Reduction operation, Type type, uint8_t* target, const uint8_t* sou
         for_each_element<T>(target, source, num_bytes,
                             [&](T a, T b) { return reduce_integer<T>(operation, a, b); });
     };
-    auto floats = [&]<class T>(T) {
-        for_each_element<T>(target, source, num_bytes,
-                            [&](T a, T b) { return reduce_float<T>(operation, a, b); });
-    };
     switch (type) {
         case Type::none:
             std::memcpy(target, source, num_bytes);
@@ -97,9 +103,13 @@ void combine(Reduction operation, Type type, uint8_t* target, const uint8_t* sou
         case Type::s64:
             return integers(int64_t{});
         case Type::f32:
-            return floats(float{});
+            return for_each_element<float>(target, source, num_bytes, [&](float a, float b) {
+                return reduce_float(operation, a, b);
+            });
         case Type::f64:
-            return floats(double{});
+            return for_each_element<double>(target, source, num_bytes, [&](double a, double b) {
+                return reduce_double(operation, a, b);
+            });
         case Type::f16:
             return for_each_element<uint16_t>(
                 target, source, num_bytes, [&](uint16_t a, uint16_t b) {

@@ -85,7 +85,7 @@ D converted_nan(S a, uint64_t aux) {
             if (!flushed && (aux >> integral_shift) == 0) return a;
         }
         if constexpr (std::is_same_v<D, float>)
-            return canonical_nan<float>();
+            return canonical_nan();
         else
             return {0x7fff};
     } else {

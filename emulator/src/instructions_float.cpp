@@ -63,9 +63,27 @@ struct Div {
     }
 };
 
+// `result`, or what the hardware makes of it when it is NaN.
+template <class F>
+float with_nan(float result, float, float) {
+    return result != result ? canonical_nan() : result;
+}
+template <class F>
+double with_nan(double result, double a, double b) {
+    if (result == result) return result;
+    return std::is_same_v<F, Div> ? propagated_nan(a, b) : propagated_nan(b, a);
+}
+float with_nan_of_three(float result, float, float, float) {
+    return result != result ? canonical_nan() : result;
+}
+double with_nan_of_three(double result, double a, double b, double c) {
+    if (result == result) return result;
+    return std::isnan(b) ? propagated_nan(b, b) : propagated_nan(c, a);
+}
+
 template <class T, class F>
 Flow plain2(Warp& w, const Op& op) {
-    return map2<T, T, T>(w, op, F{});
+    return map2<T, T, T>(w, op, [](T a, T b) { return with_nan<F>(F{}(a, b), a, b); });
 }
 
 template <class T>
@@ -86,13 +104,14 @@ Flow rounded2(Warp& w, const Op& op) {
     return map2<T, T, T>(w, op, [&](T a, T b) {
         volatile T x = prepared(a, op.aux), y = prepared(b, op.aux);
         volatile T r = F{}(T(x), T(y));
-        return finished(T(r), op.aux);
+        return finished(with_nan<F>(T(r), a, b), op.aux);
     });
 }
 
 template <class T>
 WITH_FMA Flow plain_fma(Warp& w, const Op& op) {
-    return map3<T, T, T, T>(w, op, [](T a, T b, T c) { return std::fma(a, b, c); });
+    return map3<T, T, T, T>(
+        w, op, [](T a, T b, T c) { return with_nan_of_three(std::fma(a, b, c), a, b, c); });
 }
 template <class T>
 Flow rounded_fma(Warp& w, const Op& op) {
@@ -100,25 +119,59 @@ Flow rounded_fma(Warp& w, const Op& op) {
     return map3<T, T, T, T>(w, op, [&](T a, T b, T c) {
         volatile T x = prepared(a, op.aux), y = prepared(b, op.aux), z = prepared(c, op.aux);
         volatile T r = std::fma(T(x), T(y), T(z));
-        return finished(T(r), op.aux);
+        return finished(with_nan_of_three(T(r), a, b, c), op.aux);
+    });
+}
+
+// Mixed precision: some inputs are halves and widened first, which is exact.
+template <class H, class F>
+Flow widened2(Warp& w, const Op& op) {
+    HostRounding mode((op.aux >> rounding_shift) & 3);
+    return map2<float, H, float>(w, op, [&](H a, float b) {
+        volatile float x = float(a), y = b;
+        volatile float r = F{}(float(x), float(y));
+        return finished(float(r), op.aux);
+    });
+}
+template <class H>
+Flow widened_fma(Warp& w, const Op& op) {
+    HostRounding mode((op.aux >> rounding_shift) & 3);
+    return map3<float, H, H, float>(w, op, [&](H a, H b, float c) {
+        volatile float x = float(a), y = float(b), z = c;
+        volatile float r = std::fma(float(x), float(y), float(z));
+        return finished(float(r), op.aux);
     });
 }
 
 // ---- halves: computed wider, rounded once
 
-template <class H>
-H half_result(float v, uint64_t aux) {
-    if (aux & saturate_bit) v = saturated(v);
-    if (aux & relu_bit) v = std::isnan(v) ? v : v > 0 ? v : 0;
-    return H::from(v);
+Half prepared(Half v, uint64_t aux) {
+    return aux & flush_bit ? flush(v) : v;
+}
+BFloat prepared(BFloat v, uint64_t) {
+    return v;
 }
 template <class H>
 H half_result_double(double v, uint64_t aux) {
     if (aux & saturate_bit) v = saturated(v);
     if (aux & relu_bit) v = std::isnan(v) ? v : v > 0 ? v : 0;
-    uint16_t bits = uint16_t(encode(std::is_same_v<H, Half> ? f16_format : bf16_format, v,
-                                    Rounding::nearest_even, Overflow::to_infinity));
-    return {bits};
+    // Flushed is what would be too small if exponents had no end: not what rounds up to 2^-14.
+    if ((aux & flush_bit) && std::fabs(v) < 0x1p-14 - 0x1p-26) v = std::copysign(0.0, v);
+    return {uint16_t(encode(std::is_same_v<H, Half> ? f16_format : bf16_format, v,
+                            Rounding::nearest_even, Overflow::to_infinity))};
+}
+template <class H>
+H half_result(float v, uint64_t aux) {
+    if (aux) return half_result_double<H>(v, aux);
+    return H::from(v);
+}
+// a + b with an odd last bit where it is not exact, so that a second rounding is right.
+double sum_to_odd(double a, double b) {
+    const double sum = a + b;
+    if (!std::isfinite(sum)) return sum;
+    const double part = sum - a, error = (a - (sum - part)) + (b - part);
+    if (error == 0 || (std::bit_cast<uint64_t>(sum) & 1)) return sum;
+    return std::nextafter(sum, error > 0 ? HUGE_VAL : -HUGE_VAL);
 }
 template <class H>
 struct Pair {
@@ -127,20 +180,23 @@ struct Pair {
 
 template <class H, class F>
 Flow half2(Warp& w, const Op& op) {
-    return map2<H, H, H>(w, op,
-                         [&](H a, H b) { return half_result<H>(F{}(float(a), float(b)), op.aux); });
+    return map2<H, H, H>(w, op, [&](H a, H b) {
+        return half_result<H>(F{}(float(prepared(a, op.aux)), float(prepared(b, op.aux))), op.aux);
+    });
 }
 template <class H, class F>
 Flow pair2(Warp& w, const Op& op) {
     using P = Pair<H>;
-    return map2<P, P, P>(w, op, [&](P a, P b) {
-        return P{half_result<H>(F{}(float(a.low), float(b.low)), op.aux),
-                 half_result<H>(F{}(float(a.high), float(b.high)), op.aux)};
-    });
+    auto one = [&](H a, H b) {
+        return half_result<H>(F{}(float(prepared(a, op.aux)), float(prepared(b, op.aux))), op.aux);
+    };
+    return map2<P, P, P>(w, op,
+                         [&](P a, P b) { return P{one(a.low, b.low), one(a.high, b.high)}; });
 }
 template <class H>
 H half_fma(H a, H b, H c, uint64_t aux) {
-    return half_result_double<H>(double(float(a)) * double(float(b)) + double(float(c)), aux);
+    const double product = double(float(prepared(a, aux))) * double(float(prepared(b, aux)));
+    return half_result_double<H>(sum_to_odd(product, double(float(prepared(c, aux)))), aux);
 }
 template <class H>
 Flow half3(Warp& w, const Op& op) {
@@ -194,10 +250,16 @@ struct MinMax {
     uint64_t aux;
     template <class T>
     T operator()(T a, T b) const {
-        T canonical = T(std::bit_cast<float>(0x7fffffffu));
         if (std::isnan(a) || std::isnan(b)) {
-            if ((aux & nan_bit) || (std::isnan(a) && std::isnan(b))) return canonical;
-            return std::isnan(a) ? b : a;
+            if ((aux & nan_bit) || (std::isnan(a) && std::isnan(b))) {
+                if constexpr (std::is_same_v<T, double>)
+                    return propagated_nan(b, a);
+                else
+                    return canonical_nan();
+            }
+            const T number = std::isnan(a) ? b : a;
+            if (!(aux & xorsign_bit)) return number;
+            return std::signbit(a) != std::signbit(b) ? -std::fabs(number) : std::fabs(number);
         }
         T x = a, y = b;
         if (aux & xorsign_bit) x = std::fabs(x), y = std::fabs(y);
@@ -232,6 +294,7 @@ H half_of(float v, uint64_t) {
 template <class H, bool is_max>
 Flow half_min_max(Warp& w, const Op& op) {
     return map2<H, H, H>(w, op, [&](H a, H b) {
+        a = prepared(a, op.aux), b = prepared(b, op.aux);
         return half_of<H>(MinMax<is_max>{op.aux}(float(a), float(b)), op.aux);
     });
 }
@@ -239,30 +302,68 @@ template <class H, bool is_max>
 Flow pair_min_max(Warp& w, const Op& op) {
     using P = Pair<H>;
     return map2<P, P, P>(w, op, [&](P a, P b) {
-        MinMax<is_max> f{op.aux};
-        return P{half_of<H>(f(float(a.low), float(b.low)), op.aux),
-                 half_of<H>(f(float(a.high), float(b.high)), op.aux)};
+        auto one = [&](H x, H y) {
+            x = prepared(x, op.aux), y = prepared(y, op.aux);
+            return half_of<H>(MinMax<is_max>{op.aux}(float(x), float(y)), op.aux);
+        };
+        return P{one(a.low, b.low), one(a.high, b.high)};
     });
 }
 
 // ---- sign operations on bits
 
-template <class T, uint64_t keep, uint64_t flip>
+// NaN comes out as from a sum: canonical, in .f64 quiet with its sign.
+template <class T, T infinity, bool absolute>
+T changed_sign(T a) {
+    constexpr T sign = T(1) << (sizeof(T) * 8 - 1);
+    if ((a & T(~sign)) > infinity) return sizeof(T) == 8 ? T(a | T(uint64_t(1) << 51)) : T(~sign);
+    return absolute ? T(a & T(~sign)) : T(a ^ sign);
+}
+template <class T, T infinity, bool absolute>
 Flow sign_bits(Warp& w, const Op& op) {
-    return map1<T, T>(w, op, [](T a) { return T((a & T(keep)) ^ T(flip)); });
+    return map1<T, T>(w, op, changed_sign<T, infinity, absolute>);
+}
+template <uint16_t infinity, bool absolute>
+Flow sign_bits_of_two(Warp& w, const Op& op) {
+    constexpr auto one = changed_sign<uint16_t, infinity, absolute>;
+    return map1<uint32_t, uint32_t>(w, op, [](uint32_t a) {
+        return uint32_t(one(uint16_t(a >> 16))) << 16 | one(uint16_t(a));
+    });
 }
 // abs and neg with .ftz
 template <bool absolute>
 Flow sign_flushed(Warp& w, const Op& op) {
-    return map1<float, float>(w, op, [](float a) {
-        a = flush(a);
-        return absolute ? std::fabs(a) : -a;
+    return map1<uint32_t, float>(w, op, [](float a) {
+        return changed_sign<uint32_t, 0x7f800000, absolute>(std::bit_cast<uint32_t>(flush(a)));
+    });
+}
+template <bool absolute>
+uint16_t flushed_half(Half a) {
+    return changed_sign<uint16_t, 0x7c00, absolute>(flush(a).bits);
+}
+template <bool absolute>
+Flow sign_flushed_half(Warp& w, const Op& op) {
+    return map1<uint16_t, Half>(w, op, flushed_half<absolute>);
+}
+template <bool absolute>
+Flow sign_flushed_two(Warp& w, const Op& op) {
+    return map1<uint32_t, Pair<Half>>(w, op, [](Pair<Half> a) {
+        return uint32_t(flushed_half<absolute>(a.high)) << 16 | flushed_half<absolute>(a.low);
     });
 }
 
 // ---- functions of one value
 
+// The hardware looks sines up by the number of turns, which it forms with one product.
+double turns(float a) {
+    const double exact = double(a) * double(0x1.45f306p-3f);
+    float cut = float(exact);
+    if (std::fabs(double(cut)) > std::fabs(exact)) cut = std::nextafter(cut, 0.0f);
+    return std::isfinite(cut) ? std::remainder(double(cut), 1.0) : double(NAN);
+}
+
 float approximate(uint64_t which, float a) {
+    constexpr double full_turn = 6.283185307179586;
     switch (which) {
         case 0:
             return 1.0f / a;
@@ -275,9 +376,9 @@ float approximate(uint64_t which, float a) {
         case 4:
             return float(std::log2(double(a)));
         case 5:
-            return float(std::sin(double(a)));
+            return float(std::sin(full_turn * turns(a)));
         case 6:
-            return float(std::cos(double(a)));
+            return float(std::cos(full_turn * turns(a)));
         default:
             return float(std::tanh(double(a)));
     }
@@ -294,35 +395,46 @@ Flow function32(Warp& w, const Op& op) {
         return map1<float, float>(w, op, [&](float a) {
             volatile float x = prepared(a, op.aux);
             volatile float r = which == 0 ? 1.0f / x : std::sqrt(float(x));
-            return prepared(float(r), op.aux);
+            return prepared(with_nan<Div>(float(r), a, a), op.aux);
         });
     }
-    return map1<float, float>(
-        w, op, [&](float a) { return prepared(approximate(which, prepared(a, op.aux)), op.aux); });
+    return map1<float, float>(w, op, [&](float a) {
+        const float r = approximate(which, prepared(a, op.aux));
+        return prepared(with_nan<Div>(r, a, a), op.aux);
+    });
+}
+double upper_half(double v) {
+    return std::bit_cast<double>(std::bit_cast<uint64_t>(v) & ~uint64_t(0xffffffff));
 }
 Flow function64(Warp& w, const Op& op) {
     uint64_t which = op.aux >> function_shift;
     HostRounding mode((op.aux >> rounding_shift) & 3);
     return map1<double, double>(w, op, [&](double a) {
-        volatile double x = a;
+        // The .ftz forms look at the upper half of their operand and write that of the result.
+        const bool upper = op.aux & flush_bit;
+        volatile double x = upper ? flush(upper_half(a)) : a;
         volatile double r = which == 0   ? 1.0 / x
                             : which == 1 ? std::sqrt(double(x))
                                          : 1.0 / std::sqrt(double(x));
-        return double(r);
+        if (!upper) return double(r);
+        if (std::isnan(double(r))) return std::bit_cast<double>(uint64_t(0x7fffffff) << 32);
+        return upper_half(flush(double(r)));
     });
 }
 template <class H>
+H approximate_half(H a, uint64_t aux) {
+    const float r = approximate(aux >> function_shift, float(a));
+    return H::from(aux & flush_bit ? flush(r) : r);
+}
+template <class H>
 Flow function_half(Warp& w, const Op& op) {
-    return map1<H, H>(
-        w, op, [&](H a) { return H::from(approximate(op.aux >> function_shift, float(a))); });
+    return map1<H, H>(w, op, [&](H a) { return approximate_half(a, op.aux); });
 }
 template <class H>
 Flow function_pair(Warp& w, const Op& op) {
     using P = Pair<H>;
     return map1<P, P>(w, op, [&](P a) {
-        uint64_t which = op.aux >> function_shift;
-        return P{H::from(approximate(which, float(a.low))),
-                 H::from(approximate(which, float(a.high)))};
+        return P{approximate_half(a.low, op.aux), approximate_half(a.high, op.aux)};
     });
 }
 
@@ -354,13 +466,27 @@ uint64_t take_flags(Decoder& d) {
     d.unsupported(std::string("type .") + name_of(type) + " is not supported here");
 }
 
+// The type of the inputs but the last, in `add.f32.bf16` and the like; else `type`.
+Type take_narrow_inputs(Decoder& d, Type type) {
+    Type narrow;
+    if (!d.peek_type(narrow)) return type;
+    if (type != Type::f32) d.invalid("a second type needs .f32 as the first");
+    return d.take_type({Type::f16, Type::bf16});
+}
+
 template <class F>
 void decode_arithmetic(Decoder& d) {
     uint64_t aux = take_flags(d);
     Type type = d.take_type();
-    Type second = type;
-    d.peek_type(second);
-    if (second != type) d.unsupported("mixed precision");
+    if (const Type narrow = take_narrow_inputs(d, type); narrow != type) {
+        if constexpr (std::is_same_v<F, Add> || std::is_same_v<F, Sub>) {
+            d.expect_operands(3);
+            d.emit(narrow == Type::f16 ? widened2<Half, F> : widened2<BFloat, F>,
+                   {d.destination(0, type), d.source(1, narrow), d.source(2, type)}, aux);
+            return;
+        }
+        d.invalid("only add, sub and fma have inputs of two types");
+    }
     Body body = nullptr;
     switch (type) {
         case Type::f32:
@@ -430,27 +556,25 @@ template <bool absolute>
 void decode_sign(Decoder& d) {
     bool ftz = d.take("ftz");
     Type type = d.take_type();
-    constexpr uint64_t all = ~0ull;
     Body body = nullptr;
     switch (type) {
         case Type::f32:
-            body = ftz        ? Body(sign_flushed<absolute>)
-                   : absolute ? Body(sign_bits<uint32_t, 0x7fffffff, 0>)
-                              : Body(sign_bits<uint32_t, all, 0x80000000>);
+            body = ftz ? sign_flushed<absolute> : sign_bits<uint32_t, 0x7f800000, absolute>;
             break;
         case Type::f64:
-            body = absolute ? Body(sign_bits<uint64_t, (all >> 1), 0>)
-                            : Body(sign_bits<uint64_t, all, 1ull << 63>);
+            body = sign_bits<uint64_t, uint64_t(0x7ff) << 52, absolute>;
             break;
         case Type::f16:
+            body = ftz ? sign_flushed_half<absolute> : sign_bits<uint16_t, 0x7c00, absolute>;
+            break;
         case Type::bf16:
-            body = absolute ? Body(sign_bits<uint16_t, 0x7fff, 0>)
-                            : Body(sign_bits<uint16_t, all, 0x8000>);
+            body = sign_bits<uint16_t, 0x7f80, absolute>;
             break;
         case Type::f16x2:
+            body = ftz ? sign_flushed_two<absolute> : sign_bits_of_two<0x7c00, absolute>;
+            break;
         case Type::bf16x2:
-            body = absolute ? Body(sign_bits<uint32_t, 0x7fff7fff, 0>)
-                            : Body(sign_bits<uint32_t, all, 0x80008000>);
+            body = sign_bits_of_two<0x7f80, absolute>;
             break;
         default:
             bad_type(d, type);
@@ -528,7 +652,7 @@ Flow test_property(Warp& w, const Op& op) {
                 p = kind == FP_NAN;
                 break;
             case 4:
-                p = kind == FP_NORMAL;
+                p = kind == FP_NORMAL || kind == FP_ZERO;
                 break;
             case 5:
                 p = kind == FP_SUBNORMAL;
@@ -573,6 +697,14 @@ void decode_float_mul(Decoder& d) {
 void decode_float_fma(Decoder& d) {
     uint64_t aux = take_flags(d);
     Type type = d.take_type();
+    if (const Type narrow = take_narrow_inputs(d, type); narrow != type) {
+        d.expect_operands(4);
+        d.emit(
+            narrow == Type::f16 ? widened_fma<Half> : widened_fma<BFloat>,
+            {d.destination(0, type), d.source(1, narrow), d.source(2, narrow), d.source(3, type)},
+            aux);
+        return;
+    }
     Body body = nullptr;
     switch (type) {
         case Type::f32:
@@ -604,8 +736,26 @@ void decode_float_fma(Decoder& d) {
            aux);
 }
 
+// A product with the reciprocal, which is zero where it would be subnormal.
+Flow divide_approximately(Warp& w, const Op& op) {
+    return map2<float, float, float>(w, op, [&](float a, float b) {
+        a = prepared(a, op.aux), b = prepared(b, op.aux);
+        const float scale = std::fabs(b) < 0x1p-126f ? 0x1p24f : 1.0f;
+        const float r = a * scale * flush(1.0f / (b * scale));
+        return prepared(with_nan<Div>(r, a, b), op.aux);
+    });
+}
+
 void decode_float_div(Decoder& d) {
-    d.ignore({"approx", "full"});
+    if (d.take("approx")) {
+        const uint64_t aux = take_flags(d);
+        const Type type = d.take_type({Type::f32});
+        d.expect_operands(3);
+        d.emit(divide_approximately, {d.destination(0, type), d.source(1, type), d.source(2, type)},
+               aux);
+        return;
+    }
+    d.take("full");
     decode_arithmetic<Div>(d);
 }
 
@@ -624,7 +774,8 @@ void decode_float_neg(Decoder& d) {
 
 InstructionTable float_instructions() {
     return {
-        {"fma", decode_float_fma, "fused multiply-add; f32, f64, halves, packed halves, f32x2"},
+        {"fma", decode_float_fma,
+         "fused multiply-add; f32, f64, halves, packed halves, f32x2, f32 with halves"},
         {"rcp", decode_function<0>, "reciprocal"},
         {"sqrt", decode_function<1>, "square root"},
         {"rsqrt", decode_function<2>, "reciprocal square root"},

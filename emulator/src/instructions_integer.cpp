@@ -50,10 +50,10 @@ struct Div {  // by zero: all ones, as the hardware's sequence leaves it
         return T(a / b);
     }
 };
-struct Rem {
+struct Rem {  // by zero: as Div
     template <class T>
     T operator()(T a, T b) const {
-        if (b == 0) return a;
+        if (b == 0) return T(-1);
         if constexpr (std::is_signed_v<T>) {
             if (b == -1) return T(0);
         }
@@ -655,12 +655,18 @@ Flow bfind(Warp& w, const Op& op) {
         return op.aux ? zeros : uint32_t(bits_of(sizeof(T))) - 1 - zeros;
     });
 }
+// Positions and lengths of bit fields: the instruction for 32 bits looks at the low byte, the
+// sequence for 64 bits at the whole register.
+template <class T>
+int field_amount(uint32_t n) {
+    return int(sizeof(T) == 8 ? (n < 255 ? n : 255) : n & 0xff);
+}
 template <class T>
 Flow bfe(Warp& w, const Op& op) {
     return map3<T, T, uint32_t, uint32_t>(w, op, [](T a, uint32_t b, uint32_t c) {
         constexpr int width = bits_of(sizeof(T));
         using U = std::make_unsigned_t<T>;
-        int position = int(b & 0xff), length = int(c & 0xff);
+        int position = field_amount<T>(b), length = field_amount<T>(c);
         bool sign = false;
         if (std::is_signed_v<T> && length) {
             int at = position + length - 1;
@@ -682,7 +688,7 @@ Flow bfi(Warp& w, const Op& op) {
     auto c = w.in<uint32_t>(op.operands[3]), e = w.in<uint32_t>(op.operands[4]);
     w.for_each_lane([&](int i) {
         constexpr int width = bits_of(sizeof(T));
-        int position = int(c[i] & 0xff), length = int(e[i] & 0xff);
+        int position = field_amount<T>(c[i]), length = field_amount<T>(e[i]);
         T mask = length >= width ? ~T(0) : (T(1) << length) - 1;
         T placed = position < width ? mask << position : T(0);
         d.set(i, position < width ? T((b[i] & ~placed) | ((a[i] << position) & placed)) : b[i]);
@@ -873,8 +879,10 @@ uint32_t compare(Warp& w, const Op& op) {
     auto a = w.in<T>(op.operands[2]), b = w.in<T>(op.operands[3]);
     uint8_t bytes[warp_size];
     for (int i = 0; i < warp_size; ++i) {
-        if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat>) {
+        if constexpr (std::is_same_v<T, BFloat>) {
             bytes[i] = C{}(float(a[i]), float(b[i]));
+        } else if constexpr (std::is_same_v<T, Half>) {
+            bytes[i] = C{}(float(ftz ? flush(a[i]) : a[i]), float(ftz ? flush(b[i]) : b[i]));
         } else if constexpr (ftz) {
             bytes[i] = C{}(flush(a[i]), flush(b[i]));
         } else {
@@ -953,7 +961,8 @@ Body comparison(Decoder& d, std::string_view name, Type type, bool ftz, int kind
         case Type::f64:
             return pick_comparison<double>(d, name, kind);
         case Type::f16:
-            return pick_comparison<Half>(d, name, kind);
+            return ftz ? pick_comparison<Half, true>(d, name, kind)
+                       : pick_comparison<Half>(d, name, kind);
         case Type::bf16:
             return pick_comparison<BFloat>(d, name, kind);
         default:

@@ -73,8 +73,7 @@ Flow arrive(Warp& w, const Op& op) {
                 complete = barrier.arrive_and_expect(1, value[lane]);
                 break;
             case Arrival::drop_and_expect:
-                barrier.expect(value[lane]);
-                complete = barrier.arrive_and_drop(1);
+                complete = barrier.arrive_and_drop(1, value[lane]);
                 break;
         }
         wake_if(*at.cta, barrier, complete);
@@ -86,7 +85,8 @@ Flow expect_tx(Warp& w, const Op& op) {
     auto bytes = w.in<uint32_t>(op.operands[1]);
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
-        mbarrier_at(*at.cta, at.offset).expect(bytes[lane]);
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        wake_if(*at.cta, barrier, barrier.expect(bytes[lane]));
     });
     return Flow::next;
 }

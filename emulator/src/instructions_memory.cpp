@@ -326,13 +326,29 @@ struct AtomicExch {
         return b;
     }
 };
+// In global memory .f32 is added without subnormal numbers, and a NaN of .f64 goes on as it is.
 struct AtomicAdd {
+    static float flushed_sum(float a, float b) {
+        return std::isnan(a + b) ? canonical_nan() : flush(a + b);
+    }
     template <class T>
     T operator()(T a, T b) const {
         if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat>)
             return T::from(float(a) + float(b));
+        else if constexpr (std::is_same_v<T, float>)
+            return flushed_sum(flush(a), flush(b));
+        else if constexpr (std::is_same_v<T, double>)
+            return std::isnan(b) ? b : std::isnan(a) ? a : a + b;
         else
             return T(a + b);
+    }
+};
+// In shared memory a loop of the program adds, as add does.
+struct AtomicAddShared {
+    float operator()(float a, float b) const { return std::isnan(a + b) ? canonical_nan() : a + b; }
+    double operator()(double a, double b) const {
+        const double sum = a + b;
+        return std::isnan(sum) ? propagated_nan(a, b) : sum;
     }
 };
 template <class T>
@@ -478,12 +494,12 @@ Body atomic_integer(Decoder& d, Type type) {
     }
 }
 
-Body atomic_add(Decoder& d, Type type) {
+Body atomic_add(Decoder& d, Type type, bool in_shared) {
     switch (type) {
         case Type::f32:
-            return atomic<float, AtomicAdd>;
+            return in_shared ? atomic<float, AtomicAddShared> : atomic<float, AtomicAdd>;
         case Type::f64:
-            return atomic<double, AtomicAdd>;
+            return in_shared ? atomic<double, AtomicAddShared> : atomic<double, AtomicAdd>;
         case Type::f16:
             return atomic<Half, AtomicAdd>;
         case Type::bf16:
@@ -534,7 +550,7 @@ void decode_atomic(Decoder& d, bool returns) {
     else if (name == "max")
         body = atomic_integer<AtomicMax>(d, type);
     else if (name == "add")
-        body = atomic_add(d, type);
+        body = atomic_add(d, type, space == Space::shared || space == Space::shared_cluster);
     else
         d.invalid("the instruction has no operation");
     d.expect_operands(at + 2, at + 3);

@@ -214,6 +214,18 @@ void decode_cvta(Decoder& d) {
     d.emit(convert_address<uint64_t>, {d.destination(0, type), d.source(1, type)}, aux);
 }
 
+// Whether a .const variable of the module lies there.
+bool is_constant(const Warp& w, uint64_t address) {
+    const auto found = w.grid->rank->modules.find(w.program->module);
+    if (found == w.grid->rank->modules.end()) return false;
+    for (const auto& [name, symbol] : w.program->module->variables) {
+        if (symbol.space != Space::constant) continue;
+        const auto at = found->second.addresses.find(name);
+        if (at != found->second.addresses.end() && address - at->second < symbol.size) return true;
+    }
+    return false;
+}
+
 Flow isspacep(Warp& w, const Op& op) {
     auto a = w.in<uint64_t>(op.operands[1]);
     uint32_t bits = 0;
@@ -236,8 +248,11 @@ Flow isspacep(Warp& w, const Op& op) {
                 in = a[i] - base < w.program->parameter_bytes;
                 break;
             }
+            case Space::constant:
+                in = window == 0 && is_constant(w, a[i]);
+                break;
             default:
-                in = window == 0;
+                in = window == 0 && !is_constant(w, a[i]);
                 break;
         }
         bits |= uint32_t(in) << i;

@@ -99,7 +99,8 @@ void Machine::forget_module(const Module& module) {
 
 void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t grid_size[3],
                      const uint32_t block_size[3], const uint32_t cluster_size[3],
-                     uint32_t shared_bytes, const std::vector<std::byte>& parameters) {
+                     uint32_t shared_bytes, const std::vector<std::byte>& parameters,
+                     bool in_order) {
     auto grid = std::make_unique<Grid>();
     Grid& g = *grid;
     g.machine = this;
@@ -169,12 +170,15 @@ void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t
         }
     }
     g.ctas.resize(g.num_ctas);
+    for (const auto& earlier : grids)
+        if (in_order && earlier->rank == g.rank) g.previous = earlier.get();
     grids.push_back(std::move(grid));
 }
 
 // Creates clusters as long as the grid's residency allows it. Clusters are taken in order of their
 // first CTA.
 void Machine::admit_ctas(Grid& g) {
+    if (g.previous && !g.previous->has_ended()) return;
     const Program& program = *g.program;
     uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
     uint32_t num_clusters[3] = {g.grid[0] / g.cluster[0], g.grid[1] / g.cluster[1],
@@ -300,6 +304,10 @@ void Machine::retire_cta(Cta& cta) {
     }
     --g.live_ctas;
     if (g.next_cta < g.num_ctas) admit_ctas(g);
+    if (!g.has_ended()) return;
+    if (races) races->end(g);
+    for (const auto& next : grids)
+        if (next->previous == &g) admit_ctas(*next);
 }
 
 void Machine::reset() {

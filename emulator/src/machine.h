@@ -27,6 +27,7 @@ struct Warp;
 struct TensorMemory;  // tensor_memory.h
 struct WarpClock;     // race_detector.h
 class RaceDetector;
+struct View;  // clocks.h
 struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per CTA
 
 // Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address
@@ -316,6 +317,9 @@ struct Grid {
     std::vector<std::byte> parameter_storage;
     std::vector<std::unique_ptr<Cta>> ctas;
     std::vector<std::unique_ptr<Cluster>> clusters;
+    Grid* previous = nullptr;         // starts when that one has ended
+    std::shared_ptr<const View> end;  // all that happened before its end, once it has come
+    bool has_ended() const { return next_cta == num_ctas && live_ctas == 0; }
 };
 
 struct Where {  // of an instruction, kept with asynchronous work for messages
@@ -397,7 +401,7 @@ struct Machine {
     Rank& rank(uint32_t index);
     void launch(const Program& program, uint32_t rank, const uint32_t grid[3],
                 const uint32_t block[3], const uint32_t cluster[3], uint32_t shared_bytes,
-                const std::vector<std::byte>& parameters);
+                const std::vector<std::byte>& parameters, bool in_order);
     void run(const std::function<bool(uint64_t steps)>& progress_callback);
     void make_ready(Warp& warp);
     size_t pick_ready();

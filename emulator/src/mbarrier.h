@@ -46,9 +46,11 @@ struct Mbarrier {
         return complete_if_done();
     }
 
-    void expect(uint32_t bytes) {
+    // Bytes that came before they were expected may have kept the phase open.
+    [[nodiscard]] bool expect(uint32_t bytes) {
         check("expect_tx");
         add_transactions(int64_t(bytes), "expect_tx");
+        return complete_if_done();
     }
 
     [[nodiscard]] bool arrive_and_expect(uint32_t count, uint32_t bytes) {
@@ -65,8 +67,9 @@ struct Mbarrier {
     }
 
     // arrive.drop: one arrival, and one less in the phases that follow.
-    [[nodiscard]] bool arrive_and_drop(uint32_t count) {
+    [[nodiscard]] bool arrive_and_drop(uint32_t count, uint32_t bytes = 0) {
         check("arrive_drop");
+        add_transactions(int64_t(bytes), "expect_tx");
         take_arrivals(count);
         expected -= count;
         return complete_if_done();

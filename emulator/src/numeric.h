@@ -56,7 +56,7 @@ inline double decode(const FloatFormat& format, uint32_t code) {
         if (format.has_infinity && magnitude == format.max_finite + 1) {
             return sign * std::numeric_limits<double>::infinity();
         }
-        return std::numeric_limits<double>::quiet_NaN();
+        return std::copysign(std::numeric_limits<double>::quiet_NaN(), sign);
     }
     const int exponent = magnitude >> format.mantissa_bits;
     const uint32_t fraction = magnitude & ((1u << format.mantissa_bits) - 1);

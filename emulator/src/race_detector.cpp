@@ -47,6 +47,7 @@ void RaceDetector::add_warp(Warp& w) {
     w.clock = std::make_shared<WarpClock>();
     w.clock->agent = new_agent(*w.cta, "warp", w.index);
     agents_.back().warp = &w;
+    if (const Grid* previous = w.grid->previous) *w.clock->view = *previous->end;
     for (const auto& [first, program] : sites_)
         if (program == w.program) w.clock->first_site = first;
     if (!w.clock->first_site) {
@@ -54,6 +55,16 @@ void RaceDetector::add_warp(Warp& w) {
         sites_.emplace_back(next_site_, w.program);
         next_site_ += uint32_t(w.program->ops.size());
     }
+}
+
+void RaceDetector::end(Grid& grid) {
+    auto view = std::make_shared<View>();
+    for (const auto& cta : grid.ctas)
+        for (const auto& w : cta->warps) view->join(*w->clock->view);
+    for (uint32_t agent = 1; agent < agents_.size(); ++agent)
+        if (agents_[agent].cta->grid == &grid) view->seen.raise(agent, ~0u);
+    view->async_global.join(view->seen);
+    grid.end = std::move(view);
 }
 
 uint32_t RaceDetector::site_of(const Warp& w) {
@@ -127,22 +138,28 @@ void RaceDetector::read_word(Warp& w, uint64_t key, Scope scope, bool acquires) 
     if (c.last_word == key && c.last_word_version == version) return;
     c.last_word = key;
     c.last_word_version = version;
-    if (!acquires && !c.relaxed_reads) c.relaxed_reads = std::make_shared<View>();
-    View& into = acquires ? c.change() : *c.relaxed_reads;
+    const auto join = [&](std::shared_ptr<View>& relaxed, const View& released) {
+        if (!acquires && !relaxed) relaxed = std::make_shared<View>();
+        (acquires ? c.change() : *relaxed).join(released);
+    };
     auto mine = word.device.find(w.grid->rank->index);
-    if (mine != word.device.end()) into.join(mine->second);
-    if (scope == Scope::sys) into.join(word.system);
+    if (mine != word.device.end()) join(c.relaxed_reads, mine->second);
+    if (scope == Scope::sys) join(c.relaxed_system_reads, word.system);
     if (acquires) acquire_tensor(c);
 }
 
-void RaceDetector::fence(Warp& w, Scope scope) {
+void RaceDetector::fence(Warp& w, Scope scope, bool releases, bool acquires) {
     WarpClock& c = *w.clock;
-    if (c.relaxed_reads) {
-        c.change().join(*c.relaxed_reads);
-        c.relaxed_reads.reset();
-        c.last_word = 0;
-        acquire_tensor(c);
+    if (acquires) {
+        for (std::shared_ptr<View>* reads : {&c.relaxed_reads, &c.relaxed_system_reads}) {
+            if (!*reads || (reads == &c.relaxed_system_reads && scope != Scope::sys)) continue;
+            c.change().join(**reads);
+            reads->reset();
+            c.last_word = 0;
+            acquire_tensor(c);
+        }
     }
+    if (!releases) return;
     release_tensor(c);
     c.fenced = std::make_shared<View>(*c.view);
     c.fenced->seen.raise(c.agent, c.now);

@@ -65,9 +65,10 @@ struct WarpClock {
     bool registers_fenced = false;               // wgmma.fence since registers were handed over
     std::shared_ptr<View> view = std::make_shared<View>();
     std::shared_ptr<Clock> tensor = std::make_shared<Clock>();  // before its next tcgen05 ones
-    Clock completed;                      // own tcgen05.ld and .st that were waited for
-    std::shared_ptr<View> relaxed_reads;  // released views read without acquire, for a later fence
-    std::shared_ptr<View> fenced;         // what a later relaxed write releases
+    Clock completed;  // own tcgen05.ld and .st that were waited for
+    // Released views read without acquire, for a later fence: of gpu scope or wider, of sys scope.
+    std::shared_ptr<View> relaxed_reads, relaxed_system_reads;
+    std::shared_ptr<View> fenced;  // what a later relaxed write releases
     Scope fence_scope = Scope::cta;
     uint64_t last_word = 0, last_word_version = 0;
     uint32_t first_site = 0;  // of the program
@@ -101,6 +102,8 @@ class RaceDetector {
     RaceDetector(Machine& machine, bool watches_global);
 
     void add_warp(Warp& w);
+    // The grid has ended. That orders all it did, of both proxies, before launches that follow it.
+    void end(Grid& grid);
     // warp: the agent of the warp whose thread it belongs to, if it belongs to one.
     uint32_t new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp = 0);
 
@@ -113,7 +116,7 @@ class RaceDetector {
     // The word at `key` (host address) is written or read with this strength.
     void write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update);
     void read_word(Warp& w, uint64_t key, Scope scope, bool acquires);
-    void fence(Warp& w, Scope scope);
+    void fence(Warp& w, Scope scope, bool releases, bool acquires);
     void fence_async(Warp& w, bool shared, bool global);
     void fence_barrier_inits(Warp& w);
 

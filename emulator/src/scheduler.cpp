@@ -410,8 +410,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
         if (ready.empty()) {
             if (complete_one_async()) continue;
             bool all_done = true;
-            for (auto& grid : grids)
-                all_done = all_done && grid->live_ctas == 0 && grid->next_cta == grid->num_ctas;
+            for (auto& grid : grids) all_done = all_done && grid->has_ended();
             if (all_done) break;
             if (!advance_clock())
                 throw Fault(FaultKind::deadlock,

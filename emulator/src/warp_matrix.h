@@ -59,6 +59,14 @@ struct WarpMma {
                 }
             }
         }
+        if (d_type == Accumulator::s32)
+            add_integers(c, d, panels);
+        else
+            add_floats(c, d, panels);
+    }
+
+ private:
+    void add_integers(const uint32_t* const* c, uint32_t* const* d, Panels& panels) const {
         for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
             panels.multiply(first_row, k);
             for (uint32_t row = first_row; row < first_row + row_block; ++row) {
@@ -67,21 +75,63 @@ struct WarpMma {
                         panels.product[(row - first_row) * panels.pitch + column];
                     const uint32_t lane = row % 8 * 4 + column / 2,
                                    index = column % 2 + 2 * (row / 8);
-                    if (d_type == Accumulator::f32) {
-                        d[index][lane] = std::bit_cast<uint32_t>(
-                            float(product + double(std::bit_cast<float>(c[index][lane]))));
-                    } else if (d_type == Accumulator::s32) {
-                        d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
-                    } else {
-                        const uint32_t shift = 16 * (index % 2);
-                        const double sum =
-                            product + double(f16_to_float(uint16_t(c[index / 2][lane] >> shift)));
-                        uint32_t& cell = d[index / 2][lane];
-                        cell = (cell & ~(0xffffu << shift)) | uint32_t(float_to_f16(float(sum)))
-                                                                  << shift;
-                    }
+                    d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
                 }
             }
+        }
+    }
+
+    // An H200 has no FP8 in this instruction: it adds the products of two elements out of four,
+    // then of the other two, in .f16 tensor cores, and C at last.
+    void add_floats(const uint32_t* const* c, uint32_t* const* d, const Panels& panels) const {
+        const bool f16 = d_type == Accumulator::f16, fp8 = is_fp8(a_type);
+        TensorCoreSum sums(fp8 ? Element::f16 : a_type, fp8 ? Element::f16 : b_type, 25,
+                           panels.a.data(), panels.b.data(), 16, k, panels.pitch);
+        const int min_exponent = f16 ? -14 : -126;
+        auto rounded = [&](double sum) {
+            return f16 ? double(f16_to_float(uint16_t(encode(
+                             f16_format, sum, Rounding::nearest_even, Overflow::to_infinity))))
+                       : double(std::bit_cast<float>(cut_to_f32(sum, 23)));
+        };
+        for (uint32_t row = 0; row < 16; ++row) {
+            double addends[8], first[8] = {}, out[8];
+            for (uint32_t column = 0; column < 8; ++column)
+                addends[column] = addend(c, row, column);
+            if (fp8) {
+                sums.row(row, 8, first, min_exponent, out, [](uint32_t i) { return i % 4 < 2; });
+                for (uint32_t column = 0; column < 8; ++column)
+                    first[column] = rounded(out[column]);
+                sums.row(row, 8, first, min_exponent, out, [](uint32_t i) { return i % 4 >= 2; });
+                for (uint32_t column = 0; column < 8; ++column)
+                    out[column] = rounded(out[column]) + addends[column];
+            } else {
+                sums.row(row, 8, addends, min_exponent, out, [](uint32_t) { return true; });
+            }
+            for (uint32_t column = 0; column < 8; ++column)
+                store(d, row, column, out[column], /*is_sum_of_floats=*/fp8);
+        }
+    }
+
+    double addend(const uint32_t* const* c, uint32_t row, uint32_t column) const {
+        const uint32_t lane = row % 8 * 4 + column / 2, index = column % 2 + 2 * (row / 8);
+        if (d_type == Accumulator::f16)
+            return f16_to_float(uint16_t(c[index / 2][lane] >> 16 * (index % 2)));
+        return double(std::bit_cast<float>(c[index][lane]));
+    }
+
+    void store(uint32_t* const* d, uint32_t row, uint32_t column, double sum,
+               bool is_sum_of_floats) const {
+        const uint32_t lane = row % 8 * 4 + column / 2, index = column % 2 + 2 * (row / 8);
+        if (d_type == Accumulator::f16) {
+            const uint32_t shift = 16 * (index % 2);
+            const uint32_t code =
+                uint32_t(encode(f16_format, sum, Rounding::nearest_even, Overflow::to_infinity));
+            uint32_t& cell = d[index / 2][lane];
+            cell = (cell & ~(0xffffu << shift)) | code << shift;
+        } else if (is_sum_of_floats && !std::isnan(sum)) {
+            d[index][lane] = std::bit_cast<uint32_t>(float(sum));
+        } else {
+            d[index][lane] = cut_to_f32(sum, 23);
         }
     }
 };

@@ -10,15 +10,12 @@
 #include "matrix_descriptor.h"
 #include "operand_panel.h"
 #include "shared_window.h"
+#include "tensor_core_sum.h"
 
 namespace deep_moe::emulator {
 
-enum class WgmmaNumerics : uint8_t {
-    exact_then_round,
-    // FP8 only: terms are aligned to the largest one, accumulator included, and bits below 2^-13 of
-    // it are dropped, as seen on an H200.
-    hopper_fp8,
-};
+// Of FP8 operands; all others are added as an H200 does it.
+enum class WgmmaNumerics : uint8_t { exact_then_round, hopper_fp8 };
 
 struct FragmentElement {
     uint32_t row, column;
@@ -34,25 +31,6 @@ inline FragmentElement accumulator_element(uint32_t t, uint32_t i) {
 // register.
 inline FragmentElement a_element(uint32_t t, uint32_t r, uint32_t e, uint32_t per_register) {
     return {t / 4 + 8 * (r & 1), per_register * (t % 4) + e + 4 * per_register * (r >> 1)};
-}
-
-// Sum of `k` products and `d` as the FP8 datapath of an H200 forms it.
-inline float hopper_fp8_sum(const double* a, const double* b, uint32_t b_step, uint32_t k,
-                            double d) {
-    double largest = std::fabs(d);
-    bool finite = std::isfinite(d);
-    double plain = d;
-    for (uint32_t i = 0; i < k; ++i) {
-        const double product = a[i] * b[i * b_step];
-        plain += product;
-        finite &= std::isfinite(product);
-        largest = std::fabs(product) > largest ? std::fabs(product) : largest;
-    }
-    if (!finite || largest == 0) return float(plain);
-    const double quantum = std::ldexp(1.0, std::ilogb(largest) - 13);
-    double sum = std::trunc(d / quantum);
-    for (uint32_t i = 0; i < k; ++i) sum += std::trunc(a[i] * b[i * b_step] / quantum);
-    return float(sum * quantum);
 }
 
 struct Wgmma {
@@ -96,17 +74,11 @@ struct Wgmma {
         if (negate_b) {
             for (double& value : panels.b) value = -value;
         }
-        const bool fp8 = a_element_type == Element::e4m3 || a_element_type == Element::e5m2;
-        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
-            panels.multiply(first_row, k);
-            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
-                for (uint32_t column = 0; column < n; ++column) {
-                    store(d_registers, row, column,
-                          panels.product[(row - first_row) * panels.pitch + column],
-                          fp8 && numerics == WgmmaNumerics::hopper_fp8, panels);
-                }
-            }
-        }
+        const bool fp8 = is_fp8(a_element_type);
+        if (d_type == Accumulator::s32 || (fp8 && numerics == WgmmaNumerics::exact_then_round))
+            add_exactly(d_registers, panels);
+        else
+            add_as_the_hardware(d_registers, fp8, panels);
     }
 
  private:
@@ -126,29 +98,67 @@ struct Wgmma {
         }
     }
 
-    void store(uint32_t* const* registers, uint32_t row, uint32_t column, double product,
-               bool hopper, const Panels& panels) const {
-        // Inverse of accumulator_element.
+    // The inverse of accumulator_element, for one row of the warp's.
+    struct Cell {
+        uint32_t& word;
+        uint32_t shift;  // of an F16 result in it
+    };
+    Cell cell(uint32_t* const* registers, uint32_t row, uint32_t column) const {
         const uint32_t lane = row % 8 * 4 + column % 8 / 2;
         const uint32_t index = column % 2 + 2 * (row / 8) + 4 * (column / 8);
-        if (d_type == Accumulator::f16) {
-            uint32_t& cell = registers[index / 2][lane];
-            const uint32_t shift = 16 * (index % 2);
-            const double d = accumulate ? f16_to_float(uint16_t(cell >> shift)) : 0.0;
-            const uint32_t code = float_to_f16(float(product + d));
-            cell = (cell & ~(0xffffu << shift)) | code << shift;
-            return;
+        if (d_type == Accumulator::f16) return {registers[index / 2][lane], 16 * (index % 2)};
+        return {registers[index][lane], 0};
+    }
+
+    double addend(const Cell& at) const {
+        if (!accumulate) return 0.0;
+        if (d_type == Accumulator::f16) return f16_to_float(uint16_t(at.word >> at.shift));
+        if (d_type == Accumulator::s32) return int32_t(at.word);
+        return double(std::bit_cast<float>(at.word));
+    }
+
+    void store_f16(const Cell& at, double sum) const {
+        const uint32_t code =
+            uint32_t(encode(f16_format, sum, Rounding::nearest_even, Overflow::to_infinity));
+        at.word = (at.word & ~(0xffffu << at.shift)) | code << at.shift;
+    }
+
+    void add_exactly(uint32_t* const* registers, Panels& panels) const {
+        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
+            panels.multiply(first_row, k);
+            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
+                for (uint32_t column = 0; column < n; ++column) {
+                    const Cell at = cell(registers, row, column);
+                    const double sum =
+                        panels.product[(row - first_row) * panels.pitch + column] + addend(at);
+                    if (d_type == Accumulator::s32)
+                        at.word = uint32_t(int64_t(sum));
+                    else if (d_type == Accumulator::f16)
+                        store_f16(at, sum);
+                    else
+                        at.word = std::bit_cast<uint32_t>(float(sum));
+                }
+            }
         }
-        uint32_t& cell = registers[index][lane];
-        if (d_type == Accumulator::s32) {
-            cell = uint32_t(int64_t(product) + (accumulate ? int32_t(cell) : 0));
-            return;
+    }
+
+    void add_as_the_hardware(uint32_t* const* registers, bool fp8, const Panels& panels) const {
+        TensorCoreSum sums(a_element_type, b_element_type, fp8 ? 13 : 25, panels.a.data(),
+                           panels.b.data(), 16, k, panels.pitch);
+        const bool f16 = d_type == Accumulator::f16;
+        double addends[256], out[256];
+        for (uint32_t row = 0; row < 16; ++row) {
+            for (uint32_t column = 0; column < n; ++column)
+                addends[column] = addend(cell(registers, row, column));
+            sums.row(row, n, addends, f16 ? -14 : -126, out, [](uint32_t) { return true; });
+            for (uint32_t column = 0; column < n; ++column) {
+                const Cell at = cell(registers, row, column);
+                if (f16)
+                    store_f16(at, out[column]);
+                else
+                    at.word = cut_to_f32(out[column], fp8 ? 13 : 23);
+            }
         }
-        const double d = accumulate ? double(std::bit_cast<float>(cell)) : 0.0;
-        const float sum = hopper ? hopper_fp8_sum(panels.a.data() + row * k,
-                                                  panels.b.data() + column, panels.pitch, k, d)
-                                 : float(product + d);
-        cell = std::bit_cast<uint32_t>(sum);
     }
 };
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import RaceDetected, Uninitialized
+from deep_moe.emulator import Machine, RaceDetected, Uninitialized
 
-from .device import aligned, run_kernel
+from .device import aligned, pack_arguments, ptx_of, run_kernel
 
 HAND_OVER = """
 KERNEL()(u32* data, u32* flag, u32* out) {
@@ -45,15 +45,85 @@ def test_half_an_order_is_a_race(store: str, load: str) -> None:
         hand_over(store, load)
 
 
-def test_fences_around_relaxed_accesses_order() -> None:
-    source = HAND_OVER.replace("STORE", "relaxed.gpu").replace("LOAD", "relaxed.gpu")
-    fence = 'asm volatile("fence.acq_rel.gpu;" ::: "memory");'
-    source = source.replace("*data = 7;", f"*data = 7; {fence}").replace(
-        "*out =", f"{fence} *out ="
-    )
-    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
-    run_kernel(source, data, flag, out, ctas=2, threads=32)
-    assert out[0] == 7
+RELAXED_HAND_OVER = """
+KERNEL()(u32* data, u32* flag, u32* out, u32 role) {
+    if (threadIdx.x != 0) return;
+    if (role == 0) {
+        *data = 7;
+        asm volatile("WRITER_FENCE" ::: "memory");
+        asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" :: "l"(flag) : "memory");
+    } else {
+        u32 seen = 0;
+        while (!seen)
+            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        asm volatile("READER_FENCE" ::: "memory");
+        *out = *data;
+    }
+}
+"""
+
+
+def hand_over_with_fences(writer: str, reader: str, *, num_ranks: int) -> int:
+    """What the reader gets from the writer, two kernels of one rank or of two."""
+    arrays = [np.zeros(4, np.uint32) for _ in range(3)]
+    source = RELAXED_HAND_OVER
+    for name, fence in (("WRITER_FENCE", writer), ("READER_FENCE", reader)):
+        source = source.replace(name, f"{fence};" if fence else "")
+    machine = Machine()
+    module = machine.load(ptx_of(source, "sm_100a"))
+    for role in range(2):
+        rank = role % num_ranks
+        if rank == role:
+            for array, name in zip(arrays, ("data", "flag", "out"), strict=True):
+                machine.add_memory(rank, array.ctypes.data, array.nbytes, name)
+        machine.launch(
+            module,
+            "kernel",
+            grid=(1, 1, 1),
+            block=(32, 1, 1),
+            args=pack_arguments((*arrays, role)),
+            rank=rank,
+        )
+    machine.run()
+    return int(arrays[2][0])
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("fence.acq_rel.sys", "fence.acq_rel.sys"),
+        ("fence.release.sys", "fence.acquire.sys"),
+        ("fence.sc.sys", "membar.sys"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fences_around_relaxed_accesses_order(writer: str, reader: str, num_ranks: int) -> None:
+    assert hand_over_with_fences(writer, reader, num_ranks=num_ranks) == 7
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("", "fence.acquire.sys"),
+        ("fence.release.sys", ""),
+        ("fence.acquire.sys", "fence.acquire.sys"),
+        ("fence.release.sys", "fence.release.sys"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_half_a_fence_pattern_is_a_race(writer: str, reader: str, num_ranks: int) -> None:
+    with pytest.raises(RaceDetected, match="data race at byte 0 of 'data'"):
+        hand_over_with_fences(writer, reader, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("fence.release.gpu", "fence.acquire.sys"), ("fence.release.sys", "fence.acquire.gpu")],
+)
+def test_fences_must_reach_the_other_rank(writer: str, reader: str) -> None:
+    assert hand_over_with_fences(writer, reader, num_ranks=1) == 7
+    with pytest.raises(RaceDetected, match="data race at byte 0 of 'data'"):
+        hand_over_with_fences(writer, reader, num_ranks=2)
 
 
 SHARED = """
@@ -133,3 +203,37 @@ def test_bulk_copy_without_a_fence_for_global_memory_is_a_race(fence: str) -> No
     data, flag, out = (aligned(np.zeros(4, np.uint32)) for _ in range(3))
     with pytest.raises(RaceDetected, match=r"no fence\.proxy\.async stands between"):
         run_kernel(BULK_READ.replace("FENCE", fence), data, flag, out, ctas=2, threads=32)
+
+
+LATER_KERNEL = """
+KERNEL()(u32* data, u32* flag, u32* out, u32 role) {
+    if (threadIdx.x != 0) return;
+    u32* own = data + blockIdx.x;
+    if (role == 0) *own = 7;                      // each CTA of the first kernel
+    if (role == 1) out[blockIdx.x] = data[1 - blockIdx.x];  // the other CTA of the second
+}
+"""
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_kernel_that_follows_another_sees_all_of_it(in_order: bool) -> None:
+    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
+    machine = Machine()
+    module = machine.load(ptx_of(LATER_KERNEL, "sm_100a"))
+    for array, name in ((data, "data"), (flag, "flag"), (out, "out")):
+        machine.add_memory(0, array.ctypes.data, array.nbytes, name)
+    for role in range(2):
+        machine.launch(
+            module,
+            "kernel",
+            grid=(2, 1, 1),
+            block=(32, 1, 1),
+            args=pack_arguments((data, flag, out, role)),
+            in_order=in_order,
+        )
+    if in_order:
+        machine.run()
+        assert out.tolist() == [7, 7, 0, 0]
+    else:
+        with pytest.raises(RaceDetected, match="of 'data'"):
+            machine.run()

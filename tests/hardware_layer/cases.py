@@ -24,7 +24,8 @@ from deep_moe.weights import LayerWeights
 @dataclass(frozen=True)
 class RecordedCase:
     """One call. tokens: of each rank. unused_slots: one in so many slots is -1, 0 for none.
-    max_spread: group scales of a token differ by up to 2^this more than chance makes them."""
+    max_spread: group scales of a token differ by up to 2^this more than chance makes them.
+    block_sizes: log2 of how much larger each 128 intermediate values are than usual."""
 
     name: str
     tokens: tuple[int, ...]
@@ -34,6 +35,7 @@ class RecordedCase:
     intermediate_hidden: int = 128
     unused_slots: int = 0
     max_spread: int = 0
+    block_sizes: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,10 +52,13 @@ class RecordedCase:
     def layer(self) -> Layer:
         """Weights of all ranks."""
         hidden, intermediate = self.hidden, self.intermediate_hidden
-        return Layer(
-            self._weights("l1", 2 * intermediate, hidden),
-            self._weights("l2", hidden, intermediate),
-        )
+        gate_up = self._weights("l1", 2 * intermediate, hidden)
+        down = self._weights("l2", hidden, intermediate)
+        for block, size in enumerate(self.block_sizes):
+            values = slice(128 * block, 128 * (block + 1))
+            gate_up[:, intermediate:][:, values] *= np.float32(2.0**size)
+            down[:, :, values] *= np.float32(2.0**-size)
+        return Layer(self._quantized(gate_up), self._quantized(down))
 
     def rank_tokens(self, rank: int) -> Tokens:
         num_tokens, shape = self.tokens[rank], self.shape
@@ -91,15 +96,15 @@ class RecordedCase:
                 sums.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return sums.hexdigest()
 
-    def _weights(self, label: str, num_rows: int, num_columns: int) -> LayerWeights:
-        shape = (self.num_experts * num_rows, num_columns)
-        # So that outputs are about as large as inputs.
+    def _weights(self, label: str, num_rows: int, num_columns: int) -> np.ndarray:
+        """[experts, rows, columns], so that outputs are about as large as inputs."""
         size_log2 = round(math.log2(num_columns) / 2)
-        values = np.ldexp(self._normal(label, shape), -size_log2)
-        weight, sf = quantize_e2m1_ue8m0(torch.from_numpy(values))
-        return LayerWeights(
-            weight.view(self.num_experts, num_rows, -1), sf.view(self.num_experts, num_rows, -1)
-        )
+        values = self._normal(label, (self.num_experts, num_rows, num_columns))
+        return np.ldexp(values, -size_log2)
+
+    def _quantized(self, values: np.ndarray) -> LayerWeights:
+        weight, sf = quantize_e2m1_ue8m0(torch.from_numpy(values).flatten(0, 1))
+        return LayerWeights(*(part.unflatten(0, values.shape[:2]) for part in (weight, sf)))
 
     def _normal(self, label: str, shape: tuple[int, ...]) -> np.ndarray:
         """Float32 of about normal distribution and size 1: sums of four bytes, over 128."""
@@ -122,6 +127,9 @@ CASES = (
     RecordedCase("long_linear2", tokens=(5,), num_experts=2, intermediate_hidden=3072),
     RecordedCase("wide_tile", tokens=(130,), num_experts=1, num_topk=1),
     RecordedCase("spread_scales", tokens=(16,), hidden=512, max_spread=12),
+    RecordedCase(
+        "different_blocks", tokens=(14,), intermediate_hidden=512, block_sizes=(-9, 11, 0, -3)
+    ),
     RecordedCase("clamp", tokens=(16,), options={"activation_clamp": 0.5}),
     RecordedCase("precise_silu", tokens=(16,), options={"fast_math": False}),
     RecordedCase("two_ranks", tokens=(17, 9), num_topk=3, unused_slots=6),

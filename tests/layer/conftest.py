@@ -11,6 +11,7 @@ from tests.layer.rank_pool import MAX_RANKS, Place, RankPool
 RunRanks = Callable[..., list[Any]]
 
 CPU_RANKS = 2
+ALL = 0  # as many ranks as there are GPUs, at least two
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +28,12 @@ def run_ranks(pools: dict[Place, RankPool]) -> RunRanks:
     """run_ranks(place, num_ranks, work, ...): see `RankPool.run`. Skips where GPUs are missing."""
 
     def run(place: Place, num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        sizes = {
-            Place.CPU: CPU_RANKS,
-            Place.GPUS: min(torch.cuda.device_count(), MAX_RANKS),
-            Place.SHARED_GPUS: MAX_RANKS,
-        }
-        if place is Place.GPUS and sizes[place] < num_ranks:
-            pytest.skip(f"{num_ranks} ranks need as many GPUs; there are {sizes[place]}")
+        num_gpus = min(torch.cuda.device_count(), MAX_RANKS)
+        sizes = {Place.CPU: CPU_RANKS, Place.GPUS: num_gpus, Place.SHARED_GPUS: MAX_RANKS}
+        if num_ranks == ALL:
+            num_ranks = max(num_gpus, 2)
+        if place is Place.GPUS and num_gpus < num_ranks:
+            pytest.skip(f"{num_ranks} ranks need as many GPUs; there are {num_gpus}")
         if place not in pools:
             pools[place] = RankPool(sizes[place], place)
         return pools[place].run(work, num_ranks, *args)

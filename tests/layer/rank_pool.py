@@ -111,14 +111,17 @@ class RankPool:
             self._kill()
         if not self._processes:
             self._start()
-        for pipe in self._pipes[:num_ranks]:
-            pipe.send((work, num_ranks, args))
-        answers, failures = self._collect(self._pipes[:num_ranks], timeout_s)
-        if failures:
+        try:
+            for pipe in self._pipes[:num_ranks]:
+                pipe.send((work, num_ranks, args))
+            answers, failures = self._collect(self._pipes[:num_ranks], timeout_s)
+            if failures:
+                raise RankFailedError(
+                    "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+                )
+        except BaseException:
             self._kill()
-            raise RankFailedError(
-                "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-            )
+            raise
         return [answers[rank] for rank in range(num_ranks)]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,31 @@ from deep_moe.symm_memory import GUARD_BYTE, GUARD_BYTES, DeviceMemory
 from deep_moe.synthetic import Tokens
 from deep_moe.trial import fill_inputs
 from tests.layer import routing
-from tests.layer.conftest import RunRanks
+from tests.layer.conftest import ALL, RunRanks
+from tests.layer.kernels import compile_all, gpu_config
 from tests.layer.rank_layer import RankLayer, bits, make_buffer
 from tests.layer.rank_pool import Place, Rank
 
 pytestmark = pytest.mark.gpu
 
-some_ranks = pytest.mark.parametrize(
-    ("place", "num_ranks"),
-    [*((Place.GPUS, n) for n in (1, 2, 4, 8)), (Place.SHARED_GPUS, 3)],
-)
+ALONE = pytest.param(Place.GPUS, 1, id="one_gpu")
+TOGETHER = pytest.param(Place.GPUS, ALL, id="all_gpus")
+SHARED = pytest.param(Place.SHARED_GPUS, 3, id="shared_gpus")
+
+
+def on(*places: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("place", "num_ranks"), places)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What most tests call."""
+    shapes = [
+        make_shape(num_ranks, **sizes)
+        for num_ranks in {1, torch.cuda.device_count(), 3}
+        for sizes in ({}, {"hidden": 640, "num_topk": 2})
+    ]
+    compile_all(gpu_config(shape, n) for shape in shapes for n in range(101))
 
 
 def make_shape(num_ranks: int, **sizes: int) -> MoEShape:
@@ -101,10 +117,11 @@ def call_between_guards(rank: Rank) -> list[str]:
     return changes
 
 
-@some_ranks
+@on(ALONE, TOGETHER, SHARED)
 def test_nothing_beside_is_written(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
     """B8: guard bands around the buffer, y and the statistics, over changing token counts."""
-    assert run_ranks(place, num_ranks, call_between_guards) == [[]] * num_ranks
+    for changes in run_ranks(place, num_ranks, call_between_guards):
+        assert changes == []
 
 
 def used_bytes(rank: Rank) -> int:
@@ -112,6 +129,7 @@ def used_bytes(rank: Rank) -> int:
     count."""
     gc.collect()
     rank.synchronize()
+    torch.cuda.empty_cache()
     if rank.group is None:
         return torch.cuda.memory_allocated(rank.device)
     free, total = torch.cuda.mem_get_info(rank.device)
@@ -145,12 +163,12 @@ def create_and_destroy(rank: Rank, num_buffers: int) -> tuple[int, int, int]:
     return used_bytes(rank) - before, open_files() - files, nbytes
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_hundred_buffers_leave_nothing(run_ranks: RunRanks, num_ranks: int) -> None:
-    """B9. What PyTorch keeps of a few buffers may come and go; a hundred are a hundred."""
-    for added, added_files, nbytes in run_ranks(Place.GPUS, num_ranks, create_and_destroy, 100):
+@on(ALONE, TOGETHER)
+def test_a_hundred_buffers_leave_nothing(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
+    """B9. What PyTorch keeps for later use may come and go, but not a hundred buffers."""
+    for added, added_files, nbytes in run_ranks(place, num_ranks, create_and_destroy, 100):
         assert nbytes > 4 << 20
-        assert added < 3 * nbytes
+        assert added < 5 * nbytes
         assert added_files < 10
 
 
@@ -190,9 +208,10 @@ def share_a_buffer(rank: Rank) -> list[bool]:
     return answers
 
 
-@some_ranks
+@on(ALONE, TOGETHER, SHARED)
 def test_layers_share_a_buffer(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
-    assert run_ranks(place, num_ranks, share_a_buffer) == [[True] * 4] * num_ranks
+    for answers in run_ranks(place, num_ranks, share_a_buffer):
+        assert answers == [True] * 4
 
 
 def use_several_buffers(rank: Rank) -> list[bool]:
@@ -221,9 +240,10 @@ def use_several_buffers(rank: Rank) -> list[bool]:
     return answers
 
 
-@some_ranks
+@on(ALONE, TOGETHER, SHARED)
 def test_several_buffers(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
-    assert run_ranks(place, num_ranks, use_several_buffers) == [[True] * 5] * num_ranks
+    for answers in run_ranks(place, num_ranks, use_several_buffers):
+        assert answers == [True] * 5
 
 
 def take_half_of_the_sms(rank: Rank) -> list[bool]:
@@ -262,6 +282,7 @@ def use_fewer_sms(rank: Rank) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_fewer_sms(run_ranks: RunRanks, num_ranks: int) -> None:
-    assert run_ranks(Place.GPUS, num_ranks, use_fewer_sms) == [[True] * 3] * num_ranks
+@on(ALONE, TOGETHER)
+def test_fewer_sms(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
+    for answers in run_ranks(place, num_ranks, use_fewer_sms):
+        assert answers == [True] * 3

@@ -14,23 +14,23 @@ import torch
 from deep_moe import symm_memory
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape
-from deep_moe.jit.status import StatusCode, site_text
+from deep_moe.jit.status import StatusCode
 from tests.layer import routing
 from tests.layer.busy_gpu import SmHolder
-from tests.layer.conftest import RunRanks
+from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_layer import RankLayer, make_buffer
 from tests.layer.rank_pool import Place, Rank
 
 NUM_TOKENS = 40
 
-on_gpus = pytest.mark.parametrize(
-    ("place", "num_ranks"),
-    [
-        pytest.param(Place.CPU, 2, marks=pytest.mark.slow),
-        *(pytest.param(Place.GPUS, n, marks=pytest.mark.gpu) for n in (2, 3, 4, 8)),
-        pytest.param(Place.SHARED_GPUS, 3, marks=pytest.mark.gpu),
-    ],
-)
+EMULATED = pytest.param(Place.CPU, 2, marks=pytest.mark.slow, id="emulated")
+ALONE = pytest.param(Place.GPUS, 1, marks=pytest.mark.gpu, id="one_gpu")
+TOGETHER = pytest.param(Place.GPUS, ALL, marks=pytest.mark.gpu, id="all_gpus")
+SHARED = pytest.param(Place.SHARED_GPUS, 3, marks=pytest.mark.gpu, id="shared_gpus")
+
+
+def on(*places: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("place", "num_ranks"), places)
 
 
 def make_shape(num_ranks: int) -> MoEShape:
@@ -52,16 +52,22 @@ class Scene:
         self.layer = RankLayer(rank, make_shape(rank.num_ranks), exact=True)
         num_tokens = NUM_TOKENS if rank.is_gpu else 5
         self.tokens = routing.make_tokens(self.layer.shape, num_tokens, exact=True, seed=rank.idx)
+        # What a wait may take where a peer fails. The emulator, whose ranks share the CPUs with
+        # other tests, is never done in half a second.
+        self.limit_s = 0.5 if rank.is_gpu else 3.0
         self.expect_right()
 
     def expect_right(self, **options: Any) -> None:
         comparison = self.layer.compare_call(self.tokens, **options)
         assert comparison.is_exact, comparison
 
-    def expect_timeout(self, call: Callable[[], object]) -> str:
+    def call(self) -> None:
+        self.layer.call(self.tokens, timeout_s=self.limit_s)
+
+    def expect_timeout(self, call: Callable[[], None] | None = None) -> str:
         """The text of the error; every later call is refused."""
         with pytest.raises(MegaMoETimeoutError) as caught:
-            call()
+            (call or self.call)()
         with pytest.raises(MegaMoEError, match=r"reset\(\) on every rank"):
             self.layer.call(self.tokens)
         return str(caught.value)
@@ -73,32 +79,31 @@ class Scene:
         self.rank.barrier()
 
 
-def come_late(rank: Rank) -> tuple[str, str]:
+def come_late(rank: Rank) -> str:
     scene = Scene(rank)
     rank.barrier()
     if rank.is_last:
-        time.sleep(2)
+        time.sleep(1)
     scene.expect_right(timeout_s=30.0)
 
     rank.barrier()
     if rank.is_last:
-        time.sleep(3)
-    text = scene.expect_timeout(lambda: scene.layer.call(scene.tokens, timeout_s=1.0))
+        time.sleep(2 * scene.limit_s)
+    text = scene.expect_timeout()
     scene.expect_recovery()
-    return text, site_text(scene.layer.buffer.memory.status.site)
+    return text
 
 
-@on_gpus
+@on(EMULATED, TOGETHER, SHARED)
 def test_a_late_rank(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
     """B5: in time for the limit it changes nothing. Else those who waited name it, and it names
     them, who have given up when it comes."""
-    *early, (text, _) = run_ranks(place, num_ranks, come_late)
-    for rank, (early_text, _) in enumerate(early):
-        assert early_text.startswith(f"rank {rank}, ")
-        assert "token counts of a local expert from all ranks" in early_text, early_text
-        assert f"(missing: rank {num_ranks - 1})" in early_text, early_text
-    assert text.startswith(f"rank {num_ranks - 1}, ")
-    assert "missing: rank" in text, text
+    *early, late = run_ranks(place, num_ranks, come_late)
+    for rank, text in enumerate(early):
+        assert text.startswith(f"rank {rank}, "), text
+        assert f"(missing: rank {len(early)})" in text, text
+    assert late.startswith(f"rank {len(early)}, "), late
+    assert "missing: rank" in late, late
 
 
 def never_come(rank: Rank) -> str:
@@ -107,18 +112,18 @@ def never_come(rank: Rank) -> str:
     rank.barrier()
     started = time.monotonic()
     if not rank.is_last:
-        text = scene.expect_timeout(lambda: scene.layer.call(scene.tokens, timeout_s=0.5))
+        text = scene.expect_timeout()
         assert time.monotonic() - started < 20
     scene.expect_recovery()
     return text
 
 
-@on_gpus
+@on(EMULATED, TOGETHER, SHARED)
 def test_a_rank_that_never_comes(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
     *texts, _ = run_ranks(place, num_ranks, never_come)
     for rank, text in enumerate(texts):
         assert text.startswith(f"rank {rank}, "), text
-        assert f"(missing: rank {num_ranks - 1})" in text, text
+        assert f"(missing: rank {len(texts)})" in text, text
 
 
 def miss_a_replay(rank: Rank) -> str:
@@ -127,7 +132,7 @@ def miss_a_replay(rank: Rank) -> str:
     y = layer.new_y(scene.tokens.num_tokens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        layer.launch(y, timeout_s=0.5)
+        layer.launch(y, timeout_s=scene.limit_s)
     expected = layer.expected(scene.tokens)
 
     def replay() -> None:
@@ -139,20 +144,19 @@ def miss_a_replay(rank: Rank) -> str:
     text = "" if rank.is_last else scene.expect_timeout(replay)
     layer.buffer.reset()
     for _ in range(3):
-        rank.barrier()  # half a second is not long for a process that shares its GPU
+        rank.barrier()
         replay()
         assert torch.equal(y, expected)
     rank.barrier()
     return text
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_that_misses_a_replay(run_ranks: RunRanks, num_ranks: int) -> None:
+@on(TOGETHER)
+def test_a_rank_that_misses_a_replay(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
     """The same graph works again after reset."""
-    *texts, _ = run_ranks(Place.GPUS, num_ranks, miss_a_replay)
+    *texts, _ = run_ranks(place, num_ranks, miss_a_replay)
     for text in texts:
-        assert f"(missing: rank {num_ranks - 1})" in text, text
+        assert f"(missing: rank {len(texts)})" in text, text
 
 
 def block_the_pool(rank: Rank, layer: RankLayer) -> None:
@@ -170,26 +174,19 @@ def block_the_pool(rank: Rank, layer: RankLayer) -> None:
 def give_up_in_flight(rank: Rank) -> str:
     scene = Scene(rank)
     block_the_pool(rank, scene.layer)
-    text = scene.expect_timeout(lambda: scene.layer.call(scene.tokens, timeout_s=0.5))
+    text = scene.expect_timeout()
     scene.expect_recovery()
     return text
 
 
-@pytest.mark.parametrize(
-    ("place", "num_ranks"),
-    [
-        pytest.param(Place.CPU, 2, marks=pytest.mark.slow),
-        *(pytest.param(Place.GPUS, n, marks=pytest.mark.gpu) for n in (1, 2, 4)),
-        pytest.param(Place.SHARED_GPUS, 3, marks=pytest.mark.gpu),
-    ],
-)
+@on(EMULATED, ALONE, TOGETHER, SHARED)
 def test_running_out_of_time_with_blocks_in_flight(
     run_ranks: RunRanks, place: Place, num_ranks: int
 ) -> None:
     text, *others = run_ranks(place, num_ranks, give_up_in_flight)
     assert text.startswith("rank 0, "), text
-    if num_ranks == 1:
-        assert site_text(12) in text or site_text(6) in text, text
+    if not others:
+        assert "tokens of a pool block" in text or "after the last block" in text, text
     for rank, other in enumerate(others, start=1):
         assert other.startswith(f"rank {rank}, "), other
         assert "(missing: rank 0)" in other, other
@@ -212,10 +209,11 @@ def stop_in_flight(rank: Rank) -> tuple[float, str]:
     return seconds, str(caught.value)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_host_ends_a_call_with_blocks_in_flight(run_ranks: RunRanks, num_ranks: int) -> None:
-    for rank, (seconds, text) in enumerate(run_ranks(Place.GPUS, num_ranks, stop_in_flight)):
+@on(ALONE, TOGETHER)
+def test_the_host_ends_a_call_with_blocks_in_flight(
+    run_ranks: RunRanks, place: Place, num_ranks: int
+) -> None:
+    for rank, (seconds, text) in enumerate(run_ranks(place, num_ranks, stop_in_flight)):
         assert seconds < 10
         assert text == f"rank {rank} stopped: another rank refused its call"
 
@@ -248,12 +246,11 @@ def work_beside_a_busy_stream(rank: Rank) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_busy_side_stream(run_ranks: RunRanks, num_ranks: int) -> None:
+@on(ALONE, TOGETHER)
+def test_a_busy_side_stream(run_ranks: RunRanks, place: Place, num_ranks: int) -> None:
     """B4: CTAs that find no room wait before the kernel begins, not inside of it; and a call that
     leaves SMs to others need not wait for them."""
-    for blocked_s, free_s in run_ranks(Place.GPUS, num_ranks, work_beside_a_busy_stream):
+    for blocked_s, free_s in run_ranks(place, num_ranks, work_beside_a_busy_stream):
         assert blocked_s > 0.5
         assert free_s < 0.5
 
@@ -268,13 +265,14 @@ def make_buffers_of_unlinked_ranks(rank: Rank) -> str:
     return str(caught.value)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_without_a_link_are_refused(run_ranks: RunRanks, num_ranks: int) -> None:
+@on(TOGETHER)
+def test_ranks_without_a_link_are_refused(
+    run_ranks: RunRanks, place: Place, num_ranks: int
+) -> None:
     """B6: on every rank, and the group works on."""
-    last = num_ranks - 1
-    for text in run_ranks(Place.GPUS, num_ranks, make_buffers_of_unlinked_ranks):
-        assert f"the GPU of rank {last} is not linked to that of rank 0" in text
+    texts = run_ranks(place, num_ranks, make_buffers_of_unlinked_ranks)
+    for text in texts:
+        assert f"the GPU of rank {len(texts) - 1} is not linked to that of rank 0" in text
 
 
 def make_buffers_on_one_gpu(rank: Rank) -> str:

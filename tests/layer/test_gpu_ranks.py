@@ -21,9 +21,8 @@ from tests.layer.kernels import compile_all, gpu_config
 from tests.layer.rank_layer import RankLayer
 from tests.layer.rank_pool import MAX_RANKS, Place, Rank
 
+NUM_RANKS = (1, 2, 3, 4, 8)
 CPU_SCALE = 16  # so many times fewer tokens
-# The rest differs in sizes only, which tests/kernels and test_matrix.py cover there.
-EMULATED = ("unequal", "one_expert", "zipf", "unused_slots", "twice")
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,8 @@ PROBLEMS = (
     Problem("clamp", tokens=(120, 33) * 4, options={"activation_clamp": 10.0}),
     Problem("precise_silu", tokens=(120, 33) * 4, options={"fast_math": False}),
 )
+NAMES_OF_SKEWED = ("unequal", "one_expert", "zipf", "unused_slots", "twice")
+SKEWED = [problem for problem in PROBLEMS if problem.name in NAMES_OF_SKEWED]
 
 
 @dataclass(frozen=True)
@@ -124,26 +125,29 @@ def check(problem: Problem, outcomes: list[list[Outcome]]) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """All kernels of the problems for the ranks that this machine has."""
-    configs = []
-    for num_ranks in (*range(1, min(torch.cuda.device_count(), 4) + 1), MAX_RANKS):
-        for problem in PROBLEMS:
-            for count in problem.counts(num_ranks, 1):
-                configs.append(gpu_config(problem.shape(num_ranks), count, **problem.options))
-    compile_all(configs)
-
-
-by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+    runs = [
+        (problem, num_ranks)
+        for num_ranks in NUM_RANKS
+        if num_ranks <= torch.cuda.device_count()
+        for problem in PROBLEMS
+    ]
+    runs += [(problem, MAX_RANKS) for problem in SKEWED]
+    compile_all(
+        gpu_config(problem.shape(num_ranks), count, **problem.options)
+        for problem, num_ranks in runs
+        for count in problem.counts(num_ranks, 1)
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@by_name
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_results(run_ranks: RunRanks, compiled: None, problem: Problem, num_ranks: int) -> None:
     check(problem, run_ranks(Place.GPUS, num_ranks, solve, problem))
 
 
 @pytest.mark.gpu
-@by_name
+@pytest.mark.parametrize("problem", SKEWED, ids=lambda problem: problem.name)
 def test_eight_ranks_on_any_number_of_gpus(
     run_ranks: RunRanks, compiled: None, problem: Problem
 ) -> None:
@@ -152,16 +156,16 @@ def test_eight_ranks_on_any_number_of_gpus(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EMULATED)
-def test_results_in_the_emulator(run_ranks: RunRanks, name: str) -> None:
-    (problem,) = (problem for problem in PROBLEMS if problem.name == name)
+@pytest.mark.parametrize("problem", SKEWED, ids=lambda problem: problem.name)
+def test_results_in_the_emulator(run_ranks: RunRanks, problem: Problem) -> None:
+    """Sizes are tried there in tests/kernels and test_matrix.py."""
     check(problem, run_ranks(Place.CPU, 2, solve, problem))
 
 
 @pytest.mark.gpu
 def test_processes_of_a_trial() -> None:
     """What `deep-moe run --device cuda` does."""
-    num_ranks = min(torch.cuda.device_count(), 4)
+    num_ranks = min(torch.cuda.device_count(), 2)
     numerics = NUMERICS[weight_arch(torch.device("cuda"))]
     shape = Problem("trial").shape(num_ranks)
     layer = exact_layer(shape, sum_bits=numerics.sum_bits)

@@ -49,8 +49,8 @@ def quantize_e4m3_groups(
     groups: torch.Tensor, *, min_scale_byte: int = 0, scale_bytes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize float32 [..., G], each row of G values a group, to (float8_e4m3fn [..., G], UE8M0
-    bytes [...]). min_scale_byte: the smallest scale that a group gets. scale_bytes: the scales, none
-    so small that a finite group exceeds 448 of it; by default the smallest possible."""
+    bytes [...]). min_scale_byte: the smallest scale that a group gets. scale_bytes: the scales,
+    none so small that a finite group exceeds 448 of it; by default the smallest possible."""
     finite = groups.isfinite().all(dim=-1)
     if scale_bytes is None:
         sf = _scale_bytes(groups, exponent_of_max=8, mantissa_of_max=0x600000)

@@ -39,15 +39,16 @@ NUM_MATH_WARPS = 8
 # accumulators): on an H200, 2026-11-20, a layer of deepseek-v4-pro with 8192 tokens ran 7 % slower
 # with it than with 128.
 BLOCK_MS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-# Tiles of different sizes in one kernel: of up to this many tokens, in steps of 16.
+# Tiles of different sizes in one kernel: of up to this many tokens, in such steps. Each size is a
+# main loop of its own; with steps of 16 the compiler no longer overlaps the products.
 MIXED_BLOCK_M = 128
 MIXED_BLOCK_M_STEP = 32
-# Tiles of one size, and how many standard deviations more tokens than an expert expects they have to
-# hold to be chosen. 80: on an H200, 2026-11-21, 64 tokens per expert of deepseek-v4-pro took 3 %
+# Tiles of one size, and how many standard deviations more tokens than an expert expects they have
+# to hold to be chosen. 80: on an H200, 2026-11-21, 64 tokens per expert of deepseek-v4-pro took 3 %
 # less with it than with tiles of different sizes, 96 of deepseek-v4-flash 42 % more.
 SINGLE_BLOCK_MS = {8: 3, 16: 3, 24: 3, 32: 3, 40: 3, 48: 3, 56: 3, 64: 3, 80: 2}
-# Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting for
-# Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
+# Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting
+# for Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
 BLOCKS_PER_SM_AND_WAVE = 6
 
 OVERRIDABLE = (
@@ -83,10 +84,10 @@ def choose_block_m(expected: Fraction) -> int:
 
 
 def num_block_slots(config: ConfigFields) -> int:
-    """Blocks whose headers and factors lie in shared memory: the one that math is at, and those that
-    the loaders may have begun while their stages are not given back."""
+    """Blocks whose headers and factors lie in shared memory: the one that math is at, and those
+    that the loaders may have begun while their stages are not given back."""
     num_k_blocks = min(int(config["num_l1_k_blocks"]), int(config["num_l2_k_blocks"]))
-    # One stage more, because a slot may be written before the first stage of its block is waited for.
+    # One stage more, because a slot may be written before its block's first stage is waited for.
     return 1 + ceil_div(int(config["num_stages"]) + 1, num_k_blocks)
 
 

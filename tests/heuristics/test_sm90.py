@@ -143,7 +143,10 @@ def test_loaders_share_the_budget_of_their_warpgroup():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"block_m": 72}, "block_m must be one of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128; got 72"),
+        (
+            {"block_m": 72},
+            "block_m must be one of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128; got 72",
+        ),
         ({"block_m": 192}, "block_m must be one of .*; got 192"),
         ({"num_sms": 0}, "num_sms must be at least 1; got 0"),
         ({"num_epilogue_registers": 240}, "register limit: .* at most 64512"),

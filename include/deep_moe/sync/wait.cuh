@@ -161,7 +161,8 @@ class Waiter {
             report(WaitCode::timeout, site, expected, seen, waited, late_ranks());
             aborted_ = true;
         } else if (waited >= quiet_ns) {
-            aborted_ = ptx::ld_relaxed_sys(&args_.status->code) != static_cast<uint32_t>(WaitCode::ok);
+            aborted_ =
+                ptx::ld_relaxed_sys(&args_.status->code) != static_cast<uint32_t>(WaitCode::ok);
             if (!aborted_) ptx::nanosleep(sleep_ns);
         }
         return aborted_;

@@ -265,10 +265,13 @@ void RaceDetector::wait(Warp& w, Cta& cta, const Mbarrier& barrier, bool acquire
     View& view = acquires ? c.change() : *c.relaxed_reads;
     view.join(order.complete);
     view.seen.raise(order.agent, uint32_t(barrier.phase));
-    if (acquires)
+    if (acquires) {
+        // What the warp's own arrivals released is ordered between its lanes, too.
+        c.synced = std::max(c.synced, order.complete.seen.at(c.agent) + 1);
         acquire_tensor(c);
-    else
+    } else {
         c.change().tensor.join(order.complete.tensor);
+    }
 }
 
 // ---- cells

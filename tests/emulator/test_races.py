@@ -237,3 +237,24 @@ def test_a_kernel_that_follows_another_sees_all_of_it(in_order: bool) -> None:
     else:
         with pytest.raises(RaceDetected, match="of 'data'"):
             machine.run()
+
+
+LANES_BY_MBARRIER = """
+KERNEL()(u32* out) {
+    u32* words = (u32*)dynamic_shared;
+    u32 barrier = shared_address(dynamic_shared) + 1024, lane = threadIdx.x;
+    if (lane == 0) init_barrier(barrier, COUNT);
+    __syncwarp();
+    words[lane] = 3 * lane;
+    if (lane < COUNT)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+    wait(barrier, 0);
+    if (lane < 16) out[lane] = words[lane + 16];
+}
+"""
+
+
+def test_lanes_that_arrived_are_ordered_for_those_that_wait() -> None:
+    out = np.zeros(16, np.uint32)
+    run_kernel(LANES_BY_MBARRIER.replace("COUNT", "32"), out, threads=32)
+    assert (out == 3 * np.arange(16, 32)).all()

@@ -211,6 +211,7 @@ struct Warp {
     // Engine.
     std::vector<Group> others;         // groups of lanes besides `current`
     std::shared_ptr<WarpClock> clock;  // if races are looked for
+    std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
     bool ready = false;                // in the machine's ready list
     uint64_t last_turn = 0;            // scheduling at which it ran last
     uint64_t polls = 0;                // loads that may be polls, failed waits, clock reads

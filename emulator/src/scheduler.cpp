@@ -7,6 +7,7 @@
 
 #include "machine.h"
 #include "race_detector.h"
+#include "register_watch.h"
 
 namespace deep_moe::emulator {
 
@@ -291,6 +292,7 @@ void Machine::run_warp(Warp& w, uint64_t budget) {
             ++executed;
             uint32_t exec = g.lanes;
             if (op.guard != Guard::always) {
+                if (op.body == run_checked) check_guard(w);
                 uint32_t p = *reinterpret_cast<const uint32_t*>(w.bases[0] + op.guard_offset);
                 exec &= op.guard == Guard::if_true ? p : ~p;
                 if (!exec) {

@@ -88,6 +88,16 @@ EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t by
                    [&] { h->machine.rank(rank).memory.add(address, bytes, name, writable != 0); });
 }
 
+// Names an array inside the region that starts at `address`.
+EXPORT int dm_name_memory(Handle* h, uint32_t rank, uint64_t address, const char* name,
+                          uint64_t offset, uint64_t element_bytes, const uint64_t* shape,
+                          uint32_t num_dimensions) {
+    return guarded(h, [&] {
+        h->machine.rank(rank).memory.name(
+            address, {name, offset, element_bytes, {shape, shape + num_dimensions}});
+    });
+}
+
 EXPORT int dm_remove_memory(Handle* h, uint32_t rank, uint64_t address) {
     return guarded(h, [&] { h->machine.rank(rank).memory.remove(address); });
 }
@@ -142,6 +152,20 @@ EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t ra
         h->machine.launch(*h->modules.at(module)->programs.at(kernel), rank, grid, block, cluster,
                           shared_bytes, {bytes, bytes + argument_bytes}, in_order != 0);
     });
+}
+
+// Of the last launch: an array in its dynamic shared memory, and what some of its warps do.
+EXPORT int dm_name_shared(Handle* h, const char* name, uint64_t offset, uint64_t element_bytes,
+                          const uint64_t* shape, uint32_t num_dimensions) {
+    return guarded(h, [&] {
+        h->machine.grids.back()->shared_names.add(
+            {name, offset, element_bytes, {shape, shape + num_dimensions}});
+    });
+}
+
+EXPORT int dm_name_warps(Handle* h, const char* role, const uint32_t* warps, uint32_t count) {
+    return guarded(
+        h, [&] { h->machine.grids.back()->roles.push_back({role, {warps, warps + count}}); });
 }
 
 // `progress` (may be null) gets the number of warp instructions so far and returns 0 to stop the

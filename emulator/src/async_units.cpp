@@ -70,6 +70,7 @@ Mbarrier& mbarrier_at(Cta& cta, uint32_t offset) {
     cta.shared_at(offset, 8, Access::write, "mbarrier");
     Mbarrier& barrier = barriers[offset];
     barrier.address = offset;
+    barrier.name = describe_shared(cta, offset);
     return barrier;
 }
 

@@ -300,9 +300,9 @@ std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
     if (w.machine->races && !thread.read_agent) {
         RaceDetector& races = *w.machine->races;
         const uint32_t index = thread_in_cta(w, lane), warp = w.clock->agent;
-        thread.read_agent = races.new_agent(*w.cta, "reads of bulk groups of thread", index, warp);
+        thread.read_agent = races.new_agent(*w.cta, "reads of bulk groups of", index, warp);
         thread.write_agent =
-            races.new_agent(*w.cta, "writes of bulk groups of thread", index, warp);
+            races.new_agent(*w.cta, "writes of bulk groups of", index, warp);
     }
     auto group = thread.open;
     ++group->unread;

@@ -119,7 +119,7 @@ Flow mma_async(Warp& w, const Op& op) {
     std::shared_ptr<const Issue> issue;
     if (races) {
         WarpClock& clock = *w.clock;
-        if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of warp", w.index);
+        if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of", w.index);
         issue = races->issue(w, w.first_lane());
     }
     const AsyncAccesses accesses(races, issue, races ? w.clock->matrix : 0,

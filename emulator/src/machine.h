@@ -209,12 +209,12 @@ struct Warp {
     void exit_lanes(uint32_t lanes);
 
     // Engine.
-    std::vector<Group> others;         // groups of lanes besides `current`
-    std::shared_ptr<WarpClock> clock;  // if races are looked for
+    std::vector<Group> others;                    // groups of lanes besides `current`
+    std::shared_ptr<WarpClock> clock;             // if races are looked for
     std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
-    bool ready = false;                // in the machine's ready list
-    uint64_t last_turn = 0;            // scheduling at which it ran last
-    uint64_t polls = 0;                // loads that may be polls, failed waits, clock reads
+    bool ready = false;                           // in the machine's ready list
+    uint64_t last_turn = 0;                       // scheduling at which it ran last
+    uint64_t polls = 0;  // loads that may be polls, failed waits, clock reads
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
     std::vector<std::byte> registers;
@@ -321,11 +321,14 @@ struct Grid {
     Grid* previous = nullptr;         // starts when that one has ended
     std::shared_ptr<const View> end;  // all that happened before its end, once it has come
     bool has_ended() const { return next_cta == num_ctas && live_ctas == 0; }
+    std::vector<WarpRole> roles;  // names for messages
+    NameMap shared_names;         // of arrays in dynamic shared memory
 };
 
 struct Where {  // of an instruction, kept with asynchronous work for messages
+    const Grid* grid = nullptr;
     const Program* program = nullptr;
-    uint32_t pc = 0, rank = 0, cta = 0, warp = 0, lanes = 0;
+    uint32_t pc = 0, cta = 0, warp = 0;
 };
 
 struct AsyncOperation {

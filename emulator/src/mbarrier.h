@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "fault.h"
 
@@ -10,7 +12,8 @@ namespace deep_moe::emulator {
 struct Mbarrier {
     static constexpr uint32_t max_count = (1u << 20) - 1;
 
-    uint32_t address = 0;  // for messages
+    uint32_t address = 0;
+    std::string name;  // for messages
     bool valid = false;
     uint64_t phase = 0;  // completed phases
     uint32_t expected = 0;
@@ -22,14 +25,12 @@ struct Mbarrier {
     void init(uint32_t count, bool check_observation = true) {
         if (valid) {
             fail(FaultKind::barrier_misuse,
-                 "mbarrier.init of the barrier at 0x%x, which is in use: it needs mbarrier.inval "
-                 "first",
-                 address);
+                 "mbarrier.init of %s, which is in use: it needs mbarrier.inval first", label());
         }
         if (count < 1 || count > max_count) {
             fail(FaultKind::barrier_misuse, "mbarrier.init with count %u, not 1..2^20-1", count);
         }
-        *this = {.address = address, .valid = true};
+        *this = {.address = address, .name = std::move(name), .valid = true};
         expected = pending = count;
         checks_observation = check_observation;
     }
@@ -92,18 +93,20 @@ struct Mbarrier {
     }
 
  private:
+    const char* label() const { return name.c_str(); }
+
     void check(const char* what) const {
         if (!valid)
-            fail(FaultKind::barrier_misuse,
-                 "%s on the mbarrier at 0x%x, which nobody has initialized", what, address);
+            fail(FaultKind::barrier_misuse, "%s on the mbarrier %s, which nobody has initialized",
+                 what, label());
     }
 
     void take_arrivals(uint32_t count) {
         if (count < 1 || count > pending) {
             fail(FaultKind::barrier_misuse,
-                 "%u arrival%s at the mbarrier at 0x%x, which expects %u per phase and waits for "
-                 "%u more%s",
-                 count, count == 1 ? "" : "s", address, expected, pending,
+                 "%u arrival%s at the mbarrier %s, which expects %u per phase and waits for %u "
+                 "more%s",
+                 count, count == 1 ? "" : "s", label(), expected, pending,
                  pending == 0 ? " (its phase is still open because of outstanding bytes)" : "");
         }
         pending -= count;
@@ -113,8 +116,8 @@ struct Mbarrier {
         transactions += bytes;
         if (transactions > int64_t(max_count) || transactions < -int64_t(max_count)) {
             fail(FaultKind::barrier_misuse,
-                 "%s brings the byte count of the mbarrier at 0x%x to %lld, outside of +-(2^20-1)",
-                 what, address, static_cast<long long>(transactions));
+                 "%s brings the byte count of the mbarrier %s to %lld, outside of +-(2^20-1)", what,
+                 label(), static_cast<long long>(transactions));
         }
     }
 
@@ -122,9 +125,10 @@ struct Mbarrier {
         if (pending != 0 || transactions != 0) return false;
         if (!observed && checks_observation) {
             fail(FaultKind::barrier_misuse,
-                 "the mbarrier at 0x%x completes phase %llu although nobody has seen the end of "
-                 "the phase before",
-                 address, static_cast<unsigned long long>(phase));
+                 "the mbarrier %s completes phase %llu although nobody has seen the end of the "
+                 "phase "
+                 "before",
+                 label(), static_cast<unsigned long long>(phase));
         }
         ++phase;
         pending = expected;

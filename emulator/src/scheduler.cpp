@@ -33,7 +33,7 @@ void host_sleep(uint64_t ns) {
 }
 
 Where where_of(const Warp& w) {
-    return {w.program, w.current.pc, w.grid->rank->index, w.cta->index, w.index, w.exec};
+    return {w.grid, w.program, w.current.pc, w.cta->index, w.index};
 }
 
 [[noreturn]] void rethrow(const Fault& fault, const Where& where) {

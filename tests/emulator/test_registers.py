@@ -143,7 +143,7 @@ def test_a_register_that_a_wgmma_uses_is_touched(lines: tuple[str, ...], message
 
 
 @pytest.mark.parametrize("wait", ["tcgen05.wait::ld.sync.aligned;", ""])
-@pytest.mark.parametrize("use", ["add.u32 %r5, %r10, 1;", "mov.u32 %r6, %r10; add.u32 %r5, %r6, 1;"])
+@pytest.mark.parametrize("use", ["add.u32 %r5, %r10, 1;", "mov.b32 %r6, %r10; neg.s32 %r5, %r6;"])
 def test_what_a_tensor_load_brings_is_there_after_the_wait(wait: str, use: str) -> None:
     body = f"""
 .shared .align 4 .b32 base;

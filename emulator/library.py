@@ -145,6 +145,7 @@ def load() -> ctypes.CDLL:
         "dm_name_shared": (integer, [handle, text, u64, u64, u64_out, u32]),
         "dm_name_warps": (integer, [handle, text, u32_out, u32]),
         "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
+        "dm_stall": (text, [handle]),
         "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),
         "dm_supported_instructions": (text, []),
     }

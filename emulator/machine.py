@@ -265,6 +265,12 @@ class Machine:
         return found
 
     @property
+    def stall(self) -> str:
+        """Who waited for what when nothing changed for 10 ms of virtual time in the last run, even
+        if a time limit of the kernel ended that; "" if it never happened."""
+        return str(self._library.dm_stall(self._handle).decode(errors="replace"))
+
+    @property
     def statistics(self) -> Statistics:
         warp, lane, ns = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         self._library.dm_statistics(

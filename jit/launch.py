@@ -67,8 +67,9 @@ def run_emulated(
     schedule: Schedule = "random",
     progress: Callable[[int], None] | None = None,
     hopper_fp8_sums: bool = False,
-) -> None:
-    """Run all launches at once, to completion; those of one rank after each other.
+) -> str:
+    """Run all launches at once, to completion; those of one rank after each other. Returns who
+    waited for what, if all came to wait.
 
     seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
     (slower). clock: "real" if
@@ -117,6 +118,7 @@ def run_emulated(
             shared_arrays=_arrays(launch.smem_layout),
         )
     machine.run(progress)
+    return machine.stall
 
 
 def _arrays(layout: Layout | None) -> list[NamedArray]:

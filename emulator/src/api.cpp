@@ -180,6 +180,11 @@ EXPORT int dm_run(Handle* h, int (*progress)(uint64_t steps)) {
     return result;
 }
 
+// Who waited for what when nothing changed for a while in the last run, or "".
+EXPORT const char* dm_stall(Handle* h) {
+    return h->machine.stall.c_str();
+}
+
 EXPORT void dm_statistics(Handle* h, uint64_t* warp_instructions, uint64_t* lane_instructions,
                           uint64_t* virtual_ns) {
     *warp_instructions = h->machine.steps;

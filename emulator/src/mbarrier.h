@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "fault.h"
+#include "machine.h"
 
 namespace deep_moe::emulator {
 
@@ -22,6 +23,18 @@ struct Mbarrier {
     bool observed = true;      // somebody has seen that the last phase is complete
     bool checks_observation = true;
 
+    // What made up the phase so far, for messages, and the one before.
+    struct Event {
+        enum class Kind : uint8_t { arrival, expected, brought } kind;
+        int64_t amount;
+        Where where;
+    };
+    std::vector<Event> events, previous_events;
+    void note(Event::Kind kind, int64_t amount, const Where& where) {
+        events.push_back({kind, amount, where});
+    }
+    static std::string text_of(const std::vector<Event>& events);
+
     void init(uint32_t count, bool check_observation = true) {
         if (valid) {
             fail(FaultKind::barrier_misuse,
@@ -30,8 +43,13 @@ struct Mbarrier {
         if (count < 1 || count > max_count) {
             fail(FaultKind::barrier_misuse, "mbarrier.init with count %u, not 1..2^20-1", count);
         }
-        *this = {.address = address, .name = std::move(name), .valid = true};
+        valid = true;
+        phase = 0;
         expected = pending = count;
+        transactions = 0;
+        observed = true;
+        events.clear();
+        previous_events.clear();
         checks_observation = check_observation;
     }
 
@@ -131,6 +149,8 @@ struct Mbarrier {
                  label(), static_cast<unsigned long long>(phase));
         }
         ++phase;
+        previous_events.swap(events);
+        events.clear();
         pending = expected;
         observed = false;
         return true;

@@ -116,11 +116,17 @@ Flow Warp::block(WaitQueue& queue, const char* text, uint64_t a, uint64_t b, uin
         others.push_back(rest);
         current.lanes = exec;
     }
-    current.wait = {text, a, b};
+    current.wait = {text, a, b, {}};
     current.deadline = deadline;
     queue.warps.push_back(this);
     if (deadline) machine->timers.emplace(deadline, this);
     return Flow::blocked;
+}
+
+Flow Warp::block(WaitQueue& queue, const Awaited& awaited, uint64_t deadline) {
+    const Flow flow = block(queue, "", 0, 0, deadline);
+    current.wait.awaited = awaited;
+    return flow;
 }
 
 Flow Warp::jump(uint32_t target) {

@@ -103,7 +103,7 @@ class EmulatedRanks:
             for rank in taking_part
         ]
         try:
-            run_emulated(
+            stall = run_emulated(
                 launches,
                 seed=schedule_seed,
                 schedule=schedule,
@@ -116,7 +116,7 @@ class EmulatedRanks:
             for buffer in self.buffers:
                 buffer.mark_failed("the emulator stopped")
             raise
-        self._raise_if_failed(options, taking_part)
+        self._raise_if_failed(options, taking_part, stall)
 
     def reset(self) -> None:
         """Make all buffers usable again after a failed call."""
@@ -139,12 +139,15 @@ class EmulatedRanks:
     ) -> None:
         self.close()
 
-    def _raise_if_failed(self, options: CallOptions, ranks: Sequence[int]) -> None:
-        """Raise the first rank's failure; after one, no rank's buffer is usable."""
+    def _raise_if_failed(self, options: CallOptions, ranks: Sequence[int], stall: str) -> None:
+        """Raise the first rank's failure; after one, no rank's buffer is usable. stall: who waited
+        for what, if the ranks came to a stop."""
         try:
             for rank in ranks:
                 finish_emulated(self.buffers[rank], options)
         except RuntimeError as error:
             for buffer in self.buffers:
                 buffer.mark_failed(str(error))
+            if stall:
+                error.args = (f"{error}\n{stall}",)
             raise

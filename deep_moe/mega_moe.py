@@ -329,6 +329,8 @@ def prepare_launch(
         args,
         _memory_regions(y, l1_weights, l2_weights, buffer, stats),
         config,
+        smem_layout=config.smem_layout,
+        warp_roles=config.warp_roles,
     )
 
 
@@ -590,7 +592,9 @@ def _memory_regions(
     memory = buffer.memory
     of_tensor = MemoryRegion.of_tensor
     regions = [
-        MemoryRegion(f"symmetric buffer of rank {rank}", address, buffer.nbytes, True)
+        MemoryRegion(
+            f"symmetric buffer of rank {rank}", address, buffer.nbytes, True, buffer.layout
+        )
         for rank, address in enumerate(memory.addresses)
     ]
     regions.append(MemoryRegion("wait status", memory.status_address, 64, True))

@@ -14,7 +14,7 @@ from .errors import (
     Uninitialized,
     Unsupported,
 )
-from .machine import Machine, Module, Statistics, supported_instructions
+from .machine import Machine, Module, NamedArray, Statistics, supported_instructions
 
 __all__ = [
     "BarrierMisuse",
@@ -27,6 +27,7 @@ __all__ = [
     "Machine",
     "Misaligned",
     "Module",
+    "NamedArray",
     "OutOfBounds",
     "RaceDetected",
     "Statistics",

@@ -132,6 +132,7 @@ def load() -> ctypes.CDLL:
         "dm_num_findings": (u32, [handle]),
         "dm_finding": (text, [handle, u32, ctypes.POINTER(integer)]),
         "dm_add_memory": (integer, [handle, u32, u64, u64, text, integer]),
+        "dm_name_memory": (integer, [handle, u32, u64, text, u64, u64, u64_out, u32]),
         "dm_remove_memory": (integer, [handle, u32, u64]),
         "dm_load": (integer, [handle, text, u64, text, u32_out]),
         "dm_unload": (None, [handle, u32]),
@@ -141,7 +142,10 @@ def load() -> ctypes.CDLL:
             integer,
             [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64, integer],
         ),
+        "dm_name_shared": (integer, [handle, text, u64, u64, u64_out, u32]),
+        "dm_name_warps": (integer, [handle, text, u32_out, u32]),
         "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
+        "dm_stall": (text, [handle]),
         "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),
         "dm_supported_instructions": (text, []),
     }

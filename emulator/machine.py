@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,6 +23,19 @@ class Statistics:
     warp_instructions: int
     lane_instructions: int
     virtual_ns: int
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """An array inside a region of memory or dynamic shared memory; findings name its elements.
+
+    offset: in bytes from the start.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    element_bytes: int = 1
 
 
 class Module:
@@ -85,17 +98,32 @@ class Machine:
             self._handle = None
 
     def add_memory(
-        self, rank: int, address: int, num_bytes: int, name: str, *, writable: bool = True
+        self,
+        rank: int,
+        address: int,
+        num_bytes: int,
+        name: str,
+        *,
+        writable: bool = True,
+        arrays: Iterable[NamedArray] = (),
     ) -> None:
         """Let a rank's kernels access `num_bytes` bytes of host memory at `address`.
 
-        The caller keeps the memory alive until `remove_memory` or the machine's end.
+        The caller keeps the memory alive until `remove_memory` or the machine's end. arrays: names
+        for parts of it, for findings.
         """
         self._check(
             self._library.dm_add_memory(
                 self._handle, rank, address, num_bytes, name.encode(), writable
             )
         )
+
+        for array in arrays:
+            self._check(
+                self._library.dm_name_memory(
+                    self._handle, rank, address, array.name.encode(), *_place_of(array)
+                )
+            )
 
     def remove_memory(self, rank: int, address: int) -> None:
         """Forget the region that starts at `address`."""
@@ -122,12 +150,15 @@ class Machine:
         args: bytes | Sequence[bytes] = b"",
         rank: int = 0,
         in_order: bool = False,
+        roles: Mapping[str, Iterable[int]] | None = None,
+        shared_arrays: Iterable[NamedArray] = (),
     ) -> None:
         """Queue a kernel; `run` executes all queued ones together.
 
         in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
-        args: the whole parameter block, or one `bytes` per parameter.
+        args: the whole parameter block, or one `bytes` per parameter. For findings, roles: which
+        warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared memory.
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
@@ -159,6 +190,21 @@ class Machine:
                 in_order,
             )
         )
+
+        for array in shared_arrays:
+            self._check(
+                self._library.dm_name_shared(self._handle, array.name.encode(), *_place_of(array))
+            )
+        for role, warps in (roles or {}).items():
+            indices = list(warps)
+            self._check(
+                self._library.dm_name_warps(
+                    self._handle,
+                    role.encode(),
+                    (ctypes.c_uint32 * len(indices))(*indices),
+                    len(indices),
+                )
+            )
 
     def _pack_parameters(
         self, module: Module, kernel: bytes, size: int, count: int, args: Sequence[bytes]
@@ -219,6 +265,12 @@ class Machine:
         return found
 
     @property
+    def stall(self) -> str:
+        """Who waited for what when nothing changed for 10 ms of virtual time in the last run, even
+        if a time limit of the kernel ended that; "" if it never happened."""
+        return str(self._library.dm_stall(self._handle).decode(errors="replace"))
+
+    @property
     def statistics(self) -> Statistics:
         warp, lane, ns = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
         self._library.dm_statistics(
@@ -230,6 +282,11 @@ class Machine:
         if status:
             text = self._library.dm_error(self._handle).decode(errors="replace")
             raise BY_KIND.get(status, EmulatorError)(text)
+
+
+def _place_of(array: NamedArray) -> tuple[int, int, ctypes.Array[ctypes.c_uint64], int]:
+    shape = (ctypes.c_uint64 * len(array.shape))(*array.shape)
+    return array.offset, array.element_bytes, shape, len(array.shape)
 
 
 def supported_instructions() -> dict[str, str]:

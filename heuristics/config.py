@@ -129,6 +129,11 @@ class MegaMoEConfig:
         return _architecture(self.arch).roles
 
     @property
+    def warp_roles(self) -> dict[str, range]:
+        """The warps of a CTA by what they do."""
+        return _architecture(self.arch).warp_roles(self.kernel_fields())
+
+    @property
     def tmem_layout(self) -> Layout | None:
         """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
         return _architecture(self.arch).tmem_layout(self.kernel_fields())
@@ -154,6 +159,7 @@ class Architecture:
     default_num_sms: int
     cluster_size: int
     roles: tuple[str, str, str]  # of the warps with dispatch, loader and epilogue registers
+    warp_roles: Callable[[Mapping[str, int | float | bool]], dict[str, range]]
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -168,6 +174,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm100.DEFAULT_NUM_SMS,
         sm100.CLUSTER_SIZE,
         sm100.ROLES,
+        sm100.warp_roles,
     ),
     "sm_90a": Architecture(
         sm90.choose_fields,
@@ -180,6 +187,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         sm90.DEFAULT_NUM_SMS,
         sm90.CLUSTER_SIZE,
         sm90.ROLES,
+        sm90.warp_roles,
     ),
 }
 

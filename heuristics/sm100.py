@@ -71,6 +71,19 @@ TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
 
+def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
+    """Which warps of a CTA do what, as the role table of sm100/mega_moe.cuh has it."""
+    loader = int(fields["num_dispatch_warps"])
+    epilogue = loader + 4
+    return {
+        "dispatch": range(loader),
+        "activation loader": range(loader, loader + 1),
+        "weight loader": range(loader + 1, loader + 2),
+        "MMA": range(loader + 2, loader + 3),
+        "epilogue": range(epilogue, epilogue + int(fields["num_epilogue_warps"])),
+    }
+
+
 def choose_tile(expected: Fraction) -> Tile:
     """The first row of the table that serves `expected` tokens per expert.
 

@@ -65,6 +65,18 @@ TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")
 
 
+def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
+    """Which warps of a CTA do what, as the role table of sm90/mega_moe.cuh has it."""
+    loader = int(fields["num_dispatch_warps"])
+    math_warps = loader + 2
+    return {
+        "dispatch": range(loader),
+        "activation loader": range(loader, loader + 1),
+        "weight loader": range(loader + 1, loader + 2),
+        "math": range(math_warps, math_warps + int(fields["num_epilogue_warps"])),
+    }
+
+
 def choose_block_m(expected: Fraction) -> int:
     """The smallest tile that holds two or three standard deviations more tokens than an expert
     expects.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
-    from deep_moe.emulator.machine import Schedule
+    from deep_moe.emulator.machine import NamedArray, Schedule
+    from deep_moe.heuristics.segments import Layout
 
     from .cache import CompiledKernel
 
@@ -26,6 +27,7 @@ class MemoryRegion:
     address: int
     num_bytes: int
     is_writable: bool
+    layout: Layout | None = None  # its arrays, for the emulator's findings
 
     @classmethod
     def of_tensor(cls, name: str, tensor: torch.Tensor, *, is_writable: bool) -> MemoryRegion:
@@ -41,7 +43,8 @@ class RankLaunch:
     """One rank's part of a call.
 
     num_threads: per CTA. smem_bytes: dynamic shared memory per CTA. memory: what `args` points to;
-    the emulator faults on any access outside.
+    the emulator faults on any access outside. For its findings, smem_layout: the arrays in shared
+    memory; warp_roles: the warps of a CTA by what they do.
     """
 
     rank: int
@@ -51,6 +54,8 @@ class RankLaunch:
     smem_bytes: int
     args: ctypes.Structure
     memory: tuple[MemoryRegion, ...]
+    smem_layout: Layout | None = field(default=None, kw_only=True)
+    warp_roles: Mapping[str, range] = field(default_factory=dict, kw_only=True)
 
 
 def run_emulated(
@@ -62,8 +67,9 @@ def run_emulated(
     schedule: Schedule = "random",
     progress: Callable[[int], None] | None = None,
     hopper_fp8_sums: bool = False,
-) -> None:
-    """Run all launches at once, to completion; those of one rank after each other.
+) -> str:
+    """Run all launches at once, to completion; those of one rank after each other. Returns who
+    waited for what, if all came to wait.
 
     seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
     (slower). clock: "real" if
@@ -94,6 +100,7 @@ def run_emulated(
                 region.num_bytes,
                 region.name,
                 writable=region.is_writable,
+                arrays=_arrays(region.layout),
             )
         kernel = launch.kernel
         if kernel.key not in modules:
@@ -107,8 +114,21 @@ def run_emulated(
             args=bytes(launch.args),
             rank=launch.rank,
             in_order=True,
+            roles=launch.warp_roles,
+            shared_arrays=_arrays(launch.smem_layout),
         )
     machine.run(progress)
+    return machine.stall
+
+
+def _arrays(layout: Layout | None) -> list[NamedArray]:
+    from deep_moe.emulator import NamedArray
+    from deep_moe.heuristics.segments import DTYPE_BYTES
+
+    return [
+        NamedArray(s.name, s.offset, s.shape, DTYPE_BYTES[s.dtype])
+        for s in (layout.segments if layout else ())
+    ]
 
 
 class CudaLauncher:

@@ -88,6 +88,16 @@ EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t by
                    [&] { h->machine.rank(rank).memory.add(address, bytes, name, writable != 0); });
 }
 
+// Names an array inside the region that starts at `address`.
+EXPORT int dm_name_memory(Handle* h, uint32_t rank, uint64_t address, const char* name,
+                          uint64_t offset, uint64_t element_bytes, const uint64_t* shape,
+                          uint32_t num_dimensions) {
+    return guarded(h, [&] {
+        h->machine.rank(rank).memory.name(
+            address, {name, offset, element_bytes, {shape, shape + num_dimensions}});
+    });
+}
+
 EXPORT int dm_remove_memory(Handle* h, uint32_t rank, uint64_t address) {
     return guarded(h, [&] { h->machine.rank(rank).memory.remove(address); });
 }
@@ -144,6 +154,20 @@ EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t ra
     });
 }
 
+// Of the last launch: an array in its dynamic shared memory, and what some of its warps do.
+EXPORT int dm_name_shared(Handle* h, const char* name, uint64_t offset, uint64_t element_bytes,
+                          const uint64_t* shape, uint32_t num_dimensions) {
+    return guarded(h, [&] {
+        h->machine.grids.back()->shared_names.add(
+            {name, offset, element_bytes, {shape, shape + num_dimensions}});
+    });
+}
+
+EXPORT int dm_name_warps(Handle* h, const char* role, const uint32_t* warps, uint32_t count) {
+    return guarded(
+        h, [&] { h->machine.grids.back()->roles.push_back({role, {warps, warps + count}}); });
+}
+
 // `progress` (may be null) gets the number of warp instructions so far and returns 0 to stop the
 // run.
 EXPORT int dm_run(Handle* h, int (*progress)(uint64_t steps)) {
@@ -154,6 +178,11 @@ EXPORT int dm_run(Handle* h, int (*progress)(uint64_t steps)) {
     });
     if (result) h->machine.reset();
     return result;
+}
+
+// Who waited for what when nothing changed for a while in the last run, or "".
+EXPORT const char* dm_stall(Handle* h) {
+    return h->machine.stall.c_str();
 }
 
 EXPORT void dm_statistics(Handle* h, uint64_t* warp_instructions, uint64_t* lane_instructions,

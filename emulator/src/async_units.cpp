@@ -70,7 +70,16 @@ Mbarrier& mbarrier_at(Cta& cta, uint32_t offset) {
     cta.shared_at(offset, 8, Access::write, "mbarrier");
     Mbarrier& barrier = barriers[offset];
     barrier.address = offset;
+    barrier.name = describe_shared(cta, offset);
     return barrier;
+}
+
+const Mbarrier* find_mbarrier(const Cta& cta, uint32_t offset) {
+    const auto& slot = cta.units[int(Unit::mbarrier)];
+    if (!slot) return nullptr;
+    const auto& barriers = static_cast<const MbarrierTable*>(slot.get())->barriers;
+    auto found = barriers.find(offset);
+    return found == barriers.end() ? nullptr : &found->second;
 }
 
 static void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
@@ -82,11 +91,31 @@ static void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
 
 void arrive_at(Cta& cta, uint32_t offset, uint32_t count) {
     Mbarrier& barrier = mbarrier_at(cta, offset);
+    if (cta.machine->checks)
+        barrier.note(Mbarrier::Event::Kind::arrival, count, cta.machine->here());
     signal(cta, barrier, barrier.arrive(count));
 }
 
-void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes) {
+uint64_t phase_of(const Cta& cta, uint32_t offset) {
+    const Mbarrier* barrier = find_mbarrier(cta, offset);
+    return barrier ? barrier->phase : 0;
+}
+
+void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes, uint64_t phase) {
     Mbarrier& barrier = mbarrier_at(cta, offset);
+    if (cta.machine->checks) {
+        if (barrier.phase != phase) {
+            cta.machine->find(FaultKind::barrier_misuse, [&] {
+                return format(
+                           "%u bytes come to the mbarrier %s in its phase %llu, but their copy "
+                           "was issued in phase %llu, which has ended without them:",
+                           num_bytes, barrier.name.c_str(), (unsigned long long)barrier.phase,
+                           (unsigned long long)phase) +
+                       Mbarrier::text_of(barrier.previous_events);
+            });
+        }
+        barrier.note(Mbarrier::Event::Kind::brought, num_bytes, cta.machine->here());
+    }
     signal(cta, barrier, barrier.complete(num_bytes));
 }
 
@@ -131,6 +160,23 @@ void check_units_at_exit(Cta& cta) {
                 "(%u)",
                 bulk_state(cta).in_flight);
         });
+    }
+    if (cta.units[int(Unit::mbarrier)]) {
+        for (const auto& [offset, barrier] :
+             unit_state<MbarrierTable>(cta, Unit::mbarrier).barriers) {
+            if (!barrier.valid || !barrier.transactions) continue;
+            machine.find(FaultKind::barrier_misuse, [&] {
+                return format("the CTA exits although the mbarrier %s ", barrier.name.c_str()) +
+                       (barrier.transactions > 0
+                            ? format("expects %lld more bytes in its phase %llu:",
+                                     (long long)barrier.transactions,
+                                     (unsigned long long)barrier.phase)
+                            : format("got %lld bytes more than expected in its phase %llu:",
+                                     -(long long)barrier.transactions,
+                                     (unsigned long long)barrier.phase)) +
+                       Mbarrier::text_of(barrier.events);
+            });
+        }
     }
     if (!cta.units[int(Unit::tensor_memory)]) return;
     const TensorMemoryState& state = tensor_memory_state(cta);

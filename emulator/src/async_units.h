@@ -71,8 +71,11 @@ class RankMemory final : public GlobalMemory {
 // ---- mbarriers
 
 Mbarrier& mbarrier_at(Cta& cta, uint32_t offset);
+const Mbarrier* find_mbarrier(const Cta& cta, uint32_t offset);  // null if nobody has named it
 void arrive_at(Cta& cta, uint32_t offset, uint32_t count);
-void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes);
+// `phase`: the barrier's when the copy was issued; bytes belong to it.
+void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes, uint64_t phase);
+uint64_t phase_of(const Cta& cta, uint32_t offset);  // 0 for a barrier that nobody has named
 
 // ---- state per CTA
 

@@ -69,7 +69,7 @@ Flow barrier_sync(Warp& w, const Op& op) {
         if (w.machine->races) w.machine->races->leave(w, b.order);
         return Flow::next;
     }
-    return w.block(b.waiters, "barrier %llu (%llu more threads)", index, b.expected - b.arrived);
+    return w.block(b.waiters, {Awaited::Kind::named_barrier, w.cta, index});
 }
 
 Flow barrier_arrive(Warp& w, const Op& op) {
@@ -91,8 +91,7 @@ Flow barrier_reduce(Warp& w, const Op& op) {
         arrive(w, index, expected, w.predicate(op.operands[2]));
     }
     if (b.generation < w.current.token)
-        return w.block(b.waiters, "barrier %llu (%llu more threads)", index,
-                       b.expected - b.arrived);
+        return w.block(b.waiters, {Awaited::Kind::named_barrier, w.cta, index});
     if (w.machine->races) w.machine->races->leave(w, b.order);
     if (op.aux == reduce_popc) {
         auto d = w.out<uint32_t>(op.operands[0]);
@@ -167,8 +166,7 @@ Flow cluster_wait(Warp& w, const Op&) {
         throw Fault(FaultKind::barrier_misuse, "barrier.cluster.wait without an arrive",
                     __builtin_ctz(w.exec & ~w.cluster_arrived));
     if (c.generation == w.cluster_generation)
-        return w.block(c.waiters, "the cluster barrier (%llu of %llu threads have arrived)",
-                       c.arrived, c.live_threads);
+        return w.block(c.waiters, {Awaited::Kind::cluster_barrier, w.cta});
     w.cluster_arrived &= ~w.exec;
     if (w.machine->races) w.machine->races->leave(w, c.order);
     return Flow::next;

@@ -233,6 +233,7 @@ void check_aligned(uint64_t value, uint32_t grain, const char* what, int lane) {
 struct Receiver {
     Cta* cta;
     Cta* barrier_cta;
+    uint64_t phase;  // of the barrier, when the copy was issued
 };
 
 std::vector<Receiver> receivers(Warp& w, const CopyForm& form, const SharedPlace& destination,
@@ -248,7 +249,8 @@ std::vector<Receiver> receivers(Warp& w, const CopyForm& form, const SharedPlace
             // Each receiver signals itself, or the member of its pair that has the parity of the
             // given barrier's CTA.
             const uint32_t target = form.pair_barrier ? (rank & ~1u) | (barrier_rank & 1) : rank;
-            all.push_back({&cta, &cluster_cta(*w.cta, target, "multicast copy")});
+            Cta& barrier_cta = cluster_cta(*w.cta, target, "multicast copy");
+            all.push_back({&cta, &barrier_cta, phase_of(barrier_cta, barrier.offset)});
         }
         return all;
     }
@@ -262,7 +264,7 @@ std::vector<Receiver> receivers(Warp& w, const CopyForm& form, const SharedPlace
                            form.pair_barrier ? " or a pair" : " (or a pair, with .cta_group::2)"),
                     lane);
     }
-    all.push_back({destination.cta, barrier.cta});
+    all.push_back({destination.cta, barrier.cta, phase_of(*barrier.cta, barrier.offset)});
     return all;
 }
 
@@ -300,9 +302,8 @@ std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
     if (w.machine->races && !thread.read_agent) {
         RaceDetector& races = *w.machine->races;
         const uint32_t index = thread_in_cta(w, lane), warp = w.clock->agent;
-        thread.read_agent = races.new_agent(*w.cta, "reads of bulk groups of thread", index, warp);
-        thread.write_agent =
-            races.new_agent(*w.cta, "writes of bulk groups of thread", index, warp);
+        thread.read_agent = races.new_agent(*w.cta, "reads of bulk groups of", index, warp);
+        thread.write_agent = races.new_agent(*w.cta, "writes of bulk groups of", index, warp);
     }
     auto group = thread.open;
     ++group->unread;
@@ -423,7 +424,7 @@ Flow copy_bytes(Warp& w, const Op& op) {
                 if (from.cta) release(*own);
                 release(all);
                 for (const Receiver& r : all)
-                    complete_bytes_at(*r.barrier_cta, barrier.offset, size);
+                    complete_bytes_at(*r.barrier_cta, barrier.offset, size, r.phase);
             });
     });
     return Flow::next;
@@ -543,7 +544,7 @@ Flow load_tensor(Warp& w, const Op& op) {
             }
             release(all);
             for (const Receiver& r : all)
-                complete_bytes_at(*r.barrier_cta, barrier.offset, map.transaction_bytes());
+                complete_bytes_at(*r.barrier_cta, barrier.offset, map.transaction_bytes(), r.phase);
         });
     });
     return Flow::next;

@@ -26,6 +26,7 @@ Flow try_cancel(Warp& w, const Op& op) {
             shared_place(w, Space::shared, w.address(op.operands[1], lane), lane).offset;
         std::vector<Cta*> receivers{w.cta};
         if (op.aux) receivers = w.cta->cluster->ctas;
+        std::vector<uint64_t> phases;
         for (Cta* cta : receivers) {
             if (cta->live_threads == 0)
                 throw Fault(FaultKind::invalid_operation,
@@ -34,14 +35,16 @@ Flow try_cancel(Warp& w, const Op& op) {
                                    cta->cluster_rank),
                             lane);
             ++bulk_state(*cta).in_flight;
+            phases.push_back(phase_of(*cta, barrier));
         }
         w.machine->enqueue_async(w, "answer to a launch request", w.machine->new_order_key(), [=] {
-            for (Cta* cta : receivers) {
+            for (size_t i = 0; i < receivers.size(); ++i) {
+                Cta* cta = receivers[i];
                 std::memset(
                     CtaWindow(*cta, "answer to a launch request").write(response, response_bytes),
                     0, response_bytes);
                 --bulk_state(*cta).in_flight;
-                complete_bytes_at(*cta, barrier, response_bytes);
+                complete_bytes_at(*cta, barrier, response_bytes, phases[i]);
             }
         });
     });

@@ -26,6 +26,10 @@ void wake_if(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
 constexpr uint64_t cluster_scope = 1 << 8;
 constexpr uint64_t relaxed = 1 << 9;  // neither releases nor acquires
 
+void note(Warp& w, Mbarrier& barrier, Mbarrier::Event::Kind kind, int64_t amount) {
+    if (w.machine->checks) barrier.note(kind, amount, w.machine->here());
+}
+
 Flow init(Warp& w, const Op& op) {
     auto count = w.in<uint32_t>(op.operands[1]);
     w.for_each_lane([&](int lane) {
@@ -61,6 +65,9 @@ Flow arrive(Warp& w, const Op& op) {
             else
                 w.machine->races->arrive(w, *at.cta, barrier, op.aux & cluster_scope);
         }
+        constexpr bool expects = kind == Arrival::expect || kind == Arrival::drop_and_expect;
+        if (expects) note(w, barrier, Mbarrier::Event::Kind::expected, value[lane]);
+        note(w, barrier, Mbarrier::Event::Kind::arrival, expects ? 1 : value[lane]);
         bool complete = false;
         switch (kind) {
             case Arrival::plain:
@@ -86,6 +93,7 @@ Flow expect_tx(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        note(w, barrier, Mbarrier::Event::Kind::expected, bytes[lane]);
         wake_if(*at.cta, barrier, barrier.expect(bytes[lane]));
     });
     return Flow::next;
@@ -96,6 +104,7 @@ Flow complete_tx(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        note(w, barrier, Mbarrier::Event::Kind::brought, bytes[lane]);
         wake_if(*at.cta, barrier, barrier.complete(bytes[lane]));
     });
     return Flow::next;
@@ -116,6 +125,11 @@ uint32_t test(Warp& w, const Op& op, bool by_parity) {
                 last = at.offset;
             }
             done |= 1u << lane;
+        } else {
+            w.note_poll({by_parity ? Awaited::Kind::mbarrier_parity : Awaited::Kind::mbarrier_state,
+                         at.cta, at.offset,
+                         by_parity ? w.in<uint32_t>(op.operands[2])[lane] & 1
+                                   : w.in<uint64_t>(op.operands[2])[lane]});
         }
     });
     return done;
@@ -146,13 +160,7 @@ Flow try_wait(Warp& w, const Op& op) {
             const uint32_t hint = w.uniform<uint32_t>(op.operands[3]);
             deadline = now + (hint ? hint : default_suspend_ns);
         }
-        if (now < deadline) {
-            const int lane = w.first_lane();
-            const SharedPlace at = place(w, op, op.operands[1], lane);
-            return w.block(w.cta->mbarrier_waiters, "mbarrier at 0x%llx in its phase %llu",
-                           w.address(op.operands[1], lane), mbarrier_at(*at.cta, at.offset).phase,
-                           deadline);
-        }
+        if (now < deadline) return w.block(w.cta->mbarrier_waiters, w.last_poll, deadline);
     }
     w.set_predicate(op.operands[0], done);
     if (done) return Flow::next;

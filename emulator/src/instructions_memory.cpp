@@ -48,6 +48,18 @@ void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t 
         races.write_word(w, key, scope_of(op), op.aux & release_bit, access == Access::read_write);
 }
 
+void note_poll(Warp& w, Space space, uint64_t address, uint32_t bytes) {
+    const uint64_t window = space == Space::generic ? address & window_mask : 0;
+    if (space == Space::local || window == local_window) return;
+    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
+        const Cta& owner = *w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift];
+        w.note_poll(
+            {Awaited::Kind::shared_memory, &owner, uint32_t(address) & shared_offset_mask, bytes});
+    } else {
+        w.note_poll({Awaited::Kind::memory, w.cta, address, bytes});
+    }
+}
+
 // The common cases of Warp::resolve without calls.
 inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t bytes,
                                Access access, int lane) {
@@ -124,7 +136,9 @@ Flow load(Warp& w, const Op& op) {
             w.for_each_lane([&](int i) { d.set(i, values[k][i]); });
         }
     }
-    return is_strong ? Flow::yield : Flow::next;
+    if (!is_strong) return Flow::next;
+    note_poll(w, space, w.address(address, w.first_lane()), sizeof(T) * N);
+    return Flow::yield;
 }
 
 // operands: address, N sources
@@ -473,6 +487,7 @@ Flow compare_and_swap(Warp& w, const Op& op) {
         w.out<T>(op.operands[0]).set(i, seen);
     });
     if (changed) w.machine->note_progress();
+    note_poll(w, space, w.address(op.operands[1], w.first_lane()), sizeof(T));
     return Flow::yield;
 }
 

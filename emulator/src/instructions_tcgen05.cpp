@@ -154,7 +154,7 @@ Queued next_in_queue(Warp& w, int lane) {
     RaceDetector* races = w.machine->races.get();
     if (!races) return {};
     auto& queue = tensor_memory_state(*w.cta).queues[thread_in_cta(w, lane)];
-    if (!queue.agent) queue.agent = races->new_agent(*w.cta, "tcgen05 operations of warp", w.index);
+    if (!queue.agent) queue.agent = races->new_agent(*w.cta, "tcgen05 operations of", w.index);
     return {races->issue(w, lane), queue.agent, ++queue.num_issued};
 }
 

@@ -119,13 +119,7 @@ Flow mma_async(Warp& w, const Op& op) {
     std::shared_ptr<const Issue> issue;
     if (races) {
         WarpClock& clock = *w.clock;
-        if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of warp", w.index);
-        if (!clock.registers_fenced) {
-            w.machine->find(FaultKind::race, [] {
-                return "wgmma without a wgmma.fence since the warp's registers were last handed "
-                       "over (at the start, or by wgmma.wait_group 0)";
-            });
-        }
+        if (!clock.matrix) clock.matrix = races->new_agent(*w.cta, "wgmma of", w.index);
         issue = races->issue(w, w.first_lane());
     }
     const AsyncAccesses accesses(races, issue, races ? w.clock->matrix : 0,
@@ -204,8 +198,8 @@ void decode_mma_async(Decoder& d) {
     d.emit(mma_async, std::move(operands), form.pack());
 }
 
-Flow fence(Warp& w, const Op&) {
-    if (w.machine->races) w.clock->registers_fenced = true;
+// Looked at by register_watch.cpp.
+Flow fence(Warp&, const Op&) {
     return Flow::next;
 }
 
@@ -234,7 +228,6 @@ Flow wait_group(Warp& w, const Op& op) {
     }
     if (w.machine->races) {
         WarpClock& clock = *w.clock;
-        if (op.aux == 0) clock.registers_fenced = false;
         if (clock.matrix && clock.num_matrix_groups > op.aux) {
             w.machine->races->waited_for(w, clock.matrix,
                                          clock.num_matrix_groups - uint32_t(op.aux));
@@ -270,7 +263,7 @@ InstructionTable wgmma_instructions() {
     return {
         {"wgmma.mma_async", decode_mma_async,
          "m64nNkK: f16, bf16, tf32, e4m3, e5m2, u8, s8; A from registers or shared memory"},
-        {"wgmma.fence", decode_fence, "no effect: a wgmma runs when issued"},
+        {"wgmma.fence", decode_fence, "orders accesses to registers; looked at by the checks"},
         {"wgmma.commit_group", decode_commit_group, "closes a group of wgmmas"},
         {"wgmma.wait_group", decode_wait_group,
          "checks that the operands of complete groups have not changed"},

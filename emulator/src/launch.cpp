@@ -6,6 +6,7 @@
 #include "async_units.h"
 #include "machine.h"
 #include "race_detector.h"
+#include "register_watch.h"
 
 namespace deep_moe::emulator {
 
@@ -225,6 +226,8 @@ void Machine::admit_ctas(Grid& g) {
                 w.index = wi;
                 w.num_registers = c.launch_registers;
                 if (races) races->add_warp(w);
+                if (checks && program.register_plan)
+                    w.watch = std::make_shared<RegisterWatch>(*program.register_plan);
                 uint32_t lanes = std::min<uint32_t>(warp_size, g.num_threads - wi * warp_size);
                 w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
                 w.current.lanes = w.live;

@@ -129,9 +129,27 @@ struct WaitQueue {
     std::vector<Warp*> warps;
 };
 
+// What a warp waits for or polls, so that a report can say how it stands.
+struct Awaited {
+    enum class Kind : uint8_t {
+        nothing,
+        mbarrier_parity,  // address: shared offset, value: the parity
+        mbarrier_state,   // value: the phase
+        named_barrier,    // address: its index
+        cluster_barrier,
+        memory,         // value: bytes
+        shared_memory,  // address: shared offset
+    };
+    Kind kind = Kind::nothing;
+    const Cta* cta = nullptr;
+    uint64_t address = 0, value = 0;
+};
+std::string describe(const Awaited& awaited);  // "" for nothing
+
 struct Wait {
     const char* text = "";  // printf pattern with up to two %llx / %llu
     unsigned long long a = 0, b = 0;
+    Awaited awaited;  // if there is more to say
 };
 
 // Lanes of one warp that share a program counter.
@@ -198,10 +216,13 @@ struct Warp {
     // Host address of `bytes` bytes for an access by `lane`, after every check; throws Fault.
     std::byte* resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane);
 
-    // Waits: `return w.block(queue, "mbarrier %llx", a)`. Run again after `Machine::wake(queue)`,
-    // or at `deadline` (0: never).
+    // Waits: `return w.block(queue, "%llu columns", a)`. Run again after `Machine::wake(queue)`, or
+    // at `deadline` (0: never).
     Flow block(WaitQueue& queue, const char* text, uint64_t a = 0, uint64_t b = 0,
                uint64_t deadline = 0);
+    Flow block(WaitQueue& queue, const Awaited& awaited, uint64_t deadline = 0);
+    // It looks at something that others may change.
+    inline void note_poll(const Awaited& awaited);
 
     // Moves the executing lanes to `pc` and lets the group's others go on behind the current
     // instruction.
@@ -209,11 +230,14 @@ struct Warp {
     void exit_lanes(uint32_t lanes);
 
     // Engine.
-    std::vector<Group> others;         // groups of lanes besides `current`
-    std::shared_ptr<WarpClock> clock;  // if races are looked for
-    bool ready = false;                // in the machine's ready list
-    uint64_t last_turn = 0;            // scheduling at which it ran last
-    uint64_t polls = 0;                // loads that may be polls, failed waits, clock reads
+    std::vector<Group> others;                    // groups of lanes besides `current`
+    std::shared_ptr<WarpClock> clock;             // if races are looked for
+    std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
+    bool ready = false;                           // in the machine's ready list
+    uint64_t last_turn = 0;                       // scheduling at which it ran last
+    uint64_t polls = 0;  // loads that may be polls, failed waits, clock reads
+    Awaited last_poll;
+    uint64_t progress_at_poll = 0;
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
     std::vector<std::byte> registers;
@@ -320,11 +344,14 @@ struct Grid {
     Grid* previous = nullptr;         // starts when that one has ended
     std::shared_ptr<const View> end;  // all that happened before its end, once it has come
     bool has_ended() const { return next_cta == num_ctas && live_ctas == 0; }
+    std::vector<WarpRole> roles;  // names for messages
+    NameMap shared_names;         // of arrays in dynamic shared memory
 };
 
 struct Where {  // of an instruction, kept with asynchronous work for messages
+    const Grid* grid = nullptr;
     const Program* program = nullptr;
-    uint32_t pc = 0, rank = 0, cta = 0, warp = 0, lanes = 0;
+    uint32_t pc = 0, cta = 0, warp = 0;
 };
 
 struct AsyncOperation {
@@ -375,7 +402,8 @@ struct Machine {
     uint64_t progress = 0;
     const Warp* running = nullptr;               // now, or none
     const AsyncOperation* completing = nullptr;  // now, or none
-    Place place() const;                         // of the instruction that runs or completes
+    Where here() const;                          // the instruction that runs or completes
+    Place place() const;                         // the same
     std::string context() const;                 // the same in words
     uint64_t seed = 0;
     uint64_t random_state = 0;
@@ -411,7 +439,8 @@ struct Machine {
     void retire_cta(Cta& cta);
     bool advance_clock();
     std::string deadlock_report(const char* reason) const;
-    void reset();  // forgets all launches
+    std::string stall;  // a report of this run, made when nothing changed for a while
+    void reset();       // forgets all launches
     ModuleMemory& module_memory(const Module& module, Rank& rank);
     void forget_module(const Module& module);
 
@@ -420,7 +449,13 @@ struct Machine {
 };
 
 std::string describe_source(const Program& program, int index);
+inline void Warp::note_poll(const Awaited& awaited) {
+    last_poll = awaited;
+    progress_at_poll = machine->progress;
+}
+
 std::string describe_instruction(const Program& program, uint32_t pc);
 std::string describe(const Where& where, int lane);
+std::string describe_site(const Where& where);  // CTA, warp and source line
 
 }  // namespace deep_moe::emulator

@@ -2,15 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "fault.h"
+#include "machine.h"
 
 namespace deep_moe::emulator {
 
 struct Mbarrier {
     static constexpr uint32_t max_count = (1u << 20) - 1;
 
-    uint32_t address = 0;  // for messages
+    uint32_t address = 0;
+    std::string name;  // for messages
     bool valid = false;
     uint64_t phase = 0;  // completed phases
     uint32_t expected = 0;
@@ -19,18 +23,33 @@ struct Mbarrier {
     bool observed = true;      // somebody has seen that the last phase is complete
     bool checks_observation = true;
 
+    // What made up the phase so far, for messages, and the one before.
+    struct Event {
+        enum class Kind : uint8_t { arrival, expected, brought } kind;
+        int64_t amount;
+        Where where;
+    };
+    std::vector<Event> events, previous_events;
+    void note(Event::Kind kind, int64_t amount, const Where& where) {
+        events.push_back({kind, amount, where});
+    }
+    static std::string text_of(const std::vector<Event>& events);
+
     void init(uint32_t count, bool check_observation = true) {
         if (valid) {
             fail(FaultKind::barrier_misuse,
-                 "mbarrier.init of the barrier at 0x%x, which is in use: it needs mbarrier.inval "
-                 "first",
-                 address);
+                 "mbarrier.init of %s, which is in use: it needs mbarrier.inval first", label());
         }
         if (count < 1 || count > max_count) {
             fail(FaultKind::barrier_misuse, "mbarrier.init with count %u, not 1..2^20-1", count);
         }
-        *this = {.address = address, .valid = true};
+        valid = true;
+        phase = 0;
         expected = pending = count;
+        transactions = 0;
+        observed = true;
+        events.clear();
+        previous_events.clear();
         checks_observation = check_observation;
     }
 
@@ -92,18 +111,20 @@ struct Mbarrier {
     }
 
  private:
+    const char* label() const { return name.c_str(); }
+
     void check(const char* what) const {
         if (!valid)
-            fail(FaultKind::barrier_misuse,
-                 "%s on the mbarrier at 0x%x, which nobody has initialized", what, address);
+            fail(FaultKind::barrier_misuse, "%s on the mbarrier %s, which nobody has initialized",
+                 what, label());
     }
 
     void take_arrivals(uint32_t count) {
         if (count < 1 || count > pending) {
             fail(FaultKind::barrier_misuse,
-                 "%u arrival%s at the mbarrier at 0x%x, which expects %u per phase and waits for "
-                 "%u more%s",
-                 count, count == 1 ? "" : "s", address, expected, pending,
+                 "%u arrival%s at the mbarrier %s, which expects %u per phase and waits for %u "
+                 "more%s",
+                 count, count == 1 ? "" : "s", label(), expected, pending,
                  pending == 0 ? " (its phase is still open because of outstanding bytes)" : "");
         }
         pending -= count;
@@ -113,8 +134,8 @@ struct Mbarrier {
         transactions += bytes;
         if (transactions > int64_t(max_count) || transactions < -int64_t(max_count)) {
             fail(FaultKind::barrier_misuse,
-                 "%s brings the byte count of the mbarrier at 0x%x to %lld, outside of +-(2^20-1)",
-                 what, address, static_cast<long long>(transactions));
+                 "%s brings the byte count of the mbarrier %s to %lld, outside of +-(2^20-1)", what,
+                 label(), static_cast<long long>(transactions));
         }
     }
 
@@ -122,11 +143,14 @@ struct Mbarrier {
         if (pending != 0 || transactions != 0) return false;
         if (!observed && checks_observation) {
             fail(FaultKind::barrier_misuse,
-                 "the mbarrier at 0x%x completes phase %llu although nobody has seen the end of "
-                 "the phase before",
-                 address, static_cast<unsigned long long>(phase));
+                 "the mbarrier %s completes phase %llu although nobody has seen the end of the "
+                 "phase "
+                 "before",
+                 label(), static_cast<unsigned long long>(phase));
         }
         ++phase;
+        previous_events.swap(events);
+        events.clear();
         pending = expected;
         observed = false;
         return true;

@@ -17,7 +17,7 @@ void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, 
     if (other)
         throw Fault(FaultKind::launch,
                     "memory region '" + name + "' overlaps '" + other->name + "'");
-    regions_[address] = {address, size, writable, name};
+    regions_[address] = {address, size, writable, name, {}};
     ++version_;
 }
 
@@ -26,6 +26,20 @@ void RegionTable::remove(uint64_t address) {
         throw Fault(FaultKind::launch,
                     format("no memory region starts at 0x%llx", (unsigned long long)address));
     ++version_;
+}
+
+void RegionTable::name(uint64_t address, NamedArray array) {
+    auto found = regions_.find(address);
+    if (found == regions_.end())
+        throw Fault(FaultKind::launch,
+                    format("no memory region starts at 0x%llx", (unsigned long long)address));
+    if (array.offset + array.num_bytes() > found->second.size)
+        throw Fault(
+            FaultKind::launch,
+            format("'%s' ends at byte %llu of memory region '%s', which has %llu",
+                   array.name.c_str(), (unsigned long long)(array.offset + array.num_bytes()),
+                   found->second.name.c_str(), (unsigned long long)found->second.size));
+    found->second.names.add(std::move(array));
 }
 
 const Region* RegionTable::find(uint64_t address) const {

@@ -6,6 +6,8 @@
 #include <map>
 #include <string>
 
+#include "names.h"
+
 namespace deep_moe::emulator {
 
 enum class Access : uint8_t { read, write, read_write };
@@ -15,6 +17,7 @@ struct Region {
     uint64_t size = 0;
     bool writable = true;
     std::string name;
+    NameMap names;  // of arrays inside, by offset
 };
 
 class RegionTable {
@@ -23,6 +26,8 @@ class RegionTable {
     void add(uint64_t address, uint64_t size, const std::string& name, bool writable);
     void remove(uint64_t address);
     const Region* find(uint64_t address) const;
+    // Names an array inside the region that starts at `address`.
+    void name(uint64_t address, NamedArray array);
     // Host pointer, or Fault that says what lies around the address.
     std::byte* resolve(uint64_t address, uint64_t bytes, Access access) const;
     [[noreturn]] void fail(uint64_t address, uint64_t bytes, Access access) const;

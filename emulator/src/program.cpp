@@ -151,9 +151,17 @@ std::string describe_instruction(const Program& program, uint32_t pc) {
     return text;
 }
 
+std::string describe_site(const Where& where) {
+    const OpInfo& info = where.program->infos[where.pc];
+    const std::string source = describe_source(*where.program, info.source);
+    return format("CTA %u, ", where.cta) + describe_warp(*where.grid, where.warp) + " at " +
+           (source.empty() ? format("PTX line %d", info.ptx_line) : source);
+}
+
 std::string describe(const Where& where, int lane) {
-    std::string text = format("  kernel %s, rank %u, CTA %u, warp %u", where.program->name.c_str(),
-                              where.rank, where.cta, where.warp);
+    std::string text = format("  kernel %s, rank %u, CTA %u, ", where.program->name.c_str(),
+                              where.grid->rank->index, where.cta) +
+                       describe_warp(*where.grid, where.warp);
     if (lane >= 0) text += format(", lane %d", lane);
     return text + "\n  " + describe_instruction(*where.program, where.pc);
 }

@@ -201,6 +201,7 @@ struct Program {
     std::map<std::string, Symbol> symbols;  // variables that the code refers to
     std::vector<std::vector<uint32_t>> branch_tables;
     std::vector<CallSite> calls;
+    std::shared_ptr<const struct RegisterPlan> register_plan;  // register_watch.h; may be null
     uint32_t constant_bytes = 0;
     uint32_t register_bytes = 0;  // per warp
     uint32_t local_bytes = 0;     // per lane: .local variables and the parameters of functions

@@ -66,6 +66,10 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     resolve_branches();
     find_leaders();
     for (const FunctionRange& range : ranges_) allocate_registers(range);
+    std::vector<uint8_t> bits;
+    std::vector<std::string> names;
+    for (const VirtualRegister& r : registers_) bits.push_back(r.bits), names.push_back(r.name);
+    p.register_plan = watch_registers(p.ops, traffic_, live_at_entry_, bits, names);
     for (auto& list : p.operand_lists) {
         for (Operand& o : list) {
             if (o.base == Base::registers)
@@ -92,17 +96,18 @@ Operand ProgramBuilder::register_operand(const std::string& name) {
     o.bits = storage_bits(register_type(name));
     auto [found, is_new] =
         register_ids_.try_emplace(function_->name + "/" + name, int(registers_.size()));
-    if (is_new) registers_.push_back({o.bits});
+    if (is_new) registers_.push_back({o.bits, 0, name});
     o.offset = uint32_t(found->second);
     return o;
 }
 
-Operand ProgramBuilder::temporary(int bits) {
+Operand ProgramBuilder::temporary(const Operand& wide) {
     Operand o;
     o.base = Base::registers;
-    o.bits = uint8_t(bits);
+    o.bits = 32;
+    const std::string name = registers_[wide.offset].name;
     o.offset = uint32_t(registers_.size());
-    registers_.push_back({o.bits});
+    registers_.push_back({o.bits, 0, name});
     return o;
 }
 
@@ -234,7 +239,7 @@ void ProgramBuilder::lay_out_shared() {
 
 void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
                             const std::vector<int>& reads, const std::vector<int>& writes,
-                            const Statement& statement) {
+                            const Statement& statement, RegisterUse use) {
     program_->operand_lists.push_back(std::move(operands));
     auto& list = program_->operand_lists.back();
     program_->ops.push_back(op);
@@ -242,13 +247,18 @@ void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
     stored.operands = list.data();
     stored.num_operands = uint16_t(list.size());
     program_->infos.push_back({statement.line, statement.source});
-    reads_.push_back(reads);
-    writes_.push_back(writes);
+    traffic_.push_back({use, reads, writes});
+    if (use == RegisterUse::select) {  // d, a, b, p
+        traffic_.back().reads.clear();
+        for (size_t i = 1; i < list.size(); ++i)
+            traffic_.back().reads.push_back(list[i].base == Base::registers ? int(list[i].offset)
+                                                                            : -1);
+    }
     if (!statement.guard.empty()) {
         Operand guard = register_operand(statement.guard);
         stored.guard = statement.guard_negated ? Guard::if_false : Guard::if_true;
         stored.guard_offset = guard.offset;
-        reads_.back().push_back(int(guard.offset));
+        traffic_.back().guard = int(guard.offset);
     }
 }
 
@@ -428,10 +438,20 @@ void ProgramBuilder::allocate_registers(const FunctionRange& range) {
         if (is_new) ids.push_back(id);
         return found->second;
     };
+    // By op of the range.
+    std::vector<std::vector<int>> all_reads(range.end - range.begin),
+        all_writes(range.end - range.begin);
     for (uint32_t i = range.begin; i < range.end; ++i) {
-        for (int& id : reads_[i]) id = number(id);
-        for (int& id : writes_[i]) id = number(id);
+        const RegisterTraffic& t = traffic_[i];
+        for (int id : t.reads)
+            if (id >= 0) all_reads[i - range.begin].push_back(number(id));
+        if (t.guard >= 0) all_reads[i - range.begin].push_back(number(t.guard));
+        for (int id : t.writes) all_writes[i - range.begin].push_back(number(id));
     }
+    auto reads = [&](uint32_t i) -> const std::vector<int>& { return all_reads[i - range.begin]; };
+    auto writes = [&](uint32_t i) -> const std::vector<int>& {
+        return all_writes[i - range.begin];
+    };
     size_t words = (ids.size() + 63) / 64;
     using Bits = std::vector<uint64_t>;
     std::vector<Bits> use(num_blocks, Bits(words)), kill(num_blocks, Bits(words)),
@@ -440,10 +460,10 @@ void ProgramBuilder::allocate_registers(const FunctionRange& range) {
     auto set = [](Bits& bits, int i) { bits[size_t(i) / 64] |= 1ull << (i % 64); };
     for (uint32_t i = range.begin; i < range.end; ++i) {
         size_t b = block_of[i - range.begin];
-        for (int id : reads_[i])
+        for (int id : reads(i))
             if (!get(kill[b], id)) set(use[b], id);
         if (ops[i].guard == Guard::always)
-            for (int id : writes_[i]) set(kill[b], id);
+            for (int id : writes(i)) set(kill[b], id);
     }
     for (bool changed = true; changed;) {
         changed = false;
@@ -458,6 +478,8 @@ void ProgramBuilder::allocate_registers(const FunctionRange& range) {
             }
         }
     }
+    for (size_t i = 0; num_blocks && i < ids.size(); ++i)
+        if (get(in[0], int(i))) live_at_entry_.push_back(ids[i]);
     std::vector<uint32_t> first(ids.size(), UINT32_MAX), last(ids.size(), 0);
     auto extend = [&](int id, uint32_t at) {
         first[size_t(id)] = std::min(first[size_t(id)], at);
@@ -473,8 +495,8 @@ void ProgramBuilder::allocate_registers(const FunctionRange& range) {
         }
     }
     for (uint32_t i = range.begin; i < range.end; ++i) {
-        for (int id : reads_[i]) extend(id, i);
-        for (int id : writes_[i]) extend(id, i);
+        for (int id : reads(i)) extend(id, i);
+        for (int id : writes(i)) extend(id, i);
     }
     std::vector<int> order;
     for (size_t i = 0; i < ids.size(); ++i)
@@ -621,7 +643,7 @@ Operand Decoder::destination(const ParsedOperand& p, Type type) {
         return r;
     }
     if (r.bits == 64 && o.bits == 32) {  // a narrow result in a wide register is extended
-        Operand narrow = builder.temporary(32);
+        Operand narrow = builder.temporary(r);
         writes.push_back(int(narrow.offset));
         widenings.push_back({narrow, r, is_signed(type)});
         return narrow;
@@ -636,11 +658,11 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
             Operand r = builder.register_operand(p.name);
             r.negated = p.negated;
             if (r.bits == 64 && bits == 32) {  // the low half of a wide register
-                Operand narrow = builder.temporary(32);
+                Operand narrow = builder.temporary(r);
                 Op helper;
                 helper.body = narrow_body();
                 builder.append(helper, {narrow, r}, {int(r.offset)}, {int(narrow.offset)},
-                               statement);
+                               statement, RegisterUse::copy);
                 r = narrow;
             } else if (r.bits != bits) {
                 invalid("register " + p.name + " does not hold a ." + name_of(type));
@@ -764,12 +786,13 @@ void Decoder::emit(Body body, std::initializer_list<Operand> operands, uint64_t 
 void Decoder::emit(Body body, std::vector<Operand> operands, uint64_t aux) {
     op.body = body;
     op.aux = aux;
-    builder.append(op, std::move(operands), reads, writes, statement);
+    builder.append(op, std::move(operands), reads, writes, statement,
+                   register_use(statement.mnemonic));
     for (const Widening& w : widenings) {
         Op helper;
         helper.body = w.is_signed ? widen_signed_body() : widen_body();
         builder.append(helper, {w.wide, w.narrow}, {int(w.narrow.offset)}, {int(w.wide.offset)},
-                       statement);
+                       statement, RegisterUse::copy);
     }
     widenings.clear();
     reads.clear();

@@ -11,6 +11,7 @@
 #include "instruction_table.h"
 #include "program.h"
 #include "ptx_parser.h"
+#include "register_watch.h"
 
 namespace deep_moe::emulator {
 
@@ -25,13 +26,13 @@ class ProgramBuilder {
     const Function& function() const { return *function_; }
     Operand register_operand(const std::string& name);  // resolved name
     Type register_type(const std::string& name) const;
-    Operand temporary(int bits);
+    Operand temporary(const Operand& wide);  // 32 bits that stand for a 64-bit register
     Operand constant(uint64_t low, int bits, uint64_t high = 0);
     // A variable's address, `bits` wide. Sets `space` to where it lies.
     Operand symbol_address(const std::string& name, int64_t displacement, int bits, int scope,
                            Space& space);
     void append(const Op& op, std::vector<Operand> operands, const std::vector<int>& reads,
-                const std::vector<int>& writes, const Statement& statement);
+                const std::vector<int>& writes, const Statement& statement, RegisterUse use);
     uint32_t add_branch_table(const std::string& label, const Statement& statement);
     uint32_t add_call(const Statement& statement);
     size_t label_statement(const std::string& label, const Statement& statement) const;
@@ -45,6 +46,7 @@ class ProgramBuilder {
     struct VirtualRegister {
         uint8_t bits;
         uint32_t offset = 0;
+        std::string name = "";
     };
     struct FunctionRange {
         const Function* function;
@@ -73,7 +75,8 @@ class ProgramBuilder {
     std::vector<const Function*> waiting_;  // called, not decoded yet
     std::map<std::string, int> register_ids_;
     std::vector<VirtualRegister> registers_;
-    std::vector<std::vector<int>> reads_, writes_;  // per op: register ids
+    std::vector<RegisterTraffic> traffic_;  // per op: register ids
+    std::vector<int> live_at_entry_;        // registers that may be read before they are written
     std::map<std::pair<uint64_t, std::pair<uint64_t, int>>, Operand> constant_operands_;
     std::map<std::string, uint32_t> call_targets_;
     std::vector<std::pair<uint32_t, uint32_t>> branches_;  // op, statement of the target

@@ -8,6 +8,7 @@ namespace {
 
 constexpr uint64_t page_bytes = 4096;
 constexpr uint32_t tensor_columns = 512;
+constexpr const char* barrier_bytes = "copies counted by";  // what such an agent is
 
 uint32_t scope_flags(Scope scope) {
     return Record::strong | uint32_t(scope) << 2;
@@ -191,9 +192,7 @@ void RaceDetector::waited_for(Warp& w, uint32_t agent, uint32_t moment) {
 
 BarrierOrder& RaceDetector::order_of(Cta& cta, const Mbarrier& barrier) {
     BarrierOrder& order = barriers_[&barrier];
-    if (!order.agent)
-        order.agent =
-            new_agent(cta, "copies that the mbarrier counts at shared offset", barrier.address);
+    if (!order.agent) order.agent = new_agent(cta, barrier_bytes, barrier.address);
     return order;
 }
 
@@ -210,18 +209,22 @@ void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier)
     if (!order.initializer || order.initializer == c.agent) return;
     if (order.initialized > c.view->seen.at(order.initializer)) {
         machine_.find(FaultKind::race, [&] {
-            return format(
-                "the mbarrier at shared offset 0x%x of CTA %u is used, but no barrier orders this "
-                "after its mbarrier.init by warp %u",
-                barrier.address, cta.index, agents_[order.initializer].number);
+            return "the mbarrier " + describe_shared(cta, barrier.address) +
+                   format(
+                       " of CTA %u is used, but no barrier orders this after its "
+                       "mbarrier.init by ",
+                       cta.index) +
+                   describe_warp(*cta.grid, agents_[order.initializer].number);
         });
     }
     if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced) {
         machine_.find(FaultKind::race, [&] {
-            return format(
-                "the mbarrier at shared offset 0x%x of CTA %u is used by another CTA, but its "
-                "initializer, warp %u, has not executed fence.mbarrier_init",
-                barrier.address, cta.index, agents_[order.initializer].number);
+            return "the mbarrier " + describe_shared(cta, barrier.address) +
+                   format(
+                       " of CTA %u is used by another CTA, but its initializer has not executed "
+                       "fence.mbarrier_init: ",
+                       cta.index) +
+                   describe_warp(*cta.grid, agents_[order.initializer].number);
         });
     }
 }
@@ -443,7 +446,9 @@ std::shared_ptr<const Issue> RaceDetector::issue(Warp& w, int lane) {
 
 void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
-    issue_record_ = {agent, moment, 0, Record::async, issue.site};
+    // In place of a lane: the warp, for messages.
+    issue_record_ = {agent, moment, issue.cta ? agents_[issue.warp_agent].number : 0, Record::async,
+                     issue.site};
 }
 
 void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {
@@ -500,8 +505,7 @@ void RaceDetector::forget_tensor_memory(Cta& cta, uint32_t column, uint32_t coun
 void RaceDetector::begin_transfer(Warp& w, bool is_load) {
     WarpClock& c = *w.clock;
     uint32_t& agent = is_load ? c.loads : c.stores;
-    if (!agent)
-        agent = new_agent(*w.cta, is_load ? "tcgen05.ld of warp" : "tcgen05.st of warp", w.index);
+    if (!agent) agent = new_agent(*w.cta, is_load ? "tcgen05.ld of" : "tcgen05.st of", w.index);
     transfer_ = {c.view, c.tensor, &c.completed, w.cta, c.agent, c.now, c.synced, 0, site_of(w)};
     begin(transfer_, agent, 1 + (is_load ? c.num_loads : c.num_stores));
 }
@@ -571,10 +575,16 @@ std::string RaceDetector::describe(const Record& record, bool is_write) const {
                        (is_write ? "write" : "read");
     text += format(" by rank %u, CTA %u, ", agent.cta->grid->rank->index, agent.cta->index);
     if (agent.warp)
-        text += format("warp %u, lane %u", agent.number, record.lane());
+        text += describe_warp(*agent.cta->grid, agent.number) + format(", lane %u", record.lane());
+    else if (agent.issuer)  // a thread
+        text += agent.what + (" " + describe_warp(*agent.cta->grid, agent.number / warp_size)) +
+                format(", lane %u", agent.number % warp_size);
+    else if (agent.what != barrier_bytes)
+        text += agent.what + (" " + describe_warp(*agent.cta->grid, agent.number));
     else
-        text += format(agent.number > 0xff && !agent.issuer ? "%s 0x%x" : "%s %u", agent.what,
-                       agent.number);
+        text += agent.what + (" " + describe_shared(*agent.cta, agent.number)) + ", issued by " +
+                describe_warp(*agent.cta->grid, record.lane()) +
+                (agent.cta->cluster->ctas.size() > 1 ? " of a CTA of the cluster" : "");
     const Place at = instruction_of(record);
     if (at.program) text += "\n    " + describe_instruction(*at.program, at.pc);
     return text;
@@ -590,17 +600,14 @@ void RaceDetector::report(const Record& old, bool old_is_write, const Record& re
 std::string RaceDetector::race_text(const Record& old, bool old_is_write, const Record& record,
                                     bool is_write, const Location& at) const {
     std::string place;
-    if (at.space == Space::global) {
-        const Region* region = at.cta->grid->rank->memory.find(at.address);
+    if (at.space == Space::global)
+        place = describe_global(*at.cta->grid->rank, at.address);
+    else if (at.space == Space::shared)
         place =
-            region ? format("byte %llu of '%s'", (unsigned long long)(at.address - region->address),
-                            region->name.c_str())
-                   : format("global address 0x%llx", (unsigned long long)at.address);
-    } else {
-        place = format(at.space == Space::shared ? "shared offset 0x%llx of CTA %u"
-                                                 : "tensor memory address 0x%08llx of CTA %u",
-                       (unsigned long long)at.address, at.cta->index);
-    }
+            describe_shared(*at.cta, uint32_t(at.address)) + format(" of CTA %u", at.cta->index);
+    else
+        place = format("tensor memory address 0x%08llx of CTA %u", (unsigned long long)at.address,
+                       at.cta->index);
     std::string reason = "nothing orders them";
     if (issue_ && at.space == Space::local) {
         if (old.moment() <= issue_->view->seen.at(old.agent()) ||

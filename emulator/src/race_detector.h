@@ -62,7 +62,6 @@ struct WarpClock {
     uint32_t loads = 0, stores = 0;     // agents of tcgen05.ld and .st, 0 until used
     uint32_t num_loads = 0, num_stores = 0;
     uint32_t matrix = 0, num_matrix_groups = 0;  // agent of wgmma groups
-    bool registers_fenced = false;               // wgmma.fence since registers were handed over
     std::shared_ptr<View> view = std::make_shared<View>();
     std::shared_ptr<Clock> tensor = std::make_shared<Clock>();  // before its next tcgen05 ones
     Clock completed;  // own tcgen05.ld and .st that were waited for

@@ -7,6 +7,7 @@
 
 #include "machine.h"
 #include "race_detector.h"
+#include "register_watch.h"
 
 namespace deep_moe::emulator {
 
@@ -17,6 +18,7 @@ constexpr uint64_t deadlock_ns =
 // A kernel's own time limits must get their say first: a waiter that looks at the clock only every
 // so many polls, and suspends in each, needs many leaps to do so.
 constexpr uint64_t max_leap_ns = deadlock_ns / 256;
+constexpr uint64_t stall_ns = 10'000'000;  // the same, worth a report
 constexpr uint32_t patience =
     4;  // quanta in which the lowest program counter goes first before another group may
 
@@ -32,7 +34,7 @@ void host_sleep(uint64_t ns) {
 }
 
 Where where_of(const Warp& w) {
-    return {w.program, w.current.pc, w.grid->rank->index, w.cta->index, w.index, w.exec};
+    return {w.grid, w.program, w.current.pc, w.cta->index, w.index};
 }
 
 [[noreturn]] void rethrow(const Fault& fault, const Where& where) {
@@ -119,8 +121,8 @@ Met meet_whole_warp(Warp& w, const Op& op, uint32_t exec) {
     }
     (void)op;
     park_in_meeting(w, exec);
-    w.current.wait = {"the warp's other lanes (this group has 0x%08llx, the warp 0x%08llx)", exec,
-                      w.live};
+    w.current.wait = {
+        "the warp's other lanes (this group has 0x%08llx, the warp 0x%08llx)", exec, w.live, {}};
     return Met::wait;
 }
 
@@ -172,7 +174,9 @@ Met meet_member_mask(Warp& w, const Op& op, uint32_t exec) {
     if (!complete) {
         park_in_meeting(w, exec);
         w.current.wait = {"lanes of its member mask 0x%08llx (this group has 0x%08llx)",
-                          masks[__builtin_ctz(exec)], exec};
+                          masks[__builtin_ctz(exec)],
+                          exec,
+                          {}};
         return Met::wait;
     }
     if (complete != exec) {  // the rest of the executing lanes tries again on its own
@@ -254,8 +258,12 @@ bool Machine::complete_one_async() {
     return true;
 }
 
+Where Machine::here() const {
+    return completing ? completing->where : where_of(*running);
+}
+
 Place Machine::place() const {
-    const Where where = completing ? completing->where : where_of(*running);
+    const Where where = here();
     return {where.program, where.pc};
 }
 
@@ -291,6 +299,7 @@ void Machine::run_warp(Warp& w, uint64_t budget) {
             ++executed;
             uint32_t exec = g.lanes;
             if (op.guard != Guard::always) {
+                if (op.body == run_checked) check_guard(w);
                 uint32_t p = *reinterpret_cast<const uint32_t*>(w.bases[0] + op.guard_offset);
                 exec &= op.guard == Guard::if_true ? p : ~p;
                 if (!exec) {
@@ -397,6 +406,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
     for (int i = 0; i < 8; ++i) random();
     // Launches of one run may overlap; what came before it is over.
     if (checks) races = std::make_shared<RaceDetector>(*this, !real_clock);
+    stall.clear();
     for (auto& grid : grids) admit_ctas(*grid);
 
     uint64_t seen_progress = progress, idle_quanta = 0, leap = 1000, last_change_ns = now_ns();
@@ -459,7 +469,10 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             } else {
                 virtual_ns += leap;
                 leap = std::min(leap * 2, max_leap_ns);
-                if (virtual_ns - last_change_ns > deadlock_ns) {
+                const uint64_t idle_ns = virtual_ns - last_change_ns;
+                if (idle_ns > stall_ns && stall.empty())
+                    stall = deadlock_report("nothing changed for 10 ms of virtual time");
+                if (idle_ns > deadlock_ns) {
                     throw Fault(
                         FaultKind::deadlock,
                         deadlock_report(
@@ -474,41 +487,6 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
         }
     }
     reset();
-}
-
-std::string Machine::deadlock_report(const char* reason) const {
-    std::string text = std::string("deadlock: ") + reason;
-    size_t listed = 0, total = 0;
-    std::map<std::string, int> others_at;
-    for (const auto& grid : grids) {
-        for (const auto& cta : grid->ctas) {
-            if (!cta) continue;
-            for (const auto& w : cta->warps) {
-                if (!w->live) continue;
-                auto one = [&](const Group& g) {
-                    if (!g.lanes) return;
-                    ++total;
-                    if (listed >= 64) return;
-                    ++listed;
-                    text +=
-                        format("\nkernel %s, rank %u, CTA %u, warp %u", w->program->name.c_str(),
-                               grid->rank->index, cta->index, w->index);
-                    if (g.lanes != w->live) text += format(", lanes 0x%08x", g.lanes);
-                    if (g.blocked || g.meeting) {
-                        text += " waits for ";
-                        text += format(g.wait.text, g.wait.a, g.wait.b);
-                    } else {
-                        text += " runs";
-                    }
-                    text += "\n    " + describe_instruction(*w->program, g.pc);
-                };
-                one(w->current);
-                for (const Group& g : w->others) one(g);
-            }
-        }
-    }
-    if (total > listed) text += format("\n... and %zu more", total - listed);
-    return text;
 }
 
 }  // namespace deep_moe::emulator

@@ -10,10 +10,8 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
     if (offset < shared_base || offset >= shared_end || bytes > shared_end - offset) {
         throw Fault(
             FaultKind::out_of_bounds,
-            format(
-                "%s of %u bytes at shared offset 0x%x is out of bounds: the CTA's shared memory is "
-                "0x%x..0x%x",
-                what, bytes, offset, shared_base, shared_end));
+            format("%s of %u bytes at %s is out of bounds: the CTA's shared memory is 0x%x..0x%x",
+                   what, bytes, describe_shared(*this, offset).c_str(), shared_base, shared_end));
     }
     if (access == Access::write) {
         std::memset(shadow.data() + offset, 1, bytes);
@@ -21,8 +19,8 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
         for (uint32_t i = 0; i < bytes; ++i) {
             if (shadow[offset + i]) continue;
             machine->find(FaultKind::uninitialized, [&] {
-                return format("%s of %u bytes at shared offset 0x%x: byte 0x%x was never written",
-                              what, bytes, offset, offset + i);
+                return format("%s of %u bytes at %s: byte 0x%x was never written", what, bytes,
+                              describe_shared(*this, offset).c_str(), offset + i);
             });
             break;
         }
@@ -118,11 +116,17 @@ Flow Warp::block(WaitQueue& queue, const char* text, uint64_t a, uint64_t b, uin
         others.push_back(rest);
         current.lanes = exec;
     }
-    current.wait = {text, a, b};
+    current.wait = {text, a, b, {}};
     current.deadline = deadline;
     queue.warps.push_back(this);
     if (deadline) machine->timers.emplace(deadline, this);
     return Flow::blocked;
+}
+
+Flow Warp::block(WaitQueue& queue, const Awaited& awaited, uint64_t deadline) {
+    const Flow flow = block(queue, "", 0, 0, deadline);
+    current.wait.awaited = awaited;
+    return flow;
 }
 
 Flow Warp::jump(uint32_t target) {

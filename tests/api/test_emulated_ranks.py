@@ -82,6 +82,9 @@ def test_a_rank_that_takes_no_part_is_named_until_reset() -> None:
         example.call(ranks=[0, 2], timeout_s=0.05)
     assert "token counts of a local expert from all ranks" in str(caught.value)
     assert "missing: rank 1" in str(caught.value)
+    # And where everybody stood.
+    assert "epilogue warp 0 (warp 8)" in str(caught.value)
+    assert "polls expert_recv_sum[0] (byte" in str(caught.value)
     with pytest.raises(MegaMoEError, match="reset"):
         example.call()
     example.ranks.reset()

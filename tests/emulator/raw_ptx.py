@@ -30,8 +30,9 @@ def run_body(
     seed: int = 0,
     directives: str = "",
     module: str = "",
+    strict_tcgen05: bool = False,
 ) -> Machine:
-    machine = Machine(seed=seed)
+    machine = Machine(seed=seed, strict_tcgen05=strict_tcgen05)
     for index, array in enumerate(arrays):
         machine.add_memory(0, array.ctypes.data, array.nbytes, f"array {index}")
     loaded = machine.load(entry(body, len(arrays), directives, module), name="test.ptx")

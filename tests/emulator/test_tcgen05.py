@@ -249,6 +249,7 @@ def load_one(address: str) -> str:
     asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%0}}, [%1];" : "=r"(value)
         : "r"({address}));
+    asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
     out[threadIdx.x] = value;
 """,
     )
@@ -329,6 +330,7 @@ def test_copies_to_tensor_memory(shape):
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     u32 r[8];
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x8.b32 {vector}, [%8];" : {outputs} : "r"(own));
+    asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
     for (int i = 0; i < 8; ++i) out[threadIdx.x * 8 + i] = r[i];
 """,
     )
@@ -380,6 +382,7 @@ def test_dense_mma_with_a_in_tensor_memory():
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     u32 r[32];
     asm volatile("tcgen05.ld.sync.aligned.32x32b.x32.b32 {back}, [%32];" : {outputs} : "r"(own));
+    asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
     for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = r[i];
 """,
     )

@@ -136,8 +136,8 @@ MUTATIONS = (
     M(
         "pull_row_shifted",
         PULL,
-        "token.row_idx = idx_in_expert % Config::block_m;",
-        "token.row_idx = (idx_in_expert + 1) % Config::block_m;",
+        "token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;",
+        "token.row_idx = (idx_in_expert - first_pool_block * Config::block_m_step + 1) % Config::block_m;",
         "result|race",
     ),
     M(

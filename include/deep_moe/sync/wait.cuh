@@ -61,7 +61,8 @@ struct RankSet {
 
 class Waiter {
  public:
-    __device__ explicit Waiter(const KernelArgs& args) : args_(args) {}
+    __device__ explicit Waiter(const KernelArgs& args)
+        : args_(args), timeout_ns_(args.wait_timeout_ns) {}
 
     // True once this thread has seen that its rank gave up; all later waits return false at once.
     __device__ bool aborted() const { return aborted_; }
@@ -72,14 +73,14 @@ class Waiter {
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
         // Waits inside a rank may depend on one for other ranks. That one shall run out first, so
         // that the report names the cause.
-        return wait(site, expected, 3 * args_.wait_timeout_ns, poll, NoRanks{});
+        return wait(site, expected, 3 * timeout_ns_, poll, NoRanks{});
     }
 
     // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
     template <class Poll, class LateRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
                           const LateRanks& late_ranks) {
-        return wait(site, expected, args_.wait_timeout_ns, poll, late_ranks);
+        return wait(site, expected, timeout_ns_, poll, late_ranks);
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
@@ -185,7 +186,8 @@ class Waiter {
         args_.status->missing_ranks[1] = missing_ranks.high;
     }
 
-    const KernelArgs& args_;  // its members take no registers
+    const KernelArgs& args_;  // what is read through it takes no registers meanwhile
+    uint64_t timeout_ns_;
     bool aborted_ = false;
 };
 

@@ -395,8 +395,10 @@ size_t Machine::pick_ready() {
         if (schedule == Schedule::slow_rank) return w.grid->rank->index == seed % ranks.size();
         return schedule == Schedule::starved_role && w.index == seed % w.grid->num_warps;
     };
-    constexpr int num_tries = 24;
+    // Now and then it runs: others that poll are always ready, and would wait for it in vain.
+    constexpr int num_tries = 24, turns_of_others = 64;
     size_t pick = random() % ready.size();
+    if (random() % turns_of_others == 0) return pick;
     for (int i = 0; i < num_tries && is_victim(*ready[pick]); ++i) pick = random() % ready.size();
     return pick;
 }

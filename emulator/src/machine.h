@@ -27,7 +27,7 @@ struct Warp;
 struct TensorMemory;  // tensor_memory.h
 struct WarpClock;     // race_detector.h
 class RaceDetector;
-struct View;  // clocks.h
+struct View;        // clocks.h
 struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per CTA
 
 // Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address

@@ -653,9 +653,9 @@ Flow wait_group(Warp& w, const Op& op) {
                 if (found == threads.end() || found->second.num_committed <= allowed) return;
                 const BulkThread& t = found->second;
                 const uint32_t done = t.num_committed - uint32_t(allowed);
-                if (t.read_agent) w.machine->races->waited_for(w, t.read_agent, done);
+                if (t.read_agent) w.machine->races->waited_for(w, 1u << lane, t.read_agent, done);
                 if (t.write_agent && !reads_only)
-                    w.machine->races->waited_for(w, t.write_agent, done);
+                    w.machine->races->waited_for(w, 1u << lane, t.write_agent, done);
             });
         }
         return Flow::next;

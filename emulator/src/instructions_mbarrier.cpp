@@ -36,7 +36,7 @@ Flow init(Warp& w, const Op& op) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         barrier.init(count[lane], w.machine->checks);
-        if (w.machine->races) w.machine->races->init_barrier(w, *at.cta, barrier);
+        if (w.machine->races) w.machine->races->init_barrier(w, lane, *at.cta, barrier);
     });
     return Flow::next;
 }
@@ -61,9 +61,9 @@ Flow arrive(Warp& w, const Op& op) {
         if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, barrier.phase);
         if (w.machine->races) {
             if (op.aux & relaxed)
-                w.machine->races->arrive_relaxed(w, *at.cta, barrier);
+                w.machine->races->arrive_relaxed(w, lane, *at.cta, barrier);
             else
-                w.machine->races->arrive(w, *at.cta, barrier, op.aux & cluster_scope);
+                w.machine->races->arrive(w, lane, *at.cta, barrier, op.aux & cluster_scope);
         }
         constexpr bool expects = kind == Arrival::expect || kind == Arrival::drop_and_expect;
         if (expects) note(w, barrier, Mbarrier::Event::Kind::expected, value[lane]);
@@ -112,26 +112,29 @@ Flow complete_tx(Warp& w, const Op& op) {
 
 // Lanes whose phase is complete.
 uint32_t test(Warp& w, const Op& op, bool by_parity) {
-    uint32_t done = 0, last = 0;
+    uint32_t done = 0, together = 0;  // together: done lanes at `seen`, as a rule all
+    SharedPlace seen{};
+    auto pass_on = [&] {
+        if (!w.machine->races || !together) return;
+        w.machine->races->wait(w, together, *seen.cta, mbarrier_at(*seen.cta, seen.offset),
+                               !(op.aux & relaxed));
+    };
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
-        const bool complete = by_parity ? barrier.test_parity(w.in<uint32_t>(op.operands[2])[lane])
-                                        : barrier.test_state(w.in<uint64_t>(op.operands[2])[lane]);
-        if (complete) {
-            // All lanes look at one barrier as a rule.
-            if (w.machine->races && (!done || at.offset != last)) {
-                w.machine->races->wait(w, *at.cta, barrier, !(op.aux & relaxed));
-                last = at.offset;
-            }
+        const uint64_t value = by_parity ? w.in<uint32_t>(op.operands[2])[lane] & 1
+                                         : w.in<uint64_t>(op.operands[2])[lane];
+        if (by_parity ? barrier.test_parity(uint32_t(value)) : barrier.test_state(value)) {
+            if (together && at.offset != seen.offset) pass_on(), together = 0;
+            seen = at;
+            together |= 1u << lane;
             done |= 1u << lane;
         } else {
             w.note_poll({by_parity ? Awaited::Kind::mbarrier_parity : Awaited::Kind::mbarrier_state,
-                         at.cta, at.offset,
-                         by_parity ? w.in<uint32_t>(op.operands[2])[lane] & 1
-                                   : w.in<uint64_t>(op.operands[2])[lane]});
+                         at.cta, at.offset, value});
         }
     });
+    pass_on();
     return done;
 }
 

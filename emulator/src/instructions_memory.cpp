@@ -43,9 +43,9 @@ void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t 
     }
     if (!is_strong) return;
     const uint64_t key = reinterpret_cast<uint64_t>(at);
-    if (access != Access::write) races.read_word(w, key, scope_of(op), op.aux & acquire_bit);
+    if (access != Access::write) races.read_word(w, lane, key, scope_of(op), op.aux & acquire_bit);
     if (access != Access::read)
-        races.write_word(w, key, scope_of(op), op.aux & release_bit, access == Access::read_write);
+        races.write_word(w, lane, key, scope_of(op), op.aux & release_bit, access == Access::read_write);
 }
 
 void note_poll(Warp& w, Space space, uint64_t address, uint32_t bytes) {

@@ -254,8 +254,10 @@ void decode_elect(Decoder& d) {
     emit_collective(d, elect, {d.destination(0, Type::b32), d.second(0), d.source(1, Type::b32)});
 }
 
-Flow warp_sync(Warp& w, const Op&) {
-    if (w.machine->races) w.machine->races->sync_lanes(w);
+// Lanes that came to another bar.warp.sync with this mask do not run this, but are among them.
+Flow warp_sync(Warp& w, const Op& op) {
+    if (w.machine->races)
+        w.machine->races->sync_lanes(w, w.uniform<uint32_t>(op.operands[op.mask_operand]));
     return Flow::next;
 }
 

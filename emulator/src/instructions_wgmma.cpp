@@ -229,7 +229,7 @@ Flow wait_group(Warp& w, const Op& op) {
     if (w.machine->races) {
         WarpClock& clock = *w.clock;
         if (clock.matrix && clock.num_matrix_groups > op.aux) {
-            w.machine->races->waited_for(w, clock.matrix,
+            w.machine->races->waited_for(w, w.exec, clock.matrix,
                                          clock.num_matrix_groups - uint32_t(op.aux));
         }
     }

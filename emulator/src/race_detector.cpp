@@ -48,7 +48,7 @@ void RaceDetector::add_warp(Warp& w) {
     w.clock = std::make_shared<WarpClock>();
     w.clock->agent = new_agent(*w.cta, "warp", w.index);
     agents_.back().warp = &w;
-    if (const Grid* previous = w.grid->previous) *w.clock->view = *previous->end;
+    if (const Grid* previous = w.grid->previous) *w.clock->orders[0].view = *previous->end;
     for (const auto& [first, program] : sites_)
         if (program == w.program) w.clock->first_site = first;
     if (!w.clock->first_site) {
@@ -61,7 +61,8 @@ void RaceDetector::add_warp(Warp& w) {
 void RaceDetector::end(Grid& grid) {
     auto view = std::make_shared<View>();
     for (const auto& cta : grid.ctas)
-        for (const auto& w : cta->warps) view->join(*w->clock->view);
+        for (const auto& w : cta->warps)
+            for (const LaneOrder& order : w->clock->orders) view->join(*order.view);
     for (uint32_t agent = 1; agent < agents_.size(); ++agent)
         if (agents_[agent].cta->grid == &grid) view->seen.raise(agent, ~0u);
     view->async_global.join(view->seen);
@@ -74,24 +75,162 @@ uint32_t RaceDetector::site_of(const Warp& w) {
 
 // ---- order
 
-void RaceDetector::sync_lanes(Warp& w) {
-    w.clock->synced = ++w.clock->now;
+// Calls f(order, its lanes among `lanes`) for each order of these lanes; lanes that part from
+// others get one of their own first.
+template <class F>
+void RaceDetector::for_orders(Warp& w, uint32_t lanes, F f) {
+    WarpClock& c = *w.clock;
+    lanes &= w.live;
+    if (c.orders.size() == 1 && lanes == w.live) return f(c.orders[0], lanes);
+    for (uint32_t rest = lanes; rest;) {
+        const uint8_t index = c.order_of[size_t(__builtin_ctz(rest))];
+        uint32_t members = 0, used = 0;
+        for (uint32_t m = w.live; m; m &= m - 1) {
+            const int lane = __builtin_ctz(m);
+            used |= 1u << (c.order_of[size_t(lane)] % 32);
+            if (c.order_of[size_t(lane)] == index) members |= 1u << lane;
+        }
+        const uint32_t mine = members & lanes;
+        rest &= ~mine;
+        uint8_t target = index;
+        if (mine != members) {  // fewer orders than lanes are in use, so that one is free
+            target = uint8_t(__builtin_ctz(~used));
+            if (target >= c.orders.size()) c.orders.resize(size_t(target) + 1);
+            c.orders[target] = c.orders[index];
+            for (uint32_t m = mine; m; m &= m - 1) c.order_of[size_t(__builtin_ctz(m))] = target;
+        }
+        f(c.orders[target], mine);
+    }
+}
+
+uint32_t RaceDetector::lane_agent(Warp& w, int lane) {
+    uint32_t& agent = w.clock->lane_agents[size_t(lane)];
+    if (!agent) {
+        agent = new_agent(*w.cta, "warp", w.index);
+        agents_.back().warp = &w;
+    }
+    return agent;
+}
+
+// Adds what these lanes did up to `moment`, and what all did before they were last synchronized.
+void RaceDetector::raise_own(Warp& w, Clock& clock, uint32_t lanes, uint32_t moment) {
+    const WarpClock& c = *w.clock;
+    if (!(c.active & ~lanes)) return clock.raise(c.agent, moment);
+    clock.raise(c.agent, c.synced - 1);
+    for (uint32_t m = c.active & lanes; m; m &= m - 1)
+        clock.raise(lane_agent(w, __builtin_ctz(m)), moment);
+}
+
+// Adds what these lanes' own fences cover of what they did since then.
+void RaceDetector::raise_fenced(Warp& w, Clock& clock, uint32_t lanes,
+                                uint32_t WarpClock::Own::* fenced) {
+    const WarpClock& c = *w.clock;
+    uint32_t all = ~0u;
+    for (uint32_t m = c.active; m; m &= m - 1) {
+        const int lane = __builtin_ctz(m);
+        all = std::min(all, lanes >> lane & 1 ? c.own[lane].*fenced : 0);
+    }
+    if (!c.active) all = 0;
+    if (all >= c.synced) clock.raise(c.agent, all);
+    for (uint32_t m = c.active & lanes; m; m &= m - 1) {
+        const int lane = __builtin_ctz(m);
+        const uint32_t moment = c.own[lane].*fenced;
+        if (moment >= c.synced && moment > all) clock.raise(lane_agent(w, lane), moment);
+    }
+}
+
+// Adds all that lanes with this order hand over: what they know and what they did.
+void RaceDetector::release(Warp& w, const LaneOrder& order, uint32_t lanes, View& into) {
+    into.join(*order.view);
+    raise_own(w, into.seen, lanes, w.clock->now);
+    raise_fenced(w, into.async_shared, lanes, &WarpClock::Own::async_shared);
+    raise_fenced(w, into.async_global, lanes, &WarpClock::Own::async_global);
+}
+
+// Adds what a relaxed write of this lane hands over by a fence in front of it.
+void RaceDetector::release_fenced(Warp& w, int lane, View& into) {
+    WarpClock& c = *w.clock;
+    const LaneOrder& order = c.order(lane);
+    if (!order.fenced) return;
+    into.join(*order.fenced);
+    const WarpClock::Own& own = c.own[lane];
+    if (own.fenced) into.seen.raise(own.fenced_alone ? c.agent : lane_agent(w, lane), own.fenced);
+}
+
+bool RaceDetector::covers(const Clock& clock, const Record& record) const {
+    const uint32_t agent = record.agent(), moment = record.moment();
+    if (moment <= clock.at(agent)) return true;
+    const Warp* warp = agents_[agent].warp;
+    const uint32_t alone = warp ? warp->clock->lane_agents[record.lane()] : 0;
+    return alone && moment <= clock.at(alone);
+}
+
+void RaceDetector::sync_lanes(Warp& w, uint32_t lanes) {
+    WarpClock& c = *w.clock;
+    lanes &= w.live;
+    const bool is_whole = lanes == w.live;
+    if (!is_whole || c.orders.size() > 1) {
+        LaneOrder joined;
+        bool is_first = true;
+        for_orders(w, lanes, [&](LaneOrder& order, uint32_t) {
+            if (is_first) {
+                joined = order;
+                is_first = false;
+                return;
+            }
+            joined.change().join(*order.view);
+            for (auto member : {&LaneOrder::relaxed_reads, &LaneOrder::relaxed_system_reads,
+                                &LaneOrder::fenced}) {
+                if (!(order.*member)) continue;
+                auto all = std::make_shared<View>(*(order.*member));
+                if (joined.*member) all->join(*(joined.*member));
+                joined.*member = std::move(all);
+            }
+            joined.fence_scope = std::min(joined.fence_scope, order.fence_scope);
+            joined.last_word = 0;
+        });
+        if (!is_whole) {
+            raise_own(w, joined.change().seen, lanes, c.now);
+            raise_fenced(w, joined.change().async_shared, lanes, &WarpClock::Own::async_shared);
+            raise_fenced(w, joined.change().async_global, lanes, &WarpClock::Own::async_global);
+            for_orders(w, lanes, [&](LaneOrder& order, uint32_t) { order = joined; });
+            ++c.now;
+            return;
+        }
+        c.orders.assign(1, std::move(joined));
+        c.order_of.fill(0);
+    }
+    LaneOrder& order = c.orders[0];
+    for (auto [clock, fenced] : {std::pair{&View::async_shared, &WarpClock::Own::async_shared},
+                                 {&View::async_global, &WarpClock::Own::async_global}}) {
+        bool any = false;
+        for (uint32_t m = c.active; m; m &= m - 1)
+            any |= c.own[__builtin_ctz(m)].*fenced >= c.synced;
+        if (any) raise_fenced(w, order.change().*clock, lanes, fenced);
+    }
+    c.synced = c.met = ++c.now;
+    c.active = 0;
 }
 
 void RaceDetector::arrive(Warp& w, MeetingOrder& meeting) {
-    WarpClock& c = *w.clock;
-    release_tensor(c);
-    meeting.arriving.join(*c.view);
-    meeting.arriving.seen.raise(c.agent, c.now);
-    sync_lanes(w);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t lanes) {
+        release_tensor(*w.clock, order);
+        release(w, order, lanes, meeting.arriving);
+    });
+    if (w.exec == w.live)
+        sync_lanes(w, w.exec);
+    else
+        ++w.clock->now;
 }
 
 // Hands over what fences have covered, no more.
 void RaceDetector::arrive_relaxed(Warp& w, MeetingOrder& meeting) {
     WarpClock& c = *w.clock;
-    if (c.fenced) meeting.arriving.join(*c.fenced);
+    w.for_each_lane([&](int lane) { release_fenced(w, lane, meeting.arriving); });
     if (c.barrier_inits_fenced) meeting.arriving.seen.raise(c.agent, c.barrier_inits_fenced - 1);
-    meeting.arriving.tensor.join(c.view->tensor);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t) {
+        meeting.arriving.tensor.join(order.view->tensor);
+    });
 }
 
 void RaceDetector::complete(MeetingOrder& meeting) {
@@ -100,29 +239,32 @@ void RaceDetector::complete(MeetingOrder& meeting) {
 }
 
 void RaceDetector::leave(Warp& w, const MeetingOrder& meeting) {
-    w.clock->change().join(meeting.complete);
-    acquire_tensor(*w.clock);
-    sync_lanes(w);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t) {
+        order.change().join(meeting.complete);
+        acquire_tensor(*w.clock, order);
+    });
+    if (w.exec == w.live) sync_lanes(w, w.exec);
 }
 
-void RaceDetector::write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update) {
+void RaceDetector::write_word(Warp& w, int lane, uint64_t key, Scope scope, bool releases,
+                              bool is_update) {
     WarpClock& c = *w.clock;
+    LaneOrder& order = c.order(lane);
     auto found = words_.find(key);
-    if (!releases && !c.fenced) {
+    if (!releases && !order.fenced) {
         if (found != words_.end() && !is_update) words_.erase(found);
         return;
     }
     Word& word = found == words_.end() ? words_[key] : found->second;
     if (!is_update) word.system = {}, word.device.clear();
     View released;
-    if (c.fenced) {
-        released = *c.fenced;
-        scope = releases ? scope : std::min(scope, c.fence_scope);
+    if (order.fenced) {
+        release_fenced(w, lane, released);
+        scope = releases ? scope : std::min(scope, order.fence_scope);
     }
     if (releases) {
-        release_tensor(c);
-        released.join(*c.view);
-        released.seen.raise(c.agent, c.now);
+        release_tensor(c, order);
+        release(w, order, 1u << lane, released);
         ++c.now;
     }
     word.device[w.grid->rank->index].join(released);
@@ -130,53 +272,85 @@ void RaceDetector::write_word(Warp& w, uint64_t key, Scope scope, bool releases,
     word.version = ++last_version_;
 }
 
-void RaceDetector::read_word(Warp& w, uint64_t key, Scope scope, bool acquires) {
+void RaceDetector::read_word(Warp& w, int lane, uint64_t key, Scope scope, bool acquires) {
     auto found = words_.find(key);
     if (found == words_.end()) return;
     WarpClock& c = *w.clock;
     const Word& word = found->second;
     const uint64_t version = word.version * 2 + acquires;
-    if (c.last_word == key && c.last_word_version == version) return;
-    c.last_word = key;
-    c.last_word_version = version;
-    const auto join = [&](std::shared_ptr<View>& relaxed, const View& released) {
-        if (!acquires && !relaxed) relaxed = std::make_shared<View>();
-        (acquires ? c.change() : *relaxed).join(released);
-    };
-    auto mine = word.device.find(w.grid->rank->index);
-    if (mine != word.device.end()) join(c.relaxed_reads, mine->second);
-    if (scope == Scope::sys) join(c.relaxed_system_reads, word.system);
-    if (acquires) acquire_tensor(c);
+    const uint8_t before = c.order_of[size_t(lane)];
+    if (c.orders[before].last_word == key && c.orders[before].last_word_version == version) return;
+    // Lanes that read one word one after the other stay together.
+    if (c.last_split.from == before && c.last_split.key == key && c.last_split.version == version &&
+        c.last_split.now == c.now) {
+        const uint8_t with = c.order_of[size_t(c.last_split.lane)];
+        const LaneOrder& other = c.orders[with];
+        if (with != before && other.last_word == key && other.last_word_version == version) {
+            c.order_of[size_t(lane)] = with;
+            return;
+        }
+    }
+    for_orders(w, 1u << lane, [&](LaneOrder& order, uint32_t) {
+        order.last_word = key;
+        order.last_word_version = version;
+        const auto join = [&](std::shared_ptr<View>& relaxed, const View& released) {
+            if (acquires) return order.change().join(released);
+            auto all = relaxed ? std::make_shared<View>(*relaxed) : std::make_shared<View>();
+            all->join(released);
+            relaxed = std::move(all);
+        };
+        auto mine = word.device.find(w.grid->rank->index);
+        if (mine != word.device.end()) join(order.relaxed_reads, mine->second);
+        if (scope == Scope::sys) join(order.relaxed_system_reads, word.system);
+        if (acquires) acquire_tensor(c, order);
+    });
+    c.last_split = {key, version, c.now, before, uint8_t(lane)};
 }
 
 void RaceDetector::fence(Warp& w, Scope scope, bool releases, bool acquires) {
     WarpClock& c = *w.clock;
-    if (acquires) {
-        for (std::shared_ptr<View>* reads : {&c.relaxed_reads, &c.relaxed_system_reads}) {
-            if (!*reads || (reads == &c.relaxed_system_reads && scope != Scope::sys)) continue;
-            c.change().join(**reads);
-            reads->reset();
-            c.last_word = 0;
-            acquire_tensor(c);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t lanes) {
+        if (acquires) {
+            for (auto* reads : {&order.relaxed_reads, &order.relaxed_system_reads}) {
+                if (!*reads || (reads == &order.relaxed_system_reads && scope != Scope::sys))
+                    continue;
+                order.change().join(**reads);
+                reads->reset();
+                order.last_word = 0;
+                acquire_tensor(c, order);
+            }
         }
-    }
-    if (!releases) return;
-    release_tensor(c);
-    c.fenced = std::make_shared<View>(*c.view);
-    c.fenced->seen.raise(c.agent, c.now);
-    c.fence_scope = scope;
-    ++c.now;
+        if (!releases) return;
+        release_tensor(c, order);
+        auto fenced = std::make_shared<View>(*order.view);
+        fenced->seen.raise(c.agent, c.synced - 1);
+        order.fenced = std::move(fenced);
+        order.fence_scope = scope;
+        for (uint32_t m = lanes; m; m &= m - 1) {
+            WarpClock::Own& own = c.own[__builtin_ctz(m)];
+            own.fenced = c.now;
+            own.fenced_alone = !(c.active & ~(m & -m));
+        }
+    });
+    if (releases) ++c.now;
 }
 
 void RaceDetector::fence_async(Warp& w, bool shared, bool global) {
     WarpClock& c = *w.clock;
-    View& view = c.change();
-    for (auto [covered, clock] :
-         {std::pair{shared, &view.async_shared}, {global, &view.async_global}}) {
-        if (!covered) continue;
-        clock->join(view.seen);
-        clock->raise(c.agent, c.now);
-    }
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t lanes) {
+        View& view = order.change();
+        for (auto [covered, clock] :
+             {std::pair{shared, &view.async_shared}, {global, &view.async_global}}) {
+            if (!covered) continue;
+            clock->join(view.seen);
+            clock->raise(c.agent, c.synced - 1);
+        }
+        for (uint32_t m = lanes; m; m &= m - 1) {
+            WarpClock::Own& own = c.own[__builtin_ctz(m)];
+            if (shared) own.async_shared = c.now;
+            if (global) own.async_global = c.now;
+        }
+    });
     ++c.now;
 }
 
@@ -184,8 +358,13 @@ void RaceDetector::fence_barrier_inits(Warp& w) {
     w.clock->barrier_inits_fenced = ++w.clock->now;
 }
 
-void RaceDetector::waited_for(Warp& w, uint32_t agent, uint32_t moment) {
-    if (w.clock->view->seen.at(agent) < moment) w.clock->change().seen.raise(agent, moment);
+void RaceDetector::waited_for(Warp& w, uint32_t lanes, uint32_t agent, uint32_t moment) {
+    bool is_new = false;
+    for (uint32_t m = lanes & w.live; m; m &= m - 1)
+        is_new |= w.clock->order(__builtin_ctz(m)).view->seen.at(agent) < moment;
+    if (!is_new) return;
+    for_orders(w, lanes,
+               [&](LaneOrder& order, uint32_t) { order.change().seen.raise(agent, moment); });
 }
 
 // ---- mbarriers
@@ -196,18 +375,21 @@ BarrierOrder& RaceDetector::order_of(Cta& cta, const Mbarrier& barrier) {
     return order;
 }
 
-void RaceDetector::init_barrier(Warp& w, Cta& cta, const Mbarrier& barrier) {
+void RaceDetector::init_barrier(Warp& w, int lane, Cta& cta, const Mbarrier& barrier) {
     BarrierOrder& order = order_of(cta, barrier);
     order.initializer = w.clock->agent;
     order.initialized = w.clock->now;
+    order.initializer_lane = lane;
     order.initializer_clock = w.clock.get();
+    w.clock->active |= 1u << lane;
 }
 
-void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier) {
+void RaceDetector::check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier& barrier) {
     const BarrierOrder& order = order_of(cta, barrier);
     const WarpClock& c = *w.clock;
     if (!order.initializer || order.initializer == c.agent) return;
-    if (order.initialized > c.view->seen.at(order.initializer)) {
+    const Record init{order.initializer, order.initialized, uint32_t(order.initializer_lane), 0, 0};
+    if (!covers(c.order(lane).view->seen, init)) {
         machine_.find(FaultKind::race, [&] {
             return "the mbarrier " + describe_shared(cta, barrier.address) +
                    format(
@@ -229,29 +411,37 @@ void RaceDetector::check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier)
     }
 }
 
-void RaceDetector::arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope) {
-    check_initialized(w, cta, barrier);
+void RaceDetector::arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier,
+                          bool at_cluster_scope) {
+    check_initialized(w, lane, cta, barrier);
     WarpClock& c = *w.clock;
-    release_tensor(c);
     View& into = order_of(cta, barrier).arriving;
-    into.overwritable.join(c.view->seen);
-    into.overwritable.raise(c.agent, c.now);
-    if (&cta == w.cta || at_cluster_scope) {
-        into.join(*c.view);
-        into.seen.raise(c.agent, c.now);
-    } else {
-        into.tensor.join(c.view->tensor);
-        into.overwritable.join(c.view->overwritable);
-    }
-    ++c.now;
+    // As a rule all lanes arrive at one barrier, or one lane.
+    const uint32_t arriving = w.exec == w.live ? w.exec : 1u << lane;
+    if (c.last_arrival.barrier == &barrier && c.last_arrival.now == c.now && arriving == w.exec &&
+        lane != w.first_lane())
+        return;
+    for_orders(w, arriving, [&](LaneOrder& order, uint32_t lanes) {
+        release_tensor(c, order);
+        into.overwritable.join(order.view->seen);
+        // What other lanes had read when the whole warp last met is no longer read.
+        into.overwritable.raise(c.agent, c.met - 1);
+        raise_own(w, into.overwritable, lanes, c.now);
+        if (&cta == w.cta || at_cluster_scope) {
+            release(w, order, lanes, into);
+        } else {
+            into.tensor.join(order.view->tensor);
+            into.overwritable.join(order.view->overwritable);
+        }
+    });
+    c.last_arrival = {&barrier, ++c.now};
 }
 
-void RaceDetector::arrive_relaxed(Warp& w, Cta& cta, const Mbarrier& barrier) {
-    check_initialized(w, cta, barrier);
-    const WarpClock& c = *w.clock;
+void RaceDetector::arrive_relaxed(Warp& w, int lane, Cta& cta, const Mbarrier& barrier) {
+    check_initialized(w, lane, cta, barrier);
     View& into = order_of(cta, barrier).arriving;
-    if (c.fenced) into.join(*c.fenced);
-    into.tensor.join(c.view->tensor);
+    release_fenced(w, lane, into);
+    into.tensor.join(w.clock->order(lane).view->tensor);
 }
 
 void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
@@ -260,21 +450,26 @@ void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
     order.arriving = {};
 }
 
-void RaceDetector::wait(Warp& w, Cta& cta, const Mbarrier& barrier, bool acquires) {
-    check_initialized(w, cta, barrier);
-    BarrierOrder& order = order_of(cta, barrier);
+void RaceDetector::wait(Warp& w, uint32_t lanes, Cta& cta, const Mbarrier& barrier, bool acquires) {
+    check_initialized(w, __builtin_ctz(lanes), cta, barrier);
+    BarrierOrder& from = order_of(cta, barrier);
     WarpClock& c = *w.clock;
-    if (!acquires && !c.relaxed_reads) c.relaxed_reads = std::make_shared<View>();
-    View& view = acquires ? c.change() : *c.relaxed_reads;
-    view.join(order.complete);
-    view.seen.raise(order.agent, uint32_t(barrier.phase));
-    if (acquires) {
-        // What the warp's own arrivals released is ordered between its lanes, too.
-        c.synced = std::max(c.synced, order.complete.seen.at(c.agent) + 1);
-        acquire_tensor(c);
-    } else {
-        c.change().tensor.join(order.complete.tensor);
-    }
+    for_orders(w, lanes, [&](LaneOrder& order, uint32_t) {
+        const auto join = [&](View& view) {
+            view.join(from.complete);
+            view.seen.raise(from.agent, uint32_t(barrier.phase));
+        };
+        if (acquires) {
+            join(order.change());
+            acquire_tensor(c, order);
+            return;
+        }
+        auto all = order.relaxed_reads ? std::make_shared<View>(*order.relaxed_reads)
+                                       : std::make_shared<View>();
+        join(*all);
+        order.relaxed_reads = std::move(all);
+        order.change().tensor.join(from.complete.tensor);
+    });
 }
 
 // ---- cells
@@ -290,11 +485,13 @@ bool RaceDetector::both_strong(const Record& a, const Record& b) const {
     return a.scope() >= needed && b.scope() >= needed;
 }
 
-bool RaceDetector::before_warp(const WarpClock& c, const Record& old, const Record& now) const {
-    if (old.agent() == c.agent) {
-        return old.moment() < c.synced || old.lane() == now.lane() || old.site == now.site;
-    }
-    return old.moment() <= c.view->seen.at(old.agent());
+bool RaceDetector::before_warp(const WarpClock& c, const Record& old, const Record& now,
+                               bool old_is_write, bool is_write) const {
+    if (old.agent() == c.agent &&
+        (old.moment() < c.synced || old.lane() == now.lane() || old.site == now.site))
+        return true;
+    const View& view = *c.order(int(now.lane())).view;
+    return covers(view.seen, old) || (is_write && !old_is_write && covers(view.overwritable, old));
 }
 
 bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_write,
@@ -313,13 +510,16 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
             return moment <= view.async_global.at(agent);
         return moment <= view.seen.at(agent) || (is_write && moment <= view.overwritable.at(agent));
     }
-    if (agent == i.warp_agent && moment >= i.synced && old.lane() != i.lane) return false;
-    const Clock& fenced = is_global ? view.async_global : view.async_shared;
-    if (moment <= fenced.at(agent)) return true;
+    const bool is_own = agent == i.warp_agent && (moment < i.synced || old.lane() == i.lane);
+    if (agent == i.warp_agent && !is_own && !covers(view.seen, old)) return false;
+    if (covers(is_global ? view.async_global : view.async_shared, old)) return true;
+    if (is_own && old.lane() == i.lane &&
+        moment <= (is_global ? i.own_async_global : i.own_async_shared))
+        return true;
     if (old_is_write) return false;
     // Bulk copies of global memory overwrite what ordinary loads have read: order is enough there.
-    if (is_global) return moment <= (agent == i.warp_agent ? i.now : view.seen.at(agent));
-    return moment <= view.overwritable.at(agent);
+    if (is_global) return (is_own && moment <= i.now) || covers(view.seen, old);
+    return covers(view.overwritable, old);
 }
 
 template <class Ordered>
@@ -333,7 +533,7 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
     if (!is_write) {
         if (cell.read_bits == record.bits) return;
         const Record read{cell.read_bits, cell.read_site};
-        if (read.bits && read.agent() != record.agent() && !ordered(read, false)) {
+        if (read.bits && !ordered(read, false)) {
             if (!cell.more_reads) {
                 if (free_read_lists_.empty()) {
                     read_lists_.emplace_back();
@@ -345,7 +545,7 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
             auto& list = read_lists_[cell.more_reads];
             bool found = false;
             for (Record& r : list) {
-                if (r.agent() == read.agent()) r = read, found = true;
+                if (r.agent() == read.agent() && r.lane() == read.lane()) r = read, found = true;
             }
             if (!found) list.push_back(read);
         }
@@ -416,21 +616,27 @@ Cell* RaceDetector::page(uint64_t number) {
 
 void RaceDetector::shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes,
                                  Access access, int lane, uint32_t flags) {
-    const WarpClock& c = *w.clock;
+    WarpClock& c = *w.clock;
+    c.active |= 1u << lane;
     const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
     touch_range(shared_cells(owner), offset, bytes, record, access != Access::read,
-                [&](const Record& old, bool) { return before_warp(c, old, record); },
+                [&](const Record& old, bool old_is_write) {
+                    return before_warp(c, old, record, old_is_write, access != Access::read);
+                },
                 {Space::shared, offset, &owner});
 }
 
 void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                                  uint32_t flags) {
     if (!watches_global_) return;
-    const WarpClock& c = *w.clock;
+    WarpClock& c = *w.clock;
+    c.active |= 1u << lane;
     const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
     touch_range(page(address / page_bytes), address % page_bytes, bytes, record,
                 access != Access::read,
-                [&](const Record& old, bool) { return before_warp(c, old, record); },
+                [&](const Record& old, bool old_is_write) {
+                    return before_warp(c, old, record, old_is_write, access != Access::read);
+                },
                 {Space::global, address, w.cta});
 }
 
@@ -439,8 +645,17 @@ void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Acce
 std::shared_ptr<const Issue> RaceDetector::issue(Warp& w, int lane) {
     WarpClock& c = *w.clock;
     auto issue = std::make_shared<Issue>();
-    *issue = {c.view,  c.tensor, nullptr,        w.cta,     c.agent,
-              c.now++, c.synced, uint32_t(lane), site_of(w)};
+    *issue = {c.order(lane).view,
+              c.tensor,
+              nullptr,
+              w.cta,
+              c.agent,
+              c.now++,
+              c.synced,
+              uint32_t(lane),
+              site_of(w),
+              c.own[lane].async_shared,
+              c.own[lane].async_global};
     return issue;
 }
 
@@ -506,7 +721,15 @@ void RaceDetector::begin_transfer(Warp& w, bool is_load) {
     WarpClock& c = *w.clock;
     uint32_t& agent = is_load ? c.loads : c.stores;
     if (!agent) agent = new_agent(*w.cta, is_load ? "tcgen05.ld of" : "tcgen05.st of", w.index);
-    transfer_ = {c.view, c.tensor, &c.completed, w.cta, c.agent, c.now, c.synced, 0, site_of(w)};
+    transfer_ = {c.order(w.first_lane()).view,
+                 c.tensor,
+                 &c.completed,
+                 w.cta,
+                 c.agent,
+                 c.now,
+                 c.synced,
+                 0,
+                 site_of(w)};
     begin(transfer_, agent, 1 + (is_load ? c.num_loads : c.num_stores));
 }
 
@@ -522,26 +745,28 @@ void RaceDetector::wait_stores(Warp& w) {
 
 void RaceDetector::fence_before(Warp& w) {
     WarpClock& c = *w.clock;
-    View& view = c.change();
-    view.tensor.join(c.completed);
-    view.tensor.join(*c.tensor);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t) {
+        View& view = order.change();
+        view.tensor.join(c.completed);
+        view.tensor.join(*c.tensor);
+    });
 }
 
 void RaceDetector::fence_after(Warp& w) {
     WarpClock& c = *w.clock;
     if (c.tensor.use_count() > 1) c.tensor = std::make_shared<Clock>(*c.tensor);
-    c.tensor->join(c.view->tensor);
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t) { c.tensor->join(order.view->tensor); });
 }
 
-void RaceDetector::release_tensor(WarpClock& c) {
-    if (machine_.strict_tcgen05 || c.view->tensor.covers(c.completed)) return;
-    c.change().tensor.join(c.completed);
+void RaceDetector::release_tensor(WarpClock& c, LaneOrder& order) {
+    if (machine_.strict_tcgen05 || order.view->tensor.covers(c.completed)) return;
+    order.change().tensor.join(c.completed);
 }
 
-void RaceDetector::acquire_tensor(WarpClock& c) {
-    if (machine_.strict_tcgen05 || c.tensor->covers(c.view->tensor)) return;
+void RaceDetector::acquire_tensor(WarpClock& c, const LaneOrder& order) {
+    if (machine_.strict_tcgen05 || c.tensor->covers(order.view->tensor)) return;
     if (c.tensor.use_count() > 1) c.tensor = std::make_shared<Clock>(*c.tensor);
-    c.tensor->join(c.view->tensor);
+    c.tensor->join(order.view->tensor);
 }
 
 void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, Cta& cta,
@@ -613,8 +838,7 @@ std::string RaceDetector::race_text(const Record& old, bool old_is_write, const 
         if (old.moment() <= issue_->view->seen.at(old.agent()) ||
             old.moment() <= issue_->view->tensor.at(old.agent()))
             reason = "a tcgen05 fence or wait is missing between them";
-    } else if (issue_ && (old.agent() == issue_->warp_agent ||
-                          old.moment() <= issue_->view->seen.at(old.agent()))) {
+    } else if (issue_ && (old.agent() == issue_->warp_agent || covers(issue_->view->seen, old))) {
         reason = old.agent() == issue_->warp_agent && old.moment() >= issue_->synced &&
                          old.lane() != issue_->lane
                      ? "no bar.warp.sync orders the lanes"

@@ -17,8 +17,12 @@
 // release stands for fence::before_thread_sync of finished operations and an acquire for
 // fence::after_thread_sync, unless the machine is strict.
 //
-// Lanes of a warp share its clock; accesses of two lanes with no bar.warp.sync or wider barrier
-// between them are told apart all the same.
+// Lanes of a warp share its clock, and as a rule what they know: a LaneOrder is what lanes with one
+// history know, and there is one for the whole warp unless some lanes alone have waited, acquired
+// or fenced since bar.warp.sync or a wider barrier brought all together. What a lane releases is
+// its own accesses and what all lanes did before the last such barrier. Where another lane has
+// accessed memory since, the releasing lane gets an agent of its own, which shares the warp's
+// moments.
 #pragma once
 
 #include <array>
@@ -53,29 +57,56 @@ struct Record {
     Scope scope() const { return Scope(bits >> 2 & 3); }
 };
 
-// The clocks of one warp.
-struct WarpClock {
-    uint32_t agent = 0;
-    uint32_t now = 1;
-    uint32_t synced = 1;  // what lanes did before this moment is ordered for all of them
-    uint32_t barrier_inits_fenced = 0;  // fence.mbarrier_init covers what came before this moment
-    uint32_t loads = 0, stores = 0;     // agents of tcgen05.ld and .st, 0 until used
-    uint32_t num_loads = 0, num_stores = 0;
-    uint32_t matrix = 0, num_matrix_groups = 0;  // agent of wgmma groups
+// What lanes with one history know.
+struct LaneOrder {
     std::shared_ptr<View> view = std::make_shared<View>();
-    std::shared_ptr<Clock> tensor = std::make_shared<Clock>();  // before its next tcgen05 ones
-    Clock completed;  // own tcgen05.ld and .st that were waited for
     // Released views read without acquire, for a later fence: of gpu scope or wider, of sys scope.
     std::shared_ptr<View> relaxed_reads, relaxed_system_reads;
-    std::shared_ptr<View> fenced;  // what a later relaxed write releases
+    std::shared_ptr<View> fenced;  // what a later relaxed write releases, but for the lane's own
     Scope fence_scope = Scope::cta;
     uint64_t last_word = 0, last_word_version = 0;
-    uint32_t first_site = 0;  // of the program
 
     View& change() {
         if (view.use_count() > 1) view = std::make_shared<View>(*view);
         return *view;
     }
+};
+
+// The clocks of one warp.
+struct WarpClock {
+    uint32_t agent = 0;
+    uint32_t now = 1;
+    uint32_t synced = 1;  // what lanes did before this moment is ordered for all of them
+    uint32_t met = 1;     // the same of a last instruction that the whole warp had to execute
+    uint32_t active = 0;  // lanes that accessed memory at `synced` or later
+    // Of a lane's own accesses since then: up to which moment its fences cover them.
+    struct Own {
+        uint32_t async_shared = 0, async_global = 0;  // fence.proxy.async
+        uint32_t fenced = 0;                          // fence
+        bool fenced_alone = false;                    // no other lane was active
+    } own[warp_size];
+    std::vector<LaneOrder> orders = std::vector<LaneOrder>(1);
+    std::array<uint8_t, warp_size> order_of = {};
+    std::array<uint32_t, warp_size> lane_agents = {};  // 0: none yet
+    struct Arrival {
+        const Mbarrier* barrier = nullptr;
+        uint32_t now = 0;  // behind it
+    } last_arrival;
+    struct Split {  // of the last lane that read a word for itself
+        uint64_t key = 0, version = 0;
+        uint32_t now = 0;
+        uint8_t from = 0, lane = 0;
+    } last_split;
+    uint32_t barrier_inits_fenced = 0;  // fence.mbarrier_init covers what came before this moment
+    uint32_t loads = 0, stores = 0;     // agents of tcgen05.ld and .st, 0 until used
+    uint32_t num_loads = 0, num_stores = 0;
+    uint32_t matrix = 0, num_matrix_groups = 0;                 // agent of wgmma groups
+    std::shared_ptr<Clock> tensor = std::make_shared<Clock>();  // before its next tcgen05 ones
+    Clock completed;          // own tcgen05.ld and .st that were waited for
+    uint32_t first_site = 0;  // of the program
+
+    LaneOrder& order(int lane) { return orders[order_of[size_t(lane)]]; }
+    const LaneOrder& order(int lane) const { return orders[order_of[size_t(lane)]]; }
 };
 
 // Who issued an asynchronous operation, and what came before it.
@@ -85,12 +116,14 @@ struct Issue {
     const Clock* completed = nullptr;  // of a tcgen05.ld or .st: the warp's own
     const Cta* cta = nullptr;
     uint32_t warp_agent = 0, now = 0, synced = 0, lane = 0, site = 0;
+    uint32_t own_async_shared = 0, own_async_global = 0;
 };
 
 // The order that one mbarrier carries.
 struct BarrierOrder {
     uint32_t agent = 0;                         // bytes that copies bring
     uint32_t initializer = 0, initialized = 0;  // warp agent and moment of mbarrier.init
+    int initializer_lane = 0;
     const WarpClock* initializer_clock = nullptr;
     View arriving, complete;
 };
@@ -107,26 +140,27 @@ class RaceDetector {
     uint32_t new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp = 0);
 
     // ---- order
-    void sync_lanes(Warp& w);  // bar.warp.sync
+    void sync_lanes(Warp& w, uint32_t lanes);                    // bar.warp.sync
+    void meet_lanes(Warp& w) { w.clock->met = ++w.clock->now; }  // .sync of the whole warp
     void arrive(Warp& w, MeetingOrder& meeting);
     void complete(MeetingOrder& meeting);
     void leave(Warp& w, const MeetingOrder& meeting);
     void arrive_relaxed(Warp& w, MeetingOrder& meeting);
     // The word at `key` (host address) is written or read with this strength.
-    void write_word(Warp& w, uint64_t key, Scope scope, bool releases, bool is_update);
-    void read_word(Warp& w, uint64_t key, Scope scope, bool acquires);
+    void write_word(Warp& w, int lane, uint64_t key, Scope scope, bool releases, bool is_update);
+    void read_word(Warp& w, int lane, uint64_t key, Scope scope, bool acquires);
     void fence(Warp& w, Scope scope, bool releases, bool acquires);
     void fence_async(Warp& w, bool shared, bool global);
     void fence_barrier_inits(Warp& w);
 
     // ---- mbarriers
     BarrierOrder& order_of(Cta& cta, const Mbarrier& barrier);
-    void init_barrier(Warp& w, Cta& cta, const Mbarrier& barrier);
-    void check_initialized(Warp& w, Cta& cta, const Mbarrier& barrier);
-    void arrive(Warp& w, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope);
-    void arrive_relaxed(Warp& w, Cta& cta, const Mbarrier& barrier);
+    void init_barrier(Warp& w, int lane, Cta& cta, const Mbarrier& barrier);
+    void check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier& barrier);
+    void arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope);
+    void arrive_relaxed(Warp& w, int lane, Cta& cta, const Mbarrier& barrier);
     void phase_complete(Cta& cta, const Mbarrier& barrier);
-    void wait(Warp& w, Cta& cta, const Mbarrier& barrier, bool acquires);
+    void wait(Warp& w, uint32_t lanes, Cta& cta, const Mbarrier& barrier, bool acquires);
 
     // ---- accesses of warps
     void shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes, Access access,
@@ -155,8 +189,8 @@ class RaceDetector {
     void fence_after(Warp& w);
     // Begins the accesses of a tcgen05.ld (or .st).
     void begin_transfer(Warp& w, bool is_load);
-    // The queue of bulk groups, tcgen05 operations, ... `agent` had `moment` waited for.
-    void waited_for(Warp& w, uint32_t agent, uint32_t moment);
+    // Lanes waited until `moment` of the queue of bulk groups, wgmma groups, ... `agent`.
+    void waited_for(Warp& w, uint32_t lanes, uint32_t agent, uint32_t moment);
 
  private:
     struct Agent {
@@ -178,8 +212,16 @@ class RaceDetector {
     };
 
     uint32_t site_of(const Warp& w);
-    void release_tensor(WarpClock& c);
-    void acquire_tensor(WarpClock& c);
+    template <class F>
+    void for_orders(Warp& w, uint32_t lanes, F f);
+    uint32_t lane_agent(Warp& w, int lane);
+    void raise_own(Warp& w, Clock& clock, uint32_t lanes, uint32_t moment);
+    void raise_fenced(Warp& w, Clock& clock, uint32_t lanes, uint32_t WarpClock::Own::* fenced);
+    void release(Warp& w, const LaneOrder& order, uint32_t lanes, View& into);
+    void release_fenced(Warp& w, int lane, View& into);
+    bool covers(const Clock& clock, const Record& record) const;
+    void release_tensor(WarpClock& c, LaneOrder& order);
+    void acquire_tensor(WarpClock& c, const LaneOrder& order);
     template <class Ordered>
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                const Location& at);
@@ -187,7 +229,8 @@ class RaceDetector {
     void touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
                      bool is_write, const Ordered& ordered, Location at);
     bool both_strong(const Record& a, const Record& b) const;
-    bool before_warp(const WarpClock& c, const Record& old, const Record& now) const;
+    bool before_warp(const WarpClock& c, const Record& old, const Record& now, bool old_is_write,
+                     bool is_write) const;
     bool before_issue(const Record& old, bool old_is_write, bool is_write, bool is_global) const;
     Place instruction_of(const Record& record) const;
     std::string describe(const Record& record, bool is_write) const;

@@ -316,6 +316,7 @@ void Machine::run_warp(Warp& w, uint64_t budget) {
                     account();
                     return;
                 }
+                if (races && w.exec == w.live) races->meet_lanes(w);
             }
             lanes += uint64_t(__builtin_popcount(w.exec));
             Flow flow = op.body(w, op);

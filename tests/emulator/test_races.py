@@ -258,3 +258,169 @@ def test_lanes_that_arrived_are_ordered_for_those_that_wait() -> None:
     out = np.zeros(16, np.uint32)
     run_kernel(LANES_BY_MBARRIER.replace("COUNT", "32"), out, threads=32)
     assert (out == 3 * np.arange(16, 32)).all()
+
+
+# ---- lanes of one warp
+
+LANES = """
+#define RELEASE(word) \\
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(word) : "memory")
+#define RELAXED(word) \\
+    asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" :: "l"(word) : "memory")
+#define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
+__device__ void acquire(u32* word) {
+    u32 seen = 0;
+    while (!seen)
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
+}
+KERNEL()(u32* data, u32* flags, u32* out) {
+    const u32 lane = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[lane] = lane;
+        PRODUCE
+    } else {
+        CONSUME
+        out[lane] = data[lane];
+    }
+}
+"""
+ALL_ACQUIRE = "acquire(flags); __syncwarp();"
+
+
+def run_lanes_of_two_ctas(produce: str, consume: str = ALL_ACQUIRE) -> None:
+    data, flags, out = (np.zeros(32, np.uint32) for _ in range(3))
+    source = LANES.replace("PRODUCE", produce).replace("CONSUME", consume)
+    run_kernel(source, data, flags, out, ctas=2, threads=32)
+    assert (out == np.arange(32)).all()
+
+
+@pytest.mark.parametrize(
+    ("produce", "consume"),
+    [
+        ("__syncwarp(); if (lane == 0) RELEASE(flags);", ALL_ACQUIRE),
+        (
+            "__syncwarp(); if (lane == 9) RELEASE(flags);",
+            "if (lane == 3) acquire(flags); __syncwarp();",
+        ),
+        # Each lane for itself.
+        ("RELEASE(flags + lane);", "acquire(flags + lane);"),
+        ("__syncwarp(); if (lane == 0) { FENCE; RELAXED(flags); }", ALL_ACQUIRE),
+        ("FENCE; RELAXED(flags + lane);", "acquire(flags + lane);"),
+        ("__syncwarp(); FENCE; if (lane == 5) RELAXED(flags);", ALL_ACQUIRE),
+        # Lanes 0..15 and 16..31 are brought together apart.
+        (
+            "__syncwarp(lane < 16 ? 0xffff : 0xffff0000); if (lane % 16 == 0) RELEASE(flags + lane);",
+            "acquire(flags); acquire(flags + 16);",
+        ),
+    ],
+)
+def test_what_one_lane_releases(produce: str, consume: str) -> None:
+    run_lanes_of_two_ctas(produce, consume)
+
+
+@pytest.mark.parametrize(
+    ("produce", "consume"),
+    [
+        # The other lanes' writes are not its own,
+        ("if (lane == 0) RELEASE(flags);", ALL_ACQUIRE),
+        ("FENCE; if (lane == 0) RELAXED(flags);", ALL_ACQUIRE),
+        ("if (lane == 0) { FENCE; __syncwarp(1); RELAXED(flags); }", ALL_ACQUIRE),
+        ("if (lane == 0) FENCE; __syncwarp(); if (lane == 0) RELAXED(flags);", ALL_ACQUIRE),
+        (
+            "__syncwarp(lane < 16 ? 0xffff : 0xffff0000); if (lane == 0) RELEASE(flags);",
+            ALL_ACQUIRE,
+        ),
+        # and what it acquires is not theirs.
+        ("__syncwarp(); if (lane == 0) RELEASE(flags);", "if (lane == 0) acquire(flags);"),
+        (
+            "__syncwarp(); if (lane == 0) RELEASE(flags);",
+            "if (lane == 0) acquire(flags); if (lane < 16) __syncwarp(0xffff);",
+        ),
+        ("RELEASE(flags + lane);", "acquire(flags + (lane ^ 1));"),
+    ],
+)
+def test_lanes_need_a_syncwarp_around_it(produce: str, consume: str) -> None:
+    with pytest.raises(RaceDetected, match="data race at byte"):
+        run_lanes_of_two_ctas(produce, consume)
+
+
+OVERWRITE = """
+KERNEL()(u32* data, u32* out) {
+    u32 base = shared_address(dynamic_shared);
+    u32* words = (u32*)dynamic_shared;
+    if (threadIdx.x == 0) { init_barrier(base + 512, 1); init_barrier(base + 520, 1); }
+    words[threadIdx.x] = threadIdx.x;
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        out[threadIdx.x] = words[threadIdx.x];
+        BETWEEN
+        if (threadIdx.x == 0)
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base + 512) : "memory");
+    } else if (threadIdx.x == 32) {
+        wait(base + 512, 0);
+        expect_bytes(base + 520, 128);
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], 128, [%2];" :: "r"(base), "l"(data), "r"(base + 520) : "memory");
+        wait(base + 520, 0);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "is_race"),
+    [
+        ("__syncwarp();", False),
+        # Whatever brings the warp together is enough for reads, as in CUTLASS's main loops.
+        ("out[threadIdx.x] += __shfl_xor_sync(~0u, out[threadIdx.x], 1);", False),
+        ("", True),
+    ],
+)
+def test_one_lane_frees_what_its_warp_has_read(between: str, is_race: bool) -> None:
+    data, out = aligned(np.zeros(64, np.uint32)), np.zeros(32, np.uint32)
+    source = OVERWRITE.replace("BETWEEN", between)
+    if is_race:
+        with pytest.raises(RaceDetected, match="first: read by.*warp 0"):
+            run_kernel(source, data, out, threads=64)
+    else:
+        run_kernel(source, data, out, threads=64)
+
+
+STORE = """
+KERNEL()(u32* data) {
+    u32 base = shared_address(dynamic_shared);
+    ((u32*)dynamic_shared)[threadIdx.x] = 5;
+    BEFORE
+    if (threadIdx.x == 0) {
+        AFTER
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 128;"
+            :: "l"(data), "r"(base) : "memory");
+        asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_race"),
+    [
+        ("fence_async(); __syncwarp();", "", False),
+        ("__syncwarp();", "fence_async();", False),
+        ("__syncwarp(); fence_async();", "", False),
+        ("fence_async();", "", True),
+        ("if (threadIdx.x == 0) fence_async(); __syncwarp();", "", True),
+        ("if (threadIdx.x < 16) fence_async(); __syncwarp();", "", True),
+    ],
+)
+def test_a_proxy_fence_is_for_what_is_ordered_before_its_thread(
+    before: str, after: str, is_race: bool
+) -> None:
+    data = aligned(np.zeros(32, np.uint32))
+    source = STORE.replace("BEFORE", before).replace("AFTER", after)
+    if is_race:
+        with pytest.raises(RaceDetected):
+            run_kernel(source, data, threads=32)
+    else:
+        run_kernel(source, data, threads=32)
+        assert (data == 5).all()

@@ -35,7 +35,7 @@ RaceDetector::RaceDetector(Machine& machine, bool watches_global)
     : machine_(machine), watches_global_(watches_global) {
     // Index 0 means none in all of these.
     agents_.push_back({});
-    read_lists_.emplace_back();
+    reads_.emplace_back();
     split_cells_.emplace_back();
 }
 
@@ -522,32 +522,74 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
     return covers(view.overwritable, old);
 }
 
+uint32_t RaceDetector::new_reads() {
+    if (free_reads_.empty()) {
+        reads_.emplace_back();
+        return uint32_t(reads_.size() - 1);
+    }
+    const uint32_t index = free_reads_.back();
+    free_reads_.pop_back();
+    return index;
+}
+
+void RaceDetector::drop_reads(uint32_t index) {
+    if (--reads_[index].owners) return;
+    reads_[index].records.clear();
+    free_reads_.push_back(index);
+}
+
+// The further reads of a cell, with one more. Lists do not change, and cells share them.
+uint32_t RaceDetector::add_read(uint32_t from, const Record& read) {
+    const uint32_t to = new_reads();
+    auto& records = reads_[to].records;
+    if (from) records = reads_[from].records;
+    bool found = false;
+    for (Record& r : records) {
+        if (r.agent() == read.agent() && r.lane() == read.lane()) r = read, found = true;
+    }
+    if (!found) records.push_back(read);
+    return to;
+}
+
+// Neighbouring cells have the same past as a rule: what was found for the last one holds for them.
 template <class Ordered>
 void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                          const Location& at) {
+    Past& past = past_;
+    if (past.record.bits != record.bits || past.record.site != record.site ||
+        past.is_write != is_write || past.space != at.space) {
+        if (past.reads_after) drop_reads(past.reads_after);
+        past = {.record = record, .is_write = is_write, .space = at.space};
+    }
     const Record write{cell.write_bits, cell.write_site};
-    if (write.bits && write.bits != record.bits && !both_strong(write, record) &&
-        !ordered(write, true)) {
-        report(write, true, record, is_write, at);
+    if (write.bits && write.bits != record.bits && write.bits != past.ordered_write) {
+        if (!both_strong(write, record) && !ordered(write, true))
+            report(write, true, record, is_write, at);
+        else
+            past.ordered_write = write.bits;
     }
     if (!is_write) {
         if (cell.read_bits == record.bits) return;
         const Record read{cell.read_bits, cell.read_site};
-        if (read.bits && !ordered(read, false)) {
-            if (!cell.more_reads) {
-                if (free_read_lists_.empty()) {
-                    read_lists_.emplace_back();
-                    free_read_lists_.push_back(uint32_t(read_lists_.size() - 1));
+        if (read.bits) {
+            if (past.read != read.bits) {
+                past.read = read.bits;
+                past.is_read_ordered = ordered(read, false);
+                if (past.reads_after) drop_reads(past.reads_after);
+                past.reads_before = past.reads_after = 0;
+            }
+            if (!past.is_read_ordered) {
+                if (!past.reads_after || past.reads_before != cell.more_reads) {
+                    const uint32_t more = add_read(cell.more_reads, read);
+                    if (past.reads_after) drop_reads(past.reads_after);
+                    past.reads_before = cell.more_reads;
+                    past.reads_after = more;
+                    ++reads_[more].owners;  // it is kept for the next cells
                 }
-                cell.more_reads = free_read_lists_.back();
-                free_read_lists_.pop_back();
+                ++reads_[past.reads_after].owners;
+                if (cell.more_reads) drop_reads(cell.more_reads);
+                cell.more_reads = past.reads_after;
             }
-            auto& list = read_lists_[cell.more_reads];
-            bool found = false;
-            for (Record& r : list) {
-                if (r.agent() == read.agent() && r.lane() == read.lane()) r = read, found = true;
-            }
-            if (!found) list.push_back(read);
         }
         cell.read_bits = record.bits;
         cell.read_site = record.site;
@@ -555,15 +597,22 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
     }
     if (cell.read_bits) {
         auto check = [&](const Record& read) {
-            if (!both_strong(read, record) && !ordered(read, false))
-                report(read, false, record, true, at);
+            if (both_strong(read, record) || ordered(read, false)) return true;
+            report(read, false, record, true, at);
+            return false;
         };
-        check({cell.read_bits, cell.read_site});
+        if (cell.read_bits != past.read && check({cell.read_bits, cell.read_site}))
+            past.read = cell.read_bits;
         cell.read_bits = 0;
         if (cell.more_reads) {
-            for (const Record& read : read_lists_[cell.more_reads]) check(read);
-            read_lists_[cell.more_reads].clear();
-            free_read_lists_.push_back(cell.more_reads);
+            if (cell.more_reads != past.reads_after) {
+                bool all = true;
+                for (const Record& read : reads_[cell.more_reads].records) all &= check(read);
+                if (past.reads_after) drop_reads(past.reads_after);
+                past.reads_after = all ? cell.more_reads : 0;
+                if (all) ++reads_[cell.more_reads].owners;
+            }
+            drop_reads(cell.more_reads);
             cell.more_reads = 0;
         }
     }
@@ -586,11 +635,7 @@ void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, cons
         } else {
             if (!cell.bytes) {
                 split_cells_.push_back({cell, cell, cell, cell});
-                // The list of further reads has one owner; the copies get their own.
-                for (int k = 1; k < 4 && cell.more_reads; ++k) {
-                    read_lists_.push_back(read_lists_[cell.more_reads]);
-                    split_cells_.back()[size_t(k)].more_reads = uint32_t(read_lists_.size() - 1);
-                }
+                if (cell.more_reads) reads_[cell.more_reads].owners += 3;
                 cell.bytes = uint32_t(split_cells_.size() - 1);
             }
             for (uint64_t b = byte; b < stop; ++b)

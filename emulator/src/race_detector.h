@@ -228,6 +228,9 @@ class RaceDetector {
     template <class Ordered>
     void touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
                      bool is_write, const Ordered& ordered, Location at);
+    uint32_t new_reads();
+    void drop_reads(uint32_t index);
+    uint32_t add_read(uint32_t from, const Record& read);
     bool both_strong(const Record& a, const Record& b) const;
     bool before_warp(const WarpClock& c, const Record& old, const Record& now, bool old_is_write,
                      bool is_write) const;
@@ -246,8 +249,20 @@ class RaceDetector {
     std::vector<Agent> agents_;
     std::vector<std::pair<uint32_t, const Program*>> sites_;  // first site of each program
     uint32_t next_site_ = 1;
-    std::vector<std::vector<Record>> read_lists_;
-    std::vector<uint32_t> free_read_lists_;
+    struct Reads {  // further ones of cells
+        std::vector<Record> records;
+        uint32_t owners = 0;
+    };
+    std::vector<Reads> reads_;
+    std::vector<uint32_t> free_reads_;
+    struct Past {  // of the cells that the access `record` has touched
+        Record record;
+        bool is_write = false, is_read_ordered = false;
+        Space space = Space::generic;
+        uint64_t ordered_write = 0, read = 0;
+        uint32_t reads_before = 0,
+                 reads_after = 0;  // a write: only those looked at, in reads_after
+    } past_;
     std::vector<std::array<Cell, 4>> split_cells_;
     std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> pages_;
     uint64_t last_page_ = ~0ull;

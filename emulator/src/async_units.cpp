@@ -160,8 +160,7 @@ void check_units_at_exit(Cta& cta) {
                 "(%u)",
                 bulk_state(cta).in_flight);
         });
-    }
-    if (cta.units[int(Unit::mbarrier)]) {
+    } else if (cta.units[int(Unit::mbarrier)]) {
         for (const auto& [offset, barrier] :
              unit_state<MbarrierTable>(cta, Unit::mbarrier).barriers) {
             if (!barrier.valid || !barrier.transactions) continue;

@@ -408,6 +408,7 @@ struct Machine {
     uint64_t seed = 0;
     uint64_t random_state = 0;
     Schedule schedule = Schedule::random;
+    bool victims_run = false;  // of slow_rank and starved_role: nobody else gets on
     uint64_t random();
     bool real_clock = false;
     uint64_t virtual_ns = 1'000'000'000'000ull;

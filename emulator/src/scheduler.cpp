@@ -399,7 +399,8 @@ size_t Machine::pick_ready() {
     // Now and then it runs: others that poll are always ready, and would wait for it in vain.
     constexpr int num_tries = 24, turns_of_others = 64;
     size_t pick = random() % ready.size();
-    if (random() % turns_of_others == 0) return pick;
+    // When nobody else gets on, it is its turn.
+    if (victims_run || random() % turns_of_others == 0) return pick;
     for (int i = 0; i < num_tries && is_victim(*ready[pick]); ++i) pick = random() % ready.size();
     return pick;
 }
@@ -410,6 +411,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
     // Launches of one run may overlap; what came before it is over.
     if (checks) races = std::make_shared<RaceDetector>(*this, !real_clock);
     stall.clear();
+    victims_run = false;
     for (auto& grid : grids) admit_ctas(*grid);
 
     uint64_t seen_progress = progress, idle_quanta = 0, leap = 1000, last_change_ns = now_ns();
@@ -459,6 +461,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
 
         if (progress != seen_progress) {
             seen_progress = progress;
+            victims_run = false;
             idle_quanta = 0;
             leap = 1000;
             last_change_ns = now_ns();
@@ -467,6 +470,11 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
         } else if (++idle_quanta > 4 * ready.size() + 16) {
             idle_quanta = 0;
             if (complete_one_async()) continue;
+            if (!victims_run &&
+                (schedule == Schedule::slow_rank || schedule == Schedule::starved_role)) {
+                victims_run = true;
+                continue;
+            }
             if (real_clock) {
                 host_sleep(50'000);
             } else {

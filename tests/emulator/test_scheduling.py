@@ -369,3 +369,33 @@ def test_the_listing_names_what_is_decoded():
     listing = supported_instructions()
     assert {"add", "cp.async.bulk.tensor", "tcgen05.mma", "mbarrier.try_wait"} <= set(listing)
     assert all(listing.values())
+
+
+@pytest.mark.parametrize("schedule", ["slow_rank", "starved_role"])
+@pytest.mark.parametrize("seed", range(4))
+def test_time_does_not_pass_for_those_who_wait_for_a_starved_warp(schedule, seed):
+    out = np.zeros(4, np.uint32)
+    source = """
+KERNEL()(volatile u32* flag, u32* gave_up) {
+    u32 start, now;
+    if (threadIdx.x == 32 * SEED) { flag[0] = 1; return; }
+    asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(start));
+    do {
+        asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(now));
+    } while (flag[0] == 0 && now - start < 20);  // 86 s
+    if (flag[0] == 0) gave_up[threadIdx.x / 32] = 1;
+}
+"""
+    machine = Machine(seed=seed, schedule=schedule)
+    flag = np.zeros(1, np.uint32)
+    for name, array in (("flag", flag), ("out", out)):
+        machine.add_memory(0, array.ctypes.data, array.nbytes, name)
+    machine.launch(
+        machine.load(ptx_of(source.replace("SEED", str(seed)), "sm_100a")),
+        "kernel",
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+        args=pack_arguments((flag, out)),
+    )
+    machine.run()
+    assert out.tolist() == [0, 0, 0, 0]

@@ -143,6 +143,7 @@ def load() -> ctypes.CDLL:
             [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64, integer],
         ),
         "dm_name_shared": (integer, [handle, text, u64, u64, u64_out, u32]),
+        "dm_set_registers": (integer, [handle, u32]),
         "dm_name_warps": (integer, [handle, text, u32_out, u32]),
         "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
         "dm_stall": (text, [handle]),

@@ -150,6 +150,7 @@ class Machine:
         args: bytes | Sequence[bytes] = b"",
         rank: int = 0,
         in_order: bool = False,
+        registers: int | None = None,
         roles: Mapping[str, Iterable[int]] | None = None,
         shared_arrays: Iterable[NamedArray] = (),
     ) -> None:
@@ -157,7 +158,8 @@ class Machine:
 
         in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
-        args: the whole parameter block, or one `bytes` per parameter. For findings, roles: which
+        args: the whole parameter block, or one `bytes` per parameter. registers: per thread at the
+        start, as the compiler reports them; by default the most that it may use. For findings, roles: which
         warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared memory.
         """
         if module.machine is not self:
@@ -191,6 +193,8 @@ class Machine:
             )
         )
 
+        if registers is not None:
+            self._check(self._library.dm_set_registers(self._handle, registers))
         for array in shared_arrays:
             self._check(
                 self._library.dm_name_shared(self._handle, array.name.encode(), *_place_of(array))

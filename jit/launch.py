@@ -114,6 +114,7 @@ def run_emulated(
             args=bytes(launch.args),
             rank=launch.rank,
             in_order=True,
+            registers=kernel.manifest["resources"]["num_registers"],
             roles=launch.warp_roles,
             shared_arrays=_arrays(launch.smem_layout),
         )

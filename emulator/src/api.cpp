@@ -163,6 +163,11 @@ EXPORT int dm_name_shared(Handle* h, const char* name, uint64_t offset, uint64_t
     });
 }
 
+// Of the last launch: registers per thread.
+EXPORT int dm_set_registers(Handle* h, uint32_t num_registers) {
+    return guarded(h, [&] { h->machine.set_registers(*h->machine.grids.back(), num_registers); });
+}
+
 EXPORT int dm_name_warps(Handle* h, const char* role, const uint32_t* warps, uint32_t count) {
     return guarded(
         h, [&] { h->machine.grids.back()->roles.push_back({role, {warps, warps + count}}); });

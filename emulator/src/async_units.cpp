@@ -153,6 +153,17 @@ TensorMemoryState& tensor_memory_state(Cta& cta) {
 
 void check_units_at_exit(Cta& cta) {
     Machine& machine = *cta.machine;
+    for (const auto& w : cta.warps) {
+        const Warp& first = *cta.warps[w->index / 4 * 4];
+        if (w->register_changes.size() == first.register_changes.size()) continue;
+        machine.find(FaultKind::invalid_operation, [&] {
+            return describe_warp(*cta.grid, w->index) +
+                   format(" has executed %zu setmaxnreg, ", w->register_changes.size()) +
+                   describe_warp(*cta.grid, first.index) +
+                   format(" of its warpgroup %zu: all of a warpgroup must execute the same",
+                          first.register_changes.size());
+        });
+    }
     if (cta.units[int(Unit::bulk_copy)] && bulk_state(cta).in_flight) {
         machine.find(FaultKind::invalid_operation, [&] {
             return format(

@@ -166,12 +166,36 @@ void decode_pmevent(Decoder& d) {
     d.emit(nothing, {});
 }
 
+std::string describe_change(uint64_t aux) {
+    return format("setmaxnreg.%s %llu", aux >> 16 ? "inc" : "dec",
+                  (unsigned long long)(aux & 0xffff));
+}
+
+// The warps of a warpgroup must all execute the same ones.
+void check_warpgroup(Warp& w, uint64_t change) {
+    const size_t index = w.register_changes.size() - 1;
+    for (const auto& other : w.cta->warps) {
+        if (other->index / 4 != w.index / 4 || other->register_changes.size() <= index ||
+            other->register_changes[index] == change)
+            continue;
+        throw Fault(FaultKind::invalid_operation,
+                    describe_change(change) + ", but " + describe_warp(*w.grid, other->index) +
+                        " of its warpgroup has executed " +
+                        describe_change(other->register_changes[index]));
+    }
+}
+
 // aux: registers per thread, bit 16: increase. Registers move between the warps of a CTA through
 // its pool.
 Flow set_max_registers(Warp& w, const Op& op) {
     Cta& cta = *w.cta;
     uint32_t wanted = op.aux & 0xffff;
     bool increase = op.aux >> 16;
+    if (!w.current.token) {  // else it has come to wait for registers
+        w.current.token = 1;
+        w.register_changes.push_back(op.aux);
+        check_warpgroup(w, op.aux);
+    }
     if (!w.num_registers) return Flow::next;  // the launch's register count is not known: no effect
     if (increase ? wanted < w.num_registers : wanted > w.num_registers)
         throw Fault(FaultKind::invalid_operation,

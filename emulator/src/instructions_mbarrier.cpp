@@ -30,12 +30,15 @@ void note(Warp& w, Mbarrier& barrier, Mbarrier::Event::Kind kind, int64_t amount
     if (w.machine->checks) barrier.note(kind, amount, w.machine->here());
 }
 
+constexpr size_t mbarrier_bytes = 8;
+
 Flow init(Warp& w, const Op& op) {
     auto count = w.in<uint32_t>(op.operands[1]);
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         barrier.init(count[lane], w.machine->checks);
+        if (w.machine->checks) std::memset(at.cta->shadow.data() + at.offset, 2, mbarrier_bytes);
         if (w.machine->races) w.machine->races->init_barrier(w, lane, *at.cta, barrier);
     });
     return Flow::next;
@@ -45,6 +48,7 @@ Flow inval(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         mbarrier_at(*at.cta, at.offset).invalidate();
+        std::memset(at.cta->shadow.data() + at.offset, 0, mbarrier_bytes);
     });
     return Flow::next;
 }
@@ -110,6 +114,23 @@ Flow complete_tx(Warp& w, const Op& op) {
     return Flow::next;
 }
 
+// A warp that has waited for a phase in vain and comes back when the next one has ended, too,
+// cannot tell: by parity, the phase that it waits for has not begun.
+void check_parity(Warp& w, const Mbarrier& barrier, uint64_t parity, bool complete) {
+    Warp::FailedWait& failed = w.failed_wait;
+    const bool again = failed.barrier == &barrier && (failed.phase & 1) == parity;
+    if (again && barrier.phase >= failed.phase + 2) {
+        w.machine->find(FaultKind::barrier_misuse, [&] {
+            return format(
+                "the warp waits for the end of phase %llu of the mbarrier %s by its "
+                "parity, but since it last looked that phase and the next have ended",
+                (unsigned long long)failed.phase, barrier.name.c_str());
+        });
+    }
+    if (complete && again) failed = {};
+    if (!complete && !again) failed = {&barrier, barrier.phase};
+}
+
 // Lanes whose phase is complete.
 uint32_t test(Warp& w, const Op& op, bool by_parity) {
     uint32_t done = 0, together = 0;  // together: done lanes at `seen`, as a rule all
@@ -124,7 +145,10 @@ uint32_t test(Warp& w, const Op& op, bool by_parity) {
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         const uint64_t value = by_parity ? w.in<uint32_t>(op.operands[2])[lane] & 1
                                          : w.in<uint64_t>(op.operands[2])[lane];
-        if (by_parity ? barrier.test_parity(uint32_t(value)) : barrier.test_state(value)) {
+        const bool complete =
+            by_parity ? barrier.test_parity(uint32_t(value)) : barrier.test_state(value);
+        if (by_parity && w.machine->checks) check_parity(w, barrier, value, complete);
+        if (complete) {
             if (together && at.offset != seen.offset) pass_on(), together = 0;
             seen = at;
             together |= 1u << lane;

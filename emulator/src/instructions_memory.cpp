@@ -45,7 +45,8 @@ void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t 
     const uint64_t key = reinterpret_cast<uint64_t>(at);
     if (access != Access::write) races.read_word(w, lane, key, scope_of(op), op.aux & acquire_bit);
     if (access != Access::read)
-        races.write_word(w, lane, key, scope_of(op), op.aux & release_bit, access == Access::read_write);
+        races.write_word(w, lane, key, scope_of(op), op.aux & release_bit,
+                         access == Access::read_write);
 }
 
 void note_poll(Warp& w, Space space, uint64_t address, uint32_t bytes) {
@@ -78,13 +79,17 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
             offset < cta.shared_end && bytes <= cta.shared_end - offset &&
             !(offset & (bytes - 1))) {
             uint8_t* shadow = cta.shadow.data() + offset;
-            if (access == Access::write) {
+            bool written = true, has_barrier = false;
+            for (uint32_t i = 0; i < bytes; ++i) {
+                written &= shadow[i] != 0;
+                has_barrier |= shadow[i] == 2;
+            }
+            if (access == Access::write && !has_barrier) {
                 std::memset(shadow, 1, bytes);
                 return cta.shared + offset;
             }
-            bool written = true;
-            for (uint32_t i = 0; i < bytes; ++i) written &= shadow[i] != 0;
-            if (written || !cta.machine->checks) return cta.shared + offset;
+            if (access != Access::write && (written || !cta.machine->checks) && !has_barrier)
+                return cta.shared + offset;
         }
     }
     return w.resolve(space, address, bytes, access, lane);

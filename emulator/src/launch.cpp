@@ -176,6 +176,15 @@ void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t
     grids.push_back(std::move(grid));
 }
 
+void Machine::set_registers(Grid& g, uint32_t num_registers) {
+    constexpr uint32_t per_sm = 65536;
+    const uint32_t allocated = (num_registers + 7) / 8 * 8 * warp_size * g.num_warps;
+    if (num_registers > 255 || allocated > per_sm)
+        refuse(*g.program, format("%u registers per thread, %u per CTA; there are %u",
+                                  num_registers, allocated, per_sm));
+    g.num_registers = num_registers;
+}
+
 // Creates clusters as long as the grid's residency allows it. Clusters are taken in order of their
 // first CTA.
 void Machine::admit_ctas(Grid& g) {
@@ -216,6 +225,7 @@ void Machine::admit_ctas(Grid& g) {
                                                       : std::min(65536 / threads / 8 * 8, 255u);
                 c.launch_registers = each;
             }
+            if (g.num_registers) c.launch_registers = g.num_registers;
             for (uint32_t wi = 0; wi < g.num_warps; ++wi) {
                 auto warp = std::make_unique<Warp>();
                 Warp& w = *warp;

@@ -237,6 +237,10 @@ struct Warp {
     uint64_t last_turn = 0;                       // scheduling at which it ran last
     uint64_t polls = 0;  // loads that may be polls, failed waits, clock reads
     Awaited last_poll;
+    struct FailedWait {  // by parity, of a phase that has not been seen to end since
+        const void* barrier = nullptr;
+        uint64_t phase = 0;
+    } failed_wait;
     uint64_t progress_at_poll = 0;
     uint32_t quanta_since_merge = 0;
     uint64_t steps_since_progress = 0;
@@ -246,7 +250,8 @@ struct Warp {
     std::array<std::vector<uint64_t>, warp_size> call_stacks;  // return pc << 32 | call site
     const Region* last_region = nullptr;
     uint64_t last_region_version = 0;
-    uint32_t num_registers = 0;  // per thread, as setmaxnreg sees it (0: unknown)
+    uint32_t num_registers = 0;              // per thread, as setmaxnreg sees it (0: unknown)
+    std::vector<uint64_t> register_changes;  // what it asked setmaxnreg for
     uint32_t cluster_arrived =
         0;  // lanes that have arrived at the cluster barrier and not waited yet
     uint64_t cluster_generation = 0;  // phase in which they arrived
@@ -289,7 +294,7 @@ struct Cta {
     std::byte* shared = nullptr;
     uint32_t shared_end = 0;  // first offset past the end
     std::vector<std::byte> shared_storage;
-    std::vector<uint8_t> shadow;  // 1: written
+    std::vector<uint8_t> shadow;  // 1: written, 2: part of an mbarrier object
     // Last accesses, for races: of shared memory by 4 bytes, of tensor memory by column and
     // quadrant.
     std::vector<Cell> cells, tensor_cells;
@@ -335,6 +340,7 @@ struct Grid {
     uint32_t num_threads = 0, num_warps = 0;  // per CTA
     uint32_t num_ctas = 0, next_cta = 0, live_ctas = 0;
     uint32_t dynamic_shared_bytes = 0;
+    uint32_t num_registers = 0;  // per thread at the start; 0: what the compiler may use
     std::vector<std::vector<std::byte>>
         constants;  // by cluster rank: addresses of shared variables differ
     std::byte* parameters = nullptr;
@@ -431,6 +437,7 @@ struct Machine {
     void launch(const Program& program, uint32_t rank, const uint32_t grid[3],
                 const uint32_t block[3], const uint32_t cluster[3], uint32_t shared_bytes,
                 const std::vector<std::byte>& parameters, bool in_order);
+    void set_registers(Grid& grid, uint32_t num_registers);  // before it runs
     void run(const std::function<bool(uint64_t steps)>& progress_callback);
     void make_ready(Warp& warp);
     size_t pick_ready();

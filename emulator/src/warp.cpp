@@ -13,6 +13,16 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
             format("%s of %u bytes at %s is out of bounds: the CTA's shared memory is 0x%x..0x%x",
                    what, bytes, describe_shared(*this, offset).c_str(), shared_base, shared_end));
     }
+    if (machine->checks && std::memchr(shadow.data() + offset, 2, bytes)) {
+        machine->find(FaultKind::barrier_misuse, [&] {
+            const void* at = std::memchr(shadow.data() + offset, 2, bytes);
+            const auto first = uint32_t(static_cast<const uint8_t*>(at) - shadow.data());
+            return format("%s of %u bytes at %s touches the mbarrier ", what, bytes,
+                          describe_shared(*this, offset).c_str()) +
+                   describe_shared(*this, first / 8 * 8) +
+                   ", which is in use: only mbarrier instructions may";
+        });
+    }
     if (access == Access::write) {
         std::memset(shadow.data() + offset, 1, bytes);
     } else if (machine->checks) {

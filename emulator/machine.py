@@ -159,8 +159,9 @@ class Machine:
         in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
         args: the whole parameter block, or one `bytes` per parameter. registers: per thread at the
-        start, as the compiler reports them; by default the most that it may use. For findings, roles: which
-        warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared memory.
+        start, as the compiler reports them; by default the most that it may use. For findings,
+        roles: which warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared
+        memory.
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")

@@ -392,13 +392,14 @@ size_t Machine::pick_ready() {
         });
         return size_t(first - ready.begin());
     }
+    size_t pick = random() % ready.size();
+    if (schedule != Schedule::slow_rank && schedule != Schedule::starved_role) return pick;
     auto is_victim = [&](const Warp& w) {
-        if (schedule == Schedule::slow_rank) return w.grid->rank->index == seed % ranks.size();
-        return schedule == Schedule::starved_role && w.index == seed % w.grid->num_warps;
+        return schedule == Schedule::slow_rank ? w.grid->rank->index == seed % ranks.size()
+                                               : w.index == seed % w.grid->num_warps;
     };
     // Now and then it runs: others that poll are always ready, and would wait for it in vain.
     constexpr int num_tries = 24, turns_of_others = 64;
-    size_t pick = random() % ready.size();
     // When nobody else gets on, it is its turn.
     if (victims_run || random() % turns_of_others == 0) return pick;
     for (int i = 0; i < num_tries && is_victim(*ready[pick]); ++i) pick = random() % ready.size();

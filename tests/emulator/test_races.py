@@ -309,7 +309,8 @@ def run_lanes_of_two_ctas(produce: str, consume: str = ALL_ACQUIRE) -> None:
         ("__syncwarp(); FENCE; if (lane == 5) RELAXED(flags);", ALL_ACQUIRE),
         # Lanes 0..15 and 16..31 are brought together apart.
         (
-            "__syncwarp(lane < 16 ? 0xffff : 0xffff0000); if (lane % 16 == 0) RELEASE(flags + lane);",
+            "__syncwarp(lane < 16 ? 0xffff : 0xffff0000);"
+            "if (lane % 16 == 0) RELEASE(flags + lane);",
             "acquire(flags); acquire(flags + 16);",
         ),
     ],
@@ -381,7 +382,7 @@ def test_one_lane_frees_what_its_warp_has_read(between: str, is_race: bool) -> N
     data, out = aligned(np.zeros(64, np.uint32)), np.zeros(32, np.uint32)
     source = OVERWRITE.replace("BETWEEN", between)
     if is_race:
-        with pytest.raises(RaceDetected, match="first: read by.*warp 0"):
+        with pytest.raises(RaceDetected, match=r"first: read by.*warp 0"):
             run_kernel(source, data, out, threads=64)
     else:
         run_kernel(source, data, out, threads=64)

@@ -14,7 +14,9 @@ const InstructionTable& all_instructions() {
              {integer_instructions, float_instructions, convert_instructions, move_instructions,
               memory_instructions, control_instructions, warp_instructions, barrier_instructions,
               mbarrier_instructions, bulk_copy_instructions, matrix_instructions,
-              tcgen05_instructions, wgmma_instructions, launch_control_instructions}) {
+              tcgen05_instructions, wgmma_instructions, launch_control_instructions,
+              copy_instructions, tensormap_instructions, remote_instructions, wmma_instructions,
+              simd_instructions}) {
             InstructionTable rows = family();
             all.insert(all.end(), rows.begin(), rows.end());
         }
@@ -45,6 +47,9 @@ std::unique_ptr<Module> load_module(std::string_view ptx, const std::string& nam
     auto module = std::make_unique<Module>();
     module->name = name;
     for (const auto& [key, variable] : parsed->variables) module->variables[key] = variable.symbol;
+    for (const auto& [key, function] : parsed->functions) {
+        if (uint64_t address = parsed->function_address(key)) module->functions[key] = address;
+    }
     auto lines = std::make_shared<const std::vector<std::string>>(std::move(parsed->lines));
     for (const auto& [key, function] : parsed->functions) {
         if (!function.entry || !function.defined) continue;

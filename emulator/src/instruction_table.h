@@ -108,6 +108,7 @@ class Decoder {
     std::vector<Operand> sources(size_t i, Type type);
     uint64_t immediate(size_t i);       // error if it is not one
     bool is_predicate(size_t i) const;  // whether operand i is a predicate register
+    int num_bits_of(size_t i) const;    // of register operand i
     Operand constant(uint64_t value, int bits = 32);
 
     void emit(Body body, std::initializer_list<Operand> operands, uint64_t aux = 0);
@@ -134,9 +135,11 @@ class Decoder {
         Operand narrow, wide;
         bool is_signed;
     };
-    static Body narrow_body();  // these three: instructions_move.cpp
+    Operand frame_address(const Operand& in_frame, int bits);
+    static Body narrow_body();  // these four: instructions_move.cpp
     static Body widen_body();
     static Body widen_signed_body();
+    static Body frame_address_body(int bits);
     static bool special_operand(const std::string& name, Operand& out);
     std::vector<Widening> widenings;
 };
@@ -160,8 +163,13 @@ InstructionTable warp_instructions();
 InstructionTable barrier_instructions();
 InstructionTable mbarrier_instructions();  // mbarrier.*
 InstructionTable
-bulk_copy_instructions();                // cp.async.bulk*, cp.reduce.async.bulk, prefetch.tensormap
-InstructionTable matrix_instructions();  // ldmatrix, stmatrix, movmatrix, mma.sync
+bulk_copy_instructions();              // cp.async.bulk*, cp.reduce.async.bulk, prefetch.tensormap
+InstructionTable copy_instructions();  // cp.async, not .bulk
+InstructionTable tensormap_instructions();       // tensormap.replace, tensormap.cp_fenceproxy
+InstructionTable remote_instructions();          // st.async, red.async
+InstructionTable wmma_instructions();            // wmma.*
+InstructionTable simd_instructions();            // vadd2, vabsdiff4, ...
+InstructionTable matrix_instructions();          // ldmatrix, stmatrix, movmatrix, mma.sync
 InstructionTable tcgen05_instructions();         // tcgen05.*
 InstructionTable wgmma_instructions();           // wgmma.*
 InstructionTable launch_control_instructions();  // clusterlaunchcontrol.*

@@ -69,18 +69,88 @@ void decode_brx_idx(Decoder& d) {
     d.emit(branch_indexed, {d.source(0, Type::u32)}, table);
 }
 
-void copy_frame(Warp& w, int lane, const std::vector<FrameCopy>& copies) {
-    std::byte* frame = w.local.data() + size_t(lane) * w.program->local_bytes;
-    for (const FrameCopy& c : copies) std::memcpy(frame + c.to, frame + c.from, c.bytes);
+const Callable& callee_of(const Warp& w, const CallSite& site, const Op& op, int lane,
+                          uint32_t& index) {
+    const Program& program = *w.program;
+    if (site.callee >= 0) {
+        index = uint32_t(site.callee);
+        return program.callables[index];
+    }
+    const uint64_t address = w.in<uint64_t>(op.operands[0])[lane];
+    auto found = program.callables_by_address.find(address);
+    if (found == program.callables_by_address.end()) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("call of 0x%llx, which is no function's address",
+                           static_cast<unsigned long long>(address)),
+                    lane);
+    }
+    index = found->second;
+    const Callable& callee = program.callables[index];
+    auto fits = [](const std::vector<FrameSlot>& a, const std::vector<FrameSlot>& b) {
+        return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                          [](FrameSlot x, FrameSlot y) { return x.bytes == y.bytes; });
+    };
+    if (!fits(site.arguments, callee.parameters) || !fits(site.results, callee.results)) {
+        throw Fault(FaultKind::invalid_operation,
+                    "the call's parameters are not those of " + callee.name, lane);
+    }
+    return callee;
 }
 
+void copy_parameters(Warp& w, int lane, const std::vector<FrameSlot>& from, uint32_t from_frame,
+                     const std::vector<FrameSlot>& to, uint32_t to_frame) {
+    for (size_t i = 0; i < from.size(); ++i) {
+        std::memcpy(w.local_at(to_frame + to[i].offset, lane),
+                    w.local_at(from_frame + from[i].offset, lane),
+                    std::min(from[i].bytes, to[i].bytes));
+    }
+}
+
+uint32_t& frame_of(Warp& w, int lane) {
+    return w.special[size_t(Special::frame) * warp_size + size_t(lane)];
+}
+
+// Calls `f(32 bits of the lane's registers)` for all that `registers` names, in order.
+template <class F>
+void for_each_word(Warp& w, const std::vector<RegisterPlace>& registers, int lane, F f) {
+    for (const RegisterPlace& r : registers) {
+        std::byte* at = w.registers.data() + r.offset;
+        if (r.bits == 1) {
+            auto& mask = *reinterpret_cast<uint32_t*>(at);
+            uint32_t bit = mask >> lane & 1;
+            f(bit);
+            mask = (mask & ~(1u << lane)) | bit << lane;
+        } else if (r.bits <= 32) {
+            f(reinterpret_cast<uint32_t*>(at)[lane]);
+        } else {
+            for (uint32_t word = 0; word < r.bits / 32u; ++word)
+                f(reinterpret_cast<uint32_t*>(at)[word / 2 * 64 + uint32_t(lane) * 2 + word % 2]);
+        }
+    }
+}
+
+// operands: the function's address, if the site does not name it
 Flow call(Warp& w, const Op& op) {
     const CallSite& site = w.program->calls[op.aux];
-    w.for_each_lane([&](int lane) {
-        copy_frame(w, lane, site.arguments);
-        w.call_stacks[size_t(lane)].push_back(uint64_t(w.current.pc + 1) << 32 | op.aux);
+    const uint32_t return_pc = w.current.pc + 1;
+    return scatter(w, [&](int lane) {
+        Activation caller{return_pc, uint32_t(op.aux), 0, frame_of(w, lane),
+                          w.stack_tops[size_t(lane)]};
+        const Callable& callee = callee_of(w, site, op, lane, caller.callee);
+        const uint32_t frame =
+            (caller.stack_top + frame_alignment - 1) / frame_alignment * frame_alignment;
+        w.grow_stack(frame + callee.frame_bytes, lane);
+        copy_parameters(w, lane, site.arguments, caller.frame, callee.parameters, frame);
+        if (site.is_recursive) {
+            auto& kept = w.kept_registers[size_t(lane)];
+            for_each_word(w, w.program->callables[site.caller].registers, lane,
+                          [&](uint32_t& word) { kept.push_back(word); });
+        }
+        frame_of(w, lane) = frame;
+        w.stack_tops[size_t(lane)] = frame + callee.frame_bytes;
+        w.call_stacks[size_t(lane)].push_back(caller);
+        return callee.target;
     });
-    return w.jump(site.target);
 }
 
 void decode_call(Decoder& d) {
@@ -88,7 +158,10 @@ void decode_call(Decoder& d) {
     if (decode_runtime_call(d)) return;
     uint32_t site = d.builder.add_call(d.statement);
     d.op.ends_block = true;
-    d.emit(call, {}, site);
+    std::vector<Operand> address;
+    for (const ParsedOperand& p : d.statement.operands)
+        if (p.kind == ParsedOperand::Kind::reg) address.push_back(d.source(p, Type::b64));
+    d.emit(call, std::move(address), site);
 }
 
 Flow exit_threads(Warp& w, const Op&) {
@@ -106,11 +179,23 @@ void decode_exit(Decoder& d) {
 Flow return_from(Warp& w, const Op& op) {
     if (w.call_stacks[size_t(w.first_lane())].empty()) return exit_threads(w, op);
     return scatter(w, [&](int lane) {
-        auto& stack = w.call_stacks[size_t(lane)];
-        uint64_t frame = stack.back();
-        stack.pop_back();
-        copy_frame(w, lane, w.program->calls[uint32_t(frame)].results);
-        return uint32_t(frame >> 32);
+        const Activation caller = w.call_stacks[size_t(lane)].back();
+        w.call_stacks[size_t(lane)].pop_back();
+        const CallSite& site = w.program->calls[caller.site];
+        copy_parameters(w, lane, w.program->callables[caller.callee].results, frame_of(w, lane),
+                        site.results, caller.frame);
+        frame_of(w, lane) = caller.frame;
+        w.stack_tops[size_t(lane)] = caller.stack_top;
+        if (site.is_recursive) {
+            auto& kept = w.kept_registers[size_t(lane)];
+            const auto& registers = w.program->callables[site.caller].registers;
+            size_t count = 0;
+            for_each_word(w, registers, lane, [&](uint32_t&) { ++count; });
+            size_t next = kept.size() - count;
+            for_each_word(w, registers, lane, [&](uint32_t& word) { word = kept[next++]; });
+            kept.resize(kept.size() - count);
+        }
+        return caller.return_pc;
     });
 }
 
@@ -118,6 +203,65 @@ void decode_ret(Decoder& d) {
     d.take("uni");
     d.op.ends_block = d.op.never_falls_through = true;
     d.emit(return_from, {});
+}
+
+// ---- memory on the stack
+
+template <class T>
+Flow allocate_on_stack(Warp& w, const Op& op) {  // d, size; aux: alignment
+    auto d = w.out<T>(op.operands[0]);
+    auto size = w.in<T>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        uint32_t& top = w.stack_tops[size_t(lane)];
+        const uint64_t start = (top + op.aux - 1) / op.aux * op.aux, end = start + size[lane];
+        w.grow_stack(uint32_t(std::min<uint64_t>(end, UINT32_MAX)), lane);
+        d.set(lane, T(start));
+        top = uint32_t(end);
+    });
+    return Flow::next;
+}
+
+template <class T>
+Flow save_stack(Warp& w, const Op& op) {
+    auto d = w.out<T>(op.operands[0]);
+    w.for_each_lane([&](int lane) { d.set(lane, T(w.stack_tops[size_t(lane)])); });
+    return Flow::next;
+}
+
+template <class T>
+Flow restore_stack(Warp& w, const Op& op) {
+    auto a = w.in<T>(op.operands[0]);
+    w.for_each_lane([&](int lane) {
+        if (a[lane] > w.stack_tops[size_t(lane)])
+            throw Fault(FaultKind::invalid_operation, "stackrestore to above the stack's top",
+                        lane);
+        w.stack_tops[size_t(lane)] = uint32_t(a[lane]);
+    });
+    return Flow::next;
+}
+
+void decode_alloca(Decoder& d) {
+    d.take("local");
+    const Type type = d.take_type({Type::u32, Type::u64});
+    d.expect_operands(2, 3);
+    const uint64_t alignment = d.num_operands() == 3 ? d.immediate(2) : 8;
+    if (alignment == 0 || alignment > frame_alignment) d.unsupported("an alignment above 128");
+    d.emit(type == Type::u64 ? allocate_on_stack<uint64_t> : allocate_on_stack<uint32_t>,
+           {d.destination(0, type), d.source(1, type)}, alignment);
+}
+
+void decode_stacksave(Decoder& d) {
+    const Type type = d.take_type({Type::u32, Type::u64});
+    d.expect_operands(1);
+    d.emit(type == Type::u64 ? save_stack<uint64_t> : save_stack<uint32_t>,
+           {d.destination(0, type)});
+}
+
+void decode_stackrestore(Decoder& d) {
+    const Type type = d.take_type({Type::u32, Type::u64});
+    d.expect_operands(1);
+    d.emit(type == Type::u64 ? restore_stack<uint64_t> : restore_stack<uint32_t>,
+           {d.source(0, type)});
 }
 
 Flow trap(Warp& w, const Op&) {
@@ -229,8 +373,11 @@ InstructionTable control_instructions() {
     return {
         {"bra", decode_bra, "branch"},
         {"brx.idx", decode_brx_idx, "branch by table"},
-        {"call", decode_call, "call of a function of the module"},
+        {"call", decode_call, "call of a function of the module, also by address"},
         {"ret", decode_ret, "return, or exit from a kernel"},
+        {"alloca", decode_alloca, "memory on the stack"},
+        {"stacksave", decode_stacksave, "the stack's top"},
+        {"stackrestore", decode_stackrestore, "gives memory on the stack back"},
         {"exit", decode_exit, "end of the thread"},
         {"trap", decode_trap, "abort with an error"},
         {"brkpt", decode_breakpoint, "breakpoint, an error like trap"},

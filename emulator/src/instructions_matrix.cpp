@@ -1,4 +1,5 @@
 // ldmatrix, stmatrix, movmatrix, mma.sync: matrices spread over one warp's registers.
+#include <cmath>
 #include <cstring>
 
 #include "element_types.h"
@@ -180,11 +181,59 @@ Flow mma(Warp& w, const Op& op) {
     return Flow::next;
 }
 
+// m8n8k4 and m16n8kK of doubles. aux: rows, K; operands: d, a, b, c. One fused multiply-add after
+// the other, in the order of K.
+Flow mma_of_doubles(Warp& w, const Op& op) {
+    const uint32_t m = uint32_t(op.aux & 0xff), k = uint32_t(op.aux >> 8);
+    const uint32_t num_d = m / 4, num_a = m * k / warp_size, num_b = 8 * k / warp_size;
+    const Operand *as = op.operands + num_d, *bs = as + num_a, *cs = bs + num_b;
+    double a[16][16], b[16][8], sums[warp_size][4];
+    for (uint32_t t = 0; t < warp_size; ++t) {
+        for (uint32_t i = 0; i < num_a; ++i)
+            a[t / 4 + (m == 16 ? i % 2 * 8 : 0)][t % 4 + (m == 16 ? i / 2 : i) * 4] =
+                w.in<double>(as[i])[int(t)];
+        for (uint32_t i = 0; i < num_b; ++i) b[t % 4 + 4 * i][t / 4] = w.in<double>(bs[i])[int(t)];
+    }
+    for (uint32_t t = 0; t < warp_size; ++t) {
+        for (uint32_t i = 0; i < num_d; ++i) {
+            double sum = w.in<double>(cs[i])[int(t)];
+            for (uint32_t n = 0; n < k; ++n)
+                sum = std::fma(a[t / 4 + i / 2 * 8][n], b[n][t % 4 * 2 + i % 2], sum);
+            sums[t][i] = sum;
+        }
+    }
+    for (uint32_t i = 0; i < num_d; ++i)
+        for (uint32_t t = 0; t < warp_size; ++t)
+            w.out<double>(op.operands[i]).set(int(t), sums[t][i]);
+    return Flow::next;
+}
+
+void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
+    d.take("rn");
+    for (int i = 0; i < 4; ++i) d.take_type({Type::f64});
+    d.expect_operands(4);
+    const size_t counts[] = {m / 4, m * k / warp_size, 8 * k / warp_size, m / 4};
+    std::vector<Operand> operands = d.destinations(0, Type::f64);
+    bool good = operands.size() == counts[0];
+    for (size_t i = 1; i < 4; ++i) {
+        const std::vector<Operand> part = d.sources(i, Type::f64);
+        good &= part.size() == counts[i];
+        operands.insert(operands.end(), part.begin(), part.end());
+    }
+    if (!good) d.invalid("the number of registers does not match the shape");
+    d.emit(mma_of_doubles, std::move(operands), m | uint64_t(k) << 8);
+}
+
 void decode_mma(Decoder& d) {
     d.ignore({"sync", "aligned", "row", "col", "kind::f8f6f4"});
     d.op.meeting = Meeting::whole_warp;
     std::string text;
     uint32_t k = 0;
+    if (d.has("f64")) {
+        if (d.take("m8n8k4")) return decode_mma_of_doubles(d, 8, 4);
+        for (uint32_t size : {4u, 8u, 16u})
+            if (d.take("m16n8k" + std::to_string(size))) return decode_mma_of_doubles(d, 16, size);
+    }
     if (!d.take_prefix("m16n8k", text)) d.unsupported("only m16n8kK is supported");
     k = uint32_t(std::stoul(text.substr(6)));
     const Type result = d.take_type({Type::f32, Type::f16, Type::s32});
@@ -221,7 +270,8 @@ InstructionTable matrix_instructions() {
         {"ldmatrix", decode_ldmatrix, "m8n8 b16, x1 to x4, .trans"},
         {"stmatrix", decode_stmatrix, "m8n8 b16 and m16n8.trans b8, x1 to x4"},
         {"movmatrix", decode_movmatrix, "transposes an m8n8 b16 matrix"},
-        {"mma", decode_mma, "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8"},
+        {"mma", decode_mma,
+         "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, f64; m8n8k4: f64"},
     };
 }
 

@@ -1,4 +1,4 @@
-// Loads, stores, atomics and reductions, prefetches, bulk zero fill, non-bulk asynchronous copies.
+// Loads, stores, atomics and reductions, prefetches, bulk zero fill.
 #include <algorithm>
 
 #include "float_types.h"
@@ -252,7 +252,7 @@ std::vector<Operand> split_wide(const std::vector<Operand>& all) {
 // nothing.
 Operand take_address(Decoder& d, size_t i, Space& space) {
     Operand address = d.address(i);
-    bool symbol = address.base == Base::constants && d.symbol_space != Space::generic;
+    bool symbol = address.base != Base::registers && d.symbol_space != Space::generic;
     if (symbol && (space == Space::param || space == Space::generic)) space = d.symbol_space;
     if (space == Space::constant || space == Space::param) space = Space::global;
     return address;
@@ -631,46 +631,6 @@ void decode_st_bulk(Decoder& d) {
     d.emit(bulk_zero, {take_address(d, 0, space), d.source(1, Type::u64)}, uint64_t(space));
 }
 
-// operands: shared address, global address, source size; aux: copy size. The copy happens at once,
-// which is one of the moments that the program must expect.
-Flow copy_to_shared(Warp& w, const Op& op) {
-    uint32_t bytes = uint32_t(op.aux & 0xff);
-    bool ignore = op.num_operands > 3;
-    w.for_each_lane([&](int i) {
-        uint32_t from_bytes = w.in<uint32_t>(op.operands[2])[i];
-        if (ignore && (w.predicate(op.operands[3]) >> i) & 1) from_bytes = 0;
-        if (from_bytes > bytes)
-            throw Fault(FaultKind::invalid_operation, "cp.async copies more bytes than its size",
-                        i);
-        std::byte buffer[16] = {};
-        uint64_t source = w.address(op.operands[1], i);
-        if (source & (bytes - 1))
-            w.resolve(Space::global, source, bytes, Access::read, i);  // words the error
-        for (uint32_t k = 0; k < from_bytes; ++k)
-            buffer[k] = *w.resolve(Space::global, source + k, 1, Access::read, i);
-        std::memcpy(w.resolve(Space::shared, w.address(op.operands[0], i), bytes, Access::write, i),
-                    buffer, bytes);
-    });
-    w.machine->note_progress();
-    return Flow::next;
-}
-
-void decode_cp_async(Decoder& d) {
-    d.ignore({"ca", "cg", "shared", "shared::cta", "global"});
-    ignore_cache_hints(d);
-    if (d.num_operands() < 3) d.invalid("expected an address pair and a size");
-    uint64_t bytes = d.immediate(2);
-    if (bytes != 4 && bytes != 8 && bytes != 16) d.invalid("the size must be 4, 8 or 16");
-    std::vector<Operand> operands{d.address(0), d.address(1)};
-    using Kind = ParsedOperand::Kind;
-    bool has_size = d.num_operands() > 3 && (d.parsed(3).kind == Kind::immediate ||
-                                             (d.parsed(3).kind == Kind::reg && !d.is_predicate(3)));
-    operands.push_back(has_size ? d.source(3, Type::u32) : d.constant(bytes));
-    if (d.num_operands() > 3 && d.parsed(3).kind == Kind::reg && d.is_predicate(3))
-        operands.push_back(d.source(3, Type::pred));
-    d.emit(copy_to_shared, operands, bytes);
-}
-
 }  // namespace
 
 InstructionTable memory_instructions() {
@@ -685,13 +645,6 @@ InstructionTable memory_instructions() {
         {"prefetchu", decode_nothing, "prefetch (no effect)"},
         {"discard", decode_nothing, "cache line may be dropped (no effect)"},
         {"applypriority", decode_nothing, "cache priority (no effect)"},
-        {"cp.async", decode_cp_async, "copy of 4, 8 or 16 bytes from global to shared memory"},
-        {"cp.async.commit_group", decode_nothing,
-         "end of a group of cp.async (copies are complete at once)"},
-        {"cp.async.wait_group", decode_nothing,
-         "wait for groups of cp.async (copies are complete at once)"},
-        {"cp.async.wait_all", decode_nothing,
-         "wait for all cp.async (copies are complete at once)"},
     };
 }
 

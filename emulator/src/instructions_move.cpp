@@ -20,6 +20,11 @@ Flow widen_signed(Warp& w, const Op& op) {
     return map1<uint64_t, int32_t>(w, op, [](int32_t a) { return uint64_t(int64_t(a)); });
 }
 
+template <class T>
+Flow place_in_frame(Warp& w, const Op& op) {  // aux: offset in the frame
+    return map1<T, uint32_t>(w, op, [&](uint32_t frame) { return T(frame + op.aux); });
+}
+
 Flow move_predicate(Warp& w, const Op& op) {
     w.set_predicate(op.operands[0], w.predicate(op.operands[1]));
     return Flow::next;
@@ -138,6 +143,9 @@ constexpr SpecialName special_names[] = {
     {"%aggr_smem_size", Special::aggr_smem_size},
     {"%reserved_smem_offset_begin", Special::reserved_smem_offset_begin},
     {"%reserved_smem_offset_cap", Special::reserved_smem_offset_cap},
+    {"%reserved_smem_offset_1", Special::reserved_smem_offset_1},
+    {"%envreg1", Special::envreg1},
+    {"%envreg2", Special::envreg2},
 };
 
 void decode_mov(Decoder& d) {
@@ -320,6 +328,9 @@ Body Decoder::widen_body() {
 }
 Body Decoder::widen_signed_body() {
     return widen_signed;
+}
+Body Decoder::frame_address_body(int bits) {
+    return bits == 64 ? place_in_frame<uint64_t> : place_in_frame<uint32_t>;
 }
 
 bool Decoder::special_operand(const std::string& name, Operand& out) {

@@ -1,4 +1,5 @@
-// Functions that the CUDA driver provides and a module only declares: vprintf and __assertfail.
+// Functions that the CUDA driver provides and a module only declares: vprintf, __assertfail, malloc
+// and free.
 #include <cstdio>
 
 #include "lanes.h"
@@ -26,13 +27,16 @@ std::string read_text(Warp& w, uint64_t address, int lane) {
     return text;
 }
 
-// A parameter of the call, in the lane's frame.
+// A parameter of the call, at this place of the lane's local memory.
 template <class T>
-T parameter(Warp& w, const Operand& frame_offset, int lane) {
+T parameter(Warp& w, const Operand& place, int lane) {
     T value;
-    const std::byte* frame = w.local.data() + size_t(lane) * w.program->local_bytes;
-    std::memcpy(&value, frame + w.uniform<uint32_t>(frame_offset), sizeof value);
+    std::memcpy(&value, w.local_at(w.in<uint32_t>(place)[lane], lane), sizeof value);
     return value;
+}
+template <class T>
+void return_value(Warp& w, const Operand& place, int lane, T value) {
+    std::memcpy(w.local_at(w.in<uint32_t>(place)[lane], lane), &value, sizeof value);
 }
 
 // `format` filled with values that lie one after the other at `values`, each aligned to its size.
@@ -107,22 +111,20 @@ std::string print_formatted(Warp& w, const std::string& format_text, uint64_t va
     return out;
 }
 
-// operands: frame offsets of result, format, values
+// operands: places of result, format, values
 Flow print(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         std::string text =
             print_formatted(w, read_text(w, parameter<uint64_t>(w, op.operands[1], lane), lane),
                             parameter<uint64_t>(w, op.operands[2], lane), lane);
         std::fwrite(text.data(), 1, text.size(), stdout);
-        std::byte* frame = w.local.data() + size_t(lane) * w.program->local_bytes;
-        auto length = int32_t(text.size());
-        std::memcpy(frame + w.uniform<uint32_t>(op.operands[0]), &length, sizeof length);
+        return_value(w, op.operands[0], lane, int32_t(text.size()));
     });
     std::fflush(stdout);
     return Flow::next;
 }
 
-// A failed assert(). operands: frame offsets of message, file, line
+// A failed assert(). operands: places of message, file, line
 Flow assertion_failed(Warp& w, const Op& op) {
     int lane = w.first_lane();
     auto text = [&](const Operand& o) {
@@ -134,27 +136,74 @@ Flow assertion_failed(Warp& w, const Op& op) {
                 lane);
 }
 
+// operands: places of result, size
+Flow allocate(Warp& w, const Op& op) {
+    Rank& rank = *w.grid->rank;
+    w.for_each_lane([&](int lane) {
+        const uint64_t size = parameter<uint64_t>(w, op.operands[1], lane);
+        uint64_t address = 0;
+        if (size) {
+            constexpr size_t alignment = 16;
+            auto storage = std::make_unique<std::byte[]>(size + alignment);
+            std::memset(storage.get(), 0xcb, size + alignment);
+            address =
+                (reinterpret_cast<uint64_t>(storage.get()) + alignment - 1) / alignment * alignment;
+            rank.memory.add(address, size, "memory from malloc", true);
+            rank.heap[address] = std::move(storage);
+        }
+        return_value(w, op.operands[0], lane, address);
+    });
+    return Flow::next;
+}
+
+// operands: place of the address
+Flow release(Warp& w, const Op& op) {
+    Rank& rank = *w.grid->rank;
+    w.for_each_lane([&](int lane) {
+        const uint64_t address = parameter<uint64_t>(w, op.operands[0], lane);
+        if (!address) return;
+        auto found = rank.heap.find(address);
+        if (found == rank.heap.end())
+            throw Fault(FaultKind::invalid_operation,
+                        format("free of 0x%llx, which malloc has not given",
+                               static_cast<unsigned long long>(address)),
+                        lane);
+        rank.memory.remove(address);
+        rank.freed.push_back(std::move(found->second));
+        rank.heap.erase(found);
+    });
+    return Flow::next;
+}
+
 }  // namespace
 
 bool decode_runtime_call(Decoder& d) {
     size_t callee = d.parsed(0).kind == ParsedOperand::Kind::parenthesis ? 1 : 0;
     if (d.num_operands() != callee + 2) return false;
     const std::string& name = d.parsed(callee).name;
+    if (d.builder.function_address(name)) return false;  // the module has its own
     const auto& parameters = d.parsed(callee + 1).elements;
-    auto frame_offset = [&](const ParsedOperand& p) { return d.source(p, Type::u32); };
+    auto place = [&](const ParsedOperand& p) { return d.source(p, Type::u32); };
     if (name == "__assertfail") {
         if (callee != 0 || parameters.size() != 5)
             d.invalid("__assertfail takes five parameters and has no result");
         d.op.ends_block = d.op.never_falls_through = true;
-        d.emit(assertion_failed, {frame_offset(parameters[0]), frame_offset(parameters[1]),
-                                  frame_offset(parameters[2])});
+        d.emit(assertion_failed,
+               {place(parameters[0]), place(parameters[1]), place(parameters[2])});
         return true;
     }
     if (name == "vprintf") {
         if (callee != 1 || d.parsed(0).elements.size() != 1 || parameters.size() != 2)
             d.invalid("vprintf takes two parameters and has a result");
-        d.emit(print, {frame_offset(d.parsed(0).elements[0]), frame_offset(parameters[0]),
-                       frame_offset(parameters[1])});
+        d.emit(print, {place(d.parsed(0).elements[0]), place(parameters[0]), place(parameters[1])});
+        return true;
+    }
+    if (name == "malloc" && callee == 1 && parameters.size() == 1) {
+        d.emit(allocate, {place(d.parsed(0).elements[0]), place(parameters[0])});
+        return true;
+    }
+    if (name == "free" && callee == 0 && parameters.size() == 1) {
+        d.emit(release, {place(parameters[0])});
         return true;
     }
     return false;

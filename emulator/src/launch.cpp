@@ -78,10 +78,14 @@ ModuleMemory& Machine::module_memory(const Module& module, Rank& rank) {
             uint64_t value;
             std::memcpy(&value, base + offset + at, 8);
             auto other = memory.addresses.find(target);
-            if (other == memory.addresses.end())
+            auto function = module.functions.find(target);
+            if (other != memory.addresses.end())
+                value += other->second;
+            else if (function != module.functions.end())
+                value += function->second;
+            else
                 throw Fault(FaultKind::unsupported,
                             "the initializer of " + name + " refers to " + target);
-            value += other->second;
             std::memcpy(base + offset + at, &value, 8);
         }
     }
@@ -152,6 +156,11 @@ void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t
         g.rank->memory.add(reinterpret_cast<uint64_t>(g.parameters), parameters.size(),
                            "parameters of " + program.name, false);
 
+    if (program.uses_grid_workspace) {
+        g.workspace = std::make_unique<std::array<uint32_t, 4>>();
+        g.rank->memory.add(reinterpret_cast<uint64_t>(g.workspace.get()), sizeof *g.workspace,
+                           "grid workspace of " + program.name, true);
+    }
     ModuleMemory& memory = module_memory(*program.module, *g.rank);
     g.constants.resize(cluster_ctas);
     for (uint32_t r = 0; r < cluster_ctas; ++r) {
@@ -162,8 +171,6 @@ void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t
             if (c.symbol) {
                 if (c.symbol->space == Space::shared)
                     low += c.symbol->address + (uint64_t(r) << shared_rank_shift);
-                else if (c.symbol->space == Space::local)
-                    low += c.symbol->address;
                 else
                     low += memory.addresses.at(c.symbol->name);
             }
@@ -217,6 +224,7 @@ void Machine::admit_ctas(Grid& g) {
             c.shared_end = program.dynamic_shared_offset + g.dynamic_shared_bytes;
             c.shared = aligned(c.shared_storage, c.shared_end, 1024);
             c.shadow.assign(c.shared_end, 0);
+            std::fill(c.shadow.begin() + runtime_shared_base, c.shadow.begin() + shared_base, 1);
             if (program.max_registers || program.max_threads || program.required_threads[0]) {
                 // What the compiler may use at launch; setmaxnreg moves registers between
                 // warpgroups of this sum.
@@ -242,7 +250,9 @@ void Machine::admit_ctas(Grid& g) {
                 w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
                 w.current.lanes = w.live;
                 w.registers.assign(program.register_bytes, std::byte{0xcb});
-                w.local.assign(size_t(program.local_bytes) * warp_size, std::byte{0xcb});
+                w.local_stride = program.local_bytes;
+                w.local.assign(size_t(w.local_stride) * warp_size, std::byte{0xcb});
+                w.stack_tops.fill(program.callables[0].frame_bytes);
                 w.special.assign(size_t(Special::count) * warp_size, 0);
                 auto row = [&](Special s) { return w.special.data() + size_t(s) * warp_size; };
                 auto fill = [&](Special s, uint32_t value) {
@@ -288,6 +298,10 @@ void Machine::admit_ctas(Grid& g) {
                 fill(Special::aggr_smem_size, c.shared_end);
                 fill(Special::reserved_smem_offset_begin, 0);
                 fill(Special::reserved_smem_offset_cap, shared_base);
+                fill(Special::reserved_smem_offset_1, runtime_shared_base);
+                const auto workspace = reinterpret_cast<uint64_t>(g.workspace.get());
+                fill(Special::envreg1, uint32_t(workspace >> 32));
+                fill(Special::envreg2, uint32_t(workspace));
                 w.bases[int(Base::registers)] = w.registers.data();
                 w.bases[int(Base::constants)] = g.constants[r].data();
                 w.bases[int(Base::special)] = reinterpret_cast<std::byte*>(w.special.data());
@@ -331,9 +345,12 @@ void Machine::reset() {
     running = nullptr;
     completing = nullptr;
     races.reset();
-    for (auto& g : grids)
+    for (auto& g : grids) {
+        RegionTable& memory = g->rank->memory;
         if (!g->program->parameters.empty())
-            g->rank->memory.remove(reinterpret_cast<uint64_t>(g->parameters));
+            memory.remove(reinterpret_cast<uint64_t>(g->parameters));
+        if (g->workspace) memory.remove(reinterpret_cast<uint64_t>(g->workspace.get()));
+    }
     grids.clear();
 }
 

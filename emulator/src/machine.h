@@ -36,7 +36,8 @@ struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per C
 constexpr uint64_t shared_window = 0x0100'0000'0000'0000ull;
 constexpr uint64_t local_window = 0x0200'0000'0000'0000ull;
 constexpr uint64_t window_mask = 0xff00'0000'0000'0000ull;
-constexpr uint32_t shared_base = 0x400;  // the first KiB of the window is reserved
+constexpr uint32_t shared_base = 0x400;          // the first KiB of the window is reserved
+constexpr uint32_t runtime_shared_base = 0x2c0;  // the part of it that CUDA's own headers use
 constexpr uint32_t shared_rank_shift = 24;
 constexpr uint32_t shared_offset_mask = (1u << shared_rank_shift) - 1;
 
@@ -117,6 +118,10 @@ enum class Special : uint32_t {
     aggr_smem_size,
     reserved_smem_offset_begin,
     reserved_smem_offset_cap,
+    reserved_smem_offset_1,
+    envreg1,
+    envreg2,
+    frame,  // no register of PTX: where the current function's frame starts in local memory
     count
 };
 
@@ -162,6 +167,12 @@ struct Group {
         0;  // kept for the body between the runs of one blocked instruction, 0 at first
     uint64_t deadline = 0;  // virtual ns at which a blocked group is woken anyway, 0 = never
     Wait wait;
+};
+
+// A function that a lane has called another one from.
+struct Activation {
+    uint32_t return_pc = 0, site = 0, callee = 0;
+    uint32_t frame = 0, stack_top = 0;
 };
 
 struct Warp {
@@ -224,6 +235,12 @@ struct Warp {
     // It looks at something that others may change.
     inline void note_poll(const Awaited& awaited);
 
+    std::byte* local_at(uint32_t offset, int lane) {
+        return local.data() + size_t(lane) * local_stride + offset;
+    }
+    // Makes room for a lane's stack up to `top`.
+    void grow_stack(uint32_t top, int lane);
+
     // Moves the executing lanes to `pc` and lets the group's others go on behind the current
     // instruction.
     Flow jump(uint32_t pc);
@@ -246,8 +263,11 @@ struct Warp {
     uint64_t steps_since_progress = 0;
     std::vector<std::byte> registers;
     std::vector<uint32_t> special;
-    std::vector<std::byte> local;                              // lane-major
-    std::array<std::vector<uint64_t>, warp_size> call_stacks;  // return pc << 32 | call site
+    std::vector<std::byte> local;  // lane-major: a stack of frames per lane
+    uint32_t local_stride = 0;     // bytes per lane, see `grow_stack`
+    std::array<uint32_t, warp_size> stack_tops{};
+    std::array<std::vector<Activation>, warp_size> call_stacks;
+    std::array<std::vector<uint32_t>, warp_size> kept_registers;  // of recursive callers
     const Region* last_region = nullptr;
     uint64_t last_region_version = 0;
     uint32_t num_registers = 0;              // per thread, as setmaxnreg sees it (0: unknown)
@@ -280,6 +300,8 @@ struct Cluster {
     WaitQueue waiters;
 };
 
+enum class Unit : int { mbarrier, bulk_copy, thread_copy, tensor_memory, matrix, count };
+
 struct Cta {
     Machine* machine = nullptr;
     Grid* grid = nullptr;
@@ -307,8 +329,8 @@ struct Cta {
     uint32_t launch_registers = 0;  // per thread, 0 if the module does not say
     int64_t free_registers = 0;     // setmaxnreg pool
 
-    std::shared_ptr<void>
-        units[4];  // state of functional units, by `Unit`; created by them on first use
+    std::shared_ptr<void> units[size_t(
+        Unit::count)];  // state of functional units, by `Unit`; created by them on first use
 
     // Threads have exited: barriers that wait for nobody else complete.
     void threads_exited();
@@ -316,8 +338,6 @@ struct Cta {
     // Checked access to this CTA's shared memory by offset. `what` words the error.
     std::byte* shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what);
 };
-
-enum class Unit : int { mbarrier, bulk_copy, tensor_memory, matrix };
 
 // A module's .global and .const variables as one rank has them.
 struct ModuleMemory {
@@ -329,6 +349,10 @@ struct Rank {
     uint32_t index = 0;
     RegionTable memory;
     std::map<const Module*, ModuleMemory> modules;
+    // What kernels got from malloc, by address. Storage that was freed is kept, so that no address
+    // comes twice.
+    std::map<uint64_t, std::unique_ptr<std::byte[]>> heap;
+    std::vector<std::unique_ptr<std::byte[]>> freed;
 };
 
 struct Grid {
@@ -345,6 +369,7 @@ struct Grid {
         constants;  // by cluster rank: addresses of shared variables differ
     std::byte* parameters = nullptr;
     std::vector<std::byte> parameter_storage;
+    std::unique_ptr<std::array<uint32_t, 4>> workspace;  // of a barrier over the whole grid
     std::vector<std::unique_ptr<Cta>> ctas;
     std::vector<std::unique_ptr<Cluster>> clusters;
     Grid* previous = nullptr;         // starts when that one has ended

@@ -154,7 +154,7 @@ struct Symbol {  // a module-scope or static variable
     uint64_t size = 0;
     uint64_t alignment = 1;
     uint64_t address =
-        0;  // shared: shared address; local, function parameters: offset in the lane's frame
+        0;  // shared: shared address; local, function parameters: offset in the function's frame
     bool dynamic = false;  // .extern .shared x[]
     std::vector<std::byte> initializer;
     std::vector<std::pair<uint64_t, std::string>>
@@ -176,16 +176,30 @@ struct Constant {
     bool parameter = false;          // low += address of the launch's parameter block
 };
 
-// Bytes that a call copies between the caller's and the callee's parameters, all in the lane's
-// frame.
-struct FrameCopy {
-    uint32_t from = 0, to = 0, bytes = 0;
+// Where a variable lies in its function's frame. Frames lie one behind the other in the lane's
+// local memory: a call opens one, a return closes it.
+struct FrameSlot {
+    uint32_t offset = 0, bytes = 0;
+};
+
+struct RegisterPlace {
+    uint32_t offset = 0;
+    uint8_t bits = 0;
+};
+
+struct Callable {
+    std::string name;
+    uint32_t target = 0;  // first op
+    uint32_t frame_bytes = 0;
+    std::vector<FrameSlot> parameters, results;
+    std::vector<RegisterPlace> registers;
 };
 
 struct CallSite {
-    std::string callee;
-    uint32_t target = 0;
-    std::vector<FrameCopy> arguments, results;
+    int callee = -1;  // index into Program::callables; -1: the address in operand 0 tells
+    uint32_t caller = 0;
+    std::vector<FrameSlot> arguments, results;  // in the caller's frame
+    bool is_recursive = false;  // the callee may call the caller: its registers are kept
 };
 
 // One entry function with everything that it calls.
@@ -202,9 +216,12 @@ struct Program {
     std::vector<std::vector<uint32_t>> branch_tables;
     std::vector<CallSite> calls;
     std::shared_ptr<const struct RegisterPlan> register_plan;  // register_watch.h; may be null
+    std::vector<Callable> callables;                           // 0: the kernel itself
+    std::map<uint64_t, uint32_t> callables_by_address;
+    bool uses_grid_workspace = false;  // %envreg1 and 2 hold its address
     uint32_t constant_bytes = 0;
     uint32_t register_bytes = 0;  // per warp
-    uint32_t local_bytes = 0;     // per lane: .local variables and the parameters of functions
+    uint32_t local_bytes = 0;     // per lane: a frame of every function
     uint32_t static_shared_bytes = 0;
     uint32_t dynamic_shared_offset = 0;  // shared address where dynamic shared memory starts
     std::vector<KernelParameter> parameters;
@@ -219,9 +236,12 @@ struct Program {
 // Everything that was loaded from one PTX text.
 struct Module {
     std::string name;
-    std::map<std::string, Symbol> variables;  // of module scope
+    std::map<std::string, Symbol> variables;    // of module scope
+    std::map<std::string, uint64_t> functions;  // their addresses
     std::map<std::string, std::unique_ptr<Program>> programs;
 };
+
+constexpr uint32_t frame_alignment = 128;
 
 // Parses and decodes PTX; throws Fault.
 std::unique_ptr<Module> load_module(std::string_view ptx, const std::string& name);

@@ -60,8 +60,18 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
         p.parameters.push_back({v.symbol.name, offset, v.symbol.size, v.symbol.alignment});
         p.parameter_bytes = offset + uint32_t(v.symbol.size);
     }
-    waiting_.push_back(&entry);
-    for (size_t i = 0; i < waiting_.size(); ++i) decode_function(*waiting_[i]);
+    add_callable(entry);
+    for (size_t i = 0; i < waiting_.size(); ++i) {
+        decode_function(*waiting_[i]);
+        if (calls_by_address_ && i + 1 == waiting_.size()) add_functions_with_address();
+    }
+    mark_recursive_calls();
+    for (Callable& c : p.callables) {
+        c.target = call_targets_.at(c.name);
+        p.local_bytes += align_up(c.frame_bytes, frame_alignment);
+        if (uint64_t address = module_.function_address(c.name))
+            p.callables_by_address[address] = uint32_t(&c - p.callables.data());
+    }
     lay_out_shared();
     resolve_branches();
     find_leaders();
@@ -102,10 +112,13 @@ Operand ProgramBuilder::register_operand(const std::string& name) {
 }
 
 Operand ProgramBuilder::temporary(const Operand& wide) {
+    return temporary(32, std::string(registers_[wide.offset].name));
+}
+
+Operand ProgramBuilder::temporary(int bits, const std::string& name) {
     Operand o;
     o.base = Base::registers;
-    o.bits = 32;
-    const std::string name = registers_[wide.offset].name;
+    o.bits = uint8_t(bits);
     o.offset = uint32_t(registers_.size());
     registers_.push_back({o.bits, 0, name});
     return o;
@@ -139,15 +152,25 @@ std::string ProgramBuilder::variable_key(const std::string& name, int scope) con
     return name;
 }
 
-// The function's own variables: .local and .param lie in the lane's frame, .shared is laid out
-// later.
-void ProgramBuilder::place_variables(const Function& function) {
+// Plans a function for decoding, if it is not yet; its index in Program::callables. Its .local and
+// .param variables get their places in its frame; .shared ones are laid out later.
+uint32_t ProgramBuilder::add_callable(const Function& function) {
+    auto [found, is_new] =
+        callables_.try_emplace(function.name, uint32_t(program_->callables.size()));
+    if (!is_new) return found->second;
+    waiting_.push_back(&function);
+    Callable callable;
+    callable.name = function.name;
     auto in_frame = [&](Symbol symbol, const std::string& key) {
+        if (symbol.alignment > frame_alignment)
+            throw Fault(FaultKind::unsupported, module_.name + ": variable " + symbol.name +
+                                                    " is aligned to more than 128 bytes");
         symbol.address =
-            align_up(program_->local_bytes, uint32_t(std::max<uint64_t>(symbol.alignment, 1)));
-        program_->local_bytes = uint32_t(symbol.address + symbol.size);
+            align_up(callable.frame_bytes, uint32_t(std::max<uint64_t>(symbol.alignment, 1)));
+        callable.frame_bytes = uint32_t(symbol.address + symbol.size);
         symbol.space = Space::local;
         program_->symbols[key] = symbol;
+        return FrameSlot{uint32_t(symbol.address), uint32_t(symbol.size)};
     };
     for (size_t s = 0; s < function.scopes.size(); ++s) {
         for (const auto& [name, index] : function.scopes[s].variables) {
@@ -163,9 +186,53 @@ void ProgramBuilder::place_variables(const Function& function) {
     }
     if (!function.entry) {
         for (const Variable& v : function.parameters)
-            in_frame(v.symbol, function.name + "//" + v.symbol.name);
+            callable.parameters.push_back(in_frame(v.symbol, function.name + "//" + v.symbol.name));
         for (const Variable& v : function.results)
-            in_frame(v.symbol, function.name + "//" + v.symbol.name);
+            callable.results.push_back(in_frame(v.symbol, function.name + "//" + v.symbol.name));
+    }
+    program_->callables.push_back(std::move(callable));
+    return found->second;
+}
+
+// What a call by address may reach: functions that code or initializers name.
+void ProgramBuilder::add_functions_with_address() {
+    auto take = [&](const std::string& name) {
+        if (!module_.function_address(name)) return;
+        const Function& function = module_.functions.at(name);
+        add_callable(function);
+        functions_with_address_.insert(name);
+    };
+    for (const auto& [name, variable] : module_.variables)
+        for (const auto& [at, target] : variable.symbol.pointers) take(target);
+    for (const auto& [name, function] : module_.functions) {
+        for (const Statement& statement : function.statements) {
+            if (statement.mnemonic.compare(0, 4, "call") == 0) continue;
+            for (const ParsedOperand& o : statement.operands)
+                if (o.kind == ParsedOperand::Kind::symbol) take(o.name);
+        }
+    }
+}
+
+// A call is recursive if its callee may call the caller again.
+void ProgramBuilder::mark_recursive_calls() {
+    for (CallSite& site : program_->calls) {
+        std::set<std::string> reachable;
+        std::vector<std::string> stack;
+        auto visit = [&](const std::string& name) {
+            if (reachable.insert(name).second) stack.push_back(name);
+        };
+        if (site.callee >= 0)
+            visit(program_->callables[size_t(site.callee)].name);
+        else
+            for (const std::string& name : functions_with_address_) visit(name);
+        while (!stack.empty()) {
+            const std::string name = stack.back();
+            stack.pop_back();
+            for (const std::string& next : callees_[name]) visit(next);
+            if (callers_by_address_.count(name))
+                for (const std::string& next : functions_with_address_) visit(next);
+        }
+        site.is_recursive = reachable.count(program_->callables[site.caller].name) != 0;
     }
 }
 
@@ -188,11 +255,20 @@ Operand ProgramBuilder::symbol_address(const std::string& name, int64_t displace
     } else {
         if (key == name && !program_->symbols.count(key)) {
             auto found = module_.variables.find(name);
-            if (found == module_.variables.end()) return {};
+            if (found == module_.variables.end() || found->second.symbol.space == Space::local)
+                return {};
             program_->symbols[key] = found->second.symbol;
         }
         c.symbol = &program_->symbols[key];
         space = c.symbol->space;
+        if (space == Space::local) {  // relative to the function's frame
+            Operand o;
+            o.base = Base::special;
+            o.bits = 32;
+            o.offset = uint32_t(Special::frame) * warp_size * 4;
+            o.displacement = int64_t(c.symbol->address) + displacement;
+            return o;
+        }
         if (space == Space::global || space == Space::constant) c.bits = 64;
     }
     for (const Constant& other : program_->constants) {
@@ -285,7 +361,8 @@ uint32_t ProgramBuilder::add_branch_table(const std::string& label, const Statem
     fail(FaultKind::invalid_ptx, statement, "there is no .branchtargets list '" + label + "'");
 }
 
-// `call{.uni} (results), function, (arguments)`, every part but the function optional.
+// `call{.uni} (results), function, (arguments)`, every part but the function optional. A register
+// instead of the function's name is followed by a prototype or a list of targets.
 uint32_t ProgramBuilder::add_call(const Statement& statement) {
     const ParsedOperand *results = nullptr, *callee = nullptr, *arguments = nullptr;
     for (const ParsedOperand& o : statement.operands) {
@@ -293,62 +370,46 @@ uint32_t ProgramBuilder::add_call(const Statement& statement) {
             (callee ? arguments : results) = &o;
         else if (!callee)
             callee = &o;
-        else
-            fail(FaultKind::unsupported, statement, "indirect calls are not supported");
+        else if (callee->kind != ParsedOperand::Kind::reg)
+            fail(FaultKind::invalid_ptx, statement, "the call names two functions");
     }
-    if (!callee || callee->kind != ParsedOperand::Kind::symbol)
-        fail(FaultKind::unsupported, statement, "indirect calls are not supported");
-    auto found = module_.functions.find(callee->name);
-    if (found == module_.functions.end() || !found->second.defined)
-        fail(FaultKind::unsupported, statement,
-             "call of '" + callee->name + "', which has no body in this module");
-    const Function& target = found->second;
-    callees_[function_->name].insert(target.name);
-    std::set<std::string> reachable;
-    std::vector<std::string> stack{target.name};
-    while (!stack.empty()) {
-        std::string name = stack.back();
-        stack.pop_back();
-        if (name == function_->name)
-            fail(FaultKind::unsupported, statement, "recursive calls are not supported");
-        if (!reachable.insert(name).second) continue;
-        for (const std::string& next : callees_[name]) stack.push_back(next);
-    }
-    if (std::find(waiting_.begin(), waiting_.end(), &target) == waiting_.end()) {
-        place_variables(target);
-        waiting_.push_back(&target);
-    }
+    if (!callee) fail(FaultKind::invalid_ptx, statement, "the call names no function");
     CallSite site;
-    site.callee = target.name;
-    auto match = [&](const ParsedOperand* list, const std::vector<Variable>& formals, bool in,
-                     std::vector<FrameCopy>& copies) {
-        size_t count = list ? list->elements.size() : 0;
-        if (count != formals.size())
-            fail(FaultKind::invalid_ptx, statement, "the call does not match the function");
-        for (size_t i = 0; i < count; ++i) {
-            const ParsedOperand& actual = list->elements[i];
+    site.caller = callables_.at(function_->name);
+    auto slots = [&](const ParsedOperand* list) {
+        std::vector<FrameSlot> all;
+        for (const ParsedOperand& actual : list ? list->elements : std::vector<ParsedOperand>()) {
             if (actual.kind != ParsedOperand::Kind::symbol)
                 fail(FaultKind::unsupported, statement,
                      "only .param variables can be passed to a function");
             const Symbol& own = program_->symbols.at(variable_key(actual.name, statement.scope));
-            const Symbol& formal =
-                program_->symbols.at(target.name + "//" + formals[i].symbol.name);
-            uint32_t bytes = uint32_t(std::min(own.size, formal.size));
-            if (in)
-                copies.push_back({uint32_t(own.address), uint32_t(formal.address), bytes});
-            else
-                copies.push_back({uint32_t(formal.address), uint32_t(own.address), bytes});
+            all.push_back({uint32_t(own.address), uint32_t(own.size)});
         }
+        return all;
     };
-    match(results, target.results, false, site.results);
-    match(arguments, target.parameters, true, site.arguments);
+    site.arguments = slots(arguments);
+    site.results = slots(results);
+    if (callee->kind == ParsedOperand::Kind::reg) {
+        calls_by_address_ = true;
+        callers_by_address_.insert(function_->name);
+    } else {
+        auto found = module_.functions.find(callee->name);
+        if (found == module_.functions.end() || !found->second.defined)
+            fail(FaultKind::unsupported, statement,
+                 "call of '" + callee->name + "', which has no body in this module");
+        callees_[function_->name].insert(callee->name);
+        site.callee = int(add_callable(found->second));
+        const Callable& target = program_->callables[size_t(site.callee)];
+        if (site.arguments.size() != target.parameters.size() ||
+            site.results.size() != target.results.size())
+            fail(FaultKind::invalid_ptx, statement, "the call does not match the function");
+    }
     program_->calls.push_back(std::move(site));
     return uint32_t(program_->calls.size() - 1);
 }
 
 void ProgramBuilder::decode_function(const Function& function) {
     function_ = &function;
-    if (function.entry) place_variables(function);
     FunctionRange range;
     range.function = &function;
     range.begin = uint32_t(program_->ops.size());
@@ -387,7 +448,6 @@ void ProgramBuilder::resolve_branches() {
             program_->branch_tables[i].push_back(
                 ranges_[table_ranges_[i]].statement_ops[statement]);
     }
-    for (CallSite& call : program_->calls) call.target = call_targets_.at(call.callee);
 }
 
 void ProgramBuilder::find_leaders() {
@@ -527,6 +587,13 @@ void ProgramBuilder::allocate_registers(const FunctionRange& range) {
         active.emplace(last[size_t(id)], id);
     }
     high_water_ = base;
+    std::map<uint32_t, uint8_t> places;
+    for (int id : order) {
+        const VirtualRegister& r = registers_[size_t(ids[size_t(id)])];
+        places[r.offset] = r.bits;
+    }
+    auto& kept = program_->callables[callables_.at(range.function->name)].registers;
+    for (auto [offset, bits] : places) kept.push_back({offset, bits});
 }
 
 // ---- decoder
@@ -560,6 +627,10 @@ bool Decoder::has(std::string_view modifier) const {
 bool Decoder::is_predicate(size_t i) const {
     return parsed(i).kind == ParsedOperand::Kind::reg &&
            builder.register_type(parsed(i).name) == Type::pred;
+}
+
+int Decoder::num_bits_of(size_t i) const {
+    return num_bits(builder.register_type(parsed(i).name));
 }
 
 bool Decoder::take(std::string_view modifier) {
@@ -698,6 +769,11 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
         }
         case ParsedOperand::Kind::special: {
             Operand o;
+            if (p.name == "%envreg1" || p.name == "%envreg2")
+                builder.program().uses_grid_workspace = true;
+            else if (p.name.compare(0, 7, "%envreg") == 0 || p.name.compare(0, 3, "%pm") == 0 ||
+                     p.name == "%reserved_smem_offset_0")
+                return constant(0, bits);
             if (!special_operand(p.name, o))
                 unsupported("special register " + p.name + " is not supported here");
             if (bits == 64) unsupported("special register " + p.name + " is 32 bits wide");
@@ -707,13 +783,30 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
             if (p.name == "WARP_SZ") return constant(warp_size, bits);
             Space space;
             Operand o = builder.symbol_address(p.name, p.value, bits, statement.scope, space);
-            if (!o.bits) invalid("there is no variable '" + p.name + "'");
+            if (!o.bits) {
+                const uint64_t address = builder.function_address(p.name);
+                if (!address) invalid("there is no variable '" + p.name + "'");
+                return constant(address, bits);
+            }
+            if (o.base == Base::special) return frame_address(o, bits);
             if (o.bits != bits) invalid("the address of '" + p.name + "' has 64 bits");
             return o;
         }
         default:
             invalid("the operand is not a value");
     }
+}
+
+// The value of an address in the function's frame.
+Operand Decoder::frame_address(const Operand& in_frame, int bits) {
+    Operand value = builder.temporary(bits, "an address in the frame");
+    Op helper;
+    helper.body = frame_address_body(bits);
+    helper.aux = uint64_t(in_frame.displacement);
+    builder.append(helper, {value, in_frame}, {}, {int(value.offset)}, statement,
+                   RegisterUse::copy);
+    reads.push_back(int(value.offset));
+    return value;
 }
 
 Operand Decoder::destination(size_t i, Type type) {

@@ -27,6 +27,7 @@ class ProgramBuilder {
     Operand register_operand(const std::string& name);  // resolved name
     Type register_type(const std::string& name) const;
     Operand temporary(const Operand& wide);  // 32 bits that stand for a 64-bit register
+    Operand temporary(int bits, const std::string& name);
     Operand constant(uint64_t low, int bits, uint64_t high = 0);
     // A variable's address, `bits` wide. Sets `space` to where it lies.
     Operand symbol_address(const std::string& name, int64_t displacement, int bits, int scope,
@@ -35,6 +36,9 @@ class ProgramBuilder {
                 const std::vector<int>& writes, const Statement& statement, RegisterUse use);
     uint32_t add_branch_table(const std::string& label, const Statement& statement);
     uint32_t add_call(const Statement& statement);
+    uint64_t function_address(const std::string& name) const {
+        return module_.function_address(name);
+    }
     size_t label_statement(const std::string& label, const Statement& statement) const;
     [[noreturn]] void fail(FaultKind kind, const Statement& statement,
                            const std::string& why) const;
@@ -60,7 +64,9 @@ class ProgramBuilder {
     };
 
     void decode_function(const Function& function);
-    void place_variables(const Function& function);
+    uint32_t add_callable(const Function& function);
+    void add_functions_with_address();
+    void mark_recursive_calls();
     std::string variable_key(const std::string& name, int scope) const;
     void lay_out_shared();
     void resolve_branches();
@@ -83,7 +89,10 @@ class ProgramBuilder {
     std::vector<std::vector<size_t>> table_statements_;    // per branch table
     std::vector<size_t> table_ranges_;
     std::vector<PendingBranch> pending_;
+    std::map<std::string, uint32_t> callables_;  // index into Program::callables
     std::map<std::string, std::set<std::string>> callees_;
+    std::set<std::string> functions_with_address_, callers_by_address_;
+    bool calls_by_address_ = false;
     uint32_t high_water_ = sink_bytes;
 
     friend class Decoder;

@@ -52,6 +52,9 @@ struct ParsedModule {
     std::map<std::string, Variable, std::less<>> variables;
     std::map<std::string, Function, std::less<>> functions;
     std::vector<SourceLine> source_lines;
+
+    // Of a function with a body, 0 if there is none of this name.
+    uint64_t function_address(const std::string& function) const;
 };
 
 // Throws Fault(invalid_ptx).

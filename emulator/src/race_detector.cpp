@@ -444,6 +444,10 @@ void RaceDetector::arrive_relaxed(Warp& w, int lane, Cta& cta, const Mbarrier& b
     into.tensor.join(w.clock->order(lane).view->tensor);
 }
 
+void RaceDetector::arrive_for(Cta& cta, const Mbarrier& barrier, uint32_t agent, uint32_t moment) {
+    order_of(cta, barrier).arriving.seen.raise(agent, moment);
+}
+
 void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
     BarrierOrder& order = order_of(cta, barrier);
     order.complete.join(order.arriving);
@@ -500,6 +504,10 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
     const View& view = *i.view;
     const uint32_t agent = old.agent(), moment = old.moment();
     if (agent == issue_record_.agent()) return true;
+    if (i.is_generic) {
+        if (agent != i.warp_agent) return moment <= view.seen.at(agent);
+        return moment <= i.now && (moment < i.synced || old.lane() == i.lane);
+    }
     if (old.is_async()) {
         // The lanes of a warp that all execute one copy: CUTLASS has a whole warp store a tile.
         const uint32_t issuer = agents_[agent].issuer;
@@ -704,11 +712,19 @@ std::shared_ptr<const Issue> RaceDetector::issue(Warp& w, int lane) {
     return issue;
 }
 
+std::shared_ptr<const Issue> RaceDetector::issue_generic(Warp& w, int lane) {
+    auto generic = std::make_shared<Issue>(*issue(w, lane));
+    generic->is_generic = true;
+    return generic;
+}
+
 void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
-    // In place of a lane: the warp, for messages.
-    issue_record_ = {agent, moment, issue.cta ? agents_[issue.warp_agent].number : 0, Record::async,
-                     issue.site};
+    // A copy in the async proxy has no lane; the warp stands there, for messages.
+    const uint32_t lane = issue.is_generic ? issue.lane
+                          : issue.cta      ? agents_[issue.warp_agent].number
+                                           : 0;
+    issue_record_ = {agent, moment, lane, issue.is_generic ? 0 : Record::async, issue.site};
 }
 
 void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {

@@ -117,6 +117,7 @@ struct Issue {
     const Cta* cta = nullptr;
     uint32_t warp_agent = 0, now = 0, synced = 0, lane = 0, site = 0;
     uint32_t own_async_shared = 0, own_async_global = 0;
+    bool is_generic = false;  // cp.async: asynchronous, but in the generic proxy
 };
 
 // The order that one mbarrier carries.
@@ -159,6 +160,8 @@ class RaceDetector {
     void check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier& barrier);
     void arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier, bool at_cluster_scope);
     void arrive_relaxed(Warp& w, int lane, Cta& cta, const Mbarrier& barrier);
+    // The arrival that asynchronous work of `agent` up to `moment` brings.
+    void arrive_for(Cta& cta, const Mbarrier& barrier, uint32_t agent, uint32_t moment);
     void phase_complete(Cta& cta, const Mbarrier& barrier);
     void wait(Warp& w, uint32_t lanes, Cta& cta, const Mbarrier& barrier, bool acquires);
 
@@ -170,6 +173,7 @@ class RaceDetector {
 
     // ---- asynchronous accesses: those between `begin` and `end`
     std::shared_ptr<const Issue> issue(Warp& w, int lane);
+    std::shared_ptr<const Issue> issue_generic(Warp& w, int lane);
     void begin(const Issue& issue, uint32_t agent, uint32_t moment);
     void end() { issue_ = nullptr; }
     void async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access);

@@ -7,7 +7,7 @@
 namespace deep_moe::emulator {
 
 std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
-    if (offset < shared_base || offset >= shared_end || bytes > shared_end - offset) {
+    if (offset < runtime_shared_base || offset >= shared_end || bytes > shared_end - offset) {
         throw Fault(
             FaultKind::out_of_bounds,
             format("%s of %u bytes at %s is out of bounds: the CTA's shared memory is 0x%x..0x%x",
@@ -86,16 +86,17 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                 const uint32_t offset = uint32_t(address) & shared_offset_mask;
                 return owner->shared_at(offset, bytes, access, what);
             }
-            case Space::local:
-                if (address >= program->local_bytes || bytes > program->local_bytes - address) {
+            case Space::local: {
+                const uint32_t top = stack_tops[size_t(lane)];
+                if (address >= top || bytes > top - address) {
                     throw Fault(
                         FaultKind::out_of_bounds,
                         format("%s of %u bytes at local address 0x%llx is out of bounds: the lane "
-                               "has %u "
-                               "bytes",
-                               what, bytes, (unsigned long long)address, program->local_bytes));
+                               "has %u bytes of stack",
+                               what, bytes, (unsigned long long)address, top));
                 }
-                return local.data() + size_t(lane) * program->local_bytes + address;
+                return local_at(uint32_t(address), lane);
+            }
             default: {
                 const RegionTable& table = grid->rank->memory;
                 if (last_region_version != table.version() || !last_region ||
@@ -113,6 +114,24 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
         fault.lane = lane;
         throw;
     }
+}
+
+void Warp::grow_stack(uint32_t top, int lane) {
+    constexpr uint32_t max_stack_bytes = 512 * 1024;
+    if (top <= local_stride) return;
+    if (top > max_stack_bytes) {
+        throw Fault(FaultKind::out_of_bounds,
+                    format("stack overflow: the lane needs %u bytes of local memory, more than %u",
+                           top, max_stack_bytes),
+                    lane);
+    }
+    const uint32_t stride =
+        std::max(local_stride * 2, (top + frame_alignment - 1) / frame_alignment * frame_alignment);
+    std::vector<std::byte> grown(size_t(stride) * warp_size, std::byte{0xcb});
+    for (size_t i = 0; i < warp_size; ++i)
+        std::copy_n(local.data() + i * local_stride, local_stride, grown.data() + i * stride);
+    local = std::move(grown);
+    local_stride = stride;
 }
 
 // ---- groups

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from deep_moe.emulator import Machine
+from deep_moe.emulator import EmulatorError, Machine
+from deep_moe.jit.headers import find_headers
 from deep_moe.jit.nvrtc import compile_source
 
 PRELUDE = """
@@ -51,7 +52,9 @@ struct alignas(64) Map { u64 words[16]; };
 @functools.cache
 def ptx_of(source: str, arch: str) -> str:
     text = PRELUDE.replace("again:", "again_%=:").replace("bra again;", "bra again_%=;") + source
-    return compile_source(text, arch=arch, kernel="kernel").ptx
+    # CUDA's own headers, for a source that names one.
+    includes = find_headers().include_paths if "#include" in source else ()
+    return compile_source(text, arch=arch, kernel="kernel", include_paths=includes).ptx
 
 
 def aligned(array: np.ndarray, alignment: int = 1024) -> np.ndarray:
@@ -91,10 +94,18 @@ def run_kernel(
     hopper_fp8_sums: bool = False,
     checks: bool = True,
     strict_tcgen05: bool = False,
-) -> None:
-    """Compile and run; arrays among the arguments, and those in `memory`, are its global memory."""
+    stop_at_findings: bool = True,
+) -> list[EmulatorError]:
+    """Compile and run; arrays among the arguments, and those in `memory`, are its global memory.
+
+    What was found, where that does not stop the run.
+    """
     machine = Machine(
-        seed=seed, checks=checks, hopper_fp8_sums=hopper_fp8_sums, strict_tcgen05=strict_tcgen05
+        seed=seed,
+        checks=checks,
+        hopper_fp8_sums=hopper_fp8_sums,
+        strict_tcgen05=strict_tcgen05,
+        stop_at_findings=stop_at_findings,
     )
     for index, array in enumerate(
         [a for a in arguments if isinstance(a, np.ndarray)] + list(memory)
@@ -111,3 +122,4 @@ def run_kernel(
         args=pack_arguments(arguments),
     )
     machine.run()
+    return machine.findings

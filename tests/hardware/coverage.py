@@ -9,21 +9,34 @@ from .case import Case
 
 _SM100 = "SM100 only"
 _TENSOR_MAP = "needs a tensor map; tensor copies have not been recorded yet"
+_LATER = "the kernels use none; has not been recorded yet"
 NOT_RECORDED = {
     "brkpt": "ends the context",
     "trap": "ends the context",
+    "alloca": _LATER,
     "clusterlaunchcontrol.query_cancel.get_first_ctaid": _SM100,
     "clusterlaunchcontrol.query_cancel.is_canceled": _SM100,
     "clusterlaunchcontrol.try_cancel": _SM100,
+    "cp.async.mbarrier.arrive": _LATER,
     "cp.async.bulk.prefetch.tensor": _TENSOR_MAP,
     "cp.async.bulk.tensor": _TENSOR_MAP,
     "cp.reduce.async.bulk.tensor": _TENSOR_MAP,
     "prefetch.const.tensormap": _TENSOR_MAP,
     "prefetch.param.tensormap": _TENSOR_MAP,
     "prefetch.tensormap": _TENSOR_MAP,
+    "red.async": _LATER,
+    "st.async": _LATER,
     "st.bulk": _SM100,
+    "stackrestore": _LATER,
+    "stacksave": _LATER,
 }
-NOT_RECORDED_FAMILIES = {"tcgen05": _SM100}
+_SIMD = ("vabsdiff", "vadd", "vavrg", "vmax", "vmin", "vset", "vsub")
+NOT_RECORDED_FAMILIES = {
+    "tcgen05": _SM100,
+    "tensormap": _TENSOR_MAP,
+    "wmma": _LATER,
+    **{f"{name}{lanes}": _LATER for name in _SIMD for lanes in (2, 4)},
+}
 
 _STATEMENT = re.compile(r"^(?:@!?%?\w+\s+)?([a-z][\w.:]*)")
 _LABEL = re.compile(r"^\$?\w+\s*:(?!:)\s*")

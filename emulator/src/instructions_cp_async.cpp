@@ -1,7 +1,8 @@
 // cp.async without .bulk: copies of a few bytes per thread from global to shared memory, in groups
 // or counted by an mbarrier. A copy happens at a moment that the seed chooses, in the generic
 // proxy.
-#include <algorithm>
+#include <deque>
+#include <map>
 #include <set>
 
 #include "async_units.h"
@@ -11,23 +12,45 @@
 namespace deep_moe::emulator {
 namespace {
 
-struct Arrival {  // when all copies before `limit` are there
+// A thread's copies up to one of its commits or arrivals, which are complete when all copies before
+// `limit` are. For the race detector they are what its warp's agent did up to `moment`: lanes copy
+// together as a rule.
+struct Batch {
     uint64_t limit;
-    SharedPlace barrier;
     uint32_t moment;
 };
 
+struct Arrival {
+    Batch batch;
+    SharedPlace barrier;
+};
+
 struct CopyThread {
-    std::set<uint64_t> pending;      // copies, by number
-    std::deque<uint64_t> committed;  // groups: number of the first copy behind each
-    uint32_t num_committed = 0;      // since the start
-    std::vector<Arrival> arrivals;
+    std::set<uint64_t> pending;              // copies, by number
+    std::deque<Batch> groups;                // committed, and not waited for
+    std::deque<Arrival> arrivals;            // not made yet
+    uint64_t last_copy = 0, last_limit = 0;  // of the last group
+
+    bool is_complete(const Batch& batch) const {
+        return pending.empty() || *pending.begin() >= batch.limit;
+    }
+};
+
+struct CopyWarp {
+    uint32_t agent = 0;   // of the race detector
+    uint32_t moment = 0;  // of the last copy
 };
 
 struct CopyState {
     std::unordered_map<uint32_t, CopyThread> threads;  // by thread in the CTA
-    std::unordered_map<uint32_t, uint32_t> agents;     // of warps, for the race detector
+    std::unordered_map<uint32_t, CopyWarp> warps;
     uint64_t num_copies = 0;
+
+    Batch batch(const Warp& w) { return {num_copies + 1, warps[w.index].moment}; }
+    void commit(const Warp& w, CopyThread& thread) {
+        thread.groups.push_back(batch(w));
+        thread.last_limit = num_copies + 1;
+    }
 };
 
 CopyState& copy_state(Cta& cta) {
@@ -36,10 +59,9 @@ CopyState& copy_state(Cta& cta) {
     return *static_cast<CopyState*>(slot.get());
 }
 
-// A thread's groups are moments 1, 2, ... of its warp's agent: lanes commit together as a rule.
 uint32_t agent_of(Warp& w) {
-    uint32_t& agent = copy_state(*w.cta).agents[w.index];
-    if (!agent) agent = w.machine->races->new_agent(*w.cta, "cp.async of warp", w.index);
+    uint32_t& agent = copy_state(*w.cta).warps[w.index].agent;
+    if (!agent) agent = w.machine->races->new_agent(*w.cta, "cp.async of", w.index);
     return agent;
 }
 
@@ -47,21 +69,18 @@ void arrive(Cta& cta, const Arrival& arrival, uint32_t agent) {
     Machine& machine = *cta.machine;
     Mbarrier& barrier = mbarrier_at(*arrival.barrier.cta, arrival.barrier.offset);
     if (machine.races && agent)
-        machine.races->arrive_for(*arrival.barrier.cta, barrier, agent, arrival.moment);
+        machine.races->arrive_for(*arrival.barrier.cta, barrier, agent, arrival.batch.moment);
     arrive_at(*arrival.barrier.cta, arrival.barrier.offset, 1);
 }
 
 void finish(Cta& cta, uint32_t thread_index, uint64_t number, uint32_t agent) {
     CopyThread& thread = copy_state(cta).threads[thread_index];
     thread.pending.erase(number);
-    const uint64_t first = thread.pending.empty() ? UINT64_MAX : *thread.pending.begin();
-    std::vector<Arrival> due;
-    std::erase_if(thread.arrivals, [&](const Arrival& a) {
-        if (a.limit > first) return false;
-        due.push_back(a);
-        return true;
-    });
-    for (const Arrival& a : due) arrive(cta, a, agent);
+    while (!thread.arrivals.empty() && thread.is_complete(thread.arrivals.front().batch)) {
+        const Arrival due = thread.arrivals.front();
+        thread.arrivals.pop_front();
+        arrive(cta, due, agent);
+    }
 }
 
 // operands: shared address, global address, source size, whether to ignore the source; aux: size
@@ -71,17 +90,16 @@ Flow copy(Warp& w, const Op& op) {
         uint64_t number, source;
         uint32_t offset, source_bytes;
         std::shared_ptr<const Issue> issue;
-        uint32_t moment;
     };
     const uint32_t bytes = uint32_t(op.aux);
     CopyState& state = copy_state(*w.cta);
     RaceDetector* races = w.machine->races.get();
-    const uint32_t agent = races ? agent_of(w) : 0;
+    const uint32_t agent = races ? agent_of(w) : 0, moment = ++state.warps[w.index].moment;
     std::vector<Piece> pieces;
     w.for_each_lane([&](int lane) {
         Piece piece{
-            lane,    0, w.address(op.operands[1], lane), 0, w.in<uint32_t>(op.operands[2])[lane],
-            nullptr, 0};
+            lane,   0, w.address(op.operands[1], lane), 0, w.in<uint32_t>(op.operands[2])[lane],
+            nullptr};
         if (op.num_operands > 3 && (w.predicate(op.operands[3]) >> lane & 1))
             piece.source_bytes = 0;
         if (piece.source_bytes > bytes)
@@ -98,8 +116,7 @@ Flow copy(Warp& w, const Op& op) {
                                bytes, static_cast<unsigned long long>(source), to.offset),
                         lane);
         CopyThread& thread = state.threads[thread_in_cta(w, lane)];
-        piece.number = ++state.num_copies;
-        piece.moment = thread.num_committed + 1;
+        piece.number = thread.last_copy = ++state.num_copies;
         thread.pending.insert(piece.number);
         if (races) piece.issue = races->issue_generic(w, lane);
         pieces.push_back(std::move(piece));
@@ -107,11 +124,12 @@ Flow copy(Warp& w, const Op& op) {
     Cta* cta = w.cta;
     Rank* rank = w.grid->rank;
     const uint32_t first_thread = w.index * warp_size;
+    ++bulk_state(*cta).in_flight;
     w.machine->enqueue_async(w, "cp.async", 0, [=, pieces = std::move(pieces)] {
         RaceDetector* now = cta->machine->races.get();
         for (const Piece& piece : pieces) {
             uint8_t buffer[16] = {};
-            const AsyncAccesses accesses(now, piece.issue, agent, piece.moment);
+            const AsyncAccesses accesses(now, piece.issue, agent, moment);
             if (piece.source_bytes) {
                 RankMemory memory(*cta->machine, *rank);
                 std::memcpy(buffer, memory.read(piece.source, piece.source_bytes),
@@ -119,6 +137,7 @@ Flow copy(Warp& w, const Op& op) {
             }
             std::memcpy(CtaWindow(*cta, "cp.async").write(piece.offset, bytes), buffer, bytes);
         }
+        --bulk_state(*cta).in_flight;
         for (const Piece& piece : pieces)
             finish(*cta, first_thread + uint32_t(piece.lane), piece.number, agent);
         cta->machine->wake(cta->bulk_waiters);
@@ -128,13 +147,16 @@ Flow copy(Warp& w, const Op& op) {
 }
 
 void decode_copy(Decoder& d) {
-    d.ignore({"ca", "cg", "shared", "shared::cta", "global", "L2::cache_hint"});
+    const bool bypasses_l1 = d.take("cg");
+    if (!bypasses_l1 && !d.take("ca")) d.invalid(".ca or .cg is missing");
+    d.ignore({"shared", "shared::cta", "global", "L2::cache_hint"});
     std::string level;
     while (d.take_prefix("L2::", level)) {
     }
     if (d.num_operands() < 3) d.invalid("expected an address pair and a size");
     const uint64_t bytes = d.immediate(2);
     if (bytes != 4 && bytes != 8 && bytes != 16) d.invalid("the size must be 4, 8 or 16");
+    if (bypasses_l1 && bytes != 16) d.invalid(".cg copies 16 bytes");
     std::vector<Operand> operands{d.address(0), d.address(1)};
     using Kind = ParsedOperand::Kind;
     const bool has_more = d.num_operands() > 3, has_predicate = has_more && d.is_predicate(3);
@@ -148,39 +170,45 @@ void decode_copy(Decoder& d) {
 
 Flow commit_group(Warp& w, const Op&) {
     CopyState& state = copy_state(*w.cta);
-    w.for_each_lane([&](int lane) {
-        CopyThread& thread = state.threads[thread_in_cta(w, lane)];
-        ++thread.num_committed;
-        thread.committed.push_back(state.num_copies + 1);
-    });
+    w.for_each_lane([&](int lane) { state.commit(w, state.threads[thread_in_cta(w, lane)]); });
     return Flow::next;
 }
 
-// aux: groups that may stay pending; bit 32: all copies, committed or not
+// aux: groups that may stay pending
 Flow wait_group(Warp& w, const Op& op) {
-    const size_t allowed = uint32_t(op.aux);
-    const bool all = op.aux >> 32 & 1;
     CopyState& state = copy_state(*w.cta);
     bool waits = false;
     w.for_each_lane([&](int lane) {
-        CopyThread& thread = state.threads[thread_in_cta(w, lane)];
-        const uint64_t first = thread.pending.empty() ? UINT64_MAX : *thread.pending.begin();
-        while (!thread.committed.empty() && thread.committed.front() <= first)
-            thread.committed.pop_front();
-        waits |= all ? !thread.pending.empty() : thread.committed.size() > allowed;
+        const CopyThread& thread = state.threads[thread_in_cta(w, lane)];
+        const size_t count = thread.groups.size();
+        waits |= count > op.aux && !thread.is_complete(thread.groups[count - op.aux - 1]);
     });
     if (waits)
-        return w.block(w.cta->bulk_waiters, "cp.async groups: all but %llu to be complete",
-                       allowed);
+        return w.block(w.cta->bulk_waiters, "cp.async groups: all but %llu to be complete", op.aux);
+    std::map<uint32_t, uint32_t> waited;  // lanes, by moment
+    w.for_each_lane([&](int lane) {
+        auto& groups = state.threads[thread_in_cta(w, lane)].groups;
+        if (groups.size() <= op.aux) return;
+        const auto end = groups.end() - std::ptrdiff_t(op.aux);
+        waited[std::prev(end)->moment] |= 1u << lane;
+        groups.erase(groups.begin(), end);
+    });
     if (w.machine->races) {
-        w.for_each_lane([&](int lane) {
-            const CopyThread& thread = state.threads[thread_in_cta(w, lane)];
-            const uint32_t done = thread.num_committed + (all ? 1 : 0);
-            if (done > allowed)
-                w.machine->races->waited_for(w, 1u << lane, agent_of(w), done - uint32_t(allowed));
-        });
+        for (auto [moment, lanes] : waited)
+            w.machine->races->waited_for(w, lanes, agent_of(w), moment);
     }
     return Flow::next;
+}
+
+// PTX defines it as a commit and a wait for all groups.
+Flow wait_all(Warp& w, const Op& op) {
+    CopyState& state = copy_state(*w.cta);
+    w.for_each_lane([&](int lane) {
+        CopyThread& thread = state.threads[thread_in_cta(w, lane)];
+        // It runs again when it has waited, with nothing left to commit.
+        if (thread.last_copy >= thread.last_limit) state.commit(w, thread);
+    });
+    return wait_group(w, op);
 }
 
 void decode_commit_group(Decoder& d) {
@@ -193,21 +221,22 @@ void decode_wait_group(Decoder& d) {
 }
 void decode_wait_all(Decoder& d) {
     d.expect_operands(0);
-    d.emit(wait_group, {}, 1ull << 32);
+    d.emit(wait_all, {}, 0);
 }
 
 // aux: space; bit 8: the arrival is counted by the barrier already (.noinc)
 Flow arrive_on_mbarrier(Warp& w, const Op& op) {
     CopyState& state = copy_state(*w.cta);
-    const uint32_t agent = w.machine->races ? agent_of(w) : 0;
+    RaceDetector* races = w.machine->races.get();
+    const uint32_t agent = races ? agent_of(w) : 0;
     w.for_each_lane([&](int lane) {
+        const SharedPlace at =
+            shared_place(w, Space(op.aux & 0xff), w.address(op.operands[0], lane), lane);
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        if (races) races->check_initialized(w, lane, *at.cta, barrier);
+        if (!(op.aux >> 8 & 1)) barrier.add_arrival();
         CopyThread& thread = state.threads[thread_in_cta(w, lane)];
-        const Arrival arrival{
-            state.num_copies + 1,
-            shared_place(w, Space(op.aux & 0xff), w.address(op.operands[0], lane), lane),
-            thread.num_committed + 1};
-        Mbarrier& barrier = mbarrier_at(*arrival.barrier.cta, arrival.barrier.offset);
-        if (!(op.aux >> 8 & 1)) ++barrier.pending;
+        const Arrival arrival{state.batch(w), at};
         if (thread.pending.empty())
             arrive(*w.cta, arrival, agent);
         else

@@ -27,21 +27,8 @@ Scope scope_of(const Op& op) {
 void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t bytes,
                  const std::byte* at, Access access, int lane, bool is_strong) {
     RaceDetector& races = *w.machine->races;
-    const uint64_t window = space == Space::generic ? address & window_mask : 0;
-    if (space == Space::local || window == local_window) return;
-    if (space == Space::param || space == Space::constant) return;
     const uint32_t flags = is_strong ? Record::strong | uint32_t(scope_of(op)) << 2 : 0;
-    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
-        Cta& owner = *w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift];
-        races.shared_access(w, owner, uint32_t(address) & shared_offset_mask, bytes, access, lane,
-                            flags);
-    } else {
-        if (access == Access::read && w.last_region && !w.last_region->writable &&
-            address - w.last_region->address < w.last_region->size)
-            return;
-        races.global_access(w, address, bytes, access, lane, flags);
-    }
-    if (!is_strong) return;
+    if (!races.access(w, space, address, bytes, access, lane, flags) || !is_strong) return;
     const uint64_t key = reinterpret_cast<uint64_t>(at);
     if (access != Access::write) races.read_word(w, lane, key, scope_of(op), op.aux & acquire_bit);
     if (access != Access::read)

@@ -54,7 +54,10 @@ Flow write_remotely(Warp& w, const Op& op) {
         std::array<T, 4> values{};
         for (uint32_t i = 0; i < count; ++i) values[i] = w.in<T>(op.operands[2 + i])[lane];
         RaceDetector* races = machine->races.get();
-        const auto issue = races ? races->issue_generic(w, lane) : nullptr;
+        // Updates are relaxed atomics of cluster scope.
+        const uint32_t flags =
+            update == Update::store ? 0 : Record::strong | uint32_t(Scope::cluster) << 2;
+        const auto issue = races ? races->issue_generic(w, lane, flags) : nullptr;
         const uint64_t phase = phase_of(*barrier.cta, barrier.offset);
         machine->enqueue_async(w, "remote write", 0, [=] {
             {

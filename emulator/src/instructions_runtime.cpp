@@ -1,6 +1,7 @@
 // Functions that the CUDA driver provides and a module only declares: vprintf, __assertfail, malloc
 // and free.
 #include <cstdio>
+#include <new>
 
 #include "lanes.h"
 #include "program_builder.h"
@@ -144,12 +145,17 @@ Flow allocate(Warp& w, const Op& op) {
         uint64_t address = 0;
         if (size) {
             constexpr size_t alignment = 16;
-            auto storage = std::make_unique<std::byte[]>(size + alignment);
-            std::memset(storage.get(), 0xcb, size + alignment);
-            address =
-                (reinterpret_cast<uint64_t>(storage.get()) + alignment - 1) / alignment * alignment;
-            rank.memory.add(address, size, "memory from malloc", true);
-            rank.heap[address] = std::move(storage);
+            // Null when there is no room, as on the device.
+            std::unique_ptr<std::byte[]> storage;
+            if (size < SIZE_MAX - alignment)
+                storage.reset(new (std::nothrow) std::byte[size + alignment]);
+            if (storage) {
+                std::memset(storage.get(), 0xcb, size + alignment);
+                address = (reinterpret_cast<uint64_t>(storage.get()) + alignment - 1) / alignment *
+                          alignment;
+                rank.memory.add(address, size, "memory from malloc", true);
+                rank.heap[address] = std::move(storage);
+            }
         }
         return_value(w, op.operands[0], lane, address);
     });

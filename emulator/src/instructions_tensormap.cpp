@@ -3,6 +3,7 @@
 
 #include "instruction_table.h"
 #include "lanes.h"
+#include "race_detector.h"
 #include "tensor_map.h"
 
 namespace deep_moe::emulator {
@@ -31,10 +32,15 @@ constexpr std::string_view field_names[] = {
     "element_stride", "elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity",
     "fill_mode"};
 
+void note(Warp& w, Space space, uint64_t address, Access access, int lane) {
+    if (w.machine->races) w.machine->races->access(w, space, address, 2 * half_image, access, lane);
+}
+
 // Where a 128-byte image lies; each half is checked by itself, so that 64-byte alignment is enough.
 std::byte* image_at(Warp& w, Space space, uint64_t address, Access access, int lane) {
     std::byte* image = w.resolve(space, address, half_image, access, lane);
     w.resolve(space, address + half_image, half_image, access, lane);
+    note(w, space, address, access, lane);
     uint64_t magic;
     std::memcpy(&magic, image, sizeof magic);
     if (magic != TensorMap::image_magic) {
@@ -143,6 +149,7 @@ Flow copy_and_fence(Warp& w, const Op& op) {
         std::memcpy(w.resolve(Space::global, to + half, half_image, Access::write, lane),
                     from + half, half_image);
     }
+    note(w, Space::global, to, Access::write, lane);
     w.machine->note_progress();
     return Flow::next;
 }

@@ -3,6 +3,7 @@
 // matrix, the threads' runs repeat.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -10,6 +11,7 @@
 #include "lanes.h"
 #include "numeric.h"
 #include "race_detector.h"
+#include "tensor_core_sum.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -97,9 +99,9 @@ double value_of(Type type, uint64_t bits) {
 uint64_t bits_of(Type type, double value, bool saturates) {
     switch (type) {
         case Type::f16:
-            return float_to_f16(float(value));
+            return encode(f16_format, value, Rounding::nearest_even, Overflow::to_infinity);
         case Type::f32:
-            return std::bit_cast<uint32_t>(float(value));
+            return cut_to_f32(value, 23);
         case Type::f64:
             return std::bit_cast<uint64_t>(value);
         default:
@@ -109,19 +111,6 @@ uint64_t bits_of(Type type, double value, bool saturates) {
 }
 
 // ---- wmma.load, wmma.store
-
-// Tells the race detector of an access by a lane.
-void note(Warp& w, Space space, uint64_t address, uint32_t bytes, Access access, int lane) {
-    if (!w.machine->races) return;
-    const uint64_t window = space == Space::generic ? address & window_mask : 0;
-    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
-        Cta& owner = *w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift];
-        w.machine->races->shared_access(w, owner, uint32_t(address) & shared_offset_mask, bytes,
-                                        access, lane);
-    } else if (access != Access::read || !w.last_region || w.last_region->writable) {
-        w.machine->races->global_access(w, address, bytes, access, lane);
-    }
-}
 
 constexpr int column_major_bit = 40, space_shift = 48;
 
@@ -145,7 +134,9 @@ Flow transfer(Warp& w, const Op& op) {
             const uint64_t address = base + offset * bytes;
             std::byte* at =
                 w.resolve(space, address, bytes, loads ? Access::read : Access::write, int(t));
-            note(w, space, address, bytes, loads ? Access::read : Access::write, int(t));
+            if (w.machine->races)
+                w.machine->races->access(w, space, address, bytes,
+                                         loads ? Access::read : Access::write, int(t));
             uint64_t value = 0;
             if (loads) {
                 std::memcpy(&value, at, bytes);
@@ -216,7 +207,28 @@ void decode_store(Decoder& d) {
 
 constexpr int c_type_shift = 40, d_type_shift = 48, saturate_bit = 63, b_type_shift = 56;
 
-// operands: d, a, b, c. Products and sums are exact, and rounded once.
+Element element_of(Type type) {
+    return type == Type::f16 ? Element::f16 : type == Type::bf16 ? Element::bf16 : Element::tf32;
+}
+
+// sums[m][n] += a[m][k] * b[k][n]
+void add_products(Type type, Type addend, const WmmaShape& s, const double* a, const double* b,
+                  double* sums) {
+    if (type == Type::f64 || type == Type::s8 || type == Type::u8) {  // integers: exact
+        for (uint32_t row = 0; row < s.m; ++row)
+            for (uint32_t column = 0; column < s.n; ++column)
+                for (uint32_t i = 0; i < s.k; ++i)
+                    sums[row * s.n + column] =
+                        std::fma(a[row * s.k + i], b[i * s.n + column], sums[row * s.n + column]);
+        return;
+    }
+    TensorCoreSum unit(element_of(type), element_of(type), 25, a, b, s.m, s.k, s.n);
+    for (uint32_t row = 0; row < s.m; ++row)
+        unit.row(row, s.n, sums + row * s.n, addend == Type::f16 ? -14 : -126, sums + row * s.n,
+                 [](uint32_t) { return true; });
+}
+
+// operands: d, a, b, c. The sums are those of mma.sync.
 Flow multiply(Warp& w, const Op& op) {
     const Fragment a = unpack(op.aux);
     Fragment b = a, c = a, d = a;
@@ -224,7 +236,6 @@ Flow multiply(Warp& w, const Op& op) {
     c.part = Part::c, c.type = Type(op.aux >> c_type_shift & 0xff);
     d.part = Part::c, d.type = Type(op.aux >> d_type_shift & 0xff);
     const bool saturates = op.aux >> saturate_bit & 1;
-    const uint32_t m = a.shape.m, n = a.shape.n, k = a.shape.k;
     const Operand *ds = op.operands, *as = ds + d.registers(), *bs = as + a.registers(),
                   *cs = bs + b.registers();
     double left[32 * 16], right[16 * 32], sums[32 * 32];
@@ -236,13 +247,7 @@ Flow multiply(Warp& w, const Op& op) {
     gather(a, as, left);
     gather(b, bs, right);
     gather(c, cs, sums);
-    for (uint32_t row = 0; row < m; ++row) {
-        for (uint32_t column = 0; column < n; ++column) {
-            double sum = sums[row * n + column];
-            for (uint32_t i = 0; i < k; ++i) sum += left[row * k + i] * right[i * n + column];
-            sums[row * n + column] = sum;
-        }
-    }
+    add_products(a.type, c.type, a.shape, left, right, sums);
     for (uint32_t t = 0; t < warp_size; ++t)
         for (uint32_t e = 0; e < d.elements(); ++e)
             set_raw(w, d, ds, t, e, bits_of(d.type, sums[d.index(t, e)], saturates));

@@ -224,7 +224,8 @@ void Machine::admit_ctas(Grid& g) {
             c.shared_end = program.dynamic_shared_offset + g.dynamic_shared_bytes;
             c.shared = aligned(c.shared_storage, c.shared_end, 1024);
             c.shadow.assign(c.shared_end, 0);
-            std::fill(c.shadow.begin() + runtime_shared_base, c.shadow.begin() + shared_base, 1);
+            // What CUDA's headers keep below the kernel's own memory is zero at the start.
+            std::fill(c.shadow.begin() + program.shared_begin, c.shadow.begin() + shared_base, 1);
             if (program.max_registers || program.max_threads || program.required_threads[0]) {
                 // What the compiler may use at launch; setmaxnreg moves registers between
                 // warpgroups of this sum.

@@ -36,8 +36,6 @@ struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per C
 constexpr uint64_t shared_window = 0x0100'0000'0000'0000ull;
 constexpr uint64_t local_window = 0x0200'0000'0000'0000ull;
 constexpr uint64_t window_mask = 0xff00'0000'0000'0000ull;
-constexpr uint32_t shared_base = 0x400;          // the first KiB of the window is reserved
-constexpr uint32_t runtime_shared_base = 0x2c0;  // the part of it that CUDA's own headers use
 constexpr uint32_t shared_rank_shift = 24;
 constexpr uint32_t shared_offset_mask = (1u << shared_rank_shift) - 1;
 

@@ -65,6 +65,15 @@ struct Mbarrier {
         return complete_if_done();
     }
 
+    // One more arrival in this phase than it was initialized for.
+    void add_arrival() {
+        check("cp.async.mbarrier.arrive");
+        if (pending == max_count)
+            fail(FaultKind::barrier_misuse, "the mbarrier %s waits for more than 2^20-1 arrivals",
+                 label());
+        ++pending;
+    }
+
     // Bytes that came before they were expected may have kept the phase open.
     [[nodiscard]] bool expect(uint32_t bytes) {
         check("expect_tx");

@@ -20,6 +20,9 @@ struct Program;
 constexpr int warp_size = 32;
 constexpr uint32_t full_mask = 0xffffffffu;
 
+constexpr uint32_t shared_base = 0x400;          // the first KiB of the window is reserved
+constexpr uint32_t runtime_shared_base = 0x2c0;  // the part of it that CUDA's own headers use
+
 // PTX fundamental and packed types.
 enum class Type : uint8_t {
     none,
@@ -176,6 +179,8 @@ struct Constant {
     bool parameter = false;          // low += address of the launch's parameter block
 };
 
+constexpr uint32_t frame_alignment = 128;
+
 // Where a variable lies in its function's frame. Frames lie one behind the other in the lane's
 // local memory: a call opens one, a return closes it.
 struct FrameSlot {
@@ -223,7 +228,8 @@ struct Program {
     uint32_t register_bytes = 0;  // per warp
     uint32_t local_bytes = 0;     // per lane: a frame of every function
     uint32_t static_shared_bytes = 0;
-    uint32_t dynamic_shared_offset = 0;  // shared address where dynamic shared memory starts
+    uint32_t shared_begin = shared_base;  // shared addresses below it are out of bounds
+    uint32_t dynamic_shared_offset = 0;   // shared address where dynamic shared memory starts
     std::vector<KernelParameter> parameters;
     uint32_t parameter_bytes = 0;
     uint32_t cluster[3] = {0, 0, 0};           // .reqnctapercluster, 0 if not given
@@ -240,8 +246,6 @@ struct Module {
     std::map<std::string, uint64_t> functions;  // their addresses
     std::map<std::string, std::unique_ptr<Program>> programs;
 };
-
-constexpr uint32_t frame_alignment = 128;
 
 // Parses and decodes PTX; throws Fault.
 std::unique_ptr<Module> load_module(std::string_view ptx, const std::string& name);

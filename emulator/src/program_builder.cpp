@@ -771,9 +771,8 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
             Operand o;
             if (p.name == "%envreg1" || p.name == "%envreg2")
                 builder.program().uses_grid_workspace = true;
-            else if (p.name.compare(0, 7, "%envreg") == 0 || p.name.compare(0, 3, "%pm") == 0 ||
-                     p.name == "%reserved_smem_offset_0")
-                return constant(0, bits);
+            if (p.name == "%reserved_smem_offset_1")
+                builder.program().shared_begin = runtime_shared_base;
             if (!special_operand(p.name, o))
                 unsupported("special register " + p.name + " is not supported here");
             if (bits == 64) unsupported("special register " + p.name + " is 32 bits wide");

@@ -503,11 +503,16 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
     const Issue& i = *issue_;
     const View& view = *i.view;
     const uint32_t agent = old.agent(), moment = old.moment();
-    if (agent == issue_record_.agent()) return true;
     if (i.is_generic) {
-        if (agent != i.warp_agent) return moment <= view.seen.at(agent);
-        return moment <= i.now && (moment < i.synced || old.lane() == i.lane);
+        if (agent == issue_record_.agent() && moment == issue_record_.moment() &&
+            old.site == issue_record_.site)
+            return true;
+        if (agent == i.warp_agent && moment <= i.now && (moment < i.synced || old.lane() == i.lane))
+            return true;
+        return covers(view.seen, old) ||
+               (is_write && !old_is_write && covers(view.overwritable, old));
     }
+    if (agent == issue_record_.agent()) return true;
     if (old.is_async()) {
         // The lanes of a warp that all execute one copy: CUTLASS has a whole warp store a tile.
         const uint32_t issuer = agents_[agent].issuer;
@@ -667,6 +672,24 @@ Cell* RaceDetector::page(uint64_t number) {
     return last_cells_ = cells.get();
 }
 
+bool RaceDetector::access(Warp& w, Space space, uint64_t address, uint32_t bytes, Access access,
+                          int lane, uint32_t flags) {
+    const uint64_t window = space == Space::generic ? address & window_mask : 0;
+    if (space == Space::local || window == local_window) return false;
+    if (space == Space::param || space == Space::constant) return false;
+    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
+        Cta& owner = *w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift];
+        shared_access(w, owner, uint32_t(address) & shared_offset_mask, bytes, access, lane, flags);
+        return true;
+    }
+    const Region* region = w.last_region;
+    if (access == Access::read && region && !region->writable &&
+        address - region->address < region->size)
+        return false;
+    global_access(w, address, bytes, access, lane, flags);
+    return true;
+}
+
 void RaceDetector::shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes,
                                  Access access, int lane, uint32_t flags) {
     WarpClock& c = *w.clock;
@@ -712,19 +735,18 @@ std::shared_ptr<const Issue> RaceDetector::issue(Warp& w, int lane) {
     return issue;
 }
 
-std::shared_ptr<const Issue> RaceDetector::issue_generic(Warp& w, int lane) {
+std::shared_ptr<const Issue> RaceDetector::issue_generic(Warp& w, int lane, uint32_t flags) {
     auto generic = std::make_shared<Issue>(*issue(w, lane));
     generic->is_generic = true;
+    generic->flags = flags;
     return generic;
 }
 
 void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
-    // A copy in the async proxy has no lane; the warp stands there, for messages.
-    const uint32_t lane = issue.is_generic ? issue.lane
-                          : issue.cta      ? agents_[issue.warp_agent].number
-                                           : 0;
-    issue_record_ = {agent, moment, lane, issue.is_generic ? 0 : Record::async, issue.site};
+    // In place of a lane: the warp, for messages.
+    issue_record_ = {agent, moment, issue.cta ? agents_[issue.warp_agent].number : 0,
+                     issue.is_generic ? issue.flags : Record::async, issue.site};
 }
 
 void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {

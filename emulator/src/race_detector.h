@@ -117,7 +117,9 @@ struct Issue {
     const Cta* cta = nullptr;
     uint32_t warp_agent = 0, now = 0, synced = 0, lane = 0, site = 0;
     uint32_t own_async_shared = 0, own_async_global = 0;
-    bool is_generic = false;  // cp.async: asynchronous, but in the generic proxy
+    // cp.async, st.async, red.async: asynchronous, but in the generic proxy.
+    bool is_generic = false;
+    uint32_t flags = 0;  // of its records, if it is
 };
 
 // The order that one mbarrier carries.
@@ -166,6 +168,9 @@ class RaceDetector {
     void wait(Warp& w, uint32_t lanes, Cta& cta, const Mbarrier& barrier, bool acquires);
 
     // ---- accesses of warps
+    // Whether others can reach this memory and change it, which is what is looked at.
+    bool access(Warp& w, Space space, uint64_t address, uint32_t bytes, Access access, int lane,
+                uint32_t flags = 0);
     void shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes, Access access,
                        int lane, uint32_t flags = 0);
     void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
@@ -173,7 +178,7 @@ class RaceDetector {
 
     // ---- asynchronous accesses: those between `begin` and `end`
     std::shared_ptr<const Issue> issue(Warp& w, int lane);
-    std::shared_ptr<const Issue> issue_generic(Warp& w, int lane);
+    std::shared_ptr<const Issue> issue_generic(Warp& w, int lane, uint32_t flags = 0);
     void begin(const Issue& issue, uint32_t agent, uint32_t moment);
     void end() { issue_ = nullptr; }
     void async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access);

@@ -7,11 +7,12 @@
 namespace deep_moe::emulator {
 
 std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
-    if (offset < runtime_shared_base || offset >= shared_end || bytes > shared_end - offset) {
+    const uint32_t begin = grid->program->shared_begin;
+    if (offset < begin || offset >= shared_end || bytes > shared_end - offset) {
         throw Fault(
             FaultKind::out_of_bounds,
             format("%s of %u bytes at %s is out of bounds: the CTA's shared memory is 0x%x..0x%x",
-                   what, bytes, describe_shared(*this, offset).c_str(), shared_base, shared_end));
+                   what, bytes, describe_shared(*this, offset).c_str(), begin, shared_end));
     }
     if (machine->checks && std::memchr(shadow.data() + offset, 2, bytes)) {
         machine->find(FaultKind::barrier_misuse, [&] {

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from deep_moe.emulator import BarrierMisuse, Misaligned, RaceDetected, Uninitialized
+from deep_moe.emulator import (
+    BarrierMisuse,
+    InvalidOperation,
+    InvalidPtx,
+    Misaligned,
+    RaceDetected,
+    Uninitialized,
+)
 
 from .device import run_kernel
+from .raw_ptx import run_body
 
 # C = A * B^T with A [64, K] and B [32, K] row-major; 4 warps of 16 rows. Two stages of 32 bytes of
 # K per row: while one is multiplied, the next one is on its way.
@@ -170,3 +178,116 @@ KERNEL()(const u32* in, u32* out, u32 offset) {
     assert (out.reshape(4, 4) == expected).all()
     with pytest.raises(Misaligned, match=r"cp\.async of 16 bytes"):
         run_kernel(source, values, out, 4, threads=4)
+
+
+PIPELINE = """
+// Warp 0 copies rows into two stages, warp 1 reads them: full and empty mbarriers, no other order.
+KERNEL()(const u32* in, u32* out, u32 rows) {
+    __shared__ u32 stages[2][32];
+    __shared__ u64 full[2], empty[2];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x < 2) {
+        init_barrier(shared_address(&full[threadIdx.x]), 32);
+        init_barrier(shared_address(&empty[threadIdx.x]), 32);
+    }
+    __syncthreads();
+    for (u32 row = 0; row < rows; ++row) {
+        u32 stage = row % 2, phase = row / 2 % 2;
+        u32 at_full = shared_address(&full[stage]), at_empty = shared_address(&empty[stage]);
+        if (warp == 0) {
+            WAIT_EMPTY
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                :: "r"(shared_address(&stages[stage][lane])), "l"(in + row * 32 + lane) : "memory");
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(at_full));
+        } else {
+            wait(at_full, phase);
+            out[row * 32 + lane] = stages[stage][31 - lane];
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at_empty) : "memory");
+        }
+    }
+    if (warp == 0) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_handed_on_by_mbarriers(seed):
+    values, out = np.arange(7 * 32, dtype=np.uint32).reshape(7, 32), np.zeros((7, 32), np.uint32)
+    source = PIPELINE.replace("WAIT_EMPTY", "wait(at_empty, phase ^ 1);")
+    run_kernel(source, values, out, 7, threads=64, seed=seed)
+    assert (out == values[:, ::-1]).all()
+
+
+def test_a_stage_that_is_filled_too_early_is_found():
+    values, out = np.zeros((7, 32), np.uint32), np.zeros((7, 32), np.uint32)
+    with pytest.raises((RaceDetected, BarrierMisuse)):
+        run_kernel(PIPELINE.replace("WAIT_EMPTY", ""), values, out, 7, threads=64)
+
+
+COPIES = """
+KERNEL()(const u32* in, u32* out) {
+    __shared__ u32 words[2][32];
+    __shared__ u64 barrier;
+    u32 lane = threadIdx.x, at = shared_address(&barrier);
+    if (lane == 0) init_barrier(at, 32);
+    __syncwarp();
+    auto copy = [&](u32 to, u32 from) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+            :: "r"(shared_address(&words[to][lane])), "l"(in + from * 32 + lane) : "memory");
+    };
+#define ASYNC(text) asm volatile("cp.async." text ";" ::: "memory")
+#define ARRIVE asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(at))
+    BODY
+    out[lane] = words[0][lane] + words[1][lane];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'copy(0, 0); copy(1, 1); ASYNC("wait_all");',
+        'copy(0, 0); ASYNC("wait_all"); copy(1, 1); ASYNC("wait_all");',
+        'copy(0, 0); ASYNC("commit_group"); copy(1, 1); ASYNC("commit_group");'
+        ' ASYNC("wait_group 0");',
+        'copy(0, 0); ARRIVE; copy(1, 1); ASYNC("wait_all"); wait(at, 0);',
+        'copy(0, 1); ASYNC("wait_all"); copy(0, 0); copy(1, 1); ARRIVE; wait(at, 0);',
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_enough_waits(body, seed):
+    values, out = np.arange(64, dtype=np.uint32), np.zeros(32, np.uint32)
+    run_kernel(COPIES.replace("BODY", body), values, out, threads=32, seed=seed)
+    assert (out == values[:32] + values[32:]).all()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'copy(0, 0); ASYNC("wait_all"); copy(1, 1);',
+        # One group is not waited for, whichever copies come first.
+        'copy(0, 0); ASYNC("commit_group"); copy(1, 1); ASYNC("commit_group");'
+        ' ASYNC("wait_group 1");',
+        "copy(0, 0); ARRIVE; copy(1, 1); wait(at, 0);",  # the second one is behind the arrival
+        'copy(0, 1); copy(0, 0); copy(1, 1); ASYNC("wait_all");',  # two copies to one place
+        'words[0][lane] = 1; copy(1, 1); copy(0, 0); words[0][lane] = 2; ASYNC("wait_all");',
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_too_few_waits_are_found(body, seed):
+    values, out = np.arange(64, dtype=np.uint32), np.zeros(32, np.uint32)
+    with pytest.raises((RaceDetected, Uninitialized)):
+        run_kernel(COPIES.replace("BODY", body), values, out, threads=32, seed=seed)
+
+
+def test_an_exit_with_copies_in_flight_is_found():
+    body = 'copy(0, 0); copy(1, 0); ASYNC("wait_all"); copy(0, 1); return;'
+    with pytest.raises(InvalidOperation, match="exits while asynchronous copies"):
+        run_kernel(COPIES.replace("BODY", body), *np.zeros((2, 64), np.uint32), threads=32)
+
+
+def test_sizes():
+    with pytest.raises(InvalidPtx, match="cg copies 16 bytes"):
+        run_body("cp.async.cg.shared.global [%r0], [%rd0], 8;")
+    with pytest.raises(InvalidPtx, match="the size must be 4, 8 or 16"):
+        run_body("cp.async.ca.shared.global [%r0], [%rd0], 12;")

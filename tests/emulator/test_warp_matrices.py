@@ -87,6 +87,53 @@ def test_wmma(tile, layouts):
     assert (out.to(torch.int64) == (expected if layouts[2] == "row" else expected.T)).all()
 
 
+MMA_SYNC = """
+// The same product by two mma.sync, the right half of the columns after the left one.
+KERNEL()(const WORD* a, const WORD* b, const float* c, float* d) {
+    constexpr u32 k = K, per_register = 4 / sizeof(WORD);
+    u32 group = threadIdx.x / 4, own = threadIdx.x % 4;
+    for (u32 half = 0; half < 16; half += 8) {
+        u32 fa[4] = {}, fb[2] = {};
+        float sums[4];
+        for (u32 i = 0; i < 4; ++i) {
+            for (u32 e = 0; e < per_register; ++e)
+                fa[i] |= u32(a[(group + i % 2 * 8) * k + (own + i / 2 * 4) * per_register + e])
+                         << 16 * e;
+            sums[i] = c[(group + i / 2 * 8) * 16 + half + own * 2 + i % 2];
+        }
+        for (u32 i = 0; i < 2; ++i)
+            for (u32 e = 0; e < per_register; ++e)
+                fb[i] |= u32(b[((own + i * 4) * per_register + e) * 16 + half + group]) << 16 * e;
+        asm volatile("mma.sync.aligned.m16n8kK.row.col.f32.TYPE.TYPE.f32 {%0, %1, %2, %3},"
+            " {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(fa[0]), "r"(fa[1]), "r"(fa[2]), "r"(fa[3]), "r"(fb[0]), "r"(fb[1]));
+        for (u32 i = 0; i < 4; ++i)
+            d[(group + i / 2 * 8) * 16 + half + own * 2 + i % 2] = sums[i];
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("tile", ["f16", "bf16", "tf32"])
+def test_wmma_rounds_like_mma_sync(tile):
+    shape, operand, *_ = TILES[tile]
+    k = int(shape.split("k")[1])
+    generator = torch.Generator().manual_seed(k)
+    a, b, c = (torch.randn(s, generator=generator) for s in ((16, k), (k, 16), (16, 16)))
+    operands = [x.to(DTYPES[operand]).view(torch.uint8).numpy() for x in (a, b)]
+    by_wmma, by_mma = c.numpy().copy(), np.zeros((16, 16), np.float32)
+    run_kernel(wmma_source(tile, ("row",) * 3, (k, 16, 16)), *operands, by_wmma, threads=32)
+    word = "u32" if operand == "tf32" else "u16"
+    source = MMA_SYNC.replace("kK", f"k{k}").replace("= K,", f"= {k},")
+    source = source.replace("WORD", word).replace("TYPE", operand)
+    run_kernel(source, *operands, c.numpy(), by_mma, threads=32)
+    assert (by_wmma.view(np.uint32) == by_mma.view(np.uint32)).all()
+    rounded = [x.to(DTYPES[operand]).to(torch.float64) for x in (a, b)]
+    exact = (rounded[0] @ rounded[1] + c).numpy()
+    np.testing.assert_allclose(by_wmma, exact, atol=2e-3 if operand == "tf32" else 2e-6)
+
+
 @pytest.mark.parametrize(("m", "k"), [(8, 4), (16, 4), (16, 8), (16, 16)])
 def test_mma_of_doubles(m, k):
     num_a, num_b, num_c = m * k // 32, 8 * k // 32, m // 4

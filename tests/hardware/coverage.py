@@ -9,7 +9,7 @@ from .case import Case
 
 _SM100 = "SM100 only"
 _TENSOR_MAP = "needs a tensor map; tensor copies have not been recorded yet"
-_LATER = "the kernels use none; has not been recorded yet"
+_LATER = "our kernels do not use it; not recorded yet"
 NOT_RECORDED = {
     "brkpt": "ends the context",
     "trap": "ends the context",

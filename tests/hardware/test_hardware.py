@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from deep_moe.emulator import supported_instructions
 
 from .coverage import NOT_RECORDED, NOT_RECORDED_FAMILIES, covered, reason_left_out
 from .emulated import run
+from .instruction_table import instruction_table
 from .recording import FOLDER, Recording, describe_difference, keep
 from .suite import all_cases, families
 
@@ -93,6 +95,11 @@ def test_reasons_are_of_instructions_without_cases():
     assert not [name for name in executed if reason_left_out(name)]
     assert set(NOT_RECORDED) <= set(names)
     assert set(NOT_RECORDED_FAMILIES) <= {name.split(".")[0] for name in names}
+
+
+def test_the_documented_table_is_the_emulators():
+    documented = Path(__file__).parents[2] / "docs/instructions.md"
+    assert documented.read_text() == instruction_table()
 
 
 def test_nothing_is_recorded_without_a_case():

@@ -419,6 +419,17 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
     uint64_t next_report = steps + 5'000'000;
     uint64_t turns = 0;
     uint32_t async_odds = 4, schedulings = 0;
+    const auto look_for_stall = [&] {
+        if (progress != seen_progress) return;
+        const uint64_t idle_ns = virtual_ns - last_change_ns;
+        if (idle_ns > stall_ns && stall.empty())
+            stall = deadlock_report("nothing changed for 10 ms of virtual time");
+        if (idle_ns > deadlock_ns) {
+            throw Fault(FaultKind::deadlock,
+                        deadlock_report(
+                            "warps poll, but nothing changed for over an hour of virtual time"));
+        }
+    };
     for (;;) {
         while (!timers.empty() && timers.begin()->first <= now_ns()) {
             if (!advance_clock()) break;
@@ -428,9 +439,11 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             bool all_done = true;
             for (auto& grid : grids) all_done = all_done && grid->has_ended();
             if (all_done) break;
+            // Warps that sleep between their polls let time pass here.
             if (!advance_clock())
                 throw Fault(FaultKind::deadlock,
                             deadlock_report("every warp waits and nothing is pending"));
+            if (!real_clock) look_for_stall();
             continue;
         }
         if (++schedulings % 512 == 0) async_odds = 1u << (random() % 6);
@@ -446,7 +459,8 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
         ready.pop_back();
         w.ready = false;
         uint64_t dice = random();
-        uint64_t budget = dice % 8 == 0 ? 1 + (dice >> 8) % 16 : 64 + (dice >> 8) % 1024;
+        const bool is_short = dice % 8 == 0;
+        uint64_t budget = is_short ? 1 + (dice >> 8) % 16 : 64 + (dice >> 8) % 1024;
         uint64_t polls = w.polls;
         Cta& cta = *w.cta;
         running = &w;
@@ -467,7 +481,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             leap = 1000;
             last_change_ns = now_ns();
         } else if (w.polls == polls && w.ready) {
-            idle_quanta = 0;  // it computes
+            if (!is_short) idle_quanta = 0;  // it computes; a short turn may end between two polls
         } else if (++idle_quanta > 4 * ready.size() + 16) {
             idle_quanta = 0;
             if (complete_one_async()) continue;
@@ -481,15 +495,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             } else {
                 virtual_ns += leap;
                 leap = std::min(leap * 2, max_leap_ns);
-                const uint64_t idle_ns = virtual_ns - last_change_ns;
-                if (idle_ns > stall_ns && stall.empty())
-                    stall = deadlock_report("nothing changed for 10 ms of virtual time");
-                if (idle_ns > deadlock_ns) {
-                    throw Fault(
-                        FaultKind::deadlock,
-                        deadlock_report(
-                            "warps poll, but nothing changed for over an hour of virtual time"));
-                }
+                look_for_stall();
             }
         }
         if (steps >= next_report) {

@@ -91,6 +91,23 @@ KERNEL()(volatile u32* data) {
     assert run(quick, threads=32).stall == ""
 
 
+def test_time_leaps_when_many_poll() -> None:
+    source = """
+KERNEL()(volatile u32* data) {
+    u64 start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        for (u32 i = 0; i < 32 && data[3] == 0; ++i) {}
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (now - start > 1000000) asm volatile("nanosleep.u32 200;");
+    } while (data[3] == 0 && now - start < 100000000);
+}
+"""
+    machine = run(source, threads=512)
+    assert machine.stall
+    assert machine.statistics.warp_instructions < 1_000_000
+
+
 def test_bytes_that_come_a_phase_too_late_show_both_sides() -> None:
     source = EXPECT_AND_COPY.format(
         body=f"""

@@ -176,7 +176,7 @@ MUTATIONS = (
         CLEANUP,
         "zero(local.expert_send_count(0), Config::num_experts, grid_thread_idx, num_threads);",
         "",
-        "timeout|result|misuse",
+        "timeout|result|misuse|race",
     ),
     M(
         "clean_up_forgets_recv_sum",

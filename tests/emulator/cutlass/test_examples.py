@@ -155,8 +155,8 @@ def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
 def test_wgmma_fed_by_tma(size, majors):
     m, n, k = size
     status, launches = run(WGMMA, m, n, k, *majors)
-    # Its producer goes on for as many tiles as there are stages, and nobody waits for those. Whether
-    # the copies or only their bytes are missed is the schedule's choice.
+    # Its producer goes on for as many tiles as there are stages, and nobody waits for those.
+    # Whether the copies or only their bytes are missed is the schedule's choice.
     check_findings(launches[0], allowed=(EXITS_EARLY, EXITS_EXPECTING))
     assert launches[0].findings
     a, b, c = (memory.view(np.float16).astype(np.float64) for memory in launches[0].after)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .buffer import require_equal
-from .comparison import MAX_COSINE_DISTANCE_SHORT_SUMS, cosine_distance
+from .comparison import compare
 from .deployment import build_deployment
 from .heuristics import MegaMoEConfig, MoEShape, choose_config
 from .heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
@@ -281,11 +281,12 @@ class RankMeasure:
         layer.buffer.raise_if_failed()
         if self._expected is None:
             self._expected = layer.y.clone()
-        distance = cosine_distance(layer.y.double().flatten(), self._expected.double().flatten())
-        if not distance <= MAX_COSINE_DISTANCE_SHORT_SUMS:
+        result = compare(layer.y, self._expected)
+        if not result.is_exact:
             raise RuntimeError(
-                f"the kernel with {dict(overrides)} and the formula's are {distance} apart, as an "
-                f"angle, at {layer.y.shape[0]} tokens: one of them computes wrong results"
+                f"the kernel with {dict(overrides)} and the formula's differ in "
+                f"{result.num_values - result.num_equal} of {result.num_values} values, at "
+                f"{layer.y.shape[0]} tokens: one of them computes wrong results"
             )
 
 

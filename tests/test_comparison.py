@@ -73,20 +73,42 @@ def test_shapes_and_types_are_checked():
         compare(torch.ones(2), bf16(1, 2))
 
 
-def test_short_sums_are_judged_by_the_angle_alone():
+@pytest.mark.parametrize(
+    ("error", "error_of_one", "is_good"),
+    [(0.015, 0.015, True), (0.025, 0.025, False), (0.005, 0.11, True), (0.005, 0.13, False)],
+)
+def test_short_sums_are_judged_by_the_errors_of_tokens(error, error_of_one, is_good):
     torch.manual_seed(0)
-    expected = torch.randn(100_000, dtype=torch.float64)
-    for relative_error, is_good in ((0.015, True), (0.025, False)):
-        y = expected + relative_error * torch.randn(100_000, dtype=torch.float64)
-        comparison = compare(y.bfloat16(), expected.bfloat16())
-        assert not comparison.is_good(exact=False)
-        assert comparison.is_good(exact=False, sum_bits=13) is is_good
-        assert not comparison.is_good(exact=True, sum_bits=13)
+    expected = torch.randn(20, 5000, dtype=torch.float64)
+    errors = torch.tensor([error] * 19 + [error_of_one], dtype=torch.float64)
+    y = expected + errors[:, None] * torch.randn(20, 5000, dtype=torch.float64)
+    comparison = compare(y.bfloat16(), expected.bfloat16())
+    assert not comparison.is_good(exact=False)
+    assert comparison.is_good(exact=False, sum_bits=13) is is_good
+    assert not comparison.is_good(exact=True, sum_bits=13)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, math.nan])
+def test_a_token_that_was_left_out_has_no_small_error(wrong):
+    expected = torch.ones(20, 128, dtype=torch.bfloat16)
+    expected[3] = 0 if wrong else 1
+    y = expected.clone()
+    y[3] = wrong
+    assert compare(y, expected).max_token_error >= 1
+    assert not compare(y, expected).is_good(exact=False, sum_bits=13)
 
 
 def one_rank(num_values: int, num_far: int, cosine_distance: float = 0.0) -> Comparison:
     near = num_values - num_far
-    return Comparison(num_values, near, near, 9.0 if num_far else 0.0, cosine_distance)
+    return Comparison(
+        num_values,
+        near,
+        near,
+        9.0 if num_far else 0.0,
+        cosine_distance,
+        median_token_error=0.0,
+        max_token_error=0.0,
+    )
 
 
 def test_a_rank_of_few_tokens_is_judged_by_the_share_of_all_ranks():

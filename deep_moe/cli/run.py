@@ -227,7 +227,10 @@ def _demand(exact: bool, sum_bits: int) -> str:
             f"{comparison.MIN_NEAR_SHARE:.1%} at most 1 BF16 unit away, "
             f"cosine distance < {comparison.MAX_COSINE_DISTANCE:.0e}"
         )
-    return f"cosine distance < {comparison.MAX_COSINE_DISTANCE_SHORT_SUMS:.0e}"
+    return (
+        f"errors of tokens below {comparison.MAX_TOKEN_ERROR:.1%}, "
+        f"half of them below {comparison.MAX_MEDIAN_TOKEN_ERROR:.0%}"
+    )
 
 
 def _print_rows(

@@ -6,9 +6,10 @@ inputs include the four views of the buffer that the caller fills. As a compiler
 into new tensors, they may then be other tensors, and are copied into the buffer first.
 
 What a call works out from its arguments is kept in the buffer, and found again by all that it was
-worked out from: a `CallPlan` by the options and the form of y and of the statistics, the standing
-part of the kernel's arguments by the tile and the weights' addresses and forms. So what is found is
-what would be made anew, and arguments that are not allowed never find anything.
+worked out from: a `CallPlan` by the options, the tokens that the call expects and the form of y and
+of the statistics, the standing part of the kernel's arguments by the tile and the weights'
+addresses and forms. So what is found is what would be made anew, and arguments that are not allowed
+never find anything.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import torch
 
 from deep_moe import jit
 from deep_moe.heuristics.config import ARCHITECTURES, MegaMoEConfig, choose_config
+from deep_moe.heuristics.expected_tokens import (
+    expected_tokens_per_rank as choose_expected_tokens,
+)
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage
@@ -56,6 +60,7 @@ class CallOptions(NamedTuple):
     fast_math: bool = True
     arch: str | None = None
     num_sms: int | None = None
+    expected_tokens_per_rank: int | None = None
     timeout_s: float | None = None
     schedule_seed: int = 0
     checked: bool | None = None
@@ -82,7 +87,8 @@ _USUAL = CallOptions()
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What calls with the same options, and with y and statistics of the same form, share.
+    """What calls share that have the same options, expect as many tokens, and have y and statistics
+    of the same form.
 
     tile: what the standing part of the arguments depends on, beside the weights. is_checked:
     whether expert ids are looked at. launcher: the kernel on a GPU, None in the emulator.
@@ -116,6 +122,7 @@ def fp8_fp4_mega_moe(
     *,
     arch: str | None = None,
     num_sms: int | None = None,
+    expected_tokens_per_rank: int | None = None,
     overrides: Mapping[str, int] | None = None,
     timeout_s: float | None = None,
     schedule_seed: int = 0,
@@ -133,6 +140,10 @@ def fp8_fp4_mega_moe(
     activation_clamp: positive bound of gate and up, or None. fast_math: approximate exponentials.
     arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
     num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100.
+    expected_tokens_per_rank: the mean over all ranks in this call, if the caller knows it; it
+        decides how fast the call is, not what it computes. By default the rank's own number, or
+        more if its experts received more in the last call that the host knows of
+        (docs/tuning.md).
     overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
         tuning tables come before the heuristics' formula (docs/tuning.md).
     timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
@@ -172,6 +183,8 @@ def fp8_fp4_mega_moe(
         others["arch"] = arch
     if num_sms is not None:
         others["num_sms"] = num_sms
+    if expected_tokens_per_rank is not None:
+        others["expected_tokens_per_rank"] = expected_tokens_per_rank
     if overrides is not None:
         check_overrides(overrides)
     if overrides:
@@ -208,7 +221,8 @@ torch.library.define(
     "deep_moe::mega_moe",
     "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
     "Tensor l2_weight_sf, int buffer_handle, float? activation_clamp=None, *, bool fast_math=True, "
-    "str? arch=None, int? num_sms=None, str[]? override_names=None, int[]? override_values=None, "
+    "str? arch=None, int? num_sms=None, int? expected_tokens_per_rank=None, "
+    "str[]? override_names=None, int[]? override_values=None, "
     "float? timeout_s=None, int schedule_seed=0, bool? checked=None, int[] recipe=[1, 1, 32], "
     "str activation='swiglu', Tensor[]? inputs=None) -> ()",
 )
@@ -284,8 +298,14 @@ def prepare_call(
     buffer.raise_if_unusable()
     recorder = buffer.recorder
     y_address = y.data_ptr()
+    expected = options.expected_tokens_per_rank
+    if expected is None:
+        num_tokens = y.shape[0] if y.ndim else 0  # such a y is refused below
+        num_received_tokens = buffer.memory.status.num_received_tokens
+        expected = choose_expected_tokens(buffer.shape, num_tokens, num_received_tokens)
     key = (
         options,
+        expected,
         recorder is None,
         y_address % _Y_ALIGNMENT,
         *(y.shape, y.stride(), y.dtype, y.device),
@@ -293,7 +313,7 @@ def prepare_call(
     )
     plan = buffer.plans.get(key)
     if plan is None:
-        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options))
+        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options, expected))
     standing = _standing_args(plan, buffer, l1_weights, l2_weights)
     if plan.is_checked:
         _check_expert_ids(buffer, plan.num_tokens)
@@ -425,21 +445,30 @@ def _take_inputs(buffer: SymmBuffer, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _make_plan(
-    y: torch.Tensor, buffer: SymmBuffer, stats: torch.Tensor | None, options: CallOptions
+    y: torch.Tensor,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallOptions,
+    expected: int,
 ) -> CallPlan:
     """Reads nothing of the tensors but what `prepare_call` looks plans up by."""
     options.check()
     arch = _arch(options, buffer)
     _check_output(y, buffer)
+    most = buffer.shape.num_max_tokens_per_rank
+    if not 0 <= expected <= most:
+        raise ValueError(
+            f"expected_tokens_per_rank must be 0 to num_max_tokens_per_rank ({most}); "
+            f"got {expected}"
+        )
     if stats is not None:
         name = "cumulative_local_expert_recv_stats"
         num_experts = buffer.shape.num_experts_per_rank
         check_tensor(name, stats, torch.int32, (num_experts,), buffer.device)
         check_contiguous(name, stats)
-    num_tokens = y.shape[0]
     config = _choose_config(
         buffer.shape,
-        num_tokens,
+        expected,
         arch,
         _default_num_sms(buffer) if options.num_sms is None else options.num_sms,
         options.activation_clamp,
@@ -457,7 +486,7 @@ def _make_plan(
             config.block_k,
             config.store_block_m,
         ),
-        num_tokens=num_tokens,
+        num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=round(1e9 * _timeout_s(options, buffer)),
         launcher=None if buffer.gpu is None else _cuda_launcher(config, buffer.gpu),
@@ -467,7 +496,7 @@ def _make_plan(
 @lru_cache(maxsize=4096)
 def _choose_config(
     shape: MoEShape,
-    num_tokens: int,
+    expected_tokens: int,
     arch: str,
     num_sms: int,
     activation_clamp: float | None,
@@ -478,7 +507,7 @@ def _choose_config(
 ) -> MegaMoEConfig:
     return choose_config(
         shape,
-        num_tokens,
+        expected_tokens,
         arch=arch,
         num_sms=num_sms,
         activation_clamp=activation_clamp,

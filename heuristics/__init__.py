@@ -1,6 +1,7 @@
 """From the shape of an MoE layer to the configuration of its kernel. Pure Python."""
 
 from .config import ARCHITECTURES, Decision, MegaMoEConfig, choose_config
+from .expected_tokens import expected_tokens_per_rank
 from .explain import Explanation, explain
 from .prepare_inputs import PrepareInputsConfig
 from .presets import PRESETS, preset_shape
@@ -22,6 +23,7 @@ __all__ = [
     "Tuning",
     "TuningTable",
     "choose_config",
+    "expected_tokens_per_rank",
     "explain",
     "preset_shape",
     "symm_buffer_layout",

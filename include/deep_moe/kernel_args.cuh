@@ -20,15 +20,17 @@ enum class WaitCode : uint32_t {
     pool_overflow = 2,
 };
 
-// Why a call failed. Host-readable, one per rank, zero before the call. A non-zero `code` is also
-// the signal on which every other wait of the rank gives up. The first failure wins.
+// What the host reads of a call without waiting for it. One per rank, zero before the first call.
+//
+// Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
+// rank gives up. The first failure wins.
 struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite
     uint32_t cta;
     uint32_t warp;
     uint32_t peer_rank;  // first rank that was waited for; no_peer_rank if the site has no peer
-    uint32_t padding;
+    uint32_t num_received_tokens;  // by all local experts, in the newest call that got so far
     uint64_t expected;
     uint64_t seen;
     uint64_t waited_ns;

@@ -70,7 +70,8 @@ class Scheduler {
     __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
         return ExpertTiles<Config>(num_tokens(local_expert_idx)).num_m_blocks();
     }
-    // Pool blocks of all local experts.
+    // Of all local experts.
+    __device__ uint32_t num_received_tokens() const;
     __device__ uint32_t num_pool_blocks_in_use() const;
 
  private:
@@ -182,6 +183,14 @@ __device__ uint32_t Scheduler<Config>::num_tokens(uint32_t local_expert_idx) con
         mine = local_expert_idx / warp_size == i ? count : mine;
     }
     return __shfl_sync(full_warp, mine, local_expert_idx % warp_size);
+}
+
+template <class Config>
+__device__ uint32_t Scheduler<Config>::num_received_tokens() const {
+    uint32_t mine = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) mine += num_tokens_[i];
+    return ptx::redux_sync_add(mine);
 }
 
 template <class Config>

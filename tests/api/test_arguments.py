@@ -169,6 +169,8 @@ def test_statistics(example, stats: object, error: type[Exception], message: str
         ({"arch": "sm_80"}, ValueError, "arch must be one of .*sm_100a.*got 'sm_80'"),
         ({"num_sms": 3}, ValueError, "num_sms must be even"),
         ({"num_sms": 0}, ValueError, "num_sms must be even"),
+        ({"expected_tokens_per_rank": -1}, ValueError, "expected_tokens_per_rank must be 0 to"),
+        ({"expected_tokens_per_rank": 1.5}, RuntimeError, "expected_tokens_per_rank"),
         ({"overrides": {"block_m": 17}}, ValueError, "block_m must be one of"),
         ({"overrides": {"hidden": 128}}, ValueError, "overrides must name one of"),
         ({"overrides": {"block_m": "16"}}, TypeError, r"overrides\['block_m'\] must be an int"),

@@ -18,6 +18,16 @@
 
 namespace deep_moe {
 
+// One warp of the grid: how many tokens came, from which the host picks the tile of a later call.
+// The store needs no order, and has all of the call's time to cross to the host's memory.
+template <class Config>
+__device__ void tell_host(const KernelArgs& args, const Scheduler<Config>& scheduler) {
+    const uint32_t num_received_tokens = scheduler.num_received_tokens();
+    if (ptx::lane_idx() == 0) {
+        ptx::st_relaxed_sys(&args.status->num_received_tokens, num_received_tokens);
+    }
+}
+
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
 // After an abort every step is skipped, but the two named barriers shared with other roles are
@@ -48,6 +58,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     // Pull, as soon as all ranks have published.
     trace.mark(TraceStep::await_counts);
     if (scheduler.acquire_expert_counts(waiter)) {
+        if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, scheduler);
         trace.mark(TraceStep::pull);
         pull_tokens<Config, PullPolicy>(
             buffers, scheduler, cta_idx, warp_idx,

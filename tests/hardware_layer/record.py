@@ -217,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--emulated", action="store_true", help="without a GPU, to try it")
     arguments = parser.parse_args(words)
     chosen = [case for case in CASES if arguments.case is None or case.name in arguments.case]
-    pools: dict[Place, RankPool] = {}
+    pools: dict[tuple[Place, int], RankPool] = {}
     try:
         for case in chosen:
             num_ranks = case.shape.num_ranks
@@ -227,11 +227,10 @@ def main(words: Sequence[str] | None = None) -> None:
             else:
                 shared = torch.cuda.device_count() < num_ranks
                 place = Place.SHARED_GPUS if shared else Place.GPUS
-                if place not in pools:
-                    pools[place] = RankPool(
-                        2 if shared else min(torch.cuda.device_count(), 2), place
-                    )
-                parts = pools[place].run(run_rank, num_ranks, case)
+                key = (place, num_ranks)
+                if key not in pools:
+                    pools[key] = RankPool(num_ranks, place)
+                parts = pools[key].run(run_rank, case)
             about = provenance(config_of(case, place), arguments.commit, place)
             path = write(arguments.out, case, by_token(case, parts), about)
             print(f"{path}: {path.stat().st_size} bytes", flush=True)

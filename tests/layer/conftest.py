@@ -10,32 +10,31 @@ from tests.layer.rank_pool import MAX_RANKS, Place, RankPool
 
 RunRanks = Callable[..., list[Any]]
 
-CPU_RANKS = 2
 ALL = 0  # as many ranks as there are GPUs, at least two
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[Place, RankPool]]:
-    """Pools by place, each as large as the machine allows; made when first used."""
-    pools: dict[Place, RankPool] = {}
+def pools() -> Iterator[dict[tuple[Place, int], RankPool]]:
+    """Pools by place and number of ranks, made when first used."""
+    pools: dict[tuple[Place, int], RankPool] = {}
     yield pools
     for pool in pools.values():
         pool.close()
 
 
 @pytest.fixture
-def run_ranks(pools: dict[Place, RankPool]) -> RunRanks:
+def run_ranks(pools: dict[tuple[Place, int], RankPool]) -> RunRanks:
     """run_ranks(place, num_ranks, work, ...): see `RankPool.run`. Skips where GPUs are missing."""
 
     def run(place: Place, num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         num_gpus = min(torch.cuda.device_count(), MAX_RANKS)
-        sizes = {Place.CPU: CPU_RANKS, Place.GPUS: num_gpus, Place.SHARED_GPUS: MAX_RANKS}
         if num_ranks == ALL:
             num_ranks = max(num_gpus, 2)
         if place is Place.GPUS and num_gpus < num_ranks:
             pytest.skip(f"{num_ranks} ranks need as many GPUs; there are {num_gpus}")
-        if place not in pools:
-            pools[place] = RankPool(sizes[place], place)
-        return pools[place].run(work, num_ranks, *args)
+        key = (place, num_ranks)
+        if key not in pools:
+            pools[key] = RankPool(num_ranks, place)
+        return pools[key].run(work, *args)
 
     return run

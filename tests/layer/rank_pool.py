@@ -1,7 +1,11 @@
 """Processes that play the ranks, kept from test to test: starting one takes seconds.
 
     pool = RankPool(4, Place.GPUS)
-    answers = pool.run(work, 2, shape)     # work(rank, shape) on ranks 0 and 1, as a group of two
+    answers = pool.run(work, shape)     # work(rank, shape) on all four
+
+A pool's ranks always act together. Those of a smaller group would exchange their GPU memory without
+the others, and up to PyTorch 2.11 (pytorch/pytorch#196082) the next exchange among all then waits
+for ever: a process counts its exchanges, not those of the group.
 
 `work` is a function at the top of a module, and what it takes and returns can be pickled. If a rank
 raises, hangs or dies, all processes are ended and started anew for the next run: after that nobody
@@ -58,7 +62,7 @@ class Rank:
 
     idx: int
     num_ranks: int
-    group: Any  # torch.distributed process group of the ranks that take part, or None for one rank
+    group: Any  # torch.distributed process group of all ranks, or None for one rank
     device: torch.device
 
     @property
@@ -78,7 +82,7 @@ class Rank:
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank that takes part."""
+        """`value` of every rank."""
         return [value] if self.group is None else gather_objects(value, self.group)
 
     def synchronize(self) -> None:
@@ -88,9 +92,11 @@ class Rank:
 
 
 class RankPool:
-    """`size` processes at `place`; a run uses the first of them."""
+    """`size` processes at `place`."""
 
     def __init__(self, size: int, place: Place) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1; got {size}")
         if place is Place.GPUS and torch.cuda.device_count() < size:
             raise ValueError(f"{size} ranks need a GPU each; there are {torch.cuda.device_count()}")
         self.size = size
@@ -98,23 +104,19 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(
-        self, work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
-    ) -> list[Any]:
-        """What work(rank, *args) returned on each of `num_ranks` ranks.
+    def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """What work(rank, *args) returned on each rank.
 
         timeout_s: for all of it. RankFailedError holds the tracebacks of all ranks that failed.
         """
-        if not 1 <= num_ranks <= self.size:
-            raise ValueError(f"num_ranks must be 1 to {self.size}; got {num_ranks}")
         if not all(process.is_alive() for process in self._processes):
             self._kill()
         if not self._processes:
             self._start()
         try:
-            for pipe in self._pipes[:num_ranks]:
-                pipe.send((work, num_ranks, args))
-            answers, failures = self._collect(self._pipes[:num_ranks], timeout_s)
+            for pipe in self._pipes:
+                pipe.send((work, args))
+            answers, failures = self._collect(timeout_s)
             if failures:
                 raise RankFailedError(
                     "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
@@ -122,7 +124,7 @@ class RankPool:
         except BaseException:
             self._kill()
             raise
-        return [answers[rank] for rank in range(num_ranks)]
+        return [answers[rank] for rank in range(self.size)]
 
     def close(self) -> None:
         """End the processes. The next run starts new ones."""
@@ -155,16 +157,14 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
-        _, failures = self._collect(self._pipes, START_S)
+        _, failures = self._collect(START_S)
         if failures:
             self._kill()
             raise RankFailedError(f"ranks did not start: {failures}")
 
-    def _collect(
-        self, pipes: list[Connection], timeout_s: float
-    ) -> tuple[dict[int, Any], dict[int, str]]:
-        """Values and failures of the ranks behind the pipes."""
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """The ranks' values and failures."""
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -210,11 +210,10 @@ def _join_group(rank_idx: int, size: int, place: Place, folder: str) -> torch.de
 def _serve(rank_idx: int, size: int, place: Place, folder: str, pipe: Connection) -> None:
     """A process of the pool: runs what it is sent until it is sent None."""
     device = _join_group(rank_idx, size, place, folder)
-    groups = [None, *(dist.new_group(list(range(n))) for n in range(2, size + 1))]
+    rank = Rank(rank_idx, size, dist.group.WORLD if size > 1 else None, device)
     pipe.send((None, None))
     while (task := pipe.recv()) is not None:
-        work, num_ranks, args = task
-        rank = Rank(rank_idx, num_ranks, groups[num_ranks - 1], device)
+        work, args = task
         value, error = None, None
         try:
             value = work(rank, *args)

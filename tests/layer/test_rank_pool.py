@@ -28,9 +28,15 @@ def pool():
     pool.close()
 
 
-def test_ranks_talk_in_groups_of_any_size(pool: RankPool) -> None:
-    assert pool.run(index_and_sum, 2, 10) == [(0, 30), (1, 30)]
-    assert pool.run(index_and_sum, 1, 10) == [(0, 10)]
+def test_ranks_talk(pool: RankPool) -> None:
+    assert pool.run(index_and_sum, 10) == [(0, 30), (1, 30)]
+    assert pool.run(index_and_sum, 20) == [(0, 60), (1, 60)]
+
+
+def test_a_single_rank_has_no_group() -> None:
+    alone = RankPool(1, Place.CPU)
+    assert alone.run(index_and_sum, 10) == [(0, 10)]
+    alone.close()
 
 
 @pytest.mark.parametrize(
@@ -41,17 +47,17 @@ def test_a_failure_names_its_rank_and_the_next_run_works(
     pool: RankPool, how: str, message: str
 ) -> None:
     with pytest.raises(RankFailedError, match=f"(?s){message}"):
-        pool.run(fail_on_last, 2, how)
-    assert pool.run(index_and_sum, 2, 1) == [(0, 3), (1, 3)]
+        pool.run(fail_on_last, how)
+    assert pool.run(index_and_sum, 1) == [(0, 3), (1, 3)]
 
 
 def test_a_rank_that_hangs_is_ended(pool: RankPool) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 0: no answer\nrank 1: no answer"):
-        pool.run(fail_on_last, 2, "hangs", timeout_s=1.0)
+        pool.run(fail_on_last, "hangs", timeout_s=1.0)
     assert time.monotonic() - started < 60
 
 
-def test_more_ranks_than_processes_are_refused(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="num_ranks must be 1 to 2; got 3"):
-        pool.run(index_and_sum, 3, 1)
+def test_a_pool_without_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="size must be at least 1; got 0"):
+        RankPool(0, Place.CPU)

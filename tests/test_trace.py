@@ -422,20 +422,29 @@ def test_only_a_kernel_with_the_switch_looks_at_a_clock(recorded: Recorded) -> N
 
 @pytest.mark.parametrize("block_m", [BLOCK_MS[0], BLOCK_MS[-1]])
 def test_recording_leaves_the_overlap_of_products_alone(block_m: int) -> None:
-    config = choose_config(
-        MoEShape(4, 384, 6, 7168, 3072, 1024),
-        1024,
-        arch="sm_90a",
-        activation_clamp=10.0,
-        trace=True,
-        overrides={"block_m": block_m},
+    without, recording = (
+        jit.compile_source(
+            jit.render_kernel(
+                choose_config(
+                    MoEShape(4, 384, 6, 7168, 3072, 1024),
+                    1024,
+                    arch="sm_90a",
+                    activation_clamp=10.0,
+                    trace=trace,
+                    overrides={"block_m": block_m},
+                )
+            ),
+            arch="sm_90a",
+            include_paths=jit.find_headers().include_paths,
+        )
+        for trace in (False, True)
     )
-    compilation = jit.compile_source(
-        jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
-    )
-    assert "serialized" not in compilation.log, compilation.log
-    assert compilation.resources.spill_store_bytes <= 64
-    assert compilation.resources.spill_load_bytes <= 64
+    assert "serialized" not in recording.log, recording.log
+    # A track's state is a few registers, which may go to local memory; no more may.
+    more = recording.resources.spill_store_bytes - without.resources.spill_store_bytes
+    assert more <= 64, (without.resources, recording.resources)
+    more = recording.resources.spill_load_bytes - without.resources.spill_load_bytes
+    assert more <= 64, (without.resources, recording.resources)
 
 
 def test_every_step_and_track_has_a_name() -> None:

@@ -159,7 +159,8 @@ class Machine:
         in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
         args: the whole parameter block, or one `bytes` per parameter. registers: per thread at the
-        start, as the compiler reports them; by default the most that it may use. For findings,
+        start, as the compiler reports them; by default as ptxas takes them: the most that launch
+        bounds allow, but no more than its largest setmaxnreg. For findings,
         roles: which warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared
         memory.
         """

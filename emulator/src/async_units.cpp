@@ -1,5 +1,7 @@
 #include "async_units.h"
 
+#include <algorithm>
+
 #include "race_detector.h"
 
 namespace deep_moe::emulator {
@@ -151,6 +153,26 @@ TensorMemoryState& tensor_memory_state(Cta& cta) {
     return unit_state<TensorMemoryState>(cta, Unit::tensor_memory);
 }
 
+void BulkState::release(const Where& copy) {
+    auto found = std::find(in_flight.begin(), in_flight.end(), copy);
+    if (found != in_flight.end()) in_flight.erase(found);
+}
+
+static std::string describe_copies(const std::vector<Where>& copies) {
+    constexpr size_t max_named = 4;
+    std::vector<Where> named;
+    for (const Where& copy : copies) {
+        if (std::find(named.begin(), named.end(), copy) == named.end()) named.push_back(copy);
+    }
+    std::string text = format(
+        "the CTA exits while asynchronous copies that need its shared memory are in flight (%zu):",
+        copies.size());
+    for (size_t i = 0; i < named.size() && i < max_named; ++i)
+        text += "\n    issued by " + describe_site(named[i]);
+    if (named.size() > max_named) text += format("\n    and %zu more", named.size() - max_named);
+    return text;
+}
+
 void check_units_at_exit(Cta& cta) {
     Machine& machine = *cta.machine;
     for (const auto& w : cta.warps) {
@@ -164,13 +186,9 @@ void check_units_at_exit(Cta& cta) {
                           first.register_changes.size());
         });
     }
-    if (cta.units[int(Unit::bulk_copy)] && bulk_state(cta).in_flight) {
-        machine.find(FaultKind::invalid_operation, [&] {
-            return format(
-                "the CTA exits while asynchronous copies that need its shared memory are in flight "
-                "(%u)",
-                bulk_state(cta).in_flight);
-        });
+    if (cta.units[int(Unit::bulk_copy)] && !bulk_state(cta).in_flight.empty()) {
+        machine.find(FaultKind::invalid_operation,
+                     [&] { return describe_copies(bulk_state(cta).in_flight); });
     } else if (cta.units[int(Unit::mbarrier)]) {
         for (const auto& [offset, barrier] :
              unit_state<MbarrierTable>(cta, Unit::mbarrier).barriers) {

@@ -93,7 +93,9 @@ struct BulkThread {
 
 struct BulkState {
     std::unordered_map<uint32_t, BulkThread> threads;  // by thread in the CTA
-    uint32_t in_flight = 0;  // copies that have not touched this CTA's shared memory yet
+    std::vector<Where> in_flight;  // copies that have not touched this CTA's shared memory yet
+    void hold(const Where& copy) { in_flight.push_back(copy); }
+    void release(const Where& copy);
 };
 BulkState& bulk_state(Cta& cta);
 

@@ -270,10 +270,10 @@ std::vector<Receiver> receivers(Warp& w, const CopyForm& form, const SharedPlace
 
 // Counts a copy for as long as it needs the CTA's shared memory.
 void hold(Cta& cta) {
-    ++bulk_state(cta).in_flight;
+    bulk_state(cta).hold(cta.machine->here());
 }
 void release(Cta& cta) {
-    --bulk_state(cta).in_flight;
+    bulk_state(cta).release(cta.machine->here());
 }
 
 void hold(const std::vector<Receiver>& all) {

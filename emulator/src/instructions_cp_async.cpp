@@ -124,7 +124,7 @@ Flow copy(Warp& w, const Op& op) {
     Cta* cta = w.cta;
     Rank* rank = w.grid->rank;
     const uint32_t first_thread = w.index * warp_size;
-    ++bulk_state(*cta).in_flight;
+    bulk_state(*cta).hold(cta->machine->here());
     w.machine->enqueue_async(w, "cp.async", 0, [=, pieces = std::move(pieces)] {
         RaceDetector* now = cta->machine->races.get();
         for (const Piece& piece : pieces) {
@@ -137,7 +137,7 @@ Flow copy(Warp& w, const Op& op) {
             }
             std::memcpy(CtaWindow(*cta, "cp.async").write(piece.offset, bytes), buffer, bytes);
         }
-        --bulk_state(*cta).in_flight;
+        bulk_state(*cta).release(cta->machine->here());
         for (const Piece& piece : pieces)
             finish(*cta, first_thread + uint32_t(piece.lane), piece.number, agent);
         cta->machine->wake(cta->bulk_waiters);

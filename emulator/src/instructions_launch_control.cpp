@@ -34,7 +34,7 @@ Flow try_cancel(Warp& w, const Op& op) {
                                    "exited",
                                    cta->cluster_rank),
                             lane);
-            ++bulk_state(*cta).in_flight;
+            bulk_state(*cta).hold(cta->machine->here());
             phases.push_back(phase_of(*cta, barrier));
         }
         w.machine->enqueue_async(w, "answer to a launch request", w.machine->new_order_key(), [=] {
@@ -43,7 +43,7 @@ Flow try_cancel(Warp& w, const Op& op) {
                 std::memset(
                     CtaWindow(*cta, "answer to a launch request").write(response, response_bytes),
                     0, response_bytes);
-                --bulk_state(*cta).in_flight;
+                bulk_state(*cta).release(cta->machine->here());
                 complete_bytes_at(*cta, barrier, response_bytes, phases[i]);
             }
         });

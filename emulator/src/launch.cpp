@@ -227,11 +227,14 @@ void Machine::admit_ctas(Grid& g) {
             // What CUDA's headers keep below the kernel's own memory is zero at the start.
             std::fill(c.shadow.begin() + program.shared_begin, c.shadow.begin() + shared_base, 1);
             if (program.max_registers || program.max_threads || program.required_threads[0]) {
-                // What the compiler may use at launch; setmaxnreg moves registers between
-                // warpgroups of this sum.
+                // What the compiler may use at launch; from launch bounds, ptxas takes no more than
+                // the largest setmaxnreg asks for. That one moves registers between warpgroups of
+                // this sum.
                 uint32_t threads = (g.num_threads + 127) / 128 * 128;
                 uint32_t each = program.max_registers ? program.max_registers
                                                       : std::min(65536 / threads / 8 * 8, 255u);
+                if (program.largest_budget && !program.max_registers)
+                    each = std::min(each, program.largest_budget);
                 c.launch_registers = each;
             }
             if (g.num_registers) c.launch_registers = g.num_registers;

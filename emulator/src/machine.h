@@ -381,6 +381,7 @@ struct Where {  // of an instruction, kept with asynchronous work for messages
     const Grid* grid = nullptr;
     const Program* program = nullptr;
     uint32_t pc = 0, cta = 0, warp = 0;
+    bool operator==(const Where&) const = default;
 };
 
 struct AsyncOperation {

@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 
 #include "machine.h"
@@ -20,6 +21,24 @@ std::string demangled(const std::string& name) {
     return result;
 }
 
+// The qualified name at the start of a mangled one, which may be too long for the runtime's
+// demangler; any other name as it is.
+std::string qualified_name(const std::string& name) {
+    if (name.rfind("_Z", 0) != 0) return name;
+    std::string text;
+    size_t at = name[2] == 'N' ? 3 : 2;
+    while (at < name.size() && std::isdigit(static_cast<unsigned char>(name[at]))) {
+        size_t length = 0;
+        for (; at < name.size() && std::isdigit(static_cast<unsigned char>(name[at])); ++at)
+            length = length * 10 + size_t(name[at] - '0');
+        if (length > name.size() - at) return name;
+        text += (text.empty() ? "" : "::") + name.substr(at, length);
+        at += length;
+    }
+    if (text.empty()) return name;
+    return at < name.size() && name[at] == 'I' ? text + "<...>" : text;
+}
+
 // A variable of the program that covers this offset.
 std::string variable_at(const Program& program, uint32_t offset) {
     for (const auto& [key, symbol] : program.symbols) {
@@ -33,6 +52,32 @@ std::string variable_at(const Program& program, uint32_t offset) {
 }
 
 }  // namespace
+
+std::string readable_name(const std::string& name) {
+    constexpr size_t max_arguments = 60;
+    std::string text = demangled(name);
+    if (text == name) return qualified_name(name);
+    // The parameters begin at the first parenthesis outside of template arguments; what is before
+    // the name, such as the result's type, ends with the last space outside.
+    const std::string anonymous = "(anonymous namespace)";
+    size_t depth = 0, begin = 0, arguments = 0, end = text.size();
+    for (size_t i = 0; i < end; ++i) {
+        const char c = text[i];
+        if (c == '<' && !depth++) arguments = i;
+        if (c == '>' && depth) --depth;
+        if (depth) continue;
+        if (text.compare(i, anonymous.size(), anonymous) == 0)
+            i += anonymous.size() - 1;
+        else if (c == ' ')
+            begin = i + 1;
+        else if (c == '(')
+            end = i;
+    }
+    text = text.substr(begin, end - begin);
+    if (arguments > begin && arguments < end && end - arguments > max_arguments)
+        text = text.substr(0, arguments - begin + max_arguments) + "...>";
+    return text;
+}
 
 uint64_t NamedArray::num_bytes() const {
     uint64_t bytes = element_bytes;

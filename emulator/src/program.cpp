@@ -120,11 +120,18 @@ const char* name_of(Space space) {
 
 std::string format(const char* pattern, ...) {
     char buffer[1024];
-    va_list arguments;
+    va_list arguments, again;
     va_start(arguments, pattern);
-    std::vsnprintf(buffer, sizeof buffer, pattern, arguments);
+    va_copy(again, arguments);
+    const int length = std::vsnprintf(buffer, sizeof buffer, pattern, arguments);
     va_end(arguments);
-    return buffer;
+    std::string text = buffer;
+    if (length >= int(sizeof buffer)) {
+        text.resize(size_t(length));
+        std::vsnprintf(text.data(), text.size() + 1, pattern, again);
+    }
+    va_end(again);
+    return text;
 }
 
 std::string describe_source(const Program& program, int index) {
@@ -159,8 +166,8 @@ std::string describe_site(const Where& where) {
 }
 
 std::string describe(const Where& where, int lane) {
-    std::string text = format("  kernel %s, rank %u, CTA %u, ", where.program->name.c_str(),
-                              where.grid->rank->index, where.cta) +
+    std::string text = "  kernel " + readable_name(where.program->name) +
+                       format(", rank %u, CTA %u, ", where.grid->rank->index, where.cta) +
                        describe_warp(*where.grid, where.warp);
     if (lane >= 0) text += format(", lane %d", lane);
     return text + "\n  " + describe_instruction(*where.program, where.pc);

@@ -236,6 +236,7 @@ struct Program {
     uint32_t required_threads[3] = {0, 0, 0};  // .reqntid
     uint32_t max_threads = 0;                  // .maxntid
     uint32_t max_registers = 0;                // .maxnreg
+    uint32_t largest_budget = 0;               // of its setmaxnreg, 0 without any
     std::string target;                        // sm_100a
 };
 

@@ -115,7 +115,7 @@ std::string Machine::deadlock_report(const char* reason) const {
             stands[found->second].others.push_back(who);
             return;
         }
-        std::string text = "kernel " + w.program->name + ", " + who;
+        std::string text = "kernel " + readable_name(w.program->name) + ", " + who;
         const std::string awaited = describe(g.wait.awaited);
         if (waits)
             text += " waits for " +

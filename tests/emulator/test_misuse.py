@@ -8,7 +8,7 @@ import pytest
 
 from deep_moe.emulator import BarrierMisuse, InvalidOperation, LaunchError, Machine, Uninitialized
 
-from .device import run_kernel
+from .device import aligned, pack_arguments, ptx_of, run_kernel
 from .raw_ptx import entry, run_body
 
 ARRIVE = 'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) : "memory");'
@@ -115,6 +115,73 @@ def test_a_warpgroup_changes_its_registers_together(others: str, message: str | 
     else:
         with pytest.raises(InvalidOperation, match=message):
             run_body(body, threads=128, directives=".maxnreg 64")
+
+
+def test_a_run_can_go_on_behind_a_warpgroup_that_disagrees() -> None:
+    others = "setmaxnreg.dec.sync.aligned.u32 32;"
+    machine = Machine(stop_at_findings=False)
+    text = entry(CHANGE.replace("OTHERS", others), 0, ".maxnreg 64")
+    module = machine.load(text, name="test.ptx")
+    machine.launch(module, "kernel", grid=(1, 1, 1), block=(128, 1, 1))
+    machine.run()
+    found = machine.findings
+    assert found
+    assert all("of its warpgroup has executed setmaxnreg.dec" in str(f) for f in found)
+
+
+# Two warpgroups of at most 255 registers each: ptxas takes as many as the larger one asks for.
+BUDGETS = """
+mov.u32 %r0, %tid.x;
+setp.lt.u32 %c0, %r0, 128;
+@%c0 bra LESS;
+setmaxnreg.inc.sync.aligned.u32 BUDGET;
+bra DONE;
+LESS:
+setmaxnreg.dec.sync.aligned.u32 40;
+DONE:
+"""
+
+
+@pytest.mark.parametrize("budget", [248, 232])
+def test_a_launch_has_no_more_registers_than_the_largest_budget(budget: int) -> None:
+    body = BUDGETS.replace("BUDGET", str(budget))
+    run_body(body, threads=256, directives=".maxntid 256, 1, 1")
+    with pytest.raises(InvalidOperation, match=f"inc to {budget}, the warp has 255 registers"):
+        run_body(body, threads=256, directives=".maxnreg 255")
+
+
+def test_a_copy_that_outlives_its_cta_is_named() -> None:
+    source = """
+KERNEL()(u32* out) {
+    u32* words = (u32*)dynamic_shared;
+    words[threadIdx.x] = threadIdx.x;
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 40) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 16;"
+                     ::"l"(out), "r"(shared_address(words)) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+}
+"""
+    out = aligned(np.zeros(4, np.uint32))
+    machine = Machine(schedule="late_copies")
+    machine.add_memory(0, out.ctypes.data, out.nbytes, "out")
+    module = machine.load(ptx_of(source, "sm_90a"))
+    machine.launch(
+        module,
+        "kernel",
+        grid=(1, 1, 1),
+        block=(64, 1, 1),
+        shared_bytes=1024,
+        args=pack_arguments((out,)),
+    )
+    with pytest.raises(InvalidOperation) as caught:
+        machine.run()
+    text = str(caught.value)
+    assert "the CTA exits while asynchronous copies" in text
+    assert "issued by CTA 0, warp 1 at " in text
+    assert "ret;" in text  # where the last thread was
 
 
 def test_registers_of_a_launch() -> None:

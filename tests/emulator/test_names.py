@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from deep_moe.emulator import LaunchError, Machine, NamedArray, RaceDetected, Uninitialized
+from deep_moe.emulator import (
+    KernelTrap,
+    LaunchError,
+    Machine,
+    NamedArray,
+    RaceDetected,
+    Uninitialized,
+)
 
 from .device import pack_arguments, ptx_of
+from .raw_ptx import entry
 
 
 def run_named(source: str, array: np.ndarray, threads: int = 128) -> None:
@@ -59,6 +69,30 @@ def test_shared_arrays_and_variables_have_names() -> None:
     source = read % ("if (data[1]) counts[data[2]] = 1;", "counts[1]")
     with pytest.raises(Uninitialized, match=r"counts\+4 \(shared offset 0x"):
         run_named(source, np.zeros(64, np.uint32), 1)
+
+
+# Templates of libraries have names of thousands of characters.
+@pytest.mark.parametrize(
+    ("name", "arguments", "shown"),
+    [
+        ("library::sum", ("Lj32E", "Lj7E"), "library::sum<32u, 7u>"),
+        ("library::sum", ("Lj32E",) * 30, "library::sum<32u, 32u, 32u"),
+        ("library::sum", ("Lj32E",) * 300, "library::sum<...>"),
+        ("sum", (), "sum"),
+    ],
+)
+def test_a_mangled_kernel_is_named_as_in_its_source(
+    name: str, arguments: tuple[str, ...], shown: str
+) -> None:
+    nested = "".join(f"{len(part)}{part}" for part in name.split("::"))
+    mangled = f"_ZN{nested}I{''.join(arguments)}EEvPvi" if arguments else f"_Z{nested}Pvi"
+    text = entry("trap;", 0).replace(".entry kernel(", f".entry {mangled}(")
+    machine = Machine()
+    machine.launch(machine.load(text), mangled, grid=(1, 1, 1), block=(32, 1, 1))
+    with pytest.raises(KernelTrap, match=f"kernel {re.escape(shown)}") as caught:
+        machine.run()
+    assert "rank 0, CTA 0, warp 0" in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_an_array_must_lie_inside_its_region() -> None:

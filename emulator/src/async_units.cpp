@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "race_detector.h"
-
 namespace deep_moe::emulator {
 namespace {
 
@@ -119,6 +117,18 @@ void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes, uint64_t p
         barrier.note(Mbarrier::Event::Kind::brought, num_bytes, cta.machine->here());
     }
     signal(cta, barrier, barrier.complete(num_bytes));
+}
+
+std::shared_ptr<const Issue> issue_of(Warp& w, int lane) {
+    return w.machine->races ? w.machine->races->issue(w, lane) : nullptr;
+}
+
+AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta& barrier_cta,
+                                  uint32_t offset) {
+    RaceDetector* races = issue ? barrier_cta.machine->races.get() : nullptr;
+    if (!races) return {nullptr, issue, 0, 0};
+    const Mbarrier& barrier = mbarrier_at(barrier_cta, offset);
+    return {races, issue, races->order_of(barrier_cta, barrier).agent, uint32_t(barrier.phase) + 1};
 }
 
 void CtaWindow::note(uint32_t address, uint32_t num_bytes, Access access) {

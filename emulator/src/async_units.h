@@ -11,6 +11,7 @@
 
 #include "machine.h"
 #include "mbarrier.h"
+#include "race_detector.h"
 #include "shared_window.h"
 #include "tensor_map.h"
 #include "tensor_memory.h"
@@ -76,6 +77,12 @@ void arrive_at(Cta& cta, uint32_t offset, uint32_t count);
 // `phase`: the barrier's when the copy was issued; bytes belong to it.
 void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes, uint64_t phase);
 uint64_t phase_of(const Cta& cta, uint32_t offset);  // 0 for a barrier that nobody has named
+
+// What the race detector knows an asynchronous operation by; null without checks.
+std::shared_ptr<const Issue> issue_of(Warp& w, int lane);
+// Bytes that copies bring belong to the mbarrier's current phase.
+AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta& barrier_cta,
+                                  uint32_t offset);
 
 // ---- state per CTA
 

@@ -283,20 +283,6 @@ void release(const std::vector<Receiver>& all) {
     for (const Receiver& r : all) release(*r.cta), release(*r.barrier_cta);
 }
 
-// What the race detector knows an asynchronous operation by; null without checks.
-std::shared_ptr<const Issue> issue_of(Warp& w, int lane) {
-    return w.machine->races ? w.machine->races->issue(w, lane) : nullptr;
-}
-
-// Bytes that copies bring belong to the mbarrier's current phase.
-AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta& barrier_cta,
-                                  uint32_t offset) {
-    RaceDetector* races = issue ? barrier_cta.machine->races.get() : nullptr;
-    if (!races) return {nullptr, issue, 0, 0};
-    const Mbarrier& barrier = mbarrier_at(barrier_cta, offset);
-    return {races, issue, races->order_of(barrier_cta, barrier).agent, uint32_t(barrier.phase) + 1};
-}
-
 std::shared_ptr<BulkGroup> join_group(Warp& w, int lane) {
     BulkThread& thread = bulk_state(*w.cta).threads[thread_in_cta(w, lane)];
     if (w.machine->races && !thread.read_agent) {

@@ -37,16 +37,20 @@ Flow try_cancel(Warp& w, const Op& op) {
             bulk_state(*cta).hold(cta->machine->here());
             phases.push_back(phase_of(*cta, barrier));
         }
-        w.machine->enqueue_async(w, "answer to a launch request", w.machine->new_order_key(), [=] {
-            for (size_t i = 0; i < receivers.size(); ++i) {
-                Cta* cta = receivers[i];
-                std::memset(
-                    CtaWindow(*cta, "answer to a launch request").write(response, response_bytes),
-                    0, response_bytes);
-                bulk_state(*cta).release(cta->machine->here());
-                complete_bytes_at(*cta, barrier, response_bytes, phases[i]);
-            }
-        });
+        w.machine->enqueue_async(
+            w, "answer to a launch request", w.machine->new_order_key(),
+            [=, issue = issue_of(w, lane)] {
+                for (size_t i = 0; i < receivers.size(); ++i) {
+                    Cta* cta = receivers[i];
+                    {
+                        const auto accesses = accesses_by_barrier(issue, *cta, barrier);
+                        CtaWindow window(*cta, "answer to a launch request");
+                        std::memset(window.write(response, response_bytes), 0, response_bytes);
+                    }
+                    bulk_state(*cta).release(cta->machine->here());
+                    complete_bytes_at(*cta, barrier, response_bytes, phases[i]);
+                }
+            });
     });
     return Flow::next;
 }

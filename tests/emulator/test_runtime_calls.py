@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import KernelTrap
+from deep_moe.emulator import KernelTrap, RaceDetected, Uninitialized
 
 from .device import run_kernel
 
@@ -65,3 +65,40 @@ KERNEL()(u32* out) {
         cluster=2,
     )
     assert canceled.tolist() == [0] * 4
+
+
+ANSWER = """
+// Warp 0 copies, and nobody waits for that before warp 1 asks.
+KERNEL()(const u32* in, u32* out) {
+    __shared__ __align__(16) u64 response[2], copied[2];
+    __shared__ u64 barriers[2];
+    u32 at = shared_address(barriers), to = shared_address(response);
+    if (threadIdx.x < 2) {
+        init_barrier(at + 8 * threadIdx.x, 1);
+        expect_bytes(at + 8 * threadIdx.x, 16);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], 16, [%2];"
+            :: "r"(shared_address(copied)), "l"(in), "r"(at + 8) : "memory");
+    if (threadIdx.x == 32)
+        asm volatile("clusterlaunchcontrol.try_cancel.async.shared::cta"
+            ".mbarrier::complete_tx::bytes.b128 [%0], [%1];" ::"r"(to), "r"(at) : "memory");
+    if (threadIdx.x >= 32) {
+        WAIT
+        out[threadIdx.x - 32] = u32(response[0]) + u32(response[1]);
+    }
+    wait(at + 8, 0);
+    wait(at, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_answer_to_a_launch_request_is_ordered_by_its_own_barrier(seed):
+    words, out = np.zeros(4, np.uint32), np.ones(32, np.uint32)
+    run_kernel(ANSWER.replace("WAIT", "wait(at, 0);"), words, out, threads=64, seed=seed)
+    assert not out.any()
+    with pytest.raises((RaceDetected, Uninitialized)):
+        run_kernel(ANSWER.replace("WAIT", ""), words, out, threads=64, seed=seed)

@@ -147,14 +147,14 @@ void RaceDetector::release(Warp& w, const LaneOrder& order, uint32_t lanes, View
     raise_fenced(w, into.async_global, lanes, &WarpClock::Own::async_global);
 }
 
-// Adds what a relaxed write of this lane hands over by a fence in front of it.
-void RaceDetector::release_fenced(Warp& w, int lane, View& into) {
+// Adds what a relaxed write of this lane hands over by a fence of this scope in front of it.
+void RaceDetector::release_fenced(Warp& w, int lane, Scope scope, View& into) {
     WarpClock& c = *w.clock;
-    const LaneOrder& order = c.order(lane);
-    if (!order.fenced) return;
-    into.join(*order.fenced);
-    const WarpClock::Own& own = c.own[lane];
-    if (own.fenced) into.seen.raise(own.fenced_alone ? c.agent : lane_agent(w, lane), own.fenced);
+    if (!c.fences) return;
+    const LaneFences::Fenced& fenced = c.fences[size_t(lane)].fenced[size_t(scope)];
+    if (!fenced.view) return;
+    into.join(*fenced.view);
+    into.seen.raise(fenced.alone ? c.agent : lane_agent(w, lane), fenced.moment);
 }
 
 bool RaceDetector::covers(const Clock& clock, const Record& record) const {
@@ -179,14 +179,6 @@ void RaceDetector::sync_lanes(Warp& w, uint32_t lanes) {
                 return;
             }
             joined.change().join(*order.view);
-            for (auto member : {&LaneOrder::relaxed_reads, &LaneOrder::relaxed_system_reads,
-                                &LaneOrder::fenced}) {
-                if (!(order.*member)) continue;
-                auto all = std::make_shared<View>(*(order.*member));
-                if (joined.*member) all->join(*(joined.*member));
-                joined.*member = std::move(all);
-            }
-            joined.fence_scope = std::min(joined.fence_scope, order.fence_scope);
             joined.last_word = 0;
         });
         if (!is_whole) {
@@ -226,7 +218,8 @@ void RaceDetector::arrive(Warp& w, MeetingOrder& meeting) {
 // Hands over what fences have covered, no more.
 void RaceDetector::arrive_relaxed(Warp& w, MeetingOrder& meeting) {
     WarpClock& c = *w.clock;
-    w.for_each_lane([&](int lane) { release_fenced(w, lane, meeting.arriving); });
+    // It is the cluster's barrier.
+    w.for_each_lane([&](int lane) { release_fenced(w, lane, Scope::cluster, meeting.arriving); });
     if (c.barrier_inits_fenced) meeting.arriving.seen.raise(c.agent, c.barrier_inits_fenced - 1);
     for_orders(w, w.exec, [&](LaneOrder& order, uint32_t) {
         meeting.arriving.tensor.join(order.view->tensor);
@@ -246,30 +239,73 @@ void RaceDetector::leave(Warp& w, const MeetingOrder& meeting) {
     if (w.exec == w.live) sync_lanes(w, w.exec);
 }
 
+void RaceDetector::release_to(const Warp& w, Word& word, Scope scope, const View& released) {
+    const Cta* cta = w.cta;
+    if (!word.version) {
+        word.only = cta;
+        word.only_cluster = cta->cluster;
+    }
+    if (word.only != cta) word.only = nullptr;
+    if (word.only_cluster != cta->cluster) word.only_cluster = nullptr;
+    switch (scope) {
+        case Scope::cta:
+            word.cta[cta].join(released);
+            break;
+        case Scope::cluster:
+            word.cluster[cta->cluster].join(released);
+            break;
+        case Scope::sys:
+            word.system.join(released);
+            [[fallthrough]];
+        case Scope::gpu:
+            word.device[w.grid->rank->index].join(released);
+            break;
+    }
+    word.version = ++last_version_;
+}
+
 void RaceDetector::write_word(Warp& w, int lane, uint64_t key, Scope scope, bool releases,
                               bool is_update) {
     WarpClock& c = *w.clock;
-    LaneOrder& order = c.order(lane);
+    const LaneFences* fences = c.fences ? &c.fences[size_t(lane)] : nullptr;
+    const bool is_fenced = fences && fences->fenced[0].view;
     auto found = words_.find(key);
-    if (!releases && !order.fenced) {
+    if (!releases && !is_fenced) {
         if (found != words_.end() && !is_update) words_.erase(found);
         return;
     }
     Word& word = found == words_.end() ? words_[key] : found->second;
-    if (!is_update) word.system = {}, word.device.clear();
+    if (!is_update) word = {};
     View released;
-    if (order.fenced) {
-        release_fenced(w, lane, released);
-        scope = releases ? scope : std::min(scope, order.fence_scope);
-    }
     if (releases) {
+        LaneOrder& order = c.order(lane);
         release_tensor(c, order);
         release(w, order, 1u << lane, released);
         ++c.now;
+        return release_to(w, word, scope, released);
     }
-    word.device[w.grid->rank->index].join(released);
-    if (scope == Scope::sys) word.system.join(released);
-    word.version = ++last_version_;
+    for (size_t s = 0; s <= size_t(scope); ++s) {
+        const LaneFences::Fenced& fenced = fences->fenced[s];
+        // A wider one that is the same does it, too.
+        if (s < size_t(scope) && fenced.view == fences->fenced[s + 1].view) continue;
+        if (!fenced.view) continue;
+        released = {};
+        release_fenced(w, lane, Scope(s), released);
+        release_to(w, word, Scope(s), released);
+    }
+}
+
+// Notes what a fence of this scope will acquire.
+void RaceDetector::read_relaxed(WarpClock& c, int lane, Scope scope, uint64_t key, uint64_t version,
+                                const View& released) {
+    auto& mine = c.fences_of(lane).relaxed_reads[size_t(scope)];
+    WarpClock::RelaxedRead& last = c.relaxed_read[size_t(scope)];
+    if (last.key != key || last.version != version || last.before != mine) {
+        auto all = mine ? std::make_shared<View>(*mine) : std::make_shared<View>();
+        all->join(released);
+        last = {key, version, mine, std::move(all)};
+    }
+    mine = last.after;
 }
 
 void RaceDetector::read_word(Warp& w, int lane, uint64_t key, Scope scope, bool acquires) {
@@ -277,62 +313,98 @@ void RaceDetector::read_word(Warp& w, int lane, uint64_t key, Scope scope, bool 
     if (found == words_.end()) return;
     WarpClock& c = *w.clock;
     const Word& word = found->second;
-    const uint64_t version = word.version * 2 + acquires;
+    const uint64_t version = word.version * num_scopes + uint64_t(scope);
     const uint8_t before = c.order_of[size_t(lane)];
-    if (c.orders[before].last_word == key && c.orders[before].last_word_version == version) return;
-    // Lanes that read one word one after the other stay together.
-    if (c.last_split.from == before && c.last_split.key == key && c.last_split.version == version &&
-        c.last_split.now == c.now) {
-        const uint8_t with = c.order_of[size_t(c.last_split.lane)];
-        const LaneOrder& other = c.orders[with];
-        if (with != before && other.last_word == key && other.last_word_version == version) {
-            c.order_of[size_t(lane)] = with;
+    if (acquires) {
+        if (c.orders[before].last_word == key && c.orders[before].last_word_version == version)
             return;
+        // Lanes that read one word one after the other stay together.
+        if (c.last_split.from == before && c.last_split.key == key &&
+            c.last_split.version == version && c.last_split.now == c.now) {
+            const uint8_t with = c.order_of[size_t(c.last_split.lane)];
+            const LaneOrder& other = c.orders[with];
+            if (with != before && other.last_word == key && other.last_word_version == version) {
+                c.order_of[size_t(lane)] = with;
+                return;
+            }
         }
+    } else {
+        LaneFences& fences = c.fences_of(lane);
+        if (fences.last_word == key && fences.last_word_version == version) return;
+        fences.last_word = key;
+        fences.last_word_version = version;
+    }
+    // What was released, and the scope that reaches its writers.
+    const auto for_each_release = [&](auto f) {
+        const auto look = [&](const View& released, Scope needed) {
+            if (needed <= scope) f(released, needed);
+        };
+        const Scope writers = word.only == w.cta                    ? Scope::cta
+                              : word.only_cluster == w.cta->cluster ? Scope::cluster
+                                                                    : Scope::gpu;
+        if (auto own = word.cta.find(w.cta); own != word.cta.end()) look(own->second, Scope::cta);
+        if (auto own = word.cluster.find(w.cta->cluster); own != word.cluster.end())
+            look(own->second, std::min(writers, Scope::cluster));
+        if (auto own = word.device.find(w.grid->rank->index); own != word.device.end())
+            look(own->second, writers);
+        look(word.system, Scope::sys);
+    };
+    if (!acquires) {
+        for_each_release([&](const View& released, Scope needed) {
+            read_relaxed(c, lane, needed, key, version, released);
+        });
+        return;
     }
     for_orders(w, 1u << lane, [&](LaneOrder& order, uint32_t) {
         order.last_word = key;
         order.last_word_version = version;
-        const auto join = [&](std::shared_ptr<View>& relaxed, const View& released) {
-            if (acquires) return order.change().join(released);
-            auto all = relaxed ? std::make_shared<View>(*relaxed) : std::make_shared<View>();
-            all->join(released);
-            relaxed = std::move(all);
-        };
-        auto mine = word.device.find(w.grid->rank->index);
-        if (mine != word.device.end()) join(order.relaxed_reads, mine->second);
-        if (scope == Scope::sys) join(order.relaxed_system_reads, word.system);
-        if (acquires) acquire_tensor(c, order);
+        for_each_release([&](const View& released, Scope) { order.change().join(released); });
+        acquire_tensor(c, order);
     });
     c.last_split = {key, version, c.now, before, uint8_t(lane)};
 }
 
-void RaceDetector::fence(Warp& w, Scope scope, bool releases, bool acquires) {
+// Each executing lane acquires what it has read before.
+void RaceDetector::acquire_fenced(Warp& w, Scope scope) {
     WarpClock& c = *w.clock;
-    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t lanes) {
-        if (acquires) {
-            for (auto* reads : {&order.relaxed_reads, &order.relaxed_system_reads}) {
-                if (!*reads || (reads == &order.relaxed_system_reads && scope != Scope::sys))
-                    continue;
-                order.change().join(**reads);
-                reads->reset();
+    if (!c.fences) return;
+    for (uint32_t rest = w.exec; rest;) {
+        const auto reads = c.fences[size_t(__builtin_ctz(rest))].relaxed_reads;
+        uint32_t same = 0;
+        for (uint32_t m = rest; m; m &= m - 1) {
+            LaneFences& fences = c.fences[size_t(__builtin_ctz(m))];
+            if (fences.relaxed_reads != reads) continue;
+            same |= m & -m;
+            for (size_t s = 0; s <= size_t(scope); ++s) fences.relaxed_reads[s].reset();
+            fences.last_word = 0;
+        }
+        rest &= ~same;
+        for (size_t s = 0; s <= size_t(scope); ++s) {
+            if (!reads[s]) continue;
+            for_orders(w, same, [&](LaneOrder& order, uint32_t) {
+                order.change().join(*reads[s]);
                 order.last_word = 0;
                 acquire_tensor(c, order);
-            }
+            });
         }
-        if (!releases) return;
+    }
+}
+
+void RaceDetector::fence(Warp& w, Scope scope, bool releases, bool acquires) {
+    WarpClock& c = *w.clock;
+    if (acquires) acquire_fenced(w, scope);
+    if (!releases) return;
+    for_orders(w, w.exec, [&](LaneOrder& order, uint32_t lanes) {
         release_tensor(c, order);
-        auto fenced = std::make_shared<View>(*order.view);
-        fenced->seen.raise(c.agent, c.synced - 1);
-        order.fenced = std::move(fenced);
-        order.fence_scope = scope;
+        auto view = std::make_shared<View>(*order.view);
+        view->seen.raise(c.agent, c.synced - 1);
         for (uint32_t m = lanes; m; m &= m - 1) {
-            WarpClock::Own& own = c.own[__builtin_ctz(m)];
-            own.fenced = c.now;
-            own.fenced_alone = !(c.active & ~(m & -m));
+            auto& fenced = c.fences_of(__builtin_ctz(m)).fenced;
+            for (size_t s = 0; s <= size_t(scope); ++s)
+                fenced[s] = {view, c.now, !(c.active & ~(m & -m))};
         }
     });
-    if (releases) ++c.now;
+    ++c.now;
 }
 
 void RaceDetector::fence_async(Warp& w, bool shared, bool global) {
@@ -387,7 +459,10 @@ void RaceDetector::init_barrier(Warp& w, int lane, Cta& cta, const Mbarrier& bar
 void RaceDetector::check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier& barrier) {
     const BarrierOrder& order = order_of(cta, barrier);
     const WarpClock& c = *w.clock;
-    if (!order.initializer || order.initializer == c.agent) return;
+    if (!order.initializer) return;
+    if (order.initializer == c.agent &&
+        (order.initialized < c.synced || order.initializer_lane == lane))
+        return;
     const Record init{order.initializer, order.initialized, uint32_t(order.initializer_lane), 0, 0};
     if (!covers(c.order(lane).view->seen, init)) {
         machine_.find(FaultKind::race, [&] {
@@ -440,7 +515,7 @@ void RaceDetector::arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier,
 void RaceDetector::arrive_relaxed(Warp& w, int lane, Cta& cta, const Mbarrier& barrier) {
     check_initialized(w, lane, cta, barrier);
     View& into = order_of(cta, barrier).arriving;
-    release_fenced(w, lane, into);
+    release_fenced(w, lane, &cta == w.cta ? Scope::cta : Scope::cluster, into);
     into.tensor.join(w.clock->order(lane).view->tensor);
 }
 
@@ -455,23 +530,29 @@ void RaceDetector::phase_complete(Cta& cta, const Mbarrier& barrier) {
 }
 
 void RaceDetector::wait(Warp& w, uint32_t lanes, Cta& cta, const Mbarrier& barrier, bool acquires) {
-    check_initialized(w, __builtin_ctz(lanes), cta, barrier);
     BarrierOrder& from = order_of(cta, barrier);
     WarpClock& c = *w.clock;
+    // Lanes differ where one of them has just initialized it.
+    const bool is_fresh = from.initializer == c.agent && from.initialized >= c.synced;
+    for (uint32_t m = is_fresh ? lanes : lanes & -lanes; m; m &= m - 1)
+        check_initialized(w, __builtin_ctz(m), cta, barrier);
+    const auto join = [&](View& view) {
+        view.join(from.complete);
+        view.seen.raise(from.agent, uint32_t(barrier.phase));
+    };
+    if (!acquires) {
+        View complete;
+        join(complete);
+        const uint64_t version = ++last_version_;
+        for (uint32_t m = lanes; m; m &= m - 1)
+            read_relaxed(c, __builtin_ctz(m), Scope::cta, 0, version, complete);
+    }
     for_orders(w, lanes, [&](LaneOrder& order, uint32_t) {
-        const auto join = [&](View& view) {
-            view.join(from.complete);
-            view.seen.raise(from.agent, uint32_t(barrier.phase));
-        };
         if (acquires) {
             join(order.change());
             acquire_tensor(c, order);
             return;
         }
-        auto all = order.relaxed_reads ? std::make_shared<View>(*order.relaxed_reads)
-                                       : std::make_shared<View>();
-        join(*all);
-        order.relaxed_reads = std::move(all);
         order.change().tensor.join(from.complete.tensor);
     });
 }
@@ -569,10 +650,12 @@ template <class Ordered>
 void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                          const Location& at) {
     Past& past = past_;
+    // Copies of one phase of an mbarrier look alike; who issued them tells them apart.
+    const uint64_t issue = issue_ ? uint64_t(issue_->now) << 32 | issue_->warp_agent : 0;
     if (past.record.bits != record.bits || past.record.site != record.site ||
-        past.is_write != is_write || past.space != at.space) {
+        past.is_write != is_write || past.space != at.space || past.issue != issue) {
         if (past.reads_after) drop_reads(past.reads_after);
-        past = {.record = record, .is_write = is_write, .space = at.space};
+        past = {.record = record, .is_write = is_write, .space = at.space, .issue = issue};
     }
     const Record write{cell.write_bits, cell.write_site};
     if (write.bits && write.bits != record.bits && write.bits != past.ordered_write) {

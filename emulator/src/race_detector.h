@@ -38,6 +38,7 @@
 namespace deep_moe::emulator {
 
 enum class Scope : uint8_t { cta, cluster, gpu, sys };
+constexpr size_t num_scopes = 4;
 
 // One access. Moments start at 1, so that zero bits mean none.
 struct Record {
@@ -60,16 +61,26 @@ struct Record {
 // What lanes with one history know.
 struct LaneOrder {
     std::shared_ptr<View> view = std::make_shared<View>();
-    // Released views read without acquire, for a later fence: of gpu scope or wider, of sys scope.
-    std::shared_ptr<View> relaxed_reads, relaxed_system_reads;
-    std::shared_ptr<View> fenced;  // what a later relaxed write releases, but for the lane's own
-    Scope fence_scope = Scope::cta;
     uint64_t last_word = 0, last_word_version = 0;
 
     View& change() {
         if (view.use_count() > 1) view = std::make_shared<View>(*view);
         return *view;
     }
+};
+
+// What one lane's fences and relaxed accesses make together. It is the lane's alone: a fence and
+// the access that it belongs to are of one thread.
+struct LaneFences {
+    struct Fenced {  // what a later relaxed write releases
+        std::shared_ptr<const View> view;
+        uint32_t moment = 0;  // the lane's own accesses before it, too
+        bool alone = false;   // no other lane was active
+    };
+    std::array<Fenced, num_scopes> fenced;  // by scope: a wide fence is a narrow one, too
+    // Released views read without acquire, by the scope that a fence needs to acquire them.
+    std::array<std::shared_ptr<const View>, num_scopes> relaxed_reads;
+    uint64_t last_word = 0, last_word_version = 0;
 };
 
 // The clocks of one warp.
@@ -82,9 +93,13 @@ struct WarpClock {
     // Of a lane's own accesses since then: up to which moment its fences cover them.
     struct Own {
         uint32_t async_shared = 0, async_global = 0;  // fence.proxy.async
-        uint32_t fenced = 0;                          // fence
-        bool fenced_alone = false;                    // no other lane was active
     } own[warp_size];
+    std::unique_ptr<LaneFences[]> fences;  // by lane, once one is needed
+    // The last relaxed read by scope, which the next lane may repeat.
+    struct RelaxedRead {
+        uint64_t key = 0, version = 0;
+        std::shared_ptr<const View> before, after;
+    } relaxed_read[num_scopes];
     std::vector<LaneOrder> orders = std::vector<LaneOrder>(1);
     std::array<uint8_t, warp_size> order_of = {};
     std::array<uint32_t, warp_size> lane_agents = {};  // 0: none yet
@@ -105,6 +120,10 @@ struct WarpClock {
     Clock completed;          // own tcgen05.ld and .st that were waited for
     uint32_t first_site = 0;  // of the program
 
+    LaneFences& fences_of(int lane) {
+        if (!fences) fences = std::make_unique<LaneFences[]>(warp_size);
+        return fences[size_t(lane)];
+    }
     LaneOrder& order(int lane) { return orders[order_of[size_t(lane)]]; }
     const LaneOrder& order(int lane) const { return orders[order_of[size_t(lane)]]; }
 };
@@ -214,9 +233,13 @@ class RaceDetector {
         uint64_t address;
         const Cta* cta;
     };
-    struct Word {
+    struct Word {  // what was released to it, by how far that reaches
         View system;
-        std::unordered_map<uint32_t, View> device;  // by rank
+        std::unordered_map<uint32_t, View> device;  // by rank; of sys scope, too
+        std::unordered_map<const Cluster*, View> cluster;
+        std::unordered_map<const Cta*, View> cta;
+        const Cta* only = nullptr;  // the CTA that all of it is from, if there is but one
+        const Cluster* only_cluster = nullptr;  // the same of the cluster
         uint64_t version = 0;
     };
 
@@ -227,7 +250,11 @@ class RaceDetector {
     void raise_own(Warp& w, Clock& clock, uint32_t lanes, uint32_t moment);
     void raise_fenced(Warp& w, Clock& clock, uint32_t lanes, uint32_t WarpClock::Own::* fenced);
     void release(Warp& w, const LaneOrder& order, uint32_t lanes, View& into);
-    void release_fenced(Warp& w, int lane, View& into);
+    void release_fenced(Warp& w, int lane, Scope scope, View& into);
+    void release_to(const Warp& w, Word& word, Scope scope, const View& released);
+    void read_relaxed(WarpClock& c, int lane, Scope scope, uint64_t key, uint64_t version,
+                      const View& released);
+    void acquire_fenced(Warp& w, Scope scope);
     bool covers(const Clock& clock, const Record& record) const;
     void release_tensor(WarpClock& c, LaneOrder& order);
     void acquire_tensor(WarpClock& c, const LaneOrder& order);
@@ -271,6 +298,7 @@ class RaceDetector {
         uint64_t ordered_write = 0, read = 0;
         uint32_t reads_before = 0,
                  reads_after = 0;  // a write: only those looked at, in reads_after
+        uint64_t issue = 0;        // of an asynchronous access
     } past_;
     std::vector<std::array<Cell, 4>> split_cells_;
     std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> pages_;

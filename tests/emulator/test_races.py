@@ -126,6 +126,56 @@ def test_fences_must_reach_the_other_rank(writer: str, reader: str) -> None:
         hand_over_with_fences(writer, reader, num_ranks=2)
 
 
+NARROW_HAND_OVER = """
+KERNEL()(u32* data, u32* flag, u32* out) {
+    const bool writes = threadIdx.x == 0 && blockIdx.x == 0;
+    const bool reads = READER;
+    if (writes) {
+        *data = 7;
+        asm volatile("WRITER_FENCE;" ::: "memory");
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" :: "l"(flag) : "memory");
+    }
+    if (reads) {
+        u32 seen = 0;
+        while (!seen)
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        asm volatile("READER_FENCE;" ::: "memory");
+        *out = *data;
+    }
+}
+"""
+SAME_CTA = "blockIdx.x == 0 && threadIdx.x == 32"
+OTHER_CTA = "blockIdx.x == 1 && threadIdx.x == 0"
+CTA_FENCE, GPU_FENCE = "fence.acq_rel.cta", "fence.acq_rel.gpu"
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer_fence", "reader_fence", "is_race"),
+    [
+        (SAME_CTA, CTA_FENCE, CTA_FENCE, False),
+        (SAME_CTA, GPU_FENCE, CTA_FENCE, False),
+        (SAME_CTA, CTA_FENCE, GPU_FENCE, False),
+        (OTHER_CTA, GPU_FENCE, GPU_FENCE, False),
+        (OTHER_CTA, CTA_FENCE, GPU_FENCE, True),
+        (OTHER_CTA, GPU_FENCE, CTA_FENCE, True),
+        # A narrow fence takes nothing from a wide one.
+        (OTHER_CTA, f"{GPU_FENCE}; {CTA_FENCE}", f"{CTA_FENCE}; {GPU_FENCE}", False),
+    ],
+)
+def test_fences_must_reach_the_other_cta(
+    reader: str, writer_fence: str, reader_fence: str, is_race: bool
+) -> None:
+    source = NARROW_HAND_OVER.replace("READER_FENCE", reader_fence)
+    source = source.replace("WRITER_FENCE", writer_fence).replace("READER", reader)
+    data, flag, out = (np.zeros(4, np.uint32) for _ in range(3))
+    if is_race:
+        with pytest.raises(RaceDetected, match="data race at byte 0 of 'array 0'"):
+            run_kernel(source, data, flag, out, ctas=2, threads=64)
+    else:
+        run_kernel(source, data, flag, out, ctas=2, threads=64)
+        assert out[0] == 7
+
+
 SHARED = """
 KERNEL()(u32* out) {
     u32* words = (u32*)dynamic_shared;
@@ -285,6 +335,15 @@ KERNEL()(u32* data, u32* flags, u32* out) {
 }
 """
 ALL_ACQUIRE = "acquire(flags); __syncwarp();"
+POLL = """
+    if (lane == 3) {
+        u32 seen = 0;
+        while (!seen)
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                : "=r"(seen) : "l"(flags) : "memory");
+    }
+    __syncwarp();
+"""
 
 
 def run_lanes_of_two_ctas(produce: str, consume: str = ALL_ACQUIRE) -> None:
@@ -307,6 +366,8 @@ def run_lanes_of_two_ctas(produce: str, consume: str = ALL_ACQUIRE) -> None:
         ("__syncwarp(); if (lane == 0) { FENCE; RELAXED(flags); }", ALL_ACQUIRE),
         ("FENCE; RELAXED(flags + lane);", "acquire(flags + lane);"),
         ("__syncwarp(); FENCE; if (lane == 5) RELAXED(flags);", ALL_ACQUIRE),
+        # Lane 3 has read the flag and fences; the others wait for it.
+        ("__syncwarp(); if (lane == 0) RELEASE(flags);", POLL + "FENCE; __syncwarp();"),
         # Lanes 0..15 and 16..31 are brought together apart.
         (
             "__syncwarp(lane < 16 ? 0xffff : 0xffff0000);"
@@ -338,6 +399,15 @@ def test_what_one_lane_releases(produce: str, consume: str) -> None:
             "if (lane == 0) acquire(flags); if (lane < 16) __syncwarp(0xffff);",
         ),
         ("RELEASE(flags + lane);", "acquire(flags + (lane ^ 1));"),
+        # A fence and the access that it belongs to are of one thread.
+        (
+            "__syncwarp(); if (lane == 0) FENCE; __syncwarp(); if (lane == 1) RELAXED(flags);",
+            ALL_ACQUIRE,
+        ),
+        (
+            "__syncwarp(); if (lane == 0) RELEASE(flags);",
+            POLL + "if (lane != 3) FENCE; __syncwarp();",
+        ),
     ],
 )
 def test_lanes_need_a_syncwarp_around_it(produce: str, consume: str) -> None:
@@ -425,3 +495,25 @@ def test_a_proxy_fence_is_for_what_is_ordered_before_its_thread(
     else:
         run_kernel(source, data, threads=32)
         assert (data == 5).all()
+
+
+USES_BARRIER = """
+KERNEL()(u32* out) {
+    u32 base = shared_address(dynamic_shared);
+    if (threadIdx.x == 0) init_barrier(base, 1);
+    BETWEEN
+    if (threadIdx.x == 1)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) : "memory");
+    wait(base, 0);
+}
+"""
+
+
+@pytest.mark.parametrize("between", ["__syncwarp();", ""])
+def test_another_lane_uses_a_barrier_after_a_syncwarp(between: str) -> None:
+    source = USES_BARRIER.replace("BETWEEN", between)
+    if between:
+        run_kernel(source, np.zeros(1, np.uint32), threads=32)
+    else:
+        with pytest.raises(RaceDetected, match=r"no barrier orders this after its mbarrier\.init"):
+            run_kernel(source, np.zeros(1, np.uint32), threads=32)

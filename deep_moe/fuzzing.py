@@ -16,9 +16,13 @@ from .reference import NUMERICS, reference_mega_moe
 from .synthetic import exact_layer, exact_tokens
 from .trial import run_emulated_ranks
 
-# Few shapes, so that many cases share a compiled kernel.
+# Few shapes and tiles, so that many cases share a compiled kernel.
 _SHAPES = ((1, 4, 2, 256, 256), (2, 4, 3, 256, 128), (2, 6, 2, 384, 256), (3, 6, 2, 128, 128))
-_BLOCKS = (16, 64, 96)
+# Blocks of one size, and for sm_90a also ones of 64, 96 or 128 rows.
+_BLOCKS = {"sm_100a": (16, 64, 96), "sm_90a": (16, 64, 128)}
+ARCHS = tuple(_BLOCKS)
+# By default a small case never comes round the ring of stages.
+_NUM_STAGES = (2, 5)
 _MAX_TOKENS = 64
 
 
@@ -27,15 +31,18 @@ class FuzzCase:
     """One call of all ranks on inputs whose result is exact."""
 
     number: int
+    arch: str
     shape: MoEShape
     num_tokens: tuple[int, ...]
     block_m: int
+    num_stages: int
     schedule: Schedule
 
     @classmethod
     def of(cls, number: int) -> FuzzCase:
         """The case with this number."""
         choose = random.Random(number)
+        arch = choose.choice(ARCHS)
         num_ranks, num_experts, num_topk, hidden, intermediate_hidden = choose.choice(_SHAPES)
         shape = MoEShape(
             num_ranks=num_ranks,
@@ -46,7 +53,15 @@ class FuzzCase:
             num_max_tokens_per_rank=_MAX_TOKENS,
         )
         counts = tuple(choose.choice((0, 1, choose.randint(0, 64))) for _ in range(num_ranks))
-        return cls(number, shape, counts, choose.choice(_BLOCKS), choose.choice(SCHEDULES))
+        return cls(
+            number,
+            arch,
+            shape,
+            counts,
+            choose.choice(_BLOCKS[arch]),
+            choose.choice(_NUM_STAGES),
+            choose.choice(SCHEDULES),
+        )
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
@@ -60,9 +75,9 @@ class FuzzCase:
                 self.shape,
                 layer,
                 inputs,
-                arch="sm_100a",
+                arch=self.arch,
                 num_sms=4,
-                overrides={"block_m": self.block_m},
+                overrides={"block_m": self.block_m, "num_stages": self.num_stages},
                 schedule=self.schedule,
                 schedule_seed=self.number,
             )
@@ -76,7 +91,7 @@ class FuzzCase:
                 own.topk_weights,
                 layer.l1,
                 layer.l2,
-                numerics=NUMERICS["sm_100a"],
+                numerics=NUMERICS[self.arch],
             )
             result = compare(output.y, expected)
             if not result.is_exact:

@@ -16,6 +16,7 @@ constexpr uint64_t strong =
 constexpr uint64_t uniform_address = 1 << 5;
 constexpr uint64_t release_bit = 1 << 20, acquire_bit = 1 << 21;
 constexpr int scope_shift = 22;
+constexpr uint64_t noncoherent = 1 << 24;  // .nc: nobody writes it while the kernel runs
 constexpr int count_shift = 8;
 
 Scope scope_of(const Op& op) {
@@ -28,7 +29,9 @@ void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t 
                  const std::byte* at, Access access, int lane, bool is_strong) {
     RaceDetector& races = *w.machine->races;
     const uint32_t flags = is_strong ? Record::strong | uint32_t(scope_of(op)) << 2 : 0;
-    if (!races.access(w, space, address, bytes, access, lane, flags) || !is_strong) return;
+    const bool is_watched = races.access(w, space, address, bytes, access, lane, flags);
+    if (is_watched && op.aux & noncoherent) races.check_unwritten(w, address, bytes, lane);
+    if (!is_watched || !is_strong) return;
     const uint64_t key = reinterpret_cast<uint64_t>(at);
     if (access != Access::write) races.read_word(w, lane, key, scope_of(op), op.aux & acquire_bit);
     if (access != Access::read)
@@ -190,7 +193,7 @@ Body store_body(Decoder& d, size_t n) {
 }
 
 void ignore_cache_hints(Decoder& d) {
-    d.ignore({"weak", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified", "L2::cache_hint"});
+    d.ignore({"weak", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified", "L2::cache_hint"});
     std::string level;
     while (d.take_prefix("L1::", level) || d.take_prefix("L2::", level)) {
     }
@@ -248,6 +251,7 @@ Operand take_address(Decoder& d, size_t i, Space& space) {
 void decode_ld(Decoder& d) {
     const Strength strength = take_strength(d, Scope::sys);
     const bool is_strong = strength.is_strong;
+    const uint64_t cache = d.take("nc") ? noncoherent : 0;
     Space space = d.take_space();
     ignore_cache_hints(d);
     size_t n = take_vector(d);
@@ -281,7 +285,7 @@ void decode_ld(Decoder& d) {
     }
     d.emit(body, operands,
            uint64_t(space) | (is_strong ? strong : 0) | (uniform ? uniform_address : 0) |
-               strength.aux);
+               strength.aux | cache);
 }
 
 void decode_ldu(Decoder& d) {

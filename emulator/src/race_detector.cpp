@@ -734,8 +734,10 @@ void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, cons
                 if (cell.more_reads) reads_[cell.more_reads].owners += 3;
                 cell.bytes = uint32_t(split_cells_.size() - 1);
             }
-            for (uint64_t b = byte; b < stop; ++b)
+            for (uint64_t b = byte; b < stop; ++b, ++at.address)
                 touch(split_cells_[cell.bytes][b % 4], record, is_write, ordered, at);
+            byte = stop;
+            continue;
         }
         at.address += stop - byte;
         byte = stop;
@@ -797,6 +799,28 @@ void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Acce
                     return before_warp(c, old, record, old_is_write, access != Access::read);
                 },
                 {Space::global, address, w.cta});
+}
+
+void RaceDetector::check_unwritten(Warp& w, uint64_t address, uint32_t bytes, int lane) {
+    if (!watches_global_) return;
+    const Cell* cells = page(address / page_bytes);
+    const Record now{w.clock->agent, w.clock->now, uint32_t(lane), 0, site_of(w)};
+    for (uint32_t i = 0; i < bytes; ++i) {
+        const uint64_t byte = address % page_bytes + i;
+        const Cell& whole = cells[byte / 4];
+        const Cell& cell = whole.bytes ? split_cells_[whole.bytes][byte % 4] : whole;
+        const Record write{cell.write_bits, cell.write_site};
+        if (!write.bits || agents_[write.agent()].cta->grid->has_ended()) continue;
+        machine_.find(
+            FaultKind::race,
+            [&] {
+                return "data race at " + describe_global(*w.grid->rank, address + i) +
+                       ": ld.global.nc reads what is written while kernels run\n  first: " +
+                       describe(write, true) + "\n  then: " + describe(now, false);
+            },
+            instruction_of(write));
+        return;
+    }
 }
 
 // ---- asynchronous accesses

@@ -195,6 +195,9 @@ class RaceDetector {
     void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                        uint32_t flags = 0);
 
+    // A load that nobody may write for as long as the kernel runs, before it or after.
+    void check_unwritten(Warp& w, uint64_t address, uint32_t bytes, int lane);
+
     // ---- asynchronous accesses: those between `begin` and `end`
     std::shared_ptr<const Issue> issue(Warp& w, int lane);
     std::shared_ptr<const Issue> issue_generic(Warp& w, int lane, uint32_t flags = 0);

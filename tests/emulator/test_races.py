@@ -255,6 +255,24 @@ def test_bulk_copy_without_a_fence_for_global_memory_is_a_race(fence: str) -> No
         run_kernel(BULK_READ.replace("FENCE", fence), data, flag, out, ctas=2, threads=32)
 
 
+READ_ONLY = """
+KERNEL()(u32* data, u32* flag, u32* out) {
+    if (WRITES) data[0] = 7;
+    __syncthreads();
+    u32 value;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(data));
+    out[threadIdx.x] = value;
+}
+"""
+
+
+def test_the_read_only_path_is_for_what_nobody_writes_meanwhile() -> None:
+    arrays = [np.zeros(32, np.uint32) for _ in range(3)]
+    run_kernel(READ_ONLY.replace("WRITES", "false"), *arrays, threads=32)
+    with pytest.raises(RaceDetected, match=r"'array 0'.*ld\.global\.nc reads what is written"):
+        run_kernel(READ_ONLY.replace("WRITES", "threadIdx.x == 0"), *arrays, threads=32)
+
+
 LATER_KERNEL = """
 KERNEL()(u32* data, u32* flag, u32* out, u32 role) {
     if (threadIdx.x != 0) return;

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`pattern` stands exactly once in `include/deep_moe/<file>` and is replaced.
+    """`pattern` stands exactly once in `include/deep_moe/<file>` and is replaced; `kernel.cu` is the
+    rendered kernel with its config, `jit/...` the host's side.
 
     catcher: how it is noticed: "race", "misuse" (another error of the emulator), "timeout" (the
     kernel gives up), "result" (comparison with the reference) or "harmless: why" for one that nobody
@@ -22,6 +24,7 @@ class Mutation:
     replacement: str
     catcher: str
     schedule: str = "random"
+    arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
 
 
 PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
@@ -30,11 +33,23 @@ DISPATCH, CLEANUP, WAIT = "roles/dispatch.cuh", "roles/cleanup.cuh", "roles/wait
 L1, L2, MMA = "sm100/l1_epilogue.cuh", "sm100/l2_epilogue.cuh", "sm100/mma.cuh"
 LOAD_A, LOAD_W = "sm100/activation_loader.cuh", "sm100/weight_loader.cuh"
 SMEM, WARP = "sm100/shared_memory.cuh", "sm100/epilogue_warp.cuh"
+S90_LOOP, S90_WARPS, S90_SMEM = (
+    "sm90/main_loop.cuh",
+    "sm90/math_warps.cuh",
+    "sm90/shared_memory.cuh",
+)
+S90_LOAD_A, S90_LOAD_W, S90_COPY = (
+    "sm90/activation_loader.cuh",
+    "sm90/weight_loader.cuh",
+    "sm90/tile_copy.cuh",
+)
+S90_L1, S90_L2, S90_PULL = "sm90/l1_epilogue.cuh", "sm90/l2_epilogue.cuh", "sm90/pull_policy.cuh"
+S90_DECODE, S90_KERNEL = "sm90/fp4_decode.cuh", "sm90/mega_moe.cuh"
 FENCE = "ptx::fence_proxy_async_shared_cta();\n"
 LONG = "(threadIdx.x == ~0u)"  # a condition that is never true
 
 M = Mutation
-MUTATIONS = (
+SM100_MUTATIONS = (
     # ---- dispatch
     M(
         "count_before_zeroed",
@@ -434,3 +449,322 @@ MUTATIONS = (
         "misuse",
     ),
 )
+
+M = partial(Mutation, arch="sm_90a")
+SM90_MUTATIONS = (
+    # ---- products and their stages
+    M(
+        "stage_released_while_read",
+        S90_LOOP,
+        "ptx::wgmma_wait_group<1>();\n            if (k_block_idx > 0) release",
+        "ptx::wgmma_wait_group<2>();\n            if (k_block_idx > 0) release",
+        "race",
+    ),
+    M(
+        "fragments_overwritten",
+        S90_LOOP,
+        "ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next",
+        "ptx::wgmma_wait_group<2>();",
+        "race",
+    ),
+    M(
+        "accumulators_read_early",
+        S90_LOOP,
+        "ptx::wgmma_wait_group<0>();\n        ptx::wgmma_keep_order(upper)",
+        "ptx::wgmma_wait_group<1>();\n        ptx::wgmma_keep_order(upper)",
+        "race",
+    ),
+    M("products_without_fence", S90_LOOP, "        ptx::wgmma_fence();\n", "", "race"),
+    M(
+        "rescaled_while_multiplied",
+        S90_LOOP,
+        "                ptx::wgmma_wait_group<0>();\n                rescale",
+        "                rescale",
+        "race",
+    ),
+    M("stage_not_awaited", S90_LOOP, "                await_stage();\n", "", "race"),
+    M("one_warp_releases", S90_LOOP, "thread_idx_ % warp_size == 0", "thread_idx_ == 0", "timeout"),
+    M(
+        "every_lane_releases",
+        S90_LOOP,
+        "if (thread_idx_ % warp_size == 0) ptx::",
+        "ptx::",
+        "misuse",
+    ),
+    M("last_stage_kept", S90_LOOP, "        release(stage.idx);\n", "", "timeout"),
+    M("k_step_of_descriptor", S90_LOOP, "i * (mma_k >> 4)", "i * (mma_k >> 5)", "result"),
+    M(
+        "descriptor_stride",
+        S90_LOOP,
+        "uint64_t{1024 >> 4} << 32",
+        "uint64_t{512 >> 4} << 32",
+        "result",
+    ),
+    M(
+        "one_half_not_rescaled",
+        S90_LOOP,
+        "                rescale(smem_, stage.idx, lower);\n",
+        "",
+        "result",
+    ),
+    M(
+        "sign_of_upper_nibbles",
+        S90_DECODE,
+        "((word << 4) & 0x80808080u)",
+        "((word << 3) & 0x80808080u)",
+        "result",
+    ),
+    # ---- set-up
+    M(
+        "empty_barrier_count",
+        S90_SMEM,
+        "Config::num_stages, Config::num_epilogue_warps)",
+        "Config::num_stages, Config::num_epilogue_warps / 2)",
+        "race|misuse",
+    ),
+    M(
+        "barrier_of_last_stage",
+        S90_SMEM,
+        "init(Smem::full_barriers_offset, Config::num_stages, 2)",
+        "init(Smem::full_barriers_offset, Config::num_stages - 1, 2)",
+        "misuse",
+    ),
+    M(
+        "barriers_without_init_fence",
+        S90_SMEM,
+        "        ptx::fence_mbarrier_init_release_cluster();\n",
+        "",
+        "harmless: a CTA that uses its own barriers behind a barrier of the CTA does without; NVIDIA's "
+        "tutorials do",
+    ),
+    M(
+        "set_up_without_barrier",
+        S90_KERNEL,
+        "    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);\n",
+        "",
+        "misuse|race",
+    ),
+    M(
+        "loaders_keep_registers",
+        S90_KERNEL,
+        "        set_registers<Config, Config::num_dispatch_registers>();\n"
+        "        if (warp_idx < Roles::activation_loader) {\n",
+        "        if (warp_idx < Roles::activation_loader) {\n"
+        "            set_registers<Config, Config::num_dispatch_registers>();\n",
+        "misuse",
+    ),
+    M(
+        "registers_beyond_the_pool",
+        S90_KERNEL,
+        "set_registers<Config, Config::num_epilogue_registers>()",
+        "set_registers<Config, Config::num_epilogue_registers + 32>()",
+        "misuse",
+    ),
+    # ---- loaders
+    M(
+        "stage_overwritten",
+        S90_LOAD_A,
+        "            if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,\n"
+        "                                      smem.empty_barrier(ring.stage), ring.parity ^ 1)) {\n"
+        "                return;\n"
+        "            }\n"
+        "            if (has_own",
+        "            if (has_own",
+        "race",
+    ),
+    M(
+        "arrival_without_syncwarp",
+        S90_LOAD_A,
+        "            __syncwarp();\n            if (ptx::elect_sync()) {\n                const uint32_t full",
+        "            if (ptx::elect_sync()) {\n                const uint32_t full",
+        "race",
+    ),
+    M(
+        "factors_not_expected",
+        S90_LOAD_A,
+        "copy.num_bytes() + 2 * token_vector_bytes",
+        "copy.num_bytes() + token_vector_bytes",
+        "misuse",
+    ),
+    M(
+        "destinations_of_padding",
+        S90_LOAD_A,
+        "if (row < num_valid_rows) {",
+        "if (row < Config::block_m) {",
+        "race|misuse",
+    ),
+    M(
+        "header_after_arrival",
+        S90_LOAD_W,
+        "                    store_header(smem.block_header(slots.stage), header);\n"
+        "                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);",
+        "                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);\n"
+        "                    store_header(smem.block_header(slots.stage), header);",
+        "race",
+    ),
+    M(
+        "weights_not_expected",
+        S90_LOAD_W,
+        "ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);",
+        "ptx::mbarrier_arrive(full);",
+        "race|misuse",
+    ),
+    M(
+        "slot_ring_one_short",
+        S90_WARPS,
+        "return block_idx_ % Config::num_block_slots",
+        "return block_idx_ % (Config::num_block_slots - 1)",
+        "race|misuse",
+    ),
+    M("step_not_copied", S90_COPY, "row < num_rows_; row", "row + 32 < num_rows_; row", "misuse"),
+    M("bytes_of_full_tile", S90_COPY, "num_rows_ * Config", "Config::block_m * Config", "misuse"),
+    # ---- epilogues
+    M(
+        "maxima_without_barrier",
+        S90_L1,
+        "        if (!thread_.vote(waiter)) return false;\n",
+        "",
+        "race",
+    ),
+    M(
+        "factors_without_barrier",
+        S90_L1,
+        "        choose_scales(block);\n        thread_.sync();",
+        "        choose_scales(block);",
+        "race",
+    ),
+    M(
+        "publishes_before_others",
+        S90_L1,
+        "        store_tokens(block, values);\n        thread_.sync();",
+        "        store_tokens(block, values);",
+        "race",
+    ),
+    M(
+        "publishes_to_its_cta",
+        "ptx/atomics.cuh",
+        "red.or.release.gpu.global.b64",
+        "red.or.release.cta.global.b64",
+        "race",
+    ),
+    M(
+        "maxima_cleared_in_use",
+        S90_WARPS,
+        "clear_maxima(smem_, Thread::here(), turn() ^ 1)",
+        "clear_maxima(smem_, Thread::here(), turn())",
+        "race",
+    ),
+    M(
+        "own_scale_not_told",
+        S90_L1,
+        "            ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),\n"
+        "                                    SymmBuffer<Config>::has_own_scales);\n",
+        "",
+        "result",
+    ),
+    M(
+        "rows_that_do_not_exist",
+        S90_L2,
+        "if (Config::hidden % Config::block_n != 0 && column >= Config::hidden) return;",
+        "",
+        "race|result",
+    ),
+    # ---- dispatch
+    M(
+        "rewritten_without_fence",
+        S90_PULL,
+        "        ptx::fence_proxy_async_shared_cta();\n",
+        "",
+        "race",
+    ),
+    M(
+        "rewritten_before_read",
+        S90_PULL,
+        "                __syncwarp();  // the block's words have been read\n",
+        "",
+        "race",
+    ),
+    M(
+        "scale_of_other_group",
+        S90_PULL,
+        "(scales >> (8 * group))",
+        "(scales >> (8 * (group ^ 1)))",
+        "result",
+    ),
+    M(
+        "warps_share_a_pull_barrier",
+        DISPATCH,
+        "pull_barriers_offset + warp_idx * sizeof(uint64_t)",
+        "pull_barriers_offset",
+        "misuse|race|timeout",
+    ),
+    M(
+        "counted_without_atomics",
+        COUNT,
+        "ptx::red_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);",
+        "counts[expert_idx] += 1;",
+        "race",
+    ),
+    M("unused_slot_counted", "roles/routing.cuh", "expert_idx >= 0 && ", "", "misuse"),
+    M(
+        "unused_slot_added",
+        COMBINE,
+        "is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot));",
+        "true;",
+        "result",
+    ),
+    M(
+        "lists_of_wrong_rank",
+        COUNT,
+        "buffers.rank_idx(),\n                                      list_idx",
+        "1 - buffers.rank_idx(),\n                                      list_idx",
+        "race|result",
+    ),
+    M(
+        "received_counts_kept",
+        CLEANUP,
+        "    zero(local.expert_recv_count(0, 0), Config::num_ranks * Config::num_experts_per_rank,\n"
+        "         grid_thread_idx, num_threads);\n",
+        "",
+        "harmless: every call overwrites them before it reads them; zeros only tell a rank that runs "
+        "out of time who has not published",
+    ),
+    # ---- barriers
+    M(
+        "grid_arrival_relaxed",
+        "ptx/atomics.cuh",
+        "atom.add.acq_rel.gpu",
+        "atom.add.relaxed.gpu",
+        "race",
+    ),
+    M(
+        "grid_arrival_of_cta_scope",
+        "ptx/atomics.cuh",
+        "atom.add.acq_rel.gpu",
+        "atom.add.acq_rel.cta",
+        "race",
+    ),
+    M(
+        "l2_wait_of_cta_scope",
+        "ptx/ld_st.cuh",
+        '"ld.acquire.gpu.global.u64',
+        '"ld.acquire.cta.global.u64',
+        "race",
+    ),
+    M(
+        "vote_without_syncwarp",
+        "sync/wait.cuh",
+        "        __syncwarp();  // orders memory, which the vote does not\n",
+        "",
+        "harmless: another __syncwarp or barrier stands between every such wait and what other lanes "
+        "than the first make of it; it is there for waits to come",
+    ),
+    M(
+        "statistics_of_every_thread",
+        CLEANUP,
+        "        if (thread_idx == 0) {\n",
+        "        {\n",
+        "result",
+    ),
+)
+MUTATIONS = SM100_MUTATIONS + SM90_MUTATIONS

@@ -1,6 +1,7 @@
 // Names and sizes of PTX types, and the words for an instruction's place in error messages.
 #include "program.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
@@ -134,12 +135,50 @@ std::string format(const char* pattern, ...) {
     return text;
 }
 
+namespace {
+
+// Where two paths part: behind the last folder that they share.
+size_t shared_folders(const std::string& a, const std::string& b) {
+    size_t end = 0;
+    for (size_t i = 1; i < std::min(a.size(), b.size()) && a[i] == b[i]; ++i)
+        if (a[i] == '/') end = i + 1;
+    return end;
+}
+
+// Long lists of registers by their first two and their number.
+std::string shorten_lists(const std::string& text) {
+    constexpr size_t max_elements = 8;
+    std::string result;
+    for (size_t at = 0; at < text.size();) {
+        const size_t open = text.find('{', at);
+        const size_t close = open == std::string::npos ? open : text.find('}', open);
+        if (close == std::string::npos) return result + text.substr(at);
+        const std::string list = text.substr(open, close - open);
+        const size_t count = size_t(std::count(list.begin(), list.end(), ',')) + 1;
+        const size_t second = list.find(',', list.find(',') + 1);
+        result +=
+            text.substr(at, open - at) +
+            (count <= max_elements ? list
+                                   : list.substr(0, second) + format(", ... (%zu in all)", count)) +
+            "}";
+        at = close + 1;
+    }
+    return result;
+}
+
+}  // namespace
+
 std::string describe_source(const Program& program, int index) {
-    std::string text;
+    std::string text, first;
     while (index >= 0) {
         const SourceLine& s = program.source_lines[size_t(index)];
-        if (!text.empty()) text += ", inlined at ";
-        text += format("%s:%d", s.file.c_str(), s.line);
+        if (text.empty())
+            first = s.file;
+        else
+            text += ", inlined at ";
+        // The path of the first file tells where the others lie.
+        text += format("%s:%d", s.file.c_str() + (text.empty() ? 0 : shared_folders(first, s.file)),
+                       s.line);
         index = s.inlined_at == index ? -1 : s.inlined_at;
     }
     return text;
@@ -152,7 +191,7 @@ std::string describe_instruction(const Program& program, uint32_t pc) {
                            : "";
     size_t start = line.find_first_not_of(" \t");
     std::string text = format("%s, PTX line %d: ", program.module_name.c_str(), info.ptx_line);
-    text += start == std::string::npos ? line : line.substr(start);
+    text += shorten_lists(start == std::string::npos ? line : line.substr(start));
     std::string source = describe_source(program, info.source);
     if (!source.empty()) text += "\n    source " + source;
     return text;

@@ -1023,7 +1023,9 @@ std::string RaceDetector::race_text(const Record& old, bool old_is_write, const 
     else
         place = format("tensor memory address 0x%08llx of CTA %u", (unsigned long long)at.address,
                        at.cta->index);
-    std::string reason = "nothing orders them";
+    std::string reason = old.is_strong() && record.is_strong()
+                             ? "the scope of one of them does not reach the other"
+                             : "nothing orders them";
     if (issue_ && at.space == Space::local) {
         if (old.moment() <= issue_->view->seen.at(old.agent()) ||
             old.moment() <= issue_->view->tensor.at(old.agent()))

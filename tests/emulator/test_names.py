@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from deep_moe.emulator import (
+    EmulatorError,
     KernelTrap,
     LaunchError,
     Machine,
     NamedArray,
+    OutOfBounds,
     RaceDetected,
     Uninitialized,
 )
@@ -101,3 +103,30 @@ def test_an_array_must_lie_inside_its_region() -> None:
         Machine().add_memory(
             0, array.ctypes.data, 16, "small", arrays=[NamedArray("tail", 9, (2,), 4)]
         )
+
+
+def test_inlined_code_is_shown_with_all_its_places() -> None:
+    source = """
+__device__ __forceinline__ void write(u32* data) { data[1 << 20] = 1; }
+KERNEL()(u32* data) { write(data); }
+"""
+    with pytest.raises(
+        OutOfBounds, match=r"source /deep_moe/kernel\.cu:\d+, inlined at kernel\.cu:"
+    ):
+        run_named(source, np.zeros(64, np.uint32), 1)
+
+
+def test_long_lists_of_registers_are_cut() -> None:
+    names = ", ".join(f"%f{i}" for i in range(64))
+    ptx = entry(
+        f"""
+        .reg .b32 %f<64>;
+        wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {{{names}}}, %rd0, %rd1, 1, 1, 1, 0, 0;
+        """,
+        0,
+        ".maxntid 32",
+    ).replace("sm_100a", "sm_90a")
+    machine = Machine()
+    machine.launch(machine.load(ptx), "kernel", grid=(1, 1, 1), block=(32, 1, 1))
+    with pytest.raises(EmulatorError, match=r"\{%f0, %f1, \.\.\. \(64 in all\)\}, %rd0"):
+        machine.run()

@@ -535,3 +535,14 @@ def test_another_lane_uses_a_barrier_after_a_syncwarp(between: str) -> None:
     else:
         with pytest.raises(RaceDetected, match=r"no barrier orders this after its mbarrier\.init"):
             run_kernel(source, np.zeros(1, np.uint32), threads=32)
+
+
+def test_atomics_of_too_narrow_a_scope() -> None:
+    source = """
+KERNEL()(u32* count) {
+    asm volatile("red.relaxed.cta.global.add.u32 [%0], 1;" :: "l"(count) : "memory");
+}
+"""
+    run_kernel(source, np.zeros(1, np.uint32), ctas=1, threads=64)
+    with pytest.raises(RaceDetected, match="the scope of one of them does not reach the other"):
+        run_kernel(source, np.zeros(1, np.uint32), ctas=2, threads=32)

@@ -215,6 +215,13 @@ SM100_MUTATIONS = (
         "",
         "timeout|result|race",
     ),
+    M(
+        "clean_up_one_block_short",
+        CLEANUP,
+        "zero(local.l1_arrival_count(0), num_pool_blocks, ",
+        "zero(local.l1_arrival_count(0), num_pool_blocks - 1, ",
+        "timeout|result|race",
+    ),
     # ---- loaders
     M(
         "l1_wait_one_short",
@@ -281,6 +288,30 @@ SM100_MUTATIONS = (
         "accumulators.parity",
         "timeout|race|misuse",
     ),
+    M(
+        "mma_commits_before_multiplying",
+        MMA,
+        "                multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens, k_block_idx == 0);\n"
+        "                ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barrier(ring.stage), both_ctas);",
+        "                ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barrier(ring.stage), both_ctas);\n"
+        "                multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens, k_block_idx == 0);",
+        "race",
+    ),
+    M(
+        "mma_without_fence_behind_tiles",
+        MMA,
+        "            ptx::tcgen05_fence_after_thread_sync();\n            // The same lane",
+        "            // The same lane",
+        "harmless: the mbarrier's acquire orders the copies of a stage before the MMAs, and tensor "
+        "memory has the fence behind the wait for its accumulator; PTX's pattern has one here, too",
+    ),
+    M(
+        "accumulator_column",
+        MMA,
+        "accumulators.stage * Config::block_m;",
+        "accumulators.stage * (Config::block_m / 2);",
+        "race|result|misuse",
+    ),
     # ---- accumulators
     M(
         "epilogue_without_acquire",
@@ -346,6 +377,14 @@ SM100_MUTATIONS = (
         "block.pool_block_idx, block.n_block_idx / 64)),",
         "race",
     ),
+    M(
+        "l1_waits_for_too_few_stores",
+        L1,
+        "wait_group_read<Smem::num_store_slots - 1>",
+        "wait_group_read<Smem::num_store_slots>",
+        "race",
+    ),
+    M("l1_maxima_of_wrong_warp", L1, "warp_.warp_idx ^ 1", "warp_.warp_idx ^ 2", "result|race"),
     M("l1_scale_byte", L1, "[group_idx % 4]", "[(group_idx + 1) % 4]", "result|race"),
     M("l1_swizzle", L1, "& 0x30", "& 0x10", "result|race"),
     # ---- Linear2 epilogue
@@ -364,6 +403,13 @@ SM100_MUTATIONS = (
         "race",
     ),
     M("l2_staged_before_read", L2, "if (tile_idx > 0) warp_.sync_warpgroup();", "", "race"),
+    M(
+        "l2_block_that_does_not_exist",
+        L2,
+        "exists ? warp_.num_tiles(block) : 0",
+        "warp_.num_tiles(block)",
+        "race|result|misuse",
+    ),
     # ---- combine
     M(
         "handover_without_fence",
@@ -728,6 +774,13 @@ SM90_MUTATIONS = (
         "",
         "harmless: every call overwrites them before it reads them; zeros only tell a rank that runs "
         "out of time who has not published",
+    ),
+    M(
+        "valid_rows_of_last_block",
+        "scheduler.cuh",
+        "num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);",
+        "num_expert_tokens, block.num_rows);",
+        "timeout|race|misuse|result",
     ),
     # ---- barriers
     M(

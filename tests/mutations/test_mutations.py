@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ SHAPE = MoEShape(
     num_ranks=2,
     num_experts=4,
     num_topk=3,
-    hidden=256,
+    hidden=384,
     intermediate_hidden=256,
     num_max_tokens_per_rank=96,
 )
@@ -35,18 +35,18 @@ SHAPE = MoEShape(
 class Setting:
     """What runs on one architecture."""
 
-    shape: MoEShape
     num_tokens: tuple[int, int]
     num_sms: int
     overrides: dict[str, int]
 
 
+# In both, an odd number of Linear2 blocks leaves half of a last pair or block without rows, and few
+# stages come round more than once.
 SETTINGS = {
     # One warpgroup has several tiles of a block, so that buffers are used more than once.
-    "sm_100a": Setting(SHAPE, (96, 29), 4, {"block_m": 96, "num_stages": 3}),
-    # Blocks of 64 and 96 rows; few stages, which come round more than once; half of the last Linear2
-    # block does not exist.
-    "sm_90a": Setting(replace(SHAPE, hidden=384), (96, 64), 2, {"block_m": 128, "num_stages": 3}),
+    "sm_100a": Setting((96, 29), 4, {"block_m": 96, "num_stages": 3}),
+    # Blocks of 64 and 96 rows, the last not full.
+    "sm_90a": Setting((96, 61), 2, {"block_m": 128, "num_stages": 3}),
 }
 
 
@@ -65,21 +65,20 @@ def plant(mutation: Mutation | None, folder: Path) -> headers.HeaderFolder:
 def outcome(arch: str, schedule: str = "random") -> str:
     """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody)."""
     setting = SETTINGS[arch]
-    shape = setting.shape
     tokens = [
-        exact_tokens(shape, count, seed=rank + 1, num_unused_slots=1 - rank)
+        exact_tokens(SHAPE, count, seed=rank + 1, num_unused_slots=1 - rank)
         for rank, count in enumerate(setting.num_tokens)
     ]
     for own in tokens:  # all of them to expert 0, which makes two m-blocks
         own.topk_idx[~(own.topk_idx == 0).any(1), 1] = 0
     ids = torch.cat([own.topk_idx.flatten() for own in tokens])
-    received = torch.bincount(ids[ids >= 0], minlength=shape.num_experts).int()
-    case = LayerCase(shape, exact_layer(shape), arch=arch)
+    received = torch.bincount(ids[ids >= 0], minlength=SHAPE.num_experts).int()
+    case = LayerCase(SHAPE, exact_layer(SHAPE), arch=arch)
     for buffer in case.ranks.buffers:  # no call may count on zeros in the pools
         buffer.memory.tensor[buffer.layout["l1_tokens"].offset :] = 0xFF
     try:
         for seed in range(2):
-            stats = [torch.zeros(shape.num_experts_per_rank, dtype=torch.int32) for _ in tokens]
+            stats = [torch.zeros(SHAPE.num_experts_per_rank, dtype=torch.int32) for _ in tokens]
             results = case.compare_call(
                 tokens,
                 stats=stats,

@@ -1,4 +1,4 @@
-"""Bugs to plant into the headers: where, what it replaces, and who has to notice."""
+"""Bugs to plant into the kernels: where, what it replaces, and who has to notice."""
 
 # ruff: noqa: E501 (patterns are lines of the headers)
 
@@ -33,6 +33,8 @@ DISPATCH, CLEANUP, WAIT = "roles/dispatch.cuh", "roles/cleanup.cuh", "roles/wait
 L1, L2, MMA = "sm100/l1_epilogue.cuh", "sm100/l2_epilogue.cuh", "sm100/mma.cuh"
 LOAD_A, LOAD_W = "sm100/activation_loader.cuh", "sm100/weight_loader.cuh"
 SMEM, WARP = "sm100/shared_memory.cuh", "sm100/epilogue_warp.cuh"
+RENDERED = "kernel.cu"
+PREPARATION = "prepare_inputs.cuh"
 S90_LOOP, S90_WARPS, S90_SMEM = (
     "sm90/main_loop.cuh",
     "sm90/math_warps.cuh",
@@ -487,6 +489,36 @@ SM100_MUTATIONS = (
         "__syncthreads();\n    return",
         "race|misuse",
     ),
+    # ---- layouts
+    M("tiles_overlap", RENDERED, "int weights_offset = ", "int weights_offset = -1024u + ", "race"),
+    M(
+        "tensor_memory_overlaps",
+        RENDERED,
+        "int activation_sf_column = ",
+        "int activation_sf_column = -96u + ",
+        "race|result|misuse",
+    ),
+    M(
+        "barriers_overlap",
+        RENDERED,
+        "int combine_barriers_offset = ",
+        "int combine_barriers_offset = -8u + ",
+        "misuse",
+    ),
+    M(
+        "map_stride",
+        "jit/sm100_maps.py",
+        "strides=(num_columns * data_type.bits // 8,)",
+        "strides=(num_columns * data_type.bits // 8 + 16,)",
+        "result|misuse|race",
+    ),
+    M(
+        "map_box",
+        "jit/sm100_maps.py",
+        "half_m = config.block_m // 2",
+        "half_m = config.block_m // 4",
+        "misuse|timeout|race",
+    ),
     M(
         "tensor_memory_kept",
         "sm100/mega_moe.cuh",
@@ -713,7 +745,7 @@ SM90_MUTATIONS = (
         S90_L2,
         "if (Config::hidden % Config::block_n != 0 && column >= Config::hidden) return;",
         "",
-        "race|result",
+        "race|result|misuse",
     ),
     # ---- dispatch
     M(
@@ -818,6 +850,50 @@ SM90_MUTATIONS = (
         "        if (thread_idx == 0) {\n",
         "        {\n",
         "result",
+    ),
+    # ---- layouts
+    M(
+        "factors_overlap_weights",
+        RENDERED,
+        "int rescale_factors_offset = ",
+        "int rescale_factors_offset = -64u + ",
+        "race|result",
+    ),
+    M(
+        "map_of_wrong_pool",
+        "jit/sm90_maps.py",
+        'maps["l2_activation_steps"] = pool("l2_tokens"',
+        'maps["l2_activation_steps"] = pool("l1_tokens"',
+        "race|result|misuse",
+    ),
+    # ---- input preparation, a kernel of its own
+    M(
+        "maximum_of_two_lanes",
+        PREPARATION,
+        "lane_mask < lanes_per_scale;",
+        "lane_mask < lanes_per_scale / 2;",
+        "result",
+    ),
+    M(
+        "sign_in_maximum",
+        PREPARATION,
+        "pair << 16 & 0x7fff0000u",
+        "pair << 16 & 0xffff0000u",
+        "result",
+    ),
+    M(
+        "chunks_behind_the_last_read",
+        PREPARATION,
+        "chunks_[i] = is_valid(i) ? x[chunk_idx(i)] : uint4{};",
+        "chunks_[i] = x[chunk_idx(i)];",
+        "misuse",
+    ),
+    M(
+        "chunks_behind_the_last_written",
+        PREPARATION,
+        "            if (!is_valid(i)) continue;\n",
+        "",
+        "misuse",
     ),
 )
 MUTATIONS = SM100_MUTATIONS + SM90_MUTATIONS

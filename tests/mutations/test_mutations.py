@@ -1,17 +1,19 @@
-"""Plants bugs into a copy of the headers; the checker or the comparison has to notice each."""
+"""Plants bugs into copies of the sources; the checker or the comparison has to notice each."""
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 
-from deep_moe import mega_moe
+from deep_moe import input_preparation, jit, mega_moe
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics import MoEShape
@@ -19,7 +21,8 @@ from deep_moe.jit import headers
 from deep_moe.synthetic import exact_layer, exact_tokens
 
 from ..kernels.layer_case import LayerCase
-from .catalogue import MUTATIONS, Mutation
+from ..prepare_inputs.conftest import Target, routing
+from .catalogue import MUTATIONS, PREPARATION, RENDERED, Mutation
 
 SHAPE = MoEShape(
     num_ranks=2,
@@ -50,16 +53,44 @@ SETTINGS = {
 }
 
 
-def plant(mutation: Mutation | None, folder: Path) -> headers.HeaderFolder:
+def mutated(mutation: Mutation, text: str) -> str:
+    assert text.count(mutation.pattern) == 1, f"{mutation.file}: pattern no longer matches once"
+    return text.replace(mutation.pattern, mutation.replacement)
+
+
+def plant_into_header(mutation: Mutation, folder: Path) -> headers.HeaderFolder:
     """A copy of the headers with the bug in it."""
     include = folder / "include"
     shutil.copytree(headers.find_library().path, include)
-    if mutation is not None:
-        path = include / "deep_moe" / mutation.file
-        text = path.read_text()
-        assert text.count(mutation.pattern) == 1, f"{mutation.file}: pattern no longer matches once"
-        path.write_text(text.replace(mutation.pattern, mutation.replacement))
+    path = include / "deep_moe" / mutation.file
+    path.write_text(mutated(mutation, path.read_text()))
     return headers.HeaderFolder(include, f"mutation {headers.tree_digest(include)}")
+
+
+def plant_into_module(mutation: Mutation) -> ModuleType:
+    """The module of the host's side, made anew with the bug in it."""
+    name = f"deep_moe.{mutation.file.removesuffix('.py').replace('/', '.')}"
+    path = importlib.import_module(name).__file__
+    assert path is not None
+    module = ModuleType(name)
+    module.__package__ = name.rpartition(".")[0]
+    exec(compile(mutated(mutation, Path(path).read_text()), path, "exec"), module.__dict__)
+    return module
+
+
+def preparation_outcome() -> str:
+    """The same of `prepare_inputs`."""
+    target = Target("cpu", "sm_90a")
+    x = torch.randn(13, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    try:
+        target.check(target.buffer(), x, *routing(13, 2))
+    except AssertionError:
+        return "result"
+    except RaceDetected:
+        return "race"
+    except EmulatorError:
+        return "misuse"
+    return ""
 
 
 def outcome(arch: str, schedule: str = "random") -> str:
@@ -106,17 +137,33 @@ def outcome(arch: str, schedule: str = "random") -> str:
 def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
-    folder = plant(request.param, tmp_path)
-    monkeypatch.setattr(headers, "find_library", lambda: folder)
-    mega_moe._kernel.cache_clear()
-    yield request.param
-    mega_moe._kernel.cache_clear()
+    mutation: Mutation = request.param
+    if mutation.file == RENDERED:
+        render = jit.render_kernel
+        monkeypatch.setattr(jit, "render_kernel", lambda config: mutated(mutation, render(config)))
+    elif mutation.file.startswith("jit/"):
+        for name, member in vars(plant_into_module(mutation)).items():
+            if isinstance(member, FunctionType) and hasattr(mega_moe, name):
+                monkeypatch.setattr(mega_moe, name, member)
+    else:
+        folder = plant_into_header(mutation, tmp_path)
+        monkeypatch.setattr(headers, "find_library", lambda: folder)
+    kernels = (mega_moe._kernel, input_preparation._kernel)
+    for kernel in kernels:
+        kernel.cache_clear()
+    yield mutation
+    for kernel in kernels:
+        kernel.cache_clear()
 
 
 @pytest.mark.parametrize("arch", SETTINGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     assert outcome(arch, schedule) == ""
+
+
+def test_nobody_complains_about_the_preparation() -> None:
+    assert preparation_outcome() == ""
 
 
 def test_names_are_given_once() -> None:
@@ -127,7 +174,8 @@ def test_names_are_given_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: f"{m.arch}-{m.name}", indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
-    noticed = outcome(planted.arch, planted.schedule)
+    is_preparation = planted.file == PREPARATION
+    noticed = preparation_outcome() if is_preparation else outcome(planted.arch, planted.schedule)
     if planted.catcher.startswith("harmless"):
         assert noticed == ""
     else:

@@ -435,8 +435,12 @@ Flow commit(Warp& w, const Op& op) {
     const int cta_group = int(op.aux & 0xff);
     const bool multicast = op.aux >> 16 & 1;
     w.for_each_lane([&](int lane) {
-        const SharedPlace at =
-            shared_place(w, Space(op.aux >> 8 & 0xff), w.address(op.operands[0], lane), lane);
+        auto space = Space(op.aux >> 8 & 0xff);
+        const uint64_t address = w.address(op.operands[0], lane);
+        // Triton's kernels give a shared address where PTX asks for a generic one, and run.
+        if (space == Space::generic && !(address >> 32) && !w.machine->strict_tcgen05)
+            space = Space::shared_cluster;
+        const SharedPlace at = shared_place(w, space, address, lane);
         std::vector<Cta*> targets;
         if (multicast) {
             const uint32_t mask = w.in<uint32_t>(op.operands[1])[lane];

@@ -1,4 +1,5 @@
 // tensormap.*: tensor maps that a kernel edits. The image is the emulator's own, see tensor_map.h.
+#include <algorithm>
 #include <cstring>
 
 #include "instruction_table.h"
@@ -36,11 +37,21 @@ void note(Warp& w, Space space, uint64_t address, Access access, int lane) {
     if (w.machine->races) w.machine->races->access(w, space, address, 2 * half_image, access, lane);
 }
 
+template <class T>
+void put(std::byte* image, uint32_t offset, uint64_t value) {
+    const T narrow = T(value);
+    std::memcpy(image + offset, &narrow, sizeof narrow);
+}
+
 // Where a 128-byte image lies; each half is checked by itself, so that 64-byte alignment is enough.
+// Zeros are a map whose fields are all to be set, which is how Triton makes one.
 std::byte* image_at(Warp& w, Space space, uint64_t address, Access access, int lane) {
     std::byte* image = w.resolve(space, address, half_image, access, lane);
     w.resolve(space, address + half_image, half_image, access, lane);
     note(w, space, address, access, lane);
+    if (access != Access::read &&
+        std::all_of(image, image + 2 * half_image, [](std::byte b) { return b == std::byte{0}; }))
+        put<uint64_t>(image, 0, TensorMap::image_magic);
     uint64_t magic;
     std::memcpy(&magic, image, sizeof magic);
     if (magic != TensorMap::image_magic) {
@@ -50,12 +61,6 @@ std::byte* image_at(Warp& w, Space space, uint64_t address, Access access, int l
             lane);
     }
     return image;
-}
-
-template <class T>
-void put(std::byte* image, uint32_t offset, uint64_t value) {
-    const T narrow = T(value);
-    std::memcpy(image + offset, &narrow, sizeof narrow);
 }
 
 // PTX numbers the element types otherwise than CUtensorMapDataType does.

@@ -218,9 +218,10 @@ KERNEL()(const u32* a, const u32* b, const u32* c, u32* out) {{
     assert (out[2] == packed(expected.clip(low, high))).all()
 
 
+@pytest.mark.parametrize("before", ["original.words[threadIdx.x]", "0"])
 @pytest.mark.parametrize("through", ["stores", "cp_fenceproxy"])
-def test_tensor_map_edited_by_the_kernel(through):
-    """A map of one matrix becomes the map of another one: address, sizes, stride, box, swizzle."""
+def test_tensor_map_edited_by_the_kernel(through, before):
+    """A map of one matrix, or zeros, becomes the map of another one."""
     publish = {
         "stores": """
     ((uint4*)edited)[threadIdx.x % 8] = ((uint4*)map)[threadIdx.x % 8];
@@ -237,7 +238,7 @@ KERNEL()(const __grid_constant__ Map original, void* edited, const u16* other, u
     __shared__ u64 barrier;
     u32 own = shared_address(map), at = shared_address(&barrier);
     u32 to = shared_address(dynamic_shared);
-    if (threadIdx.x < 16) map[threadIdx.x] = original.words[threadIdx.x];
+    if (threadIdx.x < 16) map[threadIdx.x] = {before};
     if (threadIdx.x == 0) init_barrier(at, 1);
     __syncwarp();
     if (threadIdx.x == 0) {{

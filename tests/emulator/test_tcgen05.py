@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import EmulatorError
+from deep_moe.emulator import EmulatorError, InvalidOperation
 
 from .device import aligned, run_kernel
 
@@ -390,3 +390,33 @@ def test_dense_mma_with_a_in_tensor_memory():
     out = aligned(np.zeros((128, 32), np.float32))
     run_kernel(source, words, out)
     assert np.array_equal(out, a.astype(np.float32) @ b.astype(np.float32).T)
+
+
+COMMIT = """
+KERNEL()(u32* out) {
+    __shared__ u64 barrier;
+    u32 at = shared_address(&barrier);
+    if (threadIdx.x == 0) {
+        init_barrier(at, 1);
+        asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%0];"
+            :: "l"(ADDRESS) : "memory");
+    }
+    __syncthreads();
+    wait(at, 0);
+    out[threadIdx.x] = 1;
+}
+"""
+
+
+@pytest.mark.parametrize(("address", "strict"), [("&barrier", True), ("u64(at)", False)])
+def test_commit_without_a_state_space(address, strict):
+    """PTX asks for a generic address; unless strict, a shared one does, as Triton gives it."""
+    out = np.zeros(32, np.uint32)
+    run_kernel(COMMIT.replace("ADDRESS", address), out, threads=32, strict_tcgen05=strict)
+    assert out.all()
+
+
+def test_strict_commit_wants_a_generic_address():
+    source = COMMIT.replace("ADDRESS", "u64(at)")
+    with pytest.raises(InvalidOperation, match="does not lead to shared memory"):
+        run_kernel(source, np.zeros(32, np.uint32), threads=32, strict_tcgen05=True)

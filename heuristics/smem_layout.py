@@ -144,7 +144,7 @@ def sm90_smem_layout(
             "from a token's scale in one k-block of Linear2 to that in the next",
         ),
         ("changes_of_scale", "u32", (num_stages,), "whether they are to be applied"),
-        ("block_headers", "u32", (num_block_slots, 4), "blocks on their way to the math warps"),
+        ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows"),
         ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
         ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
@@ -158,6 +158,7 @@ def sm90_smem_layout(
         ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
         ("full_barriers", num_stages, "stage is loaded"),
         ("empty_barriers", num_stages, "stage may be overwritten"),
+        ("header_barriers", num_block_slots, "block header is written"),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
     )
     for name, count, purpose in barriers:

@@ -73,6 +73,7 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         (pool_blocks, shape.num_l2_mask_words),
         "one bit per finished Linear1 n-block",
     )
+    control("num_claimed_blocks", "u32", (1,), "SM90: blocks that CTAs took beyond their first")
     builder.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
     control(
         "src_token_topk_idx",

@@ -440,11 +440,11 @@ def test_recording_leaves_the_overlap_of_products_alone(block_m: int) -> None:
         for trace in (False, True)
     )
     assert "serialized" not in recording.log, recording.log
-    # A track's state is a few registers, which may go to local memory; no more may.
+    # A track's state may go to local memory, which traces bear and accumulators would not.
     more = recording.resources.spill_store_bytes - without.resources.spill_store_bytes
-    assert more <= 64, (without.resources, recording.resources)
+    assert more <= 128, (without.resources, recording.resources)
     more = recording.resources.spill_load_bytes - without.resources.spill_load_bytes
-    assert more <= 64, (without.resources, recording.resources)
+    assert more <= 128, (without.resources, recording.resources)
 
 
 def test_every_step_and_track_has_a_name() -> None:

@@ -1,10 +1,11 @@
-// Which block comes next. Every role owns a scheduler and walks the same list without talking to
-// the others; the list follows from the experts' token counts alone.
+// Which block comes next. A scheduler walks the list of all blocks, which follows from the experts'
+// token counts alone, so that whoever owns one knows what stands where without asking anybody.
 //
 // The list: wave by wave (num_experts_per_wave experts), first all Linear1 blocks of the wave, then
 // all its Linear2 blocks; inside, by expert, by m-block, by pair of neighbouring n-blocks. A
-// cluster takes every (number of clusters)-th pair, its CTA of rank r the pair's r-th n-block. A
-// block waits only for blocks in front of it, so the walk cannot deadlock.
+// cluster takes a pair, its CTA of rank r the pair's r-th n-block. Which pairs: on SM100 every
+// (number of clusters)-th, on SM90 whichever it claims next (sm90/block_claims.cuh). A block waits
+// only for blocks in front of it, and pairs are taken in order, so the walk cannot deadlock.
 //
 // With an odd number of n-blocks the last pair's second CTA gets n_block_idx == number of n-blocks:
 // it takes part in loads and MMAs, whose results nobody stores.
@@ -24,14 +25,18 @@ namespace deep_moe {
 
 enum class Phase : uint32_t { linear1, linear2 };
 
-struct Block {
+// The tokens of a block.
+struct BlockRows {
     Phase phase;
-    uint32_t expert_idx;  // local
-    uint32_t m_block_idx;
-    uint32_t n_block_idx;
     uint32_t pool_block_idx;  // the m-block's first; its counters are those of the m-block
     uint32_t num_rows;        // of the m-block, up to block_m
     uint32_t num_valid_rows;  // tokens in it, at least 1
+};
+
+struct Block : BlockRows {
+    uint32_t expert_idx;  // local
+    uint32_t m_block_idx;
+    uint32_t n_block_idx;
 };
 
 // All members are warp-uniform, but for the counts, which the lanes share out. All 32 lanes call.
@@ -62,8 +67,17 @@ class Scheduler {
         return arrived;
     }
 
-    // False when the list is finished.
-    __device__ bool next(Block& block);
+    // The block of the pair that the walk stands at, the CTA's (cluster's) own index at first.
+    // False when that is behind the list.
+    __device__ bool find(Block& block);
+    // Go on by so many pairs.
+    __device__ void advance(uint32_t num_pairs) { next_pair_ += num_pairs; }
+    // Block by block, where a cluster takes every (number of clusters)-th pair.
+    __device__ bool next(Block& block) {
+        const bool found = find(block);
+        advance(num_clusters);
+        return found;
+    }
 
     // Any local expert.
     __device__ uint32_t num_tokens(uint32_t local_expert_idx) const;
@@ -91,7 +105,7 @@ class Scheduler {
     uint32_t wave_pool_block_idx_ = 0;  // first pool block of expert wave_begin_
     uint32_t expert_idx_ = 0;
     uint32_t pool_block_idx_ = 0;  // first pool block of expert_idx_
-    uint32_t next_pair_;           // counted from the first pair of expert_idx_
+    uint32_t next_pair_;           // to be found, counted from the first pair of expert_idx_
 };
 
 template <class Config>
@@ -133,7 +147,7 @@ __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
 }
 
 template <class Config>
-__device__ bool Scheduler<Config>::next(Block& block) {
+__device__ bool Scheduler<Config>::find(Block& block) {
     while (true) {
         while (expert_idx_ < wave_end_) {
             const uint32_t num_expert_tokens = num_tokens(expert_idx_);
@@ -152,7 +166,6 @@ __device__ bool Scheduler<Config>::next(Block& block) {
                 block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
                 block.num_valid_rows = min(
                     num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
-                next_pair_ += num_clusters;
                 return true;
             }
             next_pair_ -= num_expert_m_blocks * num_pairs;

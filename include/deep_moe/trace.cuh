@@ -56,6 +56,7 @@ enum class TraceStep : uint16_t {
     l2_epilogue = 22,                 // Linear2 epilogue
     await_combine = 23,               // wait for combine
     combine = 24,                     // combine
+    await_header = 25,                // wait to be told of a block
 };
 
 // detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop, *_epilogue:

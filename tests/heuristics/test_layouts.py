@@ -75,6 +75,7 @@ def test_symmetric_buffer_segments_come_in_the_agreed_order():
         "expert_recv_sum",
         "l1_arrival_count",
         "l2_arrival_mask",
+        "num_claimed_blocks",
         "src_token_topk_idx",
         "token_src_metadata",
         "input_x",

@@ -37,7 +37,12 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 
 def small_config(
-    num_tokens: int = 8, *, num_sms: int = 2, overrides: dict[str, int] | None = None, **shape: int
+    num_tokens: int = 8,
+    *,
+    arch: str = "sm_100a",
+    num_sms: int = 2,
+    overrides: dict[str, int] | None = None,
+    **shape: int,
 ) -> MegaMoEConfig:
     """A config as the heuristics make it, for a shape that is small unless said otherwise."""
     sizes = {
@@ -49,7 +54,9 @@ def small_config(
         "num_max_tokens_per_rank": num_tokens,
         **shape,
     }
-    return choose_config(MoEShape(**sizes), num_tokens, num_sms=num_sms, overrides=overrides)
+    return choose_config(
+        MoEShape(**sizes), num_tokens, arch=arch, num_sms=num_sms, overrides=overrides
+    )
 
 
 def config_struct(config: MegaMoEConfig) -> str:

@@ -51,6 +51,10 @@ class SymmBuffer {
         return at<uint64_t>(Symm::l2_arrival_mask_offset) +
                pool_block_idx * Config::num_l2_mask_words + word_idx;  // [pool_blocks][words]
     }
+    // SM90: blocks of the list that CTAs have claimed, beyond each one's first.
+    __device__ uint32_t* num_claimed_blocks() const {
+        return at<uint32_t>(Symm::num_claimed_blocks_offset);
+    }
 
     // Written before it is read in every call, so never cleaned.
     // token_idx * num_topk + topk_idx on the source rank.

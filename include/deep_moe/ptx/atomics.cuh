@@ -15,6 +15,18 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* address, uint
     return old;
 }
 
+// One more, up to 2^31 - 1. An addition of one would be slower: ptxas puts the additions of a
+// warp's lanes together and shares out the sum at once, so it waits for it, while here a thread
+// goes on until it needs what is returned.
+__device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* address) {
+    uint32_t old;
+    asm volatile("atom.inc.relaxed.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(0x7fffffff)
+                 : "memory");
+    return old;
+}
+
 __device__ __forceinline__ uint64_t atom_add_relaxed_gpu(uint64_t* address, uint64_t value) {
     uint64_t old;
     asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;"

@@ -22,7 +22,8 @@ __device__ void zero(Word* words, uint32_t num_words, uint32_t thread_idx, uint3
 // then every role on this rank has finished with these words (compute_done), and no peer writes
 // them before the rank barrier after clean-up.
 //
-// Zeroes what a call makes non-zero: counts in full, arrivals up to the last pool block in use.
+// Zeroes what a call makes non-zero: counts in full, the claims, arrivals up to the last pool block
+// in use.
 template <class Config>
 __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local,
                          const Scheduler<Config>& scheduler, uint32_t cta_idx,
@@ -39,6 +40,8 @@ __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local
     zero(local.l1_arrival_count(0), num_pool_blocks, grid_thread_idx, num_threads);
     zero(local.l2_arrival_mask(0), num_pool_blocks * Config::num_l2_mask_words, grid_thread_idx,
          num_threads);
+
+    zero(local.num_claimed_blocks(), 1, grid_thread_idx, num_threads);
 
     if (args.cumulative_local_expert_recv_stats == nullptr || cta_idx != 0) return;
     for (uint32_t i = 0; i < Config::num_experts_per_rank; ++i) {

@@ -14,7 +14,7 @@ namespace deep_moe {
 
 // Dispatch has written all tokens of the block, with their scales, routing weights and metadata.
 template <class Config>
-__device__ bool wait_for_dispatch(const SymmBuffer<Config>& local, const Block& block,
+__device__ bool wait_for_dispatch(const SymmBuffer<Config>& local, const BlockRows& block,
                                   Waiter& waiter) {
     const uint32_t* count = local.l1_arrival_count(block.pool_block_idx);
     // Another CTA's epilogue may have set the flag already.
@@ -26,7 +26,7 @@ __device__ bool wait_for_dispatch(const SymmBuffer<Config>& local, const Block& 
 // Linear1 needs all tokens of the block from dispatch, Linear2 all of Linear1's n-blocks from the
 // epilogues of other CTAs. What was acquired here is read by the async proxy: hence the fence.
 template <class Config>
-__device__ bool wait_for_tokens(const SymmBuffer<Config>& local, const Block& block,
+__device__ bool wait_for_tokens(const SymmBuffer<Config>& local, const BlockRows& block,
                                 Waiter& waiter) {
     bool arrived = true;
     if (block.phase == Phase::linear1) {

@@ -1,6 +1,6 @@
-// The warp that loads tokens: wait for the block's tokens, then for each k-block wait for a free
-// stage and start a tensor copy; for Linear2, see to the scales (rescaler.cuh). What the epilogues
-// need of each token it puts into the block's slot.
+// The warp that loads tokens: learn of the next block from the weight loader, wait for the block's
+// tokens, then for each k-block wait for a free stage and start a tensor copy; for Linear2, see to
+// the scales (rescaler.cuh). What the epilogues need of each token it puts into the block's slot.
 #pragma once
 
 #include "deep_moe/kernel_args.cuh"
@@ -13,6 +13,7 @@
 #include "deep_moe/ring_position.cuh"
 #include "deep_moe/roles/wait_for_tokens.cuh"
 #include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm90/block_header.cuh"
 #include "deep_moe/sm90/linear2_scale.cuh"
 #include "deep_moe/sm90/rescaler.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
@@ -52,12 +53,16 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                          Config::num_dispatch_warps * warp_size);
     trace.mark(TraceStep::await_counts);
     trace.first_anchor();
-    Scheduler<Config> scheduler(local, blockIdx.x);
-    if (!scheduler.fetch_expert_counts(waiter)) return;
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    for (Block block; scheduler.next(block); slots.advance()) {
+    for (;; slots.advance()) {
+        if (!waiter.warp_mbarrier(WaitSite::block_header, smem.header_barrier(slots.stage),
+                                  slots.parity)) {
+            return;
+        }
+        const BlockHeader block = load_header(smem.block_header(slots.stage));
+        if (block.num_rows == 0) break;
         const bool is_linear1 = block.phase == Phase::linear1;
         trace.mark(is_linear1 ? TraceStep::await_l1_tokens : TraceStep::await_l2_tokens,
                    block.pool_block_idx, block.num_valid_rows);
@@ -111,6 +116,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             __syncwarp();
             ring.advance();
         }
+        trace.mark(TraceStep::await_header);
     }
 
     trace.mark(TraceStep::end);

@@ -1,6 +1,6 @@
-// What the math warps know of a block. They hold accumulators in nearly all their registers, so
-// they have no scheduler of their own: the weight loader, which walks the same list ahead of them,
-// leaves a header for each block in shared memory.
+// What the weight loader tells the other roles of the CTA of the block that it claimed. It leaves a
+// header for each in shared memory: the math warps hold accumulators in nearly all their registers,
+// and the activation loader has few.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -11,13 +11,10 @@
 
 namespace deep_moe::sm90 {
 
-struct BlockHeader {
-    Phase phase;
+// num_rows is 0 if there is no further block.
+struct BlockHeader : BlockRows {
     uint32_t weight_block_row_idx;  // expert_idx * number of n-blocks + n_block_idx
     uint32_t n_block_idx;
-    uint32_t pool_block_idx;
-    uint32_t num_rows;  // 0: there is no further block
-    uint32_t num_valid_rows;
 };
 
 // Rows are at most 256, so both numbers of them fit into a word with room to spare.
@@ -34,12 +31,10 @@ __device__ __forceinline__ BlockHeader load_header(uint32_t address) {
     const uint4 words = ptx::ld_shared_v4(address);
     const uint32_t n_block_and_phase = __shfl_sync(full_warp, words.y, 0);
     const uint32_t num_rows = __shfl_sync(full_warp, words.w, 0);
-    return {static_cast<Phase>(n_block_and_phase & 1),
+    return {{static_cast<Phase>(n_block_and_phase & 1), __shfl_sync(full_warp, words.z, 0),
+             num_rows >> 16, num_rows & 0xffff},
             __shfl_sync(full_warp, words.x, 0),
-            n_block_and_phase >> 1,
-            __shfl_sync(full_warp, words.z, 0),
-            num_rows >> 16,
-            num_rows & 0xffff};
+            n_block_and_phase >> 1};
 }
 
 }  // namespace deep_moe::sm90

@@ -59,7 +59,7 @@ class SharedMemory {
     static_assert((num_block_slots - 1) * min(Config::num_l1_k_blocks, Config::num_l2_k_blocks) >
                   Config::num_stages);
 
-    // Weight loader, with the first stage: what the block is (block_header.cuh).
+    // Weight loader, before the first stage: what the block is (block_header.cuh).
     __device__ uint32_t block_header(uint32_t slot) const {
         return base_ + Smem::block_headers_offset + slot * sizeof(uint4);
     }
@@ -103,6 +103,13 @@ class SharedMemory {
         return barrier(Smem::empty_barriers_offset, stage);
     }
 
+    // "The header of a block is written." Arrive: weight loader (1), when the block's first stage
+    // is free. Wait: activation loader, parity of its round over the slots; math learns of it by
+    // the first stage. Nobody waits to write it anew: see above.
+    __device__ uint32_t header_barrier(uint32_t slot) const {
+        return barrier(Smem::header_barriers_offset, slot);
+    }
+
     // One thread; others may use the barriers after a CTA barrier.
     __device__ void init_barriers() const {
         // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
@@ -110,6 +117,7 @@ class SharedMemory {
         init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
         init(Smem::full_barriers_offset, Config::num_stages, 2);
         init(Smem::empty_barriers_offset, Config::num_stages, Config::num_epilogue_warps);
+        init(Smem::header_barriers_offset, Config::num_block_slots, 1);
         // "A contribution has arrived." Two per math warp, private to it: one lane arrives (1) with
         // the chunk's bytes, the warp waits; first phase 0 (roles/combine.cuh).
         init(Smem::combine_barriers_offset, 2 * Config::num_epilogue_warps, 1);

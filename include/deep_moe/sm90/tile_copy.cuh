@@ -17,7 +17,7 @@ class TileCopy {
     static constexpr uint32_t box_rows = has_steps ? Config::block_m / 2 : Config::block_m;
 
  public:
-    __device__ TileCopy(const KernelArgs& args, const Block& block)
+    __device__ TileCopy(const KernelArgs& args, const BlockRows& block)
         : args_(args),
           is_linear1_(block.phase == Phase::linear1),
           first_row_(block.pool_block_idx * Config::block_m_step),

@@ -1,5 +1,5 @@
 // The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
-// the stages allow. It also tells the math warps which block comes next.
+// the stages allow. It also claims the CTA's blocks, and tells the other roles of them.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -11,6 +11,7 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/ring_position.cuh"
 #include "deep_moe/scheduler.cuh"
+#include "deep_moe/sm90/block_claims.cuh"
 #include "deep_moe/sm90/block_header.cuh"
 #include "deep_moe/sm90/fp4_decode.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
@@ -18,6 +19,14 @@
 #include "deep_moe/trace.cuh"
 
 namespace deep_moe::sm90 {
+
+// One lane, when the first stage of the block is free: then nobody reads what is in the slot.
+template <class Config>
+__device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
+                           const BlockHeader& header) {
+    store_header(smem.block_header(slot), header);
+    ptx::mbarrier_arrive(smem.header_barrier(slot));
+}
 
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
@@ -31,16 +40,15 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    for (Block block; scheduler.next(block); slots.advance()) {
+    BlockClaims<Config> claims(local, blockIdx.x);
+    for (Block block; scheduler.find(block); slots.advance()) {
         const bool is_linear1 = block.phase == Phase::linear1;
         const uint32_t num_n_blocks =
             is_linear1 ? Config::num_l1_n_blocks : Config::num_l2_n_blocks;
         const uint32_t num_k_blocks =
             is_linear1 ? Config::num_l1_k_blocks : Config::num_l2_k_blocks;
-        const BlockHeader header{
-            block.phase,       block.expert_idx * num_n_blocks + block.n_block_idx,
-            block.n_block_idx, block.pool_block_idx,
-            block.num_rows,    block.num_valid_rows};
+        const BlockHeader header{block, block.expert_idx * num_n_blocks + block.n_block_idx,
+                                 block.n_block_idx};
         trace.mark(is_linear1 ? TraceStep::load_l1 : TraceStep::load_l2,
                    header.weight_block_row_idx, header.num_valid_rows);
         const auto* src = static_cast<const uint8_t*>(is_linear1 ? args.l1_weight_blocks
@@ -60,7 +68,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 const uint32_t full = smem.full_barrier(ring.stage);
                 const uint32_t dst = smem.weight_block(ring.stage);
                 if (k_block_idx == 0) {
-                    store_header(smem.block_header(slots.stage), header);
+                    tell_roles(smem, slots.stage, header);
                     ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);
                     ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), row_factors,
                                                      row_factor_bytes, full);
@@ -75,9 +83,12 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 }
             }
             __syncwarp();
+            constexpr uint32_t num_ahead = BlockClaims<Config>::num_k_blocks_ahead;
+            if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
             src += weight_block_bytes;
             ring.advance();
         }
+        scheduler.advance(claims.take());
     }
 
     trace.mark(TraceStep::end);
@@ -86,7 +97,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         return;
     }
     if (ptx::elect_sync()) {
-        store_header(smem.block_header(slots.stage), {});
+        tell_roles(smem, slots.stage, {});
         ptx::mbarrier_arrive(smem.full_barrier(ring.stage));
     }
     __syncwarp();

@@ -40,6 +40,7 @@ enum class WaitSite : uint32_t {
     stage_full = 14,                  // a loaded pipeline stage, to multiply
     accumulator_empty = 15,           // a free accumulator, to multiply
     accumulator_full = 16,            // a complete accumulator, to read
+    block_header = 17,                // the next block, from the weight loader
 };
 
 struct RankSet {

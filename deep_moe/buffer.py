@@ -191,6 +191,10 @@ def get_symm_buffer_for_mega_moe(
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
 
+    On GPUs, groups that overlap need their buffers in order, the largest group's first: PyTorch
+    (seen with 2.11, pytorch/pytorch#196082) counts a process's exchanges of memory, not a group's,
+    and waits for ever where the counts of a group's ranks differ.
+
     Raises ValueError or TypeError on all ranks if an argument is not allowed or differs between
     ranks.
     """

@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
 # Runs a small call on one GPU under NVIDIA's compute-sanitizer and fails on any finding. Arguments:
-# the tools to run, by default all that look at this kernel. Logs go to build/sanitizer. What is
-# wanted to be installed: see run_on_gpus.sh; and compute-sanitizer, of the CUDA toolkit.
+# the tools to run, by default memcheck. Logs go to build/sanitizer. What is wanted to be installed:
+# see run_on_gpus.sh; and compute-sanitizer, of the CUDA toolkit.
+#
+# The other tools do not know what this kernel is made of, and report it (seen with CUDA 13.0):
+# racecheck orders nothing by an mbarrier, so every ring of stages looks like a race; synccheck wants
+# all warps of a CTA at a named barrier; initcheck does not see PyTorch zero the symmetric buffer. The
+# emulator follows all of that, so races and reads of what nobody wrote are its to find.
 #
 #   tests/sanitize_on_gpu.sh memcheck synccheck
 set -uo pipefail
@@ -20,7 +25,7 @@ mkdir -p "$logs"
 "$python" -m tests.layer.sanitized_call --full-tiles || exit 1
 
 tools=("$@")
-((${#tools[@]})) || tools=(memcheck synccheck initcheck racecheck)
+((${#tools[@]})) || tools=(memcheck)
 failed=()
 for tool in "${tools[@]}"; do
     echo "== $tool"
@@ -28,6 +33,8 @@ for tool in "${tools[@]}"; do
     rm -f "$log"
     options=(--tool "$tool" --kernel-name kns=mega_moe_kernel --print-limit 1000 --log-file "$log")
     call=("$python" -m tests.layer.sanitized_call)
+    # Libraries ask the driver for functions that it may not have: no finding of ours.
+    [[ "$tool" != memcheck ]] || options+=(--report-api-errors no)
     # racecheck's reports are sorted below.
     [[ "$tool" == racecheck ]] || options+=(--error-exitcode 9)
     # Of partly filled tiles it reports reads of what nobody wrote; see sanitized_call.py.

@@ -47,6 +47,7 @@ S90_LOAD_A, S90_LOAD_W, S90_COPY = (
 )
 S90_L1, S90_L2, S90_PULL = "sm90/l1_epilogue.cuh", "sm90/l2_epilogue.cuh", "sm90/pull_policy.cuh"
 S90_DECODE, S90_KERNEL = "sm90/fp4_decode.cuh", "sm90/mega_moe.cuh"
+S90_CLAIMS = "sm90/block_claims.cuh"
 FENCE = "ptx::fence_proxy_async_shared_cta();\n"
 LONG = "(threadIdx.x == ~0u)"  # a condition that is never true
 
@@ -674,11 +675,30 @@ SM90_MUTATIONS = (
     M(
         "header_after_arrival",
         S90_LOAD_W,
-        "                    store_header(smem.block_header(slots.stage), header);\n"
-        "                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);",
-        "                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);\n"
-        "                    store_header(smem.block_header(slots.stage), header);",
+        "    store_header(smem.block_header(slot), header);\n    ptx::mbarrier_arrive(smem.header_barrier(slot));",
+        "    ptx::mbarrier_arrive(smem.header_barrier(slot));\n    store_header(smem.block_header(slot), header);",
         "race",
+    ),
+    M(
+        "first_blocks_claimed_again",
+        S90_CLAIMS,
+        "Config::num_sms + __shfl_sync",
+        "__shfl_sync",
+        "race|misuse|timeout",
+    ),
+    M(
+        "claim_by_every_lane",
+        S90_CLAIMS,
+        "if (ptx::lane_idx() == 0) claimed_",
+        "claimed_",
+        "timeout|misuse|result",
+    ),
+    M(
+        "clean_up_forgets_claims",
+        CLEANUP,
+        "zero(local.num_claimed_blocks(), 1, grid_thread_idx, num_threads);",
+        "",
+        "result|timeout|race|misuse",
     ),
     M(
         "weights_not_expected",

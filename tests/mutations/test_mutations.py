@@ -105,10 +105,11 @@ def outcome(arch: str, schedule: str = "random") -> str:
     ids = torch.cat([own.topk_idx.flatten() for own in tokens])
     received = torch.bincount(ids[ids >= 0], minlength=SHAPE.num_experts).int()
     case = LayerCase(SHAPE, exact_layer(SHAPE), arch=arch)
-    for buffer in case.ranks.buffers:  # no call may count on zeros in the pools
-        buffer.memory.tensor[buffer.layout["l1_tokens"].offset :] = 0xFF
     try:
         for seed in range(2):
+            # No call may count on zeros in the pools, nor on what the call before left there.
+            for buffer in case.ranks.buffers:
+                buffer.memory.tensor[buffer.layout["l1_tokens"].offset :] = 0xFF
             stats = [torch.zeros(SHAPE.num_experts_per_rank, dtype=torch.int32) for _ in tokens]
             results = case.compare_call(
                 tokens,

@@ -18,11 +18,13 @@ from .trial import run_emulated_ranks
 
 # Few shapes and tiles, so that many cases share a compiled kernel.
 _SHAPES = ((1, 4, 2, 256, 256), (2, 4, 3, 256, 128), (2, 6, 2, 384, 256), (3, 6, 2, 128, 128))
-# Blocks of one size, and for sm_90a also ones of 64, 96 or 128 rows.
-_BLOCKS = {"sm_100a": (16, 64, 96), "sm_90a": (16, 64, 128)}
-ARCHS = tuple(_BLOCKS)
-# By default a small case never comes round the ring of stages.
-_NUM_STAGES = (2, 5)
+# block_m and num_stages: few stages, for a small case never comes round the ring of the default.
+# On sm_90a, 128 means blocks of 64, 96 or 128 rows.
+_TILES = {
+    "sm_100a": ((16, 5), (64, 2), (96, 3)),
+    "sm_90a": ((16, 5), (64, 3), (128, 2)),
+}
+ARCHS = tuple(_TILES)
 _MAX_TOKENS = 64
 
 
@@ -53,15 +55,8 @@ class FuzzCase:
             num_max_tokens_per_rank=_MAX_TOKENS,
         )
         counts = tuple(choose.choice((0, 1, choose.randint(0, 64))) for _ in range(num_ranks))
-        return cls(
-            number,
-            arch,
-            shape,
-            counts,
-            choose.choice(_BLOCKS[arch]),
-            choose.choice(_NUM_STAGES),
-            choose.choice(SCHEDULES),
-        )
+        block_m, num_stages = choose.choice(_TILES[arch])
+        return cls(number, arch, shape, counts, block_m, num_stages, choose.choice(SCHEDULES))
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""

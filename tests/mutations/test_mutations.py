@@ -16,7 +16,7 @@ import torch
 from deep_moe import input_preparation, jit, mega_moe
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit import headers
 from deep_moe.synthetic import exact_layer, exact_tokens
 
@@ -51,6 +51,10 @@ SETTINGS = {
     # Blocks of 64 and 96 rows, the last not full.
     "sm_90a": Setting((96, 61), 2, {"block_m": 128, "num_stages": 3}),
 }
+
+
+def name_of(mutation: Mutation) -> str:
+    return f"{mutation.arch}-{mutation.name}"
 
 
 def mutated(mutation: Mutation, text: str) -> str:
@@ -134,6 +138,27 @@ def outcome(arch: str, schedule: str = "random") -> str:
     return ""
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
+def test_pattern_stands_there_once(mutation: Mutation) -> None:
+    root = Path(__file__).parents[2]
+    if mutation.file.startswith("jit/"):
+        text = (root / mutation.file).read_text()
+    elif mutation.file == RENDERED:
+        setting = SETTINGS[mutation.arch]
+        text = jit.render_kernel(
+            choose_config(
+                SHAPE,
+                max(setting.num_tokens),
+                arch=mutation.arch,
+                num_sms=setting.num_sms,
+                overrides=setting.overrides,
+            )
+        )
+    else:
+        text = (root / "include" / "deep_moe" / mutation.file).read_text()
+    mutated(mutation, text)
+
+
 @pytest.fixture
 def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +198,7 @@ def test_names_are_given_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: f"{m.arch}-{m.name}", indirect=True)
+@pytest.mark.parametrize("planted", MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
     is_preparation = planted.file == PREPARATION
     noticed = preparation_outcome() if is_preparation else outcome(planted.arch, planted.schedule)

@@ -645,6 +645,21 @@ uint32_t RaceDetector::add_read(uint32_t from, const Record& read) {
     return to;
 }
 
+// Whether an asynchronous read of the cell's last write comes before the access that `ordered` is
+// for. That one cannot overtake the write then, whoever wrote: a tcgen05.commit says of what its
+// operations have read that it may be overwritten, but nothing of those who filled it.
+template <class Ordered>
+bool RaceDetector::was_read_before(const Cell& cell, const Ordered& ordered) const {
+    const Record write{cell.write_bits, cell.write_site};
+    auto follows = [&](const Record& read) {
+        return read.bits && read.is_async() && !both_strong(write, read) && ordered(read, false);
+    };
+    if (follows({cell.read_bits, cell.read_site})) return true;
+    if (!cell.more_reads) return false;
+    const auto& more = reads_[cell.more_reads].records;
+    return std::any_of(more.begin(), more.end(), follows);
+}
+
 // Neighbouring cells have the same past as a rule: what was found for the last one holds for them.
 template <class Ordered>
 void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
@@ -659,10 +674,10 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
     }
     const Record write{cell.write_bits, cell.write_site};
     if (write.bits && write.bits != record.bits && write.bits != past.ordered_write) {
-        if (!both_strong(write, record) && !ordered(write, true))
-            report(write, true, record, is_write, at);
-        else
+        if (both_strong(write, record) || ordered(write, true))
             past.ordered_write = write.bits;
+        else if (!is_write || !was_read_before(cell, ordered))
+            report(write, true, record, is_write, at);
     }
     if (!is_write) {
         if (cell.read_bits == record.bits) return;

@@ -262,6 +262,8 @@ class RaceDetector {
     void release_tensor(WarpClock& c, LaneOrder& order);
     void acquire_tensor(WarpClock& c, const LaneOrder& order);
     template <class Ordered>
+    bool was_read_before(const Cell& cell, const Ordered& ordered) const;
+    template <class Ordered>
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                const Location& at);
     template <class Ordered>

@@ -10,7 +10,7 @@ import pytest
 
 from deep_moe.emulator import EmulatorError, Machine, RaceDetected
 
-from .device import ptx_of
+from .device import aligned, pack_arguments, ptx_of
 
 HAND_OVER = """
 KERNEL()(u32* out) {
@@ -131,3 +131,62 @@ def test_loads_that_nobody_waited_for_are_not_finished(relaxed: bool) -> None:
     findings = hand_over(relaxed=relaxed, waits_for_loads=False)
     assert {type(finding) for finding in findings} == {RaceDetected}
     assert any("tcgen05.ld" in str(finding) for finding in findings)
+
+
+# One warp fills shared memory by ordinary stores, a thread of another one has it copied to tensor
+# memory, a third one, which hears of the second one's commit only, fills it again.
+REFILL = """
+KERNEL()(u32* out) {
+    u32 base = shared_address(dynamic_shared), warp = threadIdx.x / 32;
+    u32 full = base, empty = base + 8, loaded = base + 16, source = base + 1024;
+    if (threadIdx.x == 0) {
+        init_barrier(full, 32);
+        init_barrier(empty, 1);
+        init_barrier(loaded, 1);
+    }
+    if (warp == 0)
+        asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 32;"
+            :: "r"(base + 24) : "memory");
+    __syncthreads();
+    u32 tmem = ((u32*)dynamic_shared)[6];
+    if (warp == 0) {
+        for (u32 i = threadIdx.x; i < 2048; i += 32) ((u32*)dynamic_shared)[256 + i] = 7;
+        fence_async();
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(full) : "memory");
+    } else if (threadIdx.x == 32) {
+        wait(full, 0);
+        u64 rows = 0x0000400800800000ull | ((source & 0x3FFFF) >> 4);
+        asm volatile("tcgen05.cp.cta_group::1.128x256b [%0], %1;"
+            :: "r"(tmem), "l"(rows) : "memory");
+        asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
+            :: "r"(empty) : "memory");
+    } else if (threadIdx.x == 64) {
+        wait(empty, 0);
+        expect_bytes(loaded, 64);
+        asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], 64, [%2];" :: "r"(source + OFFSET), "l"(out), "r"(loaded) : "memory");
+        wait(loaded, 0);
+    }
+    __syncthreads();
+    if (warp == 0)
+        asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 32;" :: "r"(tmem));
+}
+"""
+
+
+@pytest.mark.parametrize(("offset", "is_read"), [(0, True), (4032, True), (4096, False)])
+def test_what_a_finished_copy_has_read_may_be_filled_again(offset: int, is_read: bool) -> None:
+    out = aligned(np.zeros(16, np.uint32))
+    machine = Machine(stop_at_findings=False)
+    machine.add_memory(0, out.ctypes.data, out.nbytes, "out")
+    machine.launch(
+        machine.load(ptx_of(REFILL.replace("OFFSET", str(offset)), "sm_100a")),
+        "kernel",
+        grid=(1, 1, 1),
+        block=(96, 1, 1),
+        shared_bytes=16384,
+        args=pack_arguments((out,)),
+    )
+    machine.run()
+    # Behind the copied 4 KiB the stores and the second filling have no order.
+    assert [type(finding) for finding in machine.findings] == ([] if is_read else [RaceDetected])

@@ -137,7 +137,11 @@ def load() -> ctypes.CDLL:
         "dm_load": (integer, [handle, text, u64, text, u32_out]),
         "dm_unload": (None, [handle, u32]),
         "dm_kernel": (integer, [handle, u32, text, u32_out, u32_out, three]),
-        "dm_kernel_parameter": (integer, [handle, u32, text, u32, u32_out, u32_out]),
+        "dm_kernels": (text, [handle, u32]),
+        "dm_kernel_parameter": (
+            integer,
+            [handle, u32, text, u32, u32_out, u32_out, ctypes.POINTER(integer)],
+        ),
         "dm_launch": (
             integer,
             [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64, integer],

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import BY_KIND, EmulatorError, LaunchError
 from .library import load
 
 Size = tuple[int, int, int]
+# Of a kernel: bytes, a number, or an array or tensor, which stands for its address.
+Argument: TypeAlias = Any
 Schedule = Literal["random", "round_robin", "late_copies", "slow_rank", "starved_role"]
 # In the order of the enum in machine.h.
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -39,12 +43,36 @@ class NamedArray:
 
 
 class Module:
-    """PTX that a machine has loaded."""
+    """PTX that a machine has loaded.
 
-    def __init__(self, machine: Machine, index: int, name: str) -> None:
+    kernels: its entry functions as the PTX calls them, with their C++ names less template
+    arguments.
+    """
+
+    def __init__(self, machine: Machine, index: int, name: str, kernels: dict[str, str]) -> None:
         self.machine = machine
         self.index = index
         self.name = name
+        self.kernels = kernels
+
+    def find_kernel(self, name: str | None) -> str:
+        """The PTX's name of the one kernel that is meant: as in the PTX, as in C++ with or without
+        namespaces, or None for the only one."""
+        if name in self.kernels:
+            return str(name)
+        meant = [
+            mangled
+            for mangled, readable in self.kernels.items()
+            if name is None or f"::{readable}".endswith(f"::{name}")
+        ]
+        if len(meant) == 1:
+            return meant[0]
+        wanted = "more than one kernel" if name is None else f"{len(meant)} kernels {name!r}"
+        listed = "".join(f"\n  {k} ({v})" for k, v in self.kernels.items())
+        raise LaunchError(
+            f"module {self.name} has {wanted if meant else f'no kernel {name!r}'};"
+            f" it has{listed or ' none'}"
+        )
 
 
 class Machine:
@@ -125,6 +153,14 @@ class Machine:
                 )
             )
 
+    def add_array(self, array: Any, name: str, *, rank: int = 0, writable: bool = True) -> None:
+        """The same for the memory of a NumPy array or a CPU tensor. A peer's memory that a rank
+        reaches through pointers is added to that rank, too."""
+        num_bytes = array.nbytes
+        if not array.flags.c_contiguous if hasattr(array, "flags") else not array.is_contiguous():
+            raise ValueError(f"{name}: only contiguous arrays can be added")
+        self.add_memory(rank, _address_of(array), num_bytes, name, writable=writable)
+
     def remove_memory(self, rank: int, address: int) -> None:
         """Forget the region that starts at `address`."""
         self._check(self._library.dm_remove_memory(self._handle, rank, address))
@@ -136,18 +172,20 @@ class Machine:
         self._check(
             self._library.dm_load(self._handle, text, len(text), name.encode(), ctypes.byref(index))
         )
-        return Module(self, index.value, name)
+        listed = self._library.dm_kernels(self._handle, index).decode()
+        kernels = dict(line.split("\t") for line in listed.splitlines())
+        return Module(self, index.value, name, kernels)
 
     def launch(
         self,
         module: Module,
-        kernel: str,
+        kernel: str | None = None,
         *,
         grid: Size,
         block: Size,
         cluster: Size | None = None,
         shared_bytes: int = 0,
-        args: bytes | Sequence[bytes] = b"",
+        args: bytes | Sequence[Argument] = b"",
         rank: int = 0,
         in_order: bool = False,
         registers: int | None = None,
@@ -156,9 +194,13 @@ class Machine:
     ) -> None:
         """Queue a kernel; `run` executes all queued ones together.
 
+        kernel: by its name in the PTX, or its C++ name, which needs neither namespaces nor template
+        arguments; by default the module's only one.
         in_order: after the rank's last queued one has ended, as in a stream.
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
-        args: the whole parameter block, or one `bytes` per parameter. registers: per thread at the
+        args: one per parameter: a number, an array or tensor for its address, or the parameter's
+        `bytes` (a struct, a tensor map); or all of them as one block of `bytes`.
+        registers: per thread at the
         start, as the compiler reports them; by default as ptxas takes them: the most that launch
         bounds allow, but no more than its largest setmaxnreg. For findings,
         roles: which warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared
@@ -166,7 +208,7 @@ class Machine:
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
-        name = kernel.encode()
+        name = module.find_kernel(kernel).encode()
         size, count, declared = ctypes.c_uint32(), ctypes.c_uint32(), (ctypes.c_uint32 * 3)()
         self._check(
             self._library.dm_kernel(
@@ -213,13 +255,14 @@ class Machine:
             )
 
     def _pack_parameters(
-        self, module: Module, kernel: bytes, size: int, count: int, args: Sequence[bytes]
+        self, module: Module, kernel: bytes, size: int, count: int, args: Sequence[Argument]
     ) -> bytes:
         if len(args) != count:
             raise LaunchError(f"{kernel.decode()} takes {count} arguments, not {len(args)}")
         packed = bytearray(size)
         for index, value in enumerate(args):
             offset, num_bytes = ctypes.c_uint32(), ctypes.c_uint32()
+            is_floating = ctypes.c_int()
             self._check(
                 self._library.dm_kernel_parameter(
                     self._handle,
@@ -228,14 +271,14 @@ class Machine:
                     index,
                     ctypes.byref(offset),
                     ctypes.byref(num_bytes),
+                    ctypes.byref(is_floating),
                 )
             )
-            if len(value) != num_bytes.value:
-                raise LaunchError(
-                    f"argument {index} of {kernel.decode()} has {num_bytes.value} bytes, "
-                    f"not {len(value)}"
-                )
-            packed[offset.value : offset.value + num_bytes.value] = value
+            try:
+                argument = _argument_bytes(value, num_bytes.value, bool(is_floating.value))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise LaunchError(f"argument {index} of {kernel.decode()}: {error}") from error
+            packed[offset.value : offset.value + num_bytes.value] = argument
         return bytes(packed)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
@@ -288,6 +331,29 @@ class Machine:
         if status:
             text = self._library.dm_error(self._handle).decode(errors="replace")
             raise BY_KIND.get(status, EmulatorError)(text)
+
+
+def _argument_bytes(value: Argument, num_bytes: int, is_floating: bool) -> bytes:
+    """What a parameter of this size holds."""
+    if isinstance(value, Real):
+        if is_floating:
+            return struct.pack({2: "<e", 4: "<f", 8: "<d"}[num_bytes], float(value))
+        if not isinstance(value, Integral):
+            raise TypeError(f"{value!r} for an integer of {num_bytes} bytes")
+        if num_bytes > 8:
+            raise TypeError(f"a number for {num_bytes} bytes: pass the struct's bytes")
+        return int(value).to_bytes(num_bytes, "little", signed=int(value) < 0)
+    is_array = hasattr(value, "data_ptr") or hasattr(value, "__array_interface__")
+    content = _address_of(value).to_bytes(8, "little") if is_array else bytes(value)
+    if len(content) != num_bytes:
+        raise ValueError(f"the parameter has {num_bytes} bytes, not {len(content)}")
+    return content
+
+
+def _address_of(array: Any) -> int:
+    if hasattr(array, "data_ptr"):
+        return int(array.data_ptr())
+    return int(array.__array_interface__["data"][0])
 
 
 def _place_of(array: NamedArray) -> tuple[int, int, ctypes.Array[ctypes.c_uint64], int]:

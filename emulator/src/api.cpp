@@ -14,6 +14,7 @@ struct Handle {
     Machine machine;
     std::vector<std::unique_ptr<Module>> modules;
     std::string error;
+    std::string text;  // what dm_kernels returned last
 };
 
 template <class F>
@@ -134,12 +135,21 @@ EXPORT int dm_kernel(Handle* h, uint32_t module, const char* kernel, uint32_t* p
     });
 }
 
+// A line for each kernel: its name in the PTX, a tab, its C++ name without template arguments.
+EXPORT const char* dm_kernels(Handle* h, uint32_t module) {
+    h->text.clear();
+    for (const auto& [name, program] : h->modules.at(module)->programs)
+        h->text += name + "\t" + qualified_name(name) + "\n";
+    return h->text.c_str();
+}
+
 EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, uint32_t index,
-                               uint32_t* offset, uint32_t* bytes) {
+                               uint32_t* offset, uint32_t* bytes, int* is_floating) {
     return guarded(h, [&] {
         const KernelParameter& p = h->modules.at(module)->programs.at(kernel)->parameters.at(index);
         *offset = uint32_t(p.offset);
         *bytes = uint32_t(p.size);
+        *is_floating = p.is_floating;
     });
 }
 

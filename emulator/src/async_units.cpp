@@ -82,9 +82,17 @@ const Mbarrier* find_mbarrier(const Cta& cta, uint32_t offset) {
     return found == barriers.end() ? nullptr : &found->second;
 }
 
-static void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
+void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
     cta.machine->note_progress();
     if (!phase_complete) return;
+    if (barrier.unseen) {
+        cta.machine->find(FaultKind::barrier_misuse, [&] {
+            return format(
+                "the mbarrier %s completes phase %llu although nobody has seen the end of the "
+                "phase before",
+                barrier.name.c_str(), (unsigned long long)barrier.phase - 1);
+        });
+    }
     if (cta.machine->races) cta.machine->races->phase_complete(cta, barrier);
     cta.machine->wake(cta.mbarrier_waiters);
 }
@@ -170,15 +178,17 @@ void BulkState::release(const Where& copy) {
 
 static std::string describe_copies(const std::vector<Where>& copies) {
     constexpr size_t max_named = 4;
-    std::vector<Where> named;
+    std::vector<std::string> named;
     for (const Where& copy : copies) {
-        if (std::find(named.begin(), named.end(), copy) == named.end()) named.push_back(copy);
+        std::string site = describe_site(copy);
+        if (std::find(named.begin(), named.end(), site) == named.end())
+            named.push_back(std::move(site));
     }
     std::string text = format(
         "the CTA exits while asynchronous copies that need its shared memory are in flight (%zu):",
         copies.size());
     for (size_t i = 0; i < named.size() && i < max_named; ++i)
-        text += "\n    issued by " + describe_site(named[i]);
+        text += "\n    issued by " + named[i];
     if (named.size() > max_named) text += format("\n    and %zu more", named.size() - max_named);
     return text;
 }

@@ -76,6 +76,8 @@ const Mbarrier* find_mbarrier(const Cta& cta, uint32_t offset);  // null if nobo
 void arrive_at(Cta& cta, uint32_t offset, uint32_t count);
 // `phase`: the barrier's when the copy was issued; bytes belong to it.
 void complete_bytes_at(Cta& cta, uint32_t offset, uint32_t num_bytes, uint64_t phase);
+// After a change of the barrier: whoever waits looks again if that completed its phase.
+void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete);
 uint64_t phase_of(const Cta& cta, uint32_t offset);  // 0 for a barrier that nobody has named
 
 // What the race detector knows an asynchronous operation by; null without checks.

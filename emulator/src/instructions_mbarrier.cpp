@@ -15,13 +15,6 @@ SharedPlace place(const Warp& w, const Op& op, const Operand& address, int lane)
     return shared_place(w, space_of(op), w.address(address, lane), lane);
 }
 
-void wake_if(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
-    cta.machine->note_progress();
-    if (!phase_complete) return;
-    if (cta.machine->races) cta.machine->races->phase_complete(cta, barrier);
-    cta.machine->wake(cta.mbarrier_waiters);
-}
-
 // aux
 constexpr uint64_t cluster_scope = 1 << 8;
 constexpr uint64_t relaxed = 1 << 9;  // neither releases nor acquires
@@ -87,7 +80,7 @@ Flow arrive(Warp& w, const Op& op) {
                 complete = barrier.arrive_and_drop(1, value[lane]);
                 break;
         }
-        wake_if(*at.cta, barrier, complete);
+        signal(*at.cta, barrier, complete);
     });
     return Flow::next;
 }
@@ -98,7 +91,7 @@ Flow expect_tx(Warp& w, const Op& op) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         note(w, barrier, Mbarrier::Event::Kind::expected, bytes[lane]);
-        wake_if(*at.cta, barrier, barrier.expect(bytes[lane]));
+        signal(*at.cta, barrier, barrier.expect(bytes[lane]));
     });
     return Flow::next;
 }
@@ -109,7 +102,7 @@ Flow complete_tx(Warp& w, const Op& op) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         note(w, barrier, Mbarrier::Event::Kind::brought, bytes[lane]);
-        wake_if(*at.cta, barrier, barrier.complete(bytes[lane]));
+        signal(*at.cta, barrier, barrier.complete(bytes[lane]));
     });
     return Flow::next;
 }

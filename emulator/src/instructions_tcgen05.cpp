@@ -541,10 +541,20 @@ Flow load(Warp& w, const Op& op) {
     note_transfer(w, form, common_address(w, op.operands[0]), true);
     TensorMemory& memory = tensor_memory_state(*w.cta).memory;
     const uint32_t count = form.halves ? 2 : 1;
-    const bool check_written = w.machine->checks;
+    bool check_written = w.machine->checks;
+    auto read = [&](uint32_t row, uint32_t column) {
+        try {
+            return memory.read(row, column, count, check_written);
+        } catch (const Fault& fault) {
+            if (fault.kind != FaultKind::uninitialized) throw;
+            w.machine->find(fault.kind, [&] { return std::string(fault.what()); });
+            check_written = false;  // of this instruction that is known now
+            return memory.read(row, column, count, check_written);
+        }
+    };
     for_each_cell(w, form, common_address(w, op.operands[0]),
                   [&](uint32_t i, int lane, uint32_t row, uint32_t column) {
-                      const uint32_t* cells = memory.read(row, column, count, check_written);
+                      const uint32_t* cells = read(row, column);
                       w.out<uint32_t>(op.operands[1 + i])
                           .set(lane, form.halves ? (cells[0] & 0xffff) | cells[1] << 16 : cells[0]);
                   });

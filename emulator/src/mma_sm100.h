@@ -80,6 +80,12 @@ struct Mma {
  private:
     bool is_packed() const { return kind >= MmaKind::mxf4; }
 
+    // 64 rows of a single CTA, of the accumulator and of A alike, take 16 lanes of each quadrant.
+    bool has_half_quadrants(uint32_t rows) const { return cta_group == 1 && rows == 64; }
+    uint32_t lane_of(uint32_t row, uint32_t rows) const {
+        return has_half_quadrants(rows) ? row % 16 + 32 * (row / 16) : row;
+    }
+
     void check_addresses() const {
         if (d_address >> 16) {
             fail(FaultKind::invalid_operation,
@@ -121,7 +127,7 @@ struct Mma {
 
     void load_a_from_tensor_memory(TensorMemory& memory, uint32_t rows, Panels& panels,
                                    bool check_written) const {
-        if (rows != TensorMemory::num_lanes) {
+        if (rows != TensorMemory::num_lanes && !has_half_quadrants(rows)) {
             fail(FaultKind::unsupported, "tcgen05.mma with A in tensor memory and %u rows per CTA",
                  rows);
         }
@@ -135,7 +141,7 @@ struct Mma {
         const uint32_t row_bytes = is_packed() ? shape.k / 2 : shape.k * container_bytes(shape.a);
         for (uint32_t row = 0; row < rows; ++row) {
             const uint32_t* cells =
-                memory.read(row, a_address & 0xffff, row_bytes / 4, check_written);
+                memory.read(lane_of(row, rows), a_address & 0xffff, row_bytes / 4, check_written);
             double* target = panels.a.data() + size_t(row) * shape.k;
             decode_row(shape.a, is_packed(), reinterpret_cast<const uint8_t*>(cells), shape.k,
                        target, 1);
@@ -184,15 +190,12 @@ struct Mma {
     void store_row(TensorMemory& memory, int cta, uint32_t row, uint32_t rows,
                    const double* product, bool check_written) const {
         const uint32_t column = d_address & 0xffff;
-        if (cta_group == 1 && rows == 64) {
-            store_cells(memory, cta, row % 16 + 32 * (row / 16), column, shape.n, product,
-                        check_written);
-        } else if (cta_group == 2 && rows == 64) {
+        if (cta_group == 2 && rows == 64) {
             store_cells(memory, cta, row, column, shape.n / 2, product, check_written);
             store_cells(memory, cta, row + 64, column, shape.n / 2, product + shape.n / 2,
                         check_written);
         } else {
-            store_cells(memory, cta, row, column, shape.n, product, check_written);
+            store_cells(memory, cta, lane_of(row, rows), column, shape.n, product, check_written);
         }
     }
 

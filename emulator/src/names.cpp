@@ -21,24 +21,6 @@ std::string demangled(const std::string& name) {
     return result;
 }
 
-// The qualified name at the start of a mangled one, which may be too long for the runtime's
-// demangler; any other name as it is.
-std::string qualified_name(const std::string& name) {
-    if (name.rfind("_Z", 0) != 0) return name;
-    std::string text;
-    size_t at = name[2] == 'N' ? 3 : 2;
-    while (at < name.size() && std::isdigit(static_cast<unsigned char>(name[at]))) {
-        size_t length = 0;
-        for (; at < name.size() && std::isdigit(static_cast<unsigned char>(name[at])); ++at)
-            length = length * 10 + size_t(name[at] - '0');
-        if (length > name.size() - at) return name;
-        text += (text.empty() ? "" : "::") + name.substr(at, length);
-        at += length;
-    }
-    if (text.empty()) return name;
-    return at < name.size() && name[at] == 'I' ? text + "<...>" : text;
-}
-
 // A variable of the program that covers this offset.
 std::string variable_at(const Program& program, uint32_t offset) {
     for (const auto& [key, symbol] : program.symbols) {
@@ -53,10 +35,29 @@ std::string variable_at(const Program& program, uint32_t offset) {
 
 }  // namespace
 
+std::string qualified_name(const std::string& name) {
+    if (name.rfind("_Z", 0) != 0) return name;
+    std::string text;
+    size_t at = name[2] == 'N' ? 3 : 2;
+    while (at < name.size() && std::isdigit(static_cast<unsigned char>(name[at]))) {
+        size_t length = 0;
+        for (; at < name.size() && std::isdigit(static_cast<unsigned char>(name[at])); ++at)
+            length = length * 10 + size_t(name[at] - '0');
+        if (length > name.size() - at) return name;
+        text += (text.empty() ? "" : "::") + name.substr(at, length);
+        at += length;
+    }
+    if (text.empty()) return name;
+    return text;
+}
+
 std::string readable_name(const std::string& name) {
     constexpr size_t max_arguments = 60;
     std::string text = demangled(name);
-    if (text == name) return qualified_name(name);
+    if (text == name) {  // too long for the runtime's demangler, or not mangled
+        text = qualified_name(name);
+        return text == name ? name : text + "<...>";
+    }
     // The parameters begin at the first parenthesis outside of template arguments; what is before
     // the name, such as the result's type, ends with the last space outside.
     const std::string anonymous = "(anonymous namespace)";

@@ -38,6 +38,8 @@ struct WarpRole {
 // What a kernel is called in messages: of a mangled name the function, without its parameters and
 // with no more of its template arguments than fit.
 std::string readable_name(const std::string& name);
+// The same without template arguments.
+std::string qualified_name(const std::string& name);
 std::string describe_global(const Rank& rank, uint64_t address);
 std::string describe_shared(const Cta& cta, uint32_t offset);
 // "math warp 5 (warp 9)", or "warp 9".

@@ -158,7 +158,8 @@ struct Symbol {  // a module-scope or static variable
     uint64_t alignment = 1;
     uint64_t address =
         0;  // shared: shared address; local, function parameters: offset in the function's frame
-    bool dynamic = false;  // .extern .shared x[]
+    bool dynamic = false;      // .extern .shared x[]
+    bool is_floating = false;  // a parameter of a floating-point type
     std::vector<std::byte> initializer;
     std::vector<std::pair<uint64_t, std::string>>
         pointers;  // offsets in the initializer that hold addresses
@@ -167,6 +168,7 @@ struct Symbol {  // a module-scope or static variable
 struct KernelParameter {
     std::string name;
     uint64_t offset = 0, size = 0, alignment = 1;
+    bool is_floating = false;
 };
 
 // An immediate (the bits, broadcast), or an address that differs from launch to launch or CTA to

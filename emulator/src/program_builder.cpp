@@ -57,7 +57,8 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     p.max_registers = entry.max_registers;
     for (const Variable& v : entry.parameters) {
         uint32_t offset = align_up(p.parameter_bytes, uint32_t(v.symbol.alignment));
-        p.parameters.push_back({v.symbol.name, offset, v.symbol.size, v.symbol.alignment});
+        p.parameters.push_back(
+            {v.symbol.name, offset, v.symbol.size, v.symbol.alignment, v.symbol.is_floating});
         p.parameter_bytes = offset + uint32_t(v.symbol.size);
     }
     add_callable(entry);

@@ -400,6 +400,7 @@ class Parser {
             if (accept(".reg")) fail("register parameters are not supported");
             expect(".param");
             uint64_t alignment = 0, element = 0;
+            bool is_floating = false;
             while (peek().kind == Token::Kind::word && peek().text[0] == '.') {
                 std::string w = word();
                 Type type;
@@ -411,6 +412,7 @@ class Parser {
                            w == ".samplerref") {
                 } else if (parse_type(w.substr(1), type)) {
                     element = uint64_t(num_bits(type)) / 8;
+                    is_floating = w[1] == 'f';
                 } else {
                     fail("unknown '" + w + "' in a parameter");
                 }
@@ -425,6 +427,7 @@ class Parser {
                 expect("]");
             }
             v.symbol.size = element * count;
+            v.symbol.is_floating = is_floating;
             v.symbol.alignment = alignment ? alignment : element;
             all.push_back(std::move(v));
             accept(",");

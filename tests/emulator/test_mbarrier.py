@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import EmulatorError
+from deep_moe.emulator import BarrierMisuse, EmulatorError, Machine
 
-from .device import run_kernel
+from .device import ptx_of, run_kernel
 
 KERNEL = """
 KERNEL(CLUSTER)(u32* out) {
@@ -106,6 +106,23 @@ ARRIVE = 'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) :
 def test_misuse_is_named(body, text):
     with pytest.raises(EmulatorError, match=text):
         run_body(body)
+
+
+# PTX asks for it, but nothing else depends on it: released kernels have such barriers.
+def test_a_run_can_go_on_behind_a_phase_that_nobody_has_seen():
+    data = np.zeros(4, np.uint32)
+    machine = Machine(stop_at_findings=False)
+    machine.add_array(data, "data")
+    body = "init_barrier(base, 1);\n" + (ARRIVE + "\n") * 3 + "wait(base, 0); out[0] = 7;"
+    source = f"KERNEL()(u32* out) {{ u32 base = shared_address(dynamic_shared); {body} }}"
+    module = machine.load(ptx_of(source, "sm_90a"))
+    machine.launch(module, grid=(1, 1, 1), block=(1, 1, 1), shared_bytes=64, args=[data])
+    machine.run()
+    found = machine.findings
+    assert [type(finding) for finding in found] == [BarrierMisuse, BarrierMisuse]
+    assert "completes phase 1 although nobody has seen" in str(found[0])
+    assert "completes phase 2 although nobody has seen" in str(found[1])
+    assert data[0] == 7
 
 
 def test_invalidated_barriers_may_be_initialized_again():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import EmulatorError, InvalidOperation
+from deep_moe.emulator import EmulatorError, InvalidOperation, Machine, Uninitialized
 
-from .device import aligned, run_kernel
+from .device import aligned, ptx_of, run_kernel
 
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -287,6 +287,31 @@ def test_memory_must_be_given_back():
         run_kernel(source, np.zeros(1, np.uint32), np.zeros(128, np.uint32))
 
 
+# Kernels load whole warps' lanes where a smaller tile has left some unwritten.
+def test_a_run_can_go_on_behind_a_load_of_unwritten_memory():
+    source = ONE_CTA.replace(
+        "BODY",
+        """
+    u32 value;
+    asm volatile("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%0}, [%1];" : "=r"(value) : "r"(own));
+    asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
+    out[threadIdx.x] = 7;
+""",
+    )
+    given, out = np.zeros(1, np.uint32), np.zeros(128, np.uint32)
+    machine = Machine(stop_at_findings=False)
+    machine.add_array(given, "given")
+    machine.add_array(out, "out")
+    module = machine.load(ptx_of(source, "sm_100a"))
+    shape = {"grid": (1, 1, 1), "block": (128, 1, 1)}
+    machine.launch(module, **shape, shared_bytes=4096, args=[given, out])
+    machine.run()
+    (found,) = machine.findings
+    assert isinstance(found, Uninitialized)
+    assert "column 0 is read but nobody has written it" in str(found)
+    assert (out == 7).all()
+
+
 COPY_SHAPES = {
     "32x128b.warpx4": (32, 1, lambda row: [row, row + 32, row + 64, row + 96]),
     "64x128b.warpx2::02_13": (64, 1, lambda row: [row, row + 64]),
@@ -345,14 +370,20 @@ def test_copies_to_tensor_memory(shape):
     assert np.array_equal(out, expected)
 
 
-def test_dense_mma_with_a_in_tensor_memory():
+# 64 rows, of A and of the accumulator, take the lower half of each warp's 32 lanes.
+@pytest.mark.parametrize("num_rows", [64, 128])
+def test_dense_mma_with_a_in_tensor_memory(num_rows):
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-8, 8, (rows, 16)).astype(np.float16) for rows in (128, 32))
+    lanes = [lane for lane in range(128) if num_rows == 128 or lane % 32 < 16]
+    zeros = ", ".join(["%1"] * 32)
     vector, inputs = registers(8, "r")
     back, outputs = registers(32, "=r")
     source = ONE_CTA.replace(
         "BODY",
         f"""
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x32.b32 [%0], {{{zeros}}};"
+        :: "r"(own), "r"(0) : "memory");
     {{
         u32 r[8];
         for (int i = 0; i < 8; ++i) r[i] = in[threadIdx.x * 8 + i];
@@ -370,7 +401,7 @@ def test_dense_mma_with_a_in_tensor_memory():
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     if (threadIdx.x == 0) {{
         u64 b = 0x0000400800000000ull | 32ull << 16 | ((base + 1024) & 0x3FFFF) >> 4;
-        u32 idesc = 1 << 4 | 32 / 8 << 17 | 128 / 16 << 24;
+        u32 idesc = 1 << 4 | 32 / 8 << 17 | {num_rows} / 16 << 24;
         asm volatile("{{ .reg .pred p; setp.ne.u32 p, 0, 0;"
             "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p; }}"
             :: "r"(tmem), "r"(tmem + 32), "l"(b), "r"(idesc) : "memory");
@@ -389,7 +420,9 @@ def test_dense_mma_with_a_in_tensor_memory():
     words = np.concatenate([a.view(np.uint32).ravel(), b.view(np.uint32).ravel()])
     out = aligned(np.zeros((128, 32), np.float32))
     run_kernel(source, words, out)
-    assert np.array_equal(out, a.astype(np.float32) @ b.astype(np.float32).T)
+    expected = np.zeros_like(out)
+    expected[lanes] = a[lanes].astype(np.float32) @ b.astype(np.float32).T
+    assert np.array_equal(out, expected)
 
 
 COMMIT = """

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,15 +38,11 @@ def package_folder() -> Path:
 
 
 # Headers that no example needs here and that hold what one of the compilers cannot read: warp-level
-# MMA of older GPUs, whose CUDA part is in a package of its own, and references on the device, with
-# launches in CUDA's syntax.
+# MMA of older GPUs, whose CUDA part is in a package of its own.
 UNUSED_HEADERS = {
     "crt/mma.h": "",
     # Others rely on what it includes.
     "cutlass/arch/wmma.h": '#include "cutlass/arch/mma.h"\n#include "cutlass/gemm/gemm.h"\n',
-    "cutlass/util/reference/device/gemm.h": "",
-    "cutlass/util/reference/device/tensor_compare.h": "",
-    "cutlass/util/reference/device/tensor_fill.h": "",
 }
 
 # What kernels do not need besides, and NVRTC cannot compile.
@@ -64,6 +61,9 @@ HOST_HEADERS = (
     "cutlass/util/host_tensor.h",
     "cutlass/util/packed_stride.hpp",
     "cutlass/util/print_error.hpp",
+    "cutlass/util/reference/device/gemm.h",
+    "cutlass/util/reference/device/tensor_compare.h",
+    "cutlass/util/reference/device/tensor_fill.h",
     "cutlass/util/reference/host/gett.hpp",
     "cutlass/util/reference/host/tensor_compare.h",
     "cutlass/util/reference/host/tensor_copy.h",
@@ -115,7 +115,9 @@ class Launch:
 def run(example: Example, *arguments: int | str, seed: int = 0) -> tuple[int, list[Launch]]:
     """The program's exit status and its launches, of which the first is executed."""
     library_path, symbols = host_side(example)
-    library = ctypes.CDLL(str(library_path))
+    # A copy is loaded anew: programs keep their tensors in variables, and memory with them.
+    with tempfile.TemporaryDirectory() as folder:
+        library = ctypes.CDLL(shutil.copy(library_path, folder))
     allocations: list[tuple[int, int]] = []
     launches: list[Launch] = []
     failures: list[BaseException] = []

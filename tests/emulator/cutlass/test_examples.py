@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from .examples import Example, Launch, run
 
@@ -22,18 +23,31 @@ def tutorial(name: str) -> Example:
 
 
 MMA = tutorial("01_mma_sm100")
-MXFP8_MXFP4 = Example(
-    "72_blackwell_narrow_precision_gemm/72c_blackwell_mixed_mxfp8_bf16_gemm.cu",
-    "sm_100a",
-    "using Gemm = cutlass",
-    kernel="cutlass::device_kernel<GemmKernel>",
-)
 WGMMA = Example(
     "cute/tutorial/hopper/wgmma_tma_sm90.cu",
     "sm_90a",
     "// Setup params for",
 )
 
+
+def gemm(path: str, arch: str) -> Example:
+    """A file with one kernel, which it calls GemmKernel."""
+    return Example(path, arch, "using Gemm = cutlass", "cutlass::device_kernel<GemmKernel>")
+
+
+MXFP8_MXFP4 = gemm(
+    "72_blackwell_narrow_precision_gemm/72c_blackwell_mixed_mxfp8_bf16_gemm.cu", "sm_100a"
+)
+NVFP4 = gemm("72_blackwell_narrow_precision_gemm/72a_blackwell_nvfp4_bf16_gemm.cu", "sm_100a")
+NVFP4_OUTPUT = gemm(
+    "72_blackwell_narrow_precision_gemm/72b_blackwell_nvfp4_nvfp4_gemm.cu", "sm_100a"
+)
+FP8_ON_SM100 = gemm("70_blackwell_gemm/70_blackwell_fp8_gemm.cu", "sm_100a")
+FP8_ON_SM90 = gemm(
+    "54_hopper_fp8_warp_specialized_gemm/54_hopper_fp8_warp_specialized_gemm.cu", "sm_90a"
+)
+FP16_ON_SM100 = gemm("70_blackwell_gemm/70_blackwell_fp16_gemm.cu", "sm_100a")
+TF32_ON_SM90 = gemm("48_hopper_warp_specialized_gemm/48_hopper_warp_specialized_gemm.cu", "sm_90a")
 
 # Of the same copies: the barrier that was to count them.
 EXITS_EXPECTING = "the CTA exits although the mbarrier"
@@ -91,6 +105,9 @@ def test_cta_pairs_with_tma_epilogue(size):
 
 # ---- block scales
 
+# The barrier of the deallocation is initialized after the last fence.mbarrier_init.
+BARRIER_OF_DEALLOCATION = "is used, but no barrier orders this after its mbarrier.init"
+
 
 def decode(codes: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
     """Values of sign, exponent, mantissa codes with the usual bias and subnormals."""
@@ -104,12 +121,29 @@ def decode(codes: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndar
     return sign * np.where(exponent == 0, subnormal, normal)
 
 
-def scales(codes: np.ndarray, rows: int, k: int) -> np.ndarray:
-    """Factor of every element. 128 rows by 4 blocks of 32 make 512 bytes, k innermost."""
-    row, block = np.indices((rows, k // 32))
-    tile = row // 128 * (k // 128) + block // 4
-    byte = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-    return np.repeat(2.0 ** (codes[byte].astype(np.float64) - 127), 32, axis=1)
+def scale_codes(memory: np.ndarray, rows: int, num_blocks: int) -> np.ndarray:
+    """[rows, num_blocks]. 128 rows by 4 blocks make 512 bytes, k innermost."""
+    row, block = np.indices((rows, num_blocks))
+    tile = row // 128 * (-(-num_blocks // 4)) + block // 4
+    return memory[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+
+
+def scales(memory: np.ndarray, rows: int, k: int) -> np.ndarray:
+    """Factor of every element, in UE8M0 for 32 elements."""
+    codes = scale_codes(memory, rows, k // 32).astype(np.float64)
+    return np.repeat(2.0 ** (codes - 127), 32, axis=1)
+
+
+def nvfp4_values(memory: np.ndarray, memory_of_scales: np.ndarray, rows: int, k: int) -> np.ndarray:
+    """E2M1 with factors in UE4M3 for 16 elements."""
+    codes = scale_codes(memory_of_scales, rows, k // 16)
+    return decode(nibbles(memory).reshape(rows, k), 2, 1) * np.repeat(
+        decode(codes, 4, 3), 16, axis=1
+    )
+
+
+def nibbles(memory: np.ndarray) -> np.ndarray:
+    return np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)
 
 
 @pytest.mark.parametrize(
@@ -120,20 +154,69 @@ def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
     options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=1.5", f"--beta={beta}"]
     status, launches = run(MXFP8_MXFP4, *options, "--iterations=0")
     assert status == 0
-    # The barrier of the deallocation is initialized after the last fence.mbarrier_init. Without a C
-    # operand the last stores are not waited for.
-    init = "is used, but no barrier orders this after its mbarrier.init"
+    # Without a C operand the last stores are not waited for.
     early = [] if beta else [EXITS_EARLY]
-    check_findings(launches[0], init, *early, allowed=() if beta else (EXITS_EXPECTING,))
+    check_findings(
+        launches[0], BARRIER_OF_DEALLOCATION, *early, allowed=() if beta else (EXITS_EXPECTING,)
+    )
     assert "Disposition: Passed" in capfd.readouterr().out
     a_codes, b_codes, c, d, _, a_scales, b_scales = launches[0].after[:7]
-    nibbles = np.stack([b_codes & 15, b_codes >> 4], axis=-1).reshape(n, k)
     a = decode(a_codes.reshape(m, k), 4, 3) * scales(a_scales, m, k)
-    b = decode(nibbles, 2, 1) * scales(b_scales, n, k)
+    b = decode(nibbles(b_codes).reshape(n, k), 2, 1) * scales(b_scales, n, k)
     expected = 1.5 * (a @ b.T) + beta * bfloat16_values(c).reshape(m, n)
     assert np.abs(expected).max() > 0
     # One rounding to FP32 per MMA, which these values do not need, and one to BF16.
     np.testing.assert_array_equal(bfloat16_values(d).reshape(m, n), rounded_to_bfloat16(expected))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [(512, 1024, 256), (256, 1024, 768)])
+def test_nvfp4_in_cta_pairs(size, capfd):
+    m, n, k = size
+    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2", "--iterations=0"]
+    status, launches = run(NVFP4, *options)
+    assert status == 0
+    check_findings(launches[0], BARRIER_OF_DEALLOCATION)
+    assert "Disposition: Passed" in capfd.readouterr().out
+    a_codes, b_codes, c, d, _, a_scales, b_scales = launches[0].after[:7]
+    a, b = nvfp4_values(a_codes, a_scales, m, k), nvfp4_values(b_codes, b_scales, n, k)
+    expected = 0.5 * (a @ b.T) + 2 * bfloat16_values(c).reshape(m, n)
+    assert np.abs(expected).max() > 0
+    np.testing.assert_array_equal(bfloat16_values(d).reshape(m, n), rounded_to_bfloat16(expected))
+
+
+@pytest.mark.parametrize("size", [(256, 128, 256), (384, 256, 512)])
+def test_nvfp4_with_nvfp4_results(size, capfd):
+    """Results in E2M1, with a factor in UE8M0 for 16 of them that the kernel chooses."""
+    m, n, k = size
+    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2", "--iterations=0"]
+    status, launches = run(NVFP4_OUTPUT, *options)
+    assert status == 0
+    check_findings(launches[0])
+    assert "Disposition: Passed" in capfd.readouterr().out
+    a_codes, b_codes, c, d, _, _, norm, a_scales, b_scales, d_scales = launches[0].after[:10]
+    a, b = nvfp4_values(a_codes, a_scales, m, k), nvfp4_values(b_codes, b_scales, n, k)
+    sums = (0.5 * (a @ b.T) + 2.0 * c.view(np.float32).reshape(m, n)).astype(np.float32)
+    (constant,) = norm.view(np.float32)
+    largest = np.abs(sums).reshape(m, n // 16, 16).max(axis=-1)
+    assert largest.min() > 0
+    # The smallest power of two by which the largest of 16 fits below 6.
+    exponents = np.ceil(np.log2(largest * np.float32(constant * np.float32(1 / 6))))
+    codes = scale_codes(d_scales, m, n // 16)
+    np.testing.assert_array_equal(codes, exponents + 127)
+    scaled = sums * np.repeat(constant / 2.0**exponents, 16, axis=1)
+    np.testing.assert_array_equal(
+        decode(nibbles(d).reshape(m, n), 2, 1), rounded_to_e2m1(scaled.astype(np.float64))
+    )
+
+
+def rounded_to_e2m1(values: np.ndarray) -> np.ndarray:
+    """To the nearest, the even one of two codes that are equally near; 6 at most."""
+    magnitudes = decode(np.arange(8), 2, 1)
+    distance = np.abs(np.abs(values)[..., None] - magnitudes)
+    # An odd code must be strictly nearer.
+    nearest = (distance + np.arange(8) % 2 * 1e-9).argmin(axis=-1)
+    return np.copysign(magnitudes[nearest], values)
 
 
 def bfloat16_values(memory: np.ndarray) -> np.ndarray:
@@ -144,6 +227,62 @@ def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
     return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+# ---- plain products
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("example", "dtype"), [(TF32_ON_SM90, np.float32), (FP16_ON_SM100, np.float16)]
+)
+@pytest.mark.parametrize("size", [(512, 256, 96), (1000, 248, 136)])
+def test_product(example, dtype, size, capfd):
+    """Whole numbers, so that every sum is exact. The second size fits no tile."""
+    m, n, k = size
+    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2"]
+    status, launches = run(example, *options, "--iterations=0")
+    assert status == 0
+    check_findings(launches[0], *([BARRIER_OF_DEALLOCATION] if example is FP16_ON_SM100 else []))
+    assert "Disposition: Passed" in capfd.readouterr().out
+    types = (dtype, dtype, np.float32, np.float32)
+    a, b, c, d = (x.view(t) for x, t in zip(launches[0].after, types, strict=False))
+    product = a.reshape(m, k).astype(np.float64) @ b.reshape(n, k).astype(np.float64).T
+    expected = 0.5 * product + 2.0 * c.reshape(n, m).T
+    assert np.abs(expected).max() > 0
+    np.testing.assert_array_equal(d.reshape(n, m).T, expected)
+
+
+# ---- FP8
+
+
+@pytest.mark.parametrize("example", [FP8_ON_SM90, FP8_ON_SM100])
+@pytest.mark.parametrize("size", [(512, 256, 256), (304, 208, 144)])
+def test_fp8_with_scales_activation_and_largest_value(example, size, capfd):
+    m, n, k = size
+    scales = {"scale_a": 0.5, "scale_b": 0.25, "scale_c": 2, "scale_d": 0.5, "scale_aux": 0.25}
+    numbers = {"m": m, "n": n, "k": k, "alpha": 1.5, "beta": 0.5, "iterations": 0, **scales}
+    status, launches = run(example, *(f"--{name}={value}" for name, value in numbers.items()))
+    assert status == 0
+    if example is FP8_ON_SM90:
+        check_findings(launches[0])
+    else:  # as with block scales; it waits for its last stores only where C shares their memory
+        check_findings(launches[0], BARRIER_OF_DEALLOCATION, allowed=(EXITS_EARLY, EXITS_EXPECTING))
+    assert "Disposition: Passed" in capfd.readouterr().out
+    a, b, c, d, _, aux, _, largest_d, _, largest_aux, _ = launches[0].after[:11]
+    product = decode(a.reshape(m, k), 4, 3) @ decode(b.reshape(n, k), 4, 3).T
+    # Exact in FP32: the operands are small whole numbers, the scales powers of two.
+    sums = 1.5 * 0.5 * 0.25 * product + 0.5 * 2 * decode(c.reshape(n, m), 4, 3).T
+    activated = np.maximum(sums, 0)
+    np.testing.assert_array_equal(aux.reshape(n, m).T, rounded_to_e4m3(0.25 * sums))
+    np.testing.assert_array_equal(d.reshape(n, m).T, rounded_to_e4m3(0.5 * activated))
+    assert largest_d.view(np.float32)[0] == activated.max() > 0
+    assert largest_aux.view(np.float32)[0] == np.abs(sums).max()
+
+
+def rounded_to_e4m3(values: np.ndarray) -> np.ndarray:
+    codes = torch.from_numpy(values).to(torch.float32).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).numpy()
 
 
 # ---- SM90

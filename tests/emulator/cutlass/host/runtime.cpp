@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -144,6 +145,17 @@ const char* cudaGetErrorName(cudaError_t) {
     return "error";
 }
 
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*,
+                                           const cudaLaunchConfig_t* config) {
+    *count = NUM_SMS;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const cudaLaunchAttribute& attribute = config->attrs[i];
+        if (attribute.id == cudaLaunchAttributeClusterDimension)
+            *count /= attribute.val.clusterDim.x * attribute.val.clusterDim.y;
+    }
+    return cudaSuccess;
+}
+
 // Nothing is timed.
 cudaError_t cudaEventCreate(cudaEvent_t*) {
     return cudaSuccess;
@@ -181,6 +193,16 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
     bool good =
         on_launch(offset, grid, block, cluster, uint32_t(config->dynamicSmemBytes), arguments) != 0;
     return good ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+CUresult cuGetErrorString(CUresult, const char** text) {
+    *text = "error";
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream) {
+    std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
+    return CUDA_SUCCESS;
 }
 
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,

@@ -327,7 +327,12 @@ void store_in_two_steps(Warp& w, const CopyForm& form, int lane,
     Rank* rank = w.grid->rank;
     hold(*cta);
     const uint64_t key = w.machine->new_order_key();
-    const auto issue = issue_of(w, lane);
+    auto issue = issue_of(w, lane);
+    if (issue && form.reduction != Reduction::none) {  // relaxed atomics of gpu scope
+        auto updates = std::make_shared<Issue>(*issue);
+        updates->flags = Record::strong | uint32_t(Scope::gpu) << 2;
+        issue = std::move(updates);
+    }
     const BulkThread& thread = bulk_state(*cta).threads[thread_in_cta(w, lane)];
     const uint32_t readers = thread.read_agent, writers = thread.write_agent,
                    moment = thread.num_committed + 1;

@@ -868,7 +868,7 @@ void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
     // In place of a lane: the warp, for messages.
     issue_record_ = {agent, moment, issue.cta ? agents_[issue.warp_agent].number : 0,
-                     issue.is_generic ? issue.flags : Record::async, issue.site};
+                     issue.flags | (issue.is_generic ? 0 : Record::async), issue.site};
 }
 
 void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {

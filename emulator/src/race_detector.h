@@ -138,7 +138,7 @@ struct Issue {
     uint32_t own_async_shared = 0, own_async_global = 0;
     // cp.async, st.async, red.async: asynchronous, but in the generic proxy.
     bool is_generic = false;
-    uint32_t flags = 0;  // of its records, if it is
+    uint32_t flags = 0;  // of its records, besides that they are asynchronous
 };
 
 // The order that one mbarrier carries.

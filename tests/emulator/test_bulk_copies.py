@@ -279,3 +279,30 @@ KERNEL()(const u8* in) {
             texts.append(str(error))
     assert texts
     assert all("copies that need its shared memory" in text for text in texts)
+
+
+REDUCTIONS = """
+KERNEL()(u32* sums) {
+    __shared__ __align__(16) u32 own[4];
+    if (threadIdx.x < 4) own[threadIdx.x] = blockIdx.x + threadIdx.x;
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("cp.OPERATION.async.bulk.global.shared::cta.bulk_group.ADD [%0], [%1], 16;"
+            "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+            :: "l"(sums), "r"(shared_address(own)) : "memory");
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bulk_reductions_are_atomic(seed):
+    sums = aligned(np.zeros(4, np.uint32))
+    source = REDUCTIONS.replace("OPERATION", "reduce").replace("ADD", "add.u32")
+    run_kernel(source, sums, ctas=4, threads=32, seed=seed)
+    assert sums.tolist() == [6, 10, 14, 18]
+    # Stores to one place race.
+    source = REDUCTIONS.replace("cp.OPERATION", "cp").replace(".ADD", "")
+    with pytest.raises(RaceDetected):
+        run_kernel(source, sums, ctas=4, threads=32, seed=seed)

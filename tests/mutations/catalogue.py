@@ -403,7 +403,7 @@ SM100_MUTATIONS = (
         L2,
         "warp_.sync_warpgroup();\n            write_tile",
         "write_tile",
-        "race",
+        "race|misuse",
     ),
     M("l2_staged_before_read", L2, "if (tile_idx > 0) warp_.sync_warpgroup();", "", "race"),
     M(

@@ -101,8 +101,8 @@ def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:
             f"y must have expected's shape {list(expected.shape)}; got {list(y.shape)}"
         )
     y, expected = y.detach().cpu(), expected.detach().cpu()
-    token_errors = _token_errors(y.double(), expected.double())
-    y, expected = y.flatten(), expected.flatten()
+    exact_y, exact_expected = y.double(), expected.double()
+    token_errors = _token_errors(exact_y, exact_expected)
     units = (_rank_among_numbers(y) - _rank_among_numbers(expected)).abs().double()
     units[y.isnan() | expected.isnan()] = torch.inf
     return Comparison(
@@ -110,7 +110,7 @@ def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:
         num_equal=int((units == 0).sum()),
         num_near=int((units <= 1).sum()),
         max_units=float(units.max()) if y.numel() else 0.0,
-        cosine_distance=cosine_distance(y.double(), expected.double()),
+        cosine_distance=cosine_distance(exact_y.flatten(), exact_expected.flatten()),
         median_token_error=float(token_errors.median()) if token_errors.numel() else 0.0,
         max_token_error=float(token_errors.max()) if token_errors.numel() else 0.0,
     )

@@ -74,7 +74,7 @@ ROLES = ("dispatch", "loaders and MMA", "epilogue")
 def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
     """Which warps of a CTA do what, as the role table of sm100/mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
-    epilogue = loader + 4
+    epilogue = loader + NUM_TENSOR_WARPS
     return {
         "dispatch": range(loader),
         "activation loader": range(loader, loader + 1),

@@ -68,7 +68,7 @@ ROLES = ("dispatch", "loaders", "math and epilogue")
 def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
     """Which warps of a CTA do what, as the role table of sm90/mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
-    math_warps = loader + 2
+    math_warps = loader + NUM_LOADER_WARPS
     return {
         "dispatch": range(loader),
         "activation loader": range(loader, loader + 1),

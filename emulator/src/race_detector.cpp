@@ -464,26 +464,17 @@ void RaceDetector::check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier
         (order.initialized < c.synced || order.initializer_lane == lane))
         return;
     const Record init{order.initializer, order.initialized, uint32_t(order.initializer_lane), 0, 0};
-    if (!covers(c.order(lane).view->seen, init)) {
+    auto find = [&](const char* how_it_is_used) {
         machine_.find(FaultKind::race, [&] {
             return "the mbarrier " + describe_shared(cta, barrier.address) +
-                   format(
-                       " of CTA %u is used, but no barrier orders this after its "
-                       "mbarrier.init by ",
-                       cta.index) +
+                   format(" of CTA %u is used", cta.index) + how_it_is_used +
                    describe_warp(*cta.grid, agents_[order.initializer].number);
         });
-    }
-    if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced) {
-        machine_.find(FaultKind::race, [&] {
-            return "the mbarrier " + describe_shared(cta, barrier.address) +
-                   format(
-                       " of CTA %u is used by another CTA, but its initializer has not executed "
-                       "fence.mbarrier_init: ",
-                       cta.index) +
-                   describe_warp(*cta.grid, agents_[order.initializer].number);
-        });
-    }
+    };
+    if (!covers(c.order(lane).view->seen, init))
+        find(", but no barrier orders this after its mbarrier.init by ");
+    if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced)
+        find(" by another CTA, but its initializer has not executed fence.mbarrier_init: ");
 }
 
 void RaceDetector::arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier,

@@ -280,7 +280,9 @@ class TensorMapSpec:
             len(self.dims),
             self.address,
             [driver.cuuint64_t(dim) for dim in self.dims],
-            [driver.cuuint64_t(stride) for stride in self.strides],
+            # A map of one dimension has no strides, but the driver refuses the null pointer that an
+            # empty list becomes.
+            [driver.cuuint64_t(stride) for stride in self.strides or (16,)],
             [driver.cuuint32_t(size) for size in self.box],
             [driver.cuuint32_t(step) for step in self.element_strides],
             driver.CUtensorMapInterleave(int(self.interleave)),

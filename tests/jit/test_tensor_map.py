@@ -1,6 +1,10 @@
 """Tensor maps: every rule has an error that names the field, and the image says what was asked."""
 
+import os
 import struct
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +99,54 @@ def test_the_emulators_image_has_every_parameter_at_its_place() -> None:
     assert struct.unpack_from("<5H", image, 96) == (128, 64, 2, 0, 0)
     assert tuple(image[106:111]) == (1, 2, 1, 0, 0)
     assert image[111:] == bytes(17)
+
+
+# A driver with one function, which refuses what the real one refuses: a null pointer.
+DRIVER = r"""
+#include <stdint.h>
+#include <string.h>
+static int encode(uint64_t* map, int, uint32_t rank, void*, const uint64_t* dims,
+                  const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int, int,
+                  int, int) {
+    if (!dims || !strides || !box || !steps) return 1;
+    for (uint32_t i = 0; i < rank; ++i) map[i] = dims[i];
+    for (uint32_t i = 0; i + 1 < rank; ++i) map[5 + i] = strides[i];
+    return 0;
+}
+extern "C" int cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int*) {
+    *function = strcmp(name, "cuTensorMapEncodeTiled") ? nullptr : (void*)encode;
+    return 0;
+}
+"""
+ENCODE = """
+import struct
+from deep_moe.jit.tensor_map import DataType, TensorMapSpec
+for dims, strides in (((1000,), ()), ((1000, 20, 3), (4096, 81920))):
+    box = (128, 2, 2)[: len(dims)]
+    image = TensorMapSpec(DataType.FLOAT32, 0x1000, dims, strides, box).encode_cuda()
+    print(*struct.unpack_from("<9Q", image))
+"""
+
+
+def test_the_driver_gets_pointers_for_every_rank(tmp_path: Path) -> None:
+    """A map of one dimension has no strides, but a null pointer for them is refused."""
+    (tmp_path / "driver.cpp").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", tmp_path / "driver.cpp", "-o", library], check=True
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", ENCODE],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "1000 0 0 0 0 0 0 0 0",
+        "1000 20 3 0 0 4096 81920 0 0",
+    ]
 
 
 def test_rows_take_address_and_strides_from_the_tensor() -> None:

@@ -41,6 +41,15 @@ inline double propagated_nan(double first, double second) {
 inline float flush(float value) {
     return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value;
 }
+// The result of an .ftz instruction that rounds. Zero becomes what would be below 2^-126 if
+// exponents had no end, also where IEEE rounds it up to that. `scaled(factor)`: the instruction
+// again on an exact multiple of its value.
+template <class Scaled>
+float flush_rounded(float value, Scaled scaled) {
+    if (std::fabs(value) == 0x1p-126f && std::fabs(scaled(0x1p64f)) < 0x1p-62f)
+        return std::copysign(0.0f, value);
+    return flush(value);
+}
 inline double flush(double value) {
     return std::fabs(value) < 0x1p-1022 ? std::copysign(0.0, value) : value;
 }

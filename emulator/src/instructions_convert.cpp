@@ -157,9 +157,13 @@ D convert_value(S a, uint64_t aux) {
             if constexpr (std::is_same_v<D, double>) {
                 return value;
             } else if constexpr (std::is_same_v<D, float>) {
-                float result = std::is_same_v<S, double> ? directed<float>(value, rounding_of(aux))
-                                                         : float(value);
-                return aux & flush_bit ? flush(result) : result;
+                const auto rounded = [&](float factor) {
+                    return std::is_same_v<S, double>
+                               ? directed<float>(value * factor, rounding_of(aux))
+                               : float(value * factor);
+                };
+                const float result = rounded(1);
+                return aux & flush_bit ? flush_rounded(result, rounded) : result;
             } else {
                 const FloatFormat& format = std::is_same_v<D, Half> ? f16_format : bf16_format;
                 return {uint16_t(encode(format, value, rounding_of(aux), overflow_of(aux)))};

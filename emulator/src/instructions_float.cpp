@@ -97,14 +97,43 @@ T finished(T v, uint64_t aux) {
     return aux & saturate_bit ? saturated(v) : v;
 }
 
+// `f` of prepared operands, flushed: its first operand scales the result, if the last one that is
+// added, if any, is scaled too. Sums of two need no second look, for small ones are exact.
+template <class F>
+float flushed2(F f, float a, float b, uint64_t aux) {
+    volatile float x = prepared(a, aux), y = prepared(b, aux);
+    volatile float r = f(float(x), float(y));
+    if (!(aux & flush_bit)) return r;
+    if constexpr (std::is_same_v<F, Add> || std::is_same_v<F, Sub>) return flush(float(r));
+    return flush_rounded(r, [&](float factor) {
+        volatile float scaled = x * factor;
+        volatile float again = f(float(scaled), float(y));
+        return float(again);
+    });
+}
+float flushed_fma(float a, float b, float c, uint64_t aux) {
+    volatile float x = prepared(a, aux), y = prepared(b, aux), z = prepared(c, aux);
+    volatile float r = std::fma(float(x), float(y), float(z));
+    if (!(aux & flush_bit)) return r;
+    return flush_rounded(r, [&](float factor) {
+        volatile float scaled = x * factor, added = z * factor;
+        volatile float again = std::fma(float(scaled), float(y), float(added));
+        return float(again);
+    });
+}
+
 // Any rounding, flushing, saturation.
 template <class T, class F>
 Flow rounded2(Warp& w, const Op& op) {
     HostRounding mode((op.aux >> rounding_shift) & 3);
     return map2<T, T, T>(w, op, [&](T a, T b) {
-        volatile T x = prepared(a, op.aux), y = prepared(b, op.aux);
-        volatile T r = F{}(T(x), T(y));
-        return finished(with_nan<F>(T(r), a, b), op.aux);
+        if constexpr (std::is_same_v<T, float>) {
+            return finished(with_nan<F>(flushed2(F{}, a, b, op.aux), a, b), op.aux);
+        } else {
+            volatile T x = a, y = b;
+            volatile T r = F{}(T(x), T(y));
+            return finished(with_nan<F>(T(r), a, b), op.aux);
+        }
     });
 }
 
@@ -117,9 +146,13 @@ template <class T>
 Flow rounded_fma(Warp& w, const Op& op) {
     HostRounding mode((op.aux >> rounding_shift) & 3);
     return map3<T, T, T, T>(w, op, [&](T a, T b, T c) {
-        volatile T x = prepared(a, op.aux), y = prepared(b, op.aux), z = prepared(c, op.aux);
-        volatile T r = std::fma(T(x), T(y), T(z));
-        return finished(with_nan_of_three(T(r), a, b, c), op.aux);
+        if constexpr (std::is_same_v<T, float>) {
+            return finished(with_nan_of_three(flushed_fma(a, b, c, op.aux), a, b, c), op.aux);
+        } else {
+            volatile T x = a, y = b, z = c;
+            volatile T r = std::fma(T(x), T(y), T(z));
+            return finished(with_nan_of_three(T(r), a, b, c), op.aux);
+        }
     });
 }
 
@@ -221,25 +254,15 @@ Flow two2(Warp& w, const Op& op) {
     HostRounding mode((op.aux >> rounding_shift) & 3);
     using P = Two;
     return map2<P, P, P>(w, op, [&](P a, P b) {
-        auto one = [&](float x, float y) {
-            volatile float p = prepared(x, op.aux), q = prepared(y, op.aux);
-            volatile float r = F{}(float(p), float(q));
-            return prepared(float(r), op.aux);
-        };
-        return P{one(a.low, b.low), one(a.high, b.high)};
+        return P{flushed2(F{}, a.low, b.low, op.aux), flushed2(F{}, a.high, b.high, op.aux)};
     });
 }
 Flow two_fma(Warp& w, const Op& op) {
     HostRounding mode((op.aux >> rounding_shift) & 3);
     using P = Two;
     return map3<P, P, P, P>(w, op, [&](P a, P b, P c) {
-        auto one = [&](float x, float y, float z) {
-            volatile float p = prepared(x, op.aux), q = prepared(y, op.aux),
-                           s = prepared(z, op.aux);
-            volatile float r = std::fma(float(p), float(q), float(s));
-            return prepared(float(r), op.aux);
-        };
-        return P{one(a.low, b.low, c.low), one(a.high, b.high, c.high)};
+        return P{flushed_fma(a.low, b.low, c.low, op.aux),
+                 flushed_fma(a.high, b.high, c.high, op.aux)};
     });
 }
 
@@ -393,9 +416,10 @@ Flow function32(Warp& w, const Op& op) {
     if (direction) {
         HostRounding mode(direction);
         return map1<float, float>(w, op, [&](float a) {
+            if (which == 0) return with_nan<Div>(flushed2(Div{}, 1.0f, a, op.aux), a, a);
             volatile float x = prepared(a, op.aux);
-            volatile float r = which == 0 ? 1.0f / x : std::sqrt(float(x));
-            return prepared(with_nan<Div>(float(r), a, a), op.aux);
+            volatile float r = std::sqrt(float(x));
+            return with_nan<Div>(float(r), a, a);
         });
     }
     return map1<float, float>(w, op, [&](float a) {

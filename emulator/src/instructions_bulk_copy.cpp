@@ -167,12 +167,19 @@ Space take_next_space(Decoder& d) {
     d.invalid("destination or source space is missing");
 }
 
+constexpr std::pair<const char*, Reduction> reductions[] = {
+    {"add", Reduction::add},   {"min", Reduction::min},    {"max", Reduction::max},
+    {"inc", Reduction::inc},   {"dec", Reduction::dec},    {"and", Reduction::bit_and},
+    {"or", Reduction::bit_or}, {"xor", Reduction::bit_xor}};
+
+const char* reduction_name(Reduction reduction) {
+    return std::find_if(std::begin(reductions), std::end(reductions),
+                        [&](const auto& entry) { return entry.second == reduction; })
+        ->first;
+}
+
 Reduction take_reduction(Decoder& d) {
-    constexpr std::pair<const char*, Reduction> names[] = {
-        {"add", Reduction::add},   {"min", Reduction::min},    {"max", Reduction::max},
-        {"inc", Reduction::inc},   {"dec", Reduction::dec},    {"and", Reduction::bit_and},
-        {"or", Reduction::bit_or}, {"xor", Reduction::bit_xor}};
-    for (auto [name, reduction] : names) {
+    for (auto [name, reduction] : reductions) {
         if (d.take(name)) return reduction;
     }
     d.invalid("the reduction is missing");
@@ -467,7 +474,7 @@ TensorMap read_map(Warp& w, const Operand& address, int rank, int lane) {
     for (uint32_t half : {0, 64}) {
         std::memcpy(image + half, w.resolve(Space::generic, at + half, 64, Access::read, lane), 64);
     }
-    const TensorMap map = TensorMap::decode(image);
+    const TensorMap map = TensorMap::decode(image, w.program->target.starts_with("sm_90"));
     if (map.rank != rank) {
         throw Fault(FaultKind::invalid_operation,
                     format("the instruction has %d dimensions, the tensor map %d", rank, map.rank),
@@ -476,28 +483,45 @@ TensorMap read_map(Warp& w, const Operand& address, int rank, int lane) {
     return map;
 }
 
+// The type of a reduction's elements. What is missing here ends a kernel on an H200 with an illegal
+// instruction, as far as it was tried; `dec` is taken to be like `inc`, `or` and `xor` like `and`.
 Type element_type(const TensorMap& map, Reduction reduction) {
+    const bool is_min_max = reduction == Reduction::min || reduction == Reduction::max;
+    const bool counts = reduction == Reduction::inc || reduction == Reduction::dec;
     const bool bits = reduction >= Reduction::bit_and;
+    const bool adds = reduction == Reduction::add;
     switch (map.data_type) {
         case 2:
             return Type::u32;
         case 3:
-            return bits ? Type::b32 : Type::s32;
+            if (!counts) return bits ? Type::b32 : Type::s32;
+            break;
         case 4:
-            return Type::u64;
+            if (!counts) return Type::u64;
+            break;
         case 5:
-            return bits ? Type::b64 : Type::s64;
+            if (is_min_max) return Type::s64;
+            break;
         case 6:
-            return Type::f16;
+            if (adds || is_min_max) return Type::f16;
+            break;
         case 7:
-            return Type::f32;
+            if (adds) return Type::f32;
+            break;
         case 8:
-            return Type::f64;
+            if (adds) return Type::f64;
+            break;
         case 9:
-            return Type::bf16;
+            if (adds || is_min_max) return Type::bf16;
+            break;
+        case 0:
+        case 1:
+            break;
         default:
-            fail(FaultKind::unsupported, "tensor reduction with data type %u", map.data_type);
+            fail(FaultKind::unsupported, "tensor reduction of %s", map.type_name());
     }
+    fail(FaultKind::invalid_operation, "there is no tensor reduction .%s of %s",
+         reduction_name(reduction), map.type_name());
 }
 
 struct Coordinates {

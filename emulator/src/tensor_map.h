@@ -7,6 +7,7 @@
 
 #include "fault.h"
 #include "matrix_descriptor.h"
+#include "numeric.h"
 #include "shared_window.h"
 
 namespace deep_moe::emulator {
@@ -23,7 +24,8 @@ struct GlobalMemory {
 struct TensorMap {
     static constexpr uint64_t image_magic = 0x313050414D544D44ull;  // "DMTMAP01"
     static constexpr int max_rank = 5;
-    static constexpr uint8_t type_u4_align8 = 13, type_u4_align16 = 14, type_u6_align16 = 15;
+    static constexpr uint8_t type_tf32 = 11, type_tf32_ftz = 12, type_u4_align8 = 13,
+                             type_u4_align16 = 14, type_u6_align16 = 15;
 
     uint8_t data_type = 0;
     int rank = 0;
@@ -35,8 +37,9 @@ struct TensorMap {
     uint32_t box[max_rank] = {};      // elements
     uint32_t element_strides[max_rank] = {};
 
-    // Reads and checks an image.
-    static TensorMap decode(const uint8_t* image) {
+    // Reads and checks an image. is_sm90: for a kernel of that architecture, for which drivers
+    // refuse the swizzles of larger atoms.
+    static TensorMap decode(const uint8_t* image, bool is_sm90 = false) {
         auto u64 = [&](int offset) {
             uint64_t value;
             std::memcpy(&value, image + offset, 8);
@@ -65,6 +68,13 @@ struct TensorMap {
             Swizzle::bytes128_atom64};
         if (image[11] > 6)
             fail(FaultKind::invalid_operation, "tensor map: swizzle %u does not exist", image[11]);
+        if (is_sm90 && image[11] > 3) {
+            constexpr const char* names[] = {"128B_ATOM_32B", "128B_ATOM_32B_FLIP_8B",
+                                             "128B_ATOM_64B"};
+            fail(FaultKind::invalid_operation,
+                 "tensor map: swizzle %s does not exist on sm_90 (the driver refuses the map)",
+                 names[image[11] - 4]);
+        }
         if (image[11] == 5)
             fail(FaultKind::unsupported, "tensor map: swizzle 128B_ATOM_32B_FLIP_8B");
         map.swizzle = swizzles[image[11]];
@@ -111,22 +121,24 @@ struct TensorMap {
     // Always the whole box, also where it hangs over an edge.
     uint32_t transaction_bytes() const { return row_bytes() * num_box_rows(); }
 
-    void check_load(const int32_t* coordinates, uint32_t shared_address) const {
-        check_shared_address(shared_address);
-        if (is_padded() && coordinates[0] % 128 != 0) {
-            fail(FaultKind::invalid_operation,
-                 "tensor copy of padded 4- or 6-bit elements: coordinate 0 is %d, not a multiple "
-                 "of 128",
-                 coordinates[0]);
-        }
-        if (is_packed() && coordinates[0] % 2 != 0) {
-            fail(FaultKind::invalid_operation,
-                 "tensor copy of 4-bit elements: coordinate 0 is %d, which is odd", coordinates[0]);
-        }
+    const char* type_name() const {
+        constexpr const char* names[16] = {
+            "UINT8",        "UINT16",       "UINT32",        "INT32",
+            "UINT64",       "INT64",        "FLOAT16",       "FLOAT32",
+            "FLOAT64",      "BFLOAT16",     "FLOAT32_FTZ",   "TFLOAT32",
+            "TFLOAT32_FTZ", "16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"};
+        return names[data_type];
     }
 
+    void check_load(const int32_t* coordinates, uint32_t shared_address) const {
+        check_shared_address(shared_address);
+        check_start(coordinates);
+    }
+
+    // Unlike a load, a store may not begin before the tensor, in any dimension.
     void check_store(const int32_t* coordinates, uint32_t shared_address) const {
         check_shared_address(shared_address);
+        check_start(coordinates);
         if (is_padded())
             fail(FaultKind::invalid_operation,
                  "tensor store with data type %u, which can only be loaded", data_type);
@@ -244,6 +256,31 @@ struct TensorMap {
         }
     }
 
+    // Where a box may start in dimension 0; an H200 ends the kernel with an illegal instruction
+    // otherwise, wherever the box lies. The packed types, which it does not have, go by PTX.
+    void check_start(const int32_t* coordinates) const {
+        const int32_t x = coordinates[0];
+        if (is_padded() && x % 128 != 0) {
+            fail(FaultKind::invalid_operation,
+                 "tensor copy of padded 4- or 6-bit elements: coordinate 0 is %d, not a multiple "
+                 "of 128",
+                 x);
+        }
+        if (is_packed()) {
+            if (x % 2 == 0) return;
+            fail(FaultKind::invalid_operation,
+                 "tensor copy of 4-bit elements: coordinate 0 is %d, which is odd", x);
+        }
+        const int32_t grain = int32_t(128 / element_bits());
+        if (x % grain != 0) {
+            fail(FaultKind::invalid_operation,
+                 "tensor copy: coordinate 0 is %d, not a multiple of 16 bytes, which are %d "
+                 "elements "
+                 "of %s",
+                 x, grain, type_name());
+        }
+    }
+
     void check_shared_address(uint32_t shared_address) const {
         if (shared_address % 128) {
             fail(FaultKind::misaligned, "tensor copy: shared address 0x%x is not a multiple of 128",
@@ -286,18 +323,27 @@ struct TensorMap {
         std::memcpy(row + (low - first),
                     global.read(row_address + uint64_t(low), uint64_t(high - low)),
                     size_t(high - low));
+        if (data_type == type_tf32 || data_type == type_tf32_ftz)
+            round_to_tf32(row + (low - first), size_t(high - low));
     }
 
+    // The FTZ types keep subnormal numbers on an H200, this one and FLOAT32_FTZ. Which way ties go
+    // has not been recorded.
+    static void round_to_tf32(uint8_t* elements, size_t num_bytes) {
+        for (size_t offset = 0; offset < num_bytes; offset += 4) {
+            float value;
+            std::memcpy(&value, elements + offset, 4);
+            const uint32_t rounded = float_to_tf32(value, Rounding::nearest_even);
+            std::memcpy(elements + offset, &rounded, 4);
+        }
+    }
+
+    // The NaN is a pattern of 16 bits for all types.
     void fill(uint8_t* row, uint32_t bytes) const {
+        constexpr uint16_t nan = 0x7ff7;
         std::memset(row, 0, bytes);
         if (!nan_fill) return;
-        const uint32_t size = element_bits() / 8;
-        const uint64_t nan = data_type == 6   ? 0x7fff
-                             : data_type == 9 ? 0x7fff
-                             : data_type == 8 ? 0x7fffffffffffffffull
-                                              : 0x7fffffff;
-        for (uint32_t offset = 0; offset < bytes; offset += size)
-            std::memcpy(row + offset, &nan, size);
+        for (uint32_t offset = 0; offset < bytes; offset += 2) std::memcpy(row + offset, &nan, 2);
     }
 };
 

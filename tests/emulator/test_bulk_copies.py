@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import Deadlock, EmulatorError, RaceDetected
+from deep_moe.emulator import (
+    Deadlock,
+    EmulatorError,
+    InvalidOperation,
+    Misaligned,
+    RaceDetected,
+)
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map
@@ -94,6 +100,38 @@ def test_reading_outside_of_registered_memory_is_an_error():
         run_kernel(load_source(0), image, np.zeros(8192, np.uint8), 0, 28, 256, memory=(tensor,))
 
 
+@pytest.mark.parametrize("corner", [(1, 0), (4, 0), (-1, 0), (65, 0), (4, 40)])
+def test_boxes_start_at_multiples_of_16_bytes(corner):
+    """Also outside of the tensor: an H200 takes that for an illegal instruction."""
+    tensor = aligned(np.zeros((32, 64), np.uint16))
+    image = tensor_map(1, tensor.ctypes.data, [64, 32], [128], [32, 8])
+    message = rf"coordinate 0 is {corner[0]}, .* 16 bytes, which are 8 elements of UINT16"
+    with pytest.raises(InvalidOperation, match=message):
+        run_kernel(load_source(0), image, np.zeros(8192, np.uint8), *corner, 512, memory=(tensor,))
+
+
+@pytest.mark.parametrize("destination", [16, 64])
+def test_tiles_lie_at_multiples_of_128_bytes(destination):
+    tensor = aligned(np.zeros((32, 64), np.uint16))
+    image = tensor_map(1, tensor.ctypes.data, [64, 32], [128], [32, 8])
+    out = np.zeros(8192, np.uint8)
+    with pytest.raises(Misaligned, match="is not a multiple of 128"):
+        run_kernel(load_source(destination), image, out, 0, 0, 512, memory=(tensor,))
+
+
+@pytest.mark.parametrize(
+    ("swizzle", "name"), [(4, "128B_ATOM_32B"), (5, "128B_ATOM_32B_FLIP_8B"), (6, "128B_ATOM_64B")]
+)
+def test_swizzles_of_larger_atoms_are_not_for_sm90(swizzle, name):
+    tensor = aligned(np.zeros((32, 64), np.uint16))
+    image = tensor_map(1, tensor.ctypes.data, [64, 32], [128], [64, 8], swizzle)
+    arguments = (load_source(0), image, np.zeros(8192, np.uint8), 0, 0, 1024)
+    with pytest.raises(InvalidOperation, match=f"swizzle {name} does not exist on sm_90"):
+        run_kernel(*arguments, arch="sm_90a", memory=(tensor,))
+    if swizzle != 5:
+        run_kernel(*arguments, arch="sm_100a", memory=(tensor,))
+
+
 STORE = """
 KERNEL()(const __grid_constant__ Map map, const u32* in, int x, int y) {
     u32 base = shared_address(dynamic_shared);
@@ -143,6 +181,74 @@ def test_tensor_reduction_adds_floats():
     instruction = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
     run_kernel(STORE.replace("INSTRUCTION", instruction), image, shared, 0, 0, memory=(target,))
     assert np.array_equal(target.ravel(), 1 + shared[:512])
+
+
+STORES = {
+    "store": PLAIN_STORE,
+    "add": "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group",
+}
+
+
+@pytest.mark.parametrize("instruction", STORES)
+@pytest.mark.parametrize(
+    ("corner", "message"),
+    [
+        ((-8, 0), r"coordinate 0 is negative \(-8\)"),
+        ((0, -3), r"coordinate 1 is negative \(-3\)"),
+        ((4, 0), "coordinate 0 is 4, not a multiple of 16 bytes"),
+    ],
+)
+def test_stores_start_inside_or_behind_the_tensor(instruction, corner, message):
+    """Loads may start before it, but an H200 ends a kernel that stores there."""
+    target = aligned(np.zeros((32, 64), np.float16))
+    image = tensor_map(6, target.ctypes.data, [64, 32], [128], [32, 8])
+    source = STORE.replace("INSTRUCTION", STORES[instruction])
+    with pytest.raises(InvalidOperation, match=message):
+        run_kernel(source, image, np.zeros(4096, np.uint8), *corner, memory=(target,))
+
+
+@pytest.mark.parametrize("instruction", STORES)
+def test_tiles_to_store_lie_at_multiples_of_128_bytes(instruction):
+    target = aligned(np.zeros((32, 64), np.float16))
+    image = tensor_map(6, target.ctypes.data, [64, 32], [128], [32, 8])
+    source = STORE.replace("INSTRUCTION", STORES[instruction]).replace(
+        '"r"(base)', '"r"(base + 64)'
+    )
+    with pytest.raises(Misaligned, match="is not a multiple of 128"):
+        run_kernel(source, image, np.zeros(4096, np.uint8), 0, 0, memory=(target,))
+
+
+DATA_TYPES = ("UINT8", "UINT16", "UINT32", "INT32", "UINT64", "INT64")
+DATA_TYPES += ("FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16")
+# As an H200 has them.
+TENSOR_REDUCTIONS = {
+    "add": {2, 3, 4, 6, 7, 8, 9},
+    "min": {2, 3, 4, 5, 6, 9},
+    "max": {2, 3, 4, 5, 6, 9},
+    "inc": {2},
+    "dec": {2},
+    "and": {2, 3, 4},
+    "or": {2, 3, 4},
+    "xor": {2, 3, 4},
+}
+
+
+@pytest.mark.parametrize("operation", TENSOR_REDUCTIONS)
+def test_a_reduction_that_a_type_lacks_is_an_error(operation):
+    instruction = f"cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group"
+    source = STORE.replace("INSTRUCTION", instruction)
+    for data_type, name in enumerate(DATA_TYPES):
+        target = aligned(np.zeros((8, 64), np.uint8))
+        size = {"8": 1, "6": 2, "2": 4, "4": 8}[name[-1]]
+        image = tensor_map(data_type, target.ctypes.data, [64 // size, 8], [64], [64 // size, 8])
+        arguments = (source, image, np.zeros(4096, np.uint8), 0, 0)
+        if data_type in TENSOR_REDUCTIONS[operation]:
+            run_kernel(*arguments, memory=(target,))
+            continue
+        with pytest.raises(
+            InvalidOperation, match=rf"no tensor reduction \.{operation} of {name}\n"
+        ):
+            run_kernel(*arguments, memory=(target,))
 
 
 # Copies through shared memory: global -> shared -> global, thread by thread.

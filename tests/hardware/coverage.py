@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from .case import Case
 
 _SM100 = "SM100 only"
-_TENSOR_MAP = "needs a tensor map; tensor copies have not been recorded yet"
 _LATER = "our kernels do not use it; not recorded yet"
 NOT_RECORDED = {
     "brkpt": "ends the context",
@@ -18,12 +17,7 @@ NOT_RECORDED = {
     "clusterlaunchcontrol.query_cancel.is_canceled": _SM100,
     "clusterlaunchcontrol.try_cancel": _SM100,
     "cp.async.mbarrier.arrive": _LATER,
-    "cp.async.bulk.prefetch.tensor": _TENSOR_MAP,
-    "cp.async.bulk.tensor": _TENSOR_MAP,
-    "cp.reduce.async.bulk.tensor": _TENSOR_MAP,
-    "prefetch.const.tensormap": _TENSOR_MAP,
-    "prefetch.param.tensormap": _TENSOR_MAP,
-    "prefetch.tensormap": _TENSOR_MAP,
+    "prefetch.const.tensormap": "the tensor map would have to be in constant memory",
     "red.async": _LATER,
     "st.async": _LATER,
     "st.bulk": _SM100,
@@ -33,7 +27,7 @@ NOT_RECORDED = {
 _SIMD = ("vabsdiff", "vadd", "vavrg", "vmax", "vmin", "vset", "vsub")
 NOT_RECORDED_FAMILIES = {
     "tcgen05": _SM100,
-    "tensormap": _TENSOR_MAP,
+    "tensormap": _LATER,
     "wmma": _LATER,
     **{f"{name}{lanes}": _LATER for name in _SIMD for lanes in (2, 4)},
 }

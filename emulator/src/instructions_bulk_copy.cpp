@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "async_units.h"
@@ -21,7 +22,18 @@ constexpr uint64_t no_order = 0;
 
 // ---- reductions
 
-enum class Reduction : uint8_t { none, add, min, max, inc, dec, bit_and, bit_or, bit_xor };
+enum class Reduction : uint8_t {
+    none,
+    add,
+    add_flushed,  // of a tensor of an FTZ type
+    min,
+    max,
+    inc,
+    dec,
+    bit_and,
+    bit_or,
+    bit_xor
+};
 
 template <class T>
 T reduce_integer(Reduction operation, T old, T value) {
@@ -43,6 +55,7 @@ T reduce_integer(Reduction operation, T old, T value) {
         case Reduction::bit_xor:
             return T(old ^ value);
         case Reduction::none:
+        case Reduction::add_flushed:
             break;
     }
     return value;
@@ -59,6 +72,9 @@ float reduce_float(Reduction operation, float old, float value) {
             return smaller(old, value);
         case Reduction::max:
             return -smaller(-old, -value);
+        case Reduction::add_flushed:
+            old = flush(old), value = flush(value);
+            return std::isnan(old + value) ? canonical_nan() : flush(old + value);
         default:
             return std::isnan(old + value) ? canonical_nan() : old + value;
     }
@@ -483,42 +499,42 @@ TensorMap read_map(Warp& w, const Operand& address, int rank, int lane) {
     return map;
 }
 
-// The type of a reduction's elements. What is missing here ends a kernel on an H200 with an illegal
-// instruction, as far as it was tried; `dec` is taken to be like `inc`, `or` and `xor` like `and`.
-Type element_type(const TensorMap& map, Reduction reduction) {
+// A reduction of a map's elements, and their type. What is missing here ends a kernel on an H200
+// with an illegal instruction. TF32 types are added as FP32.
+std::pair<Reduction, Type> reduction_of(const TensorMap& map, Reduction reduction) {
     const bool is_min_max = reduction == Reduction::min || reduction == Reduction::max;
     const bool counts = reduction == Reduction::inc || reduction == Reduction::dec;
     const bool bits = reduction >= Reduction::bit_and;
     const bool adds = reduction == Reduction::add;
     switch (map.data_type) {
         case 2:
-            return Type::u32;
+            return {reduction, Type::u32};
         case 3:
-            if (!counts) return bits ? Type::b32 : Type::s32;
+            if (!counts) return {reduction, bits ? Type::b32 : Type::s32};
             break;
         case 4:
-            if (!counts) return Type::u64;
+            if (!counts) return {reduction, Type::u64};
             break;
         case 5:
-            if (is_min_max) return Type::s64;
+            if (is_min_max) return {reduction, Type::s64};
             break;
         case 6:
-            if (adds || is_min_max) return Type::f16;
-            break;
-        case 7:
-            if (adds) return Type::f32;
+            if (adds || is_min_max) return {reduction, Type::f16};
             break;
         case 8:
-            if (adds) return Type::f64;
+            if (adds) return {reduction, Type::f64};
             break;
         case 9:
-            if (adds || is_min_max) return Type::bf16;
+            if (adds || is_min_max) return {reduction, Type::bf16};
             break;
-        case 0:
-        case 1:
+        case 7:
+        case TensorMap::type_tf32:
+            if (adds) return {reduction, Type::f32};
             break;
-        default:
-            fail(FaultKind::unsupported, "tensor reduction of %s", map.type_name());
+        case TensorMap::type_f32_ftz:
+        case TensorMap::type_tf32_ftz:
+            if (adds) return {Reduction::add_flushed, Type::f32};
+            break;
     }
     fail(FaultKind::invalid_operation, "there is no tensor reduction .%s of %s",
          reduction_name(reduction), map.type_name());
@@ -575,7 +591,8 @@ Flow store_tensor(Warp& w, const Op& op) {
             shared_place(w, Space::shared, w.address(op.operands[0], lane), lane);
         map.check_store(coordinates.at, from.offset);
         CopyForm stored = form;
-        if (form.reduction != Reduction::none) stored.type = element_type(map, form.reduction);
+        if (form.reduction != Reduction::none)
+            std::tie(stored.reduction, stored.type) = reduction_of(map, form.reduction);
         Cta* own = w.cta;
         store_in_two_steps(w, stored, lane, [=](std::vector<Piece>& pieces) {
             CtaWindow window(*own, "tensor store");
@@ -632,6 +649,26 @@ void decode_tensor_reduction(Decoder& d) {
     std::vector<Operand> operands{d.address(1)};
     append_tensor_operand(d, 0, form.rank, operands);
     d.emit(store_tensor, std::move(operands), form.pack());
+}
+
+// map, coordinates. A hint, but of a box where a load may start; aux: rank
+Flow prefetch_tensor(Warp& w, const Op& op) {
+    const int rank = int(op.aux);
+    w.for_each_lane([&](int lane) {
+        const TensorMap map = read_map(w, op.operands[0], rank, lane);
+        map.check_start(read_coordinates(w, op.operands + 1, rank, lane).at);
+    });
+    return Flow::next;
+}
+
+void decode_tensor_prefetch(Decoder& d) {
+    const uint8_t rank = take_rank(d);
+    d.ignore({"L2", "global", "tile"});
+    const bool policy = d.take("L2::cache_hint");
+    d.expect_operands(1 + policy);
+    std::vector<Operand> operands;
+    append_tensor_operand(d, 0, rank, operands);
+    d.emit(prefetch_tensor, std::move(operands), rank);
 }
 
 // ---- groups
@@ -714,7 +751,7 @@ InstructionTable bulk_copy_instructions() {
         {"cp.async.bulk.wait_group", decode_wait_group,
          "waits until all but N groups are complete (.read: read)"},
         {"cp.async.bulk.prefetch", decode_hint, "hint, no effect"},
-        {"cp.async.bulk.prefetch.tensor", decode_hint, "hint, no effect"},
+        {"cp.async.bulk.prefetch.tensor", decode_tensor_prefetch, "hint, no effect"},
         {"cp.reduce.async.bulk", decode_bulk_reduction,
          "bytes combined with the destination's elements"},
         {"cp.reduce.async.bulk.tensor", decode_tensor_reduction,

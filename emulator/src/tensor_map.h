@@ -24,8 +24,8 @@ struct GlobalMemory {
 struct TensorMap {
     static constexpr uint64_t image_magic = 0x313050414D544D44ull;  // "DMTMAP01"
     static constexpr int max_rank = 5;
-    static constexpr uint8_t type_tf32 = 11, type_tf32_ftz = 12, type_u4_align8 = 13,
-                             type_u4_align16 = 14, type_u6_align16 = 15;
+    static constexpr uint8_t type_f32_ftz = 10, type_tf32 = 11, type_tf32_ftz = 12,
+                             type_u4_align8 = 13, type_u4_align16 = 14, type_u6_align16 = 15;
 
     uint8_t data_type = 0;
     int rank = 0;
@@ -87,6 +87,11 @@ struct TensorMap {
         if (map.rank < 1 || map.rank > max_rank) {
             fail(FaultKind::invalid_operation, "tensor map: rank %d is not 1..5", map.rank);
         }
+        if (is_sm90 && map.is_packed()) {
+            fail(FaultKind::invalid_operation,
+                 "tensor map: data type %s does not exist on sm_90 (the driver refuses the map)",
+                 map.type_name());
+        }
         for (int i = 0; i < map.rank; ++i) {
             map.dims[i] = u64(24 + 8 * i);
             if (i > 0) map.strides[i] = u64(64 + 8 * (i - 1));
@@ -128,6 +133,32 @@ struct TensorMap {
             "FLOAT64",      "BFLOAT16",     "FLOAT32_FTZ",   "TFLOAT32",
             "TFLOAT32_FTZ", "16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"};
         return names[data_type];
+    }
+
+    // Where a box may start in dimension 0, of a prefetch too; an H200 ends the kernel with an
+    // illegal instruction otherwise, wherever the box lies. The packed types, which it does not
+    // have, go by PTX.
+    void check_start(const int32_t* coordinates) const {
+        const int32_t x = coordinates[0];
+        if (is_padded() && x % 128 != 0) {
+            fail(FaultKind::invalid_operation,
+                 "tensor copy of padded 4- or 6-bit elements: coordinate 0 is %d, not a multiple "
+                 "of 128",
+                 x);
+        }
+        if (is_packed()) {
+            if (x % 2 == 0) return;
+            fail(FaultKind::invalid_operation,
+                 "tensor copy of 4-bit elements: coordinate 0 is %d, which is odd", x);
+        }
+        const int32_t grain = int32_t(128 / element_bits());
+        if (x % grain != 0) {
+            fail(FaultKind::invalid_operation,
+                 "tensor copy: coordinate 0 is %d, not a multiple of 16 bytes, which are %d "
+                 "elements "
+                 "of %s",
+                 x, grain, type_name());
+        }
     }
 
     void check_load(const int32_t* coordinates, uint32_t shared_address) const {
@@ -256,31 +287,6 @@ struct TensorMap {
         }
     }
 
-    // Where a box may start in dimension 0; an H200 ends the kernel with an illegal instruction
-    // otherwise, wherever the box lies. The packed types, which it does not have, go by PTX.
-    void check_start(const int32_t* coordinates) const {
-        const int32_t x = coordinates[0];
-        if (is_padded() && x % 128 != 0) {
-            fail(FaultKind::invalid_operation,
-                 "tensor copy of padded 4- or 6-bit elements: coordinate 0 is %d, not a multiple "
-                 "of 128",
-                 x);
-        }
-        if (is_packed()) {
-            if (x % 2 == 0) return;
-            fail(FaultKind::invalid_operation,
-                 "tensor copy of 4-bit elements: coordinate 0 is %d, which is odd", x);
-        }
-        const int32_t grain = int32_t(128 / element_bits());
-        if (x % grain != 0) {
-            fail(FaultKind::invalid_operation,
-                 "tensor copy: coordinate 0 is %d, not a multiple of 16 bytes, which are %d "
-                 "elements "
-                 "of %s",
-                 x, grain, type_name());
-        }
-    }
-
     void check_shared_address(uint32_t shared_address) const {
         if (shared_address % 128) {
             fail(FaultKind::misaligned, "tensor copy: shared address 0x%x is not a multiple of 128",
@@ -327,8 +333,7 @@ struct TensorMap {
             round_to_tf32(row + (low - first), size_t(high - low));
     }
 
-    // The FTZ types keep subnormal numbers on an H200, this one and FLOAT32_FTZ. Which way ties go
-    // has not been recorded.
+    // Only loads round, and the FTZ types keep subnormal numbers, this one and FLOAT32_FTZ.
     static void round_to_tf32(uint8_t* elements, size_t num_bytes) {
         for (size_t offset = 0; offset < num_bytes; offset += 4) {
             float value;

@@ -110,6 +110,38 @@ def test_boxes_start_at_multiples_of_16_bytes(corner):
         run_kernel(load_source(0), image, np.zeros(8192, np.uint8), *corner, 512, memory=(tensor,))
 
 
+def test_prefetched_boxes_start_there_too():
+    tensor = aligned(np.zeros((32, 64), np.uint16))
+    image = tensor_map(1, tensor.ctypes.data, [64, 32], [128], [32, 8])
+    source = """
+KERNEL()(const __grid_constant__ Map map, int x) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, 0}];"
+        :: "l"(&map), "r"(x));
+}
+"""
+    run_kernel(source, image, 8, threads=1, memory=(tensor,))
+    with pytest.raises(InvalidOperation, match="coordinate 0 is 4, not a multiple of 16 bytes"):
+        run_kernel(source, image, 4, threads=1, memory=(tensor,))
+
+
+@pytest.mark.parametrize("data_type", ["16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"])
+def test_packed_types_are_not_for_sm90(data_type):
+    number = 13 + ["16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"].index(data_type)
+    tensor = aligned(np.zeros((8, 128), np.uint8))
+    image = tensor_map(number, tensor.ctypes.data, [128, 8], [128], [128, 8])
+    with pytest.raises(InvalidOperation, match=f"data type {data_type} does not exist on sm_90"):
+        run_kernel(
+            load_source(0),
+            image,
+            np.zeros(8192, np.uint8),
+            0,
+            0,
+            512,
+            arch="sm_90a",
+            memory=(tensor,),
+        )
+
+
 @pytest.mark.parametrize("destination", [16, 64])
 def test_tiles_lie_at_multiples_of_128_bytes(destination):
     tensor = aligned(np.zeros((32, 64), np.uint16))
@@ -220,9 +252,10 @@ def test_tiles_to_store_lie_at_multiples_of_128_bytes(instruction):
 
 DATA_TYPES = ("UINT8", "UINT16", "UINT32", "INT32", "UINT64", "INT64")
 DATA_TYPES += ("FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16")
+DATA_TYPES += ("FLOAT32_FTZ", "TFLOAT32", "TFLOAT32_FTZ")
 # As an H200 has them.
 TENSOR_REDUCTIONS = {
-    "add": {2, 3, 4, 6, 7, 8, 9},
+    "add": {2, 3, 4, 6, 7, 8, 9, 10, 11, 12},
     "min": {2, 3, 4, 5, 6, 9},
     "max": {2, 3, 4, 5, 6, 9},
     "inc": {2},
@@ -239,7 +272,7 @@ def test_a_reduction_that_a_type_lacks_is_an_error(operation):
     source = STORE.replace("INSTRUCTION", instruction)
     for data_type, name in enumerate(DATA_TYPES):
         target = aligned(np.zeros((8, 64), np.uint8))
-        size = {"8": 1, "6": 2, "2": 4, "4": 8}[name[-1]]
+        size = {"8": 1, "6": 2, "2": 4, "4": 8}[name.removesuffix("_FTZ")[-1]]
         image = tensor_map(data_type, target.ctypes.data, [64 // size, 8], [64], [64 // size, 8])
         arguments = (source, image, np.zeros(4096, np.uint8), 0, 0)
         if data_type in TENSOR_REDUCTIONS[operation]:

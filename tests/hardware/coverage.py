@@ -27,7 +27,6 @@ NOT_RECORDED = {
 _SIMD = ("vabsdiff", "vadd", "vavrg", "vmax", "vmin", "vset", "vsub")
 NOT_RECORDED_FAMILIES = {
     "tcgen05": _SM100,
-    "tensormap": _LATER,
     "wmma": _LATER,
     **{f"{name}{lanes}": _LATER for name in _SIMD for lanes in (2, 4)},
 }

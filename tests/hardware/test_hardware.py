@@ -17,6 +17,7 @@ from deep_moe.emulator import supported_instructions
 from .coverage import NOT_RECORDED, NOT_RECORDED_FAMILIES, covered, reason_left_out
 from .emulated import run
 from .instruction_table import instruction_table
+from .record import still_valid
 from .recording import FOLDER, Recording, describe_difference, keep
 from .suite import all_cases, families
 
@@ -80,6 +81,16 @@ def test_a_changed_operand_makes_a_recording_stale():
         dataclasses.replace(case, ptx=case.ptx.replace("bmsk", "szext")).digest(case.make_arrays())
         != before
     )
+
+
+def test_what_is_still_valid_is_not_recorded_again():
+    old = recording("bulk")
+    assert still_valid("bulk", old) == old.digests
+    changed = next(iter(old.digests))
+    stale = dataclasses.replace(old, digests={**old.digests, changed: "of other operands"})
+    assert still_valid("bulk", stale) == {
+        name: digest for name, digest in old.digests.items() if name != changed
+    }
 
 
 def test_every_instruction_has_a_case_or_a_reason():

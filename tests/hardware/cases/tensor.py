@@ -118,6 +118,8 @@ load(
 
 # ---- other ranks, element strides, fill
 
+load("1D", TensorMap(1, T.FLOAT32, (1000,), (), (128,)), [(0,), (900,), (-4,), (1000,), (36,)], 512)
+load("1D, 256 elements", TensorMap(1, T.UINT8, (5000,), (), (256,)), [(0,), (4896,), (-96,)], 512)
 for rank in (3, 4, 5):
     dims = (20, 7, 5, 4, 3)[:rank]
     strides = (64, 512, 2560, 10240)[: rank - 1]
@@ -149,6 +151,17 @@ for data_type in (T.FLOAT32_FTZ, T.TFLOAT32, T.TFLOAT32_FTZ):
     load(f"{data_type.name}", map_, [(0, 0), (32, 20), (40, 50)], 4096, make=_floats)
     map_ = TensorMap(1, data_type, (50, 20), (256,), (16, 8), oob_fill=OutOfBounds.NAN)
     load(f"NaN around {data_type.name}", map_, [(48, 17)], 512, make=_floats)
+
+
+def _ties() -> np.ndarray:
+    """Floats half-way between two TF32 numbers, with even and odd ones below."""
+    codes = Source("tensor ties").words(1 << 12) & 0xFFFFE000 | 0x1000
+    return codes.astype("<u4").view("u1")
+
+
+for data_type in (T.TFLOAT32, T.TFLOAT32_FTZ):
+    map_ = TensorMap(1, data_type, (64, 60), (256,), (32, 32))
+    load(f"{data_type.name} ties", map_, [(0, 0), (32, 20)], 4096, make=_ties)
 
 # ---- multicast: each CTA of a cluster brings a quarter to all
 
@@ -227,7 +240,7 @@ map_ = TensorMap(0, T.FLOAT16, (101, 50), (256,), (32, 16))
 store(
     "store over an odd edge", map_, [(8, 0), (40, 20), (88, 30)], 1024, store_arrays("odd", 3, 1024)
 )
-for rank in (3, 4, 5):
+for rank in (1, 3, 4, 5):
     dims = (24, 7, 5, 4, 3)[:rank]
     strides = (64, 512, 2560, 10240)[: rank - 1]
     box = (8, 4, 3, 2, 2)[:rank]
@@ -245,17 +258,29 @@ for rank in (3, 4, 5):
 map_ = TensorMap(0, T.UINT16, (64, 40), (256,), (32, 16), Swizzle.NONE, (1, 2))
 store("store rows by 2", map_, [(0, 0), (32, 30)], 1024, store_arrays("by 2", 2, 1024))
 
+map_ = TensorMap(0, T.FLOAT16, (101, 50), (256,), (32, 16))
+store("store beyond the last row", map_, [(0, 50), (32, 1000)], 1024,
+      store_arrays("below", 2, 1024))  # fmt: skip
+store("store beyond the last column", map_, [(104, 0), (2048, 20)], 1024,
+      store_arrays("right", 2, 1024))  # fmt: skip
+for data_type in (T.FLOAT32_FTZ, T.TFLOAT32, T.TFLOAT32_FTZ):
+    map_ = TensorMap(0, data_type, (64, 48), (256,), (32, 32))
+    store(f"store {data_type.name}", map_, [(0, 0), (40, 20)], 4096,
+          lambda: [np.full(1 << 14, 0x5A, "u1"), _floats()])  # fmt: skip
+
 KINDS = {
     T.UINT32: "u32", T.INT32: "u32", T.UINT64: "u64", T.INT64: "u64",
-    T.FLOAT16: "f16", T.BFLOAT16: "bf16", T.FLOAT32: "f32",
+    T.FLOAT16: "f16", T.BFLOAT16: "bf16", T.FLOAT32: "f32", T.FLOAT64: "f64",
 }  # fmt: skip
 REDUCTIONS = [
-    *(("add", t) for t in (T.UINT32, T.INT32, T.UINT64, T.FLOAT16, T.BFLOAT16, T.FLOAT32)),
+    *(("add", t) for t in (
+        T.UINT32, T.INT32, T.UINT64, T.FLOAT16, T.BFLOAT16, T.FLOAT32, T.FLOAT64
+    )),
     *((op, t) for op in ("min", "max") for t in (
         T.UINT32, T.INT32, T.UINT64, T.INT64, T.FLOAT16, T.BFLOAT16
     )),
     ("inc", T.UINT32), ("dec", T.UINT32),
-    *((op, t) for op in ("and", "or", "xor") for t in (T.UINT32, T.UINT64)),
+    *((op, t) for op in ("and", "or", "xor") for t in (T.UINT32, T.INT32, T.UINT64)),
 ]  # fmt: skip
 for operation, data_type in REDUCTIONS:
     size = data_type.bits // 8
@@ -270,6 +295,13 @@ for operation, data_type in REDUCTIONS:
     store(f"{operation} {data_type.name}", map_, [(0, 0), (64 // size, 10), (16 // size, 30)], 2048,
           reduction_arrays, operation=f".{operation}")  # fmt: skip
 
+# Sums of FP32 in its other types; elements beyond the box stay.
+for data_type in (T.FLOAT32_FTZ, T.TFLOAT32, T.TFLOAT32_FTZ):
+    map_ = TensorMap(0, data_type, (52, 50), (256,), (16, 16))
+    seed = f"probe add {data_type.name}"
+    store(f"add {data_type.name}", map_, [(0, 0)], 1024,
+          lambda seed=seed: [a.view("u1") for a in operands(seed, ("f32", "f32"), 1 << 12)],
+          operation=".add")  # fmt: skip
 
 # ---- prefetches, which change nothing
 
@@ -287,3 +319,62 @@ body += wait("WAIT", 0) + dump(SMALL)
 FAMILY.add("prefetches", body,
            lambda: [np.zeros(SMALL, "u1"), random_bytes("prefetches", 1 << 13)], 2,
            maps=(map_,), block=(128, 1, 1), shared_bytes=SMALL + 16)  # fmt: skip
+
+# ---- a map that the kernel edits: one field, then whole
+
+
+def edit(name: str, edits: str, *, box_bytes: int) -> None:
+    """A map, changed in shared memory and copied to array 2, from which boxes are loaded."""
+    region, places = 1024, [(0, 0), (32, 5), (-8, -2)]
+    map_ = TensorMap(1, T.FLOAT16, (50, 20), (256,), (32, 8))
+    body = head(region)
+    body += (
+        f"setp.lt.u32 %c2, %r1, 32; add.u32 %r20, %r2, {region + 128};"
+        "mad.wide.u32 %rd5, %r1, 4, %m0;"
+        f"@%c2 ld.u32 %r6, [%rd5]; @%c2 st.shared.u32 [%r5+{region + 128}], %r6; bar.sync 0;"
+        f"@!%c1 bra EDITED;\n{edits}\nEDITED: bar.sync 0; @!%c2 bra COPIED;"
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+        "[%p2], [%r20], 128; COPIED: bar.sync 0;\n"
+    )
+    for index, place in enumerate(places):
+        body += fill(region, str(0xA5A5A500 + index)) + f"@!%c1 bra WAIT{index};"
+        body += (
+            "fence.proxy.tensormap::generic.acquire.gpu [%p2], 128;"
+            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], {box_bytes};"
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f" [%r2], [%p2, {coordinates(place)}], [%r3];"
+        )
+        body += wait(f"WAIT{index}", index % 2) + dump(region)
+        body += f"add.u64 %rd1, %rd1, {region}; bar.sync 0;\n"
+
+    def arrays():
+        return [
+            np.zeros((len(places), region), "u1"),
+            random_bytes("edited", 1 << 14),
+            np.zeros(128, "u1"),
+        ]
+
+    FAMILY.add(name, body, arrays, 3, maps=(map_,), block=(128, 1, 1), shared_bytes=region + 256,
+               rows=tuple(map(str, places)))  # fmt: skip
+
+
+def replace(field: str, kind: str, value: str) -> str:
+    return f"tensormap.replace.tile.{field}.shared::cta.b1024.{kind} [%r20], {value};"
+
+
+ADDRESS = "add.u64 %rd4, %p1, 4096;" + replace("global_address", "b64", "%rd4")
+EDITS = {
+    "global_address": (ADDRESS, 512),
+    "global_dim 0": (replace("global_dim", "b32", "0, 40"), 512),
+    "global_dim 1": (replace("global_dim", "b32", "1, 9"), 512),
+    "global_stride": (replace("global_stride", "b64", "0, 512"), 512),
+    "box_dim": (replace("box_dim", "b32", "1, 4"), 256),
+    "element_stride": (replace("element_stride", "b32", "1, 2"), 256),
+    "elemtype": (replace("elemtype", "b32", "2"), 1024),
+    "swizzle_mode": (replace("swizzle_mode", "b32", "2"), 512),
+    "fill_mode": (replace("fill_mode", "b32", "1"), 512),
+}
+for name, (edits, box_bytes) in EDITS.items():
+    edit(f"edited {name}", edits, box_bytes=box_bytes)
+ALL = ("global_address", "global_dim 1", "global_stride", "swizzle_mode", "fill_mode")
+edit("edited, several fields", "".join(EDITS[name][0] for name in ALL), box_bytes=512)

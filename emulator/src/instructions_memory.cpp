@@ -136,15 +136,43 @@ Flow load(Warp& w, const Op& op) {
     return Flow::yield;
 }
 
+// Two lanes of one plain store may write to one place only the same value: which one stays is
+// nowhere said. places: where the lanes' values were written.
+template <class T, int N>
+void check_lanes_agree(Warp& w, const Op& op, Space space, std::byte* const* places) {
+    constexpr uint32_t bytes = sizeof(T) * N;
+    int lanes[warp_size], num_lanes = 0;
+    bool is_ascending = true;
+    w.for_each_lane([&](int i) {
+        if (num_lanes) is_ascending &= places[i] >= places[lanes[num_lanes - 1]] + bytes;
+        lanes[num_lanes++] = i;
+    });
+    if (is_ascending) return;  // as nearly all stores are
+    std::sort(lanes, lanes + num_lanes,
+              [&](int a, int b) { return std::pair(places[a], a) < std::pair(places[b], b); });
+    for (int n = 1; n < num_lanes; ++n) {
+        const int a = lanes[n - 1], b = lanes[n];
+        if (places[a] != places[b]) continue;  // both are aligned, so they do not overlap
+        for (int k = 0; k < N; ++k) {
+            const auto values = w.in<T>(op.operands[k + 1]);
+            if (values[a] == values[b]) continue;
+            const uint64_t address = w.address(op.operands[0], a) + k * sizeof(T);
+            return w.machine->races->lanes_differ(w, space, address, a, b);
+        }
+    }
+}
+
 // operands: address, N sources
 template <class T, int N>
 Flow store(Warp& w, const Op& op) {
     Space space = Space(op.aux & space_bits);
     const Operand& address = op.operands[0];
     bool is_strong = op.aux & strong, changed = false;
+    std::byte* places[warp_size];
     w.for_each_lane([&](int i) {
         std::byte* to =
             fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::write, i);
+        places[i] = to;
         if (w.machine->races)
             note_access(w, op, space, w.address(address, i), sizeof(T) * N, to, Access::write, i,
                         is_strong);
@@ -160,6 +188,7 @@ Flow store(Warp& w, const Op& op) {
         }
     });
     if (changed) w.machine->note_progress();
+    if (w.machine->races && !is_strong) check_lanes_agree<T, N>(w, op, space, places);
     return Flow::next;
 }
 

@@ -807,6 +807,18 @@ void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Acce
                 {Space::global, address, w.cta});
 }
 
+void RaceDetector::lanes_differ(Warp& w, Space space, uint64_t address, int first, int second) {
+    const WarpClock& c = *w.clock;
+    const uint64_t window = space == Space::generic ? address & window_mask : 0;
+    Location at{Space::global, address, w.cta};
+    if (space == Space::shared || space == Space::shared_cluster || window == shared_window) {
+        at = {Space::shared, address & shared_offset_mask,
+              w.cta->cluster->ctas[uint32_t(address) >> shared_rank_shift]};
+    }
+    report({c.agent, c.now, uint32_t(first), 0, site_of(w)}, true,
+           {c.agent, c.now, uint32_t(second), 0, site_of(w)}, true, at);
+}
+
 void RaceDetector::check_unwritten(Warp& w, uint64_t address, uint32_t bytes, int lane) {
     if (!watches_global_) return;
     const Cell* cells = page(address / page_bytes);
@@ -1041,6 +1053,8 @@ std::string RaceDetector::race_text(const Record& old, bool old_is_write, const 
                          old.lane() != issue_->lane
                      ? "no bar.warp.sync orders the lanes"
                      : "they are ordered, but no fence.proxy.async stands between them";
+    } else if (!issue_ && old.agent() == record.agent() && old.site == record.site) {
+        reason = "lanes store different values by one instruction";
     } else if (!issue_ && old.agent() == record.agent()) {
         reason = "no bar.warp.sync orders the lanes";
     }

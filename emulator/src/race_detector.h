@@ -195,6 +195,9 @@ class RaceDetector {
     void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                        uint32_t flags = 0);
 
+    // Two lanes have stored different values to one address by one instruction.
+    void lanes_differ(Warp& w, Space space, uint64_t address, int first, int second);
+
     // A load that nobody may write for as long as the kernel runs, before it or after.
     void check_unwritten(Warp& w, uint64_t address, uint32_t bytes, int lane);
 

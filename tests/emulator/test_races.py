@@ -330,6 +330,47 @@ def test_lanes_that_arrived_are_ordered_for_those_that_wait() -> None:
 
 # ---- lanes of one warp
 
+ONE_STORE = """
+KERNEL()(u32* out) {
+    const u32 lane = threadIdx.x;
+    u32* const words = (u32*)dynamic_shared;
+    BODY
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "out[lane % 31] = lane;",
+        "words[lane & 7] = lane;",
+        "if (lane % 2) words[0] = lane;",
+        "((uint2*)out)[lane / 2] = make_uint2(0, lane % 2);",
+        "((u8*)out)[lane ^ lane % 2] = u8(lane);",
+    ],
+)
+def test_lanes_that_store_different_values_to_one_place(body: str) -> None:
+    with pytest.raises(RaceDetected) as caught:
+        run_kernel(ONE_STORE.replace("BODY", body), np.zeros(64, np.uint32), threads=32)
+    text = str(caught.value)
+    assert "lanes store different values by one instruction" in text
+    assert text.count("\n  first: write by") == text.count("\n  then: write by") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "out[lane / 2] = lane / 2;",
+        "words[0] = 7;",
+        "if (lane % 2) words[lane / 8] = lane / 8;",
+        "u32 own[4]; own[out[40]] = lane; out[lane] = own[out[41]];",  # local memory
+        "((volatile u32*)out)[0] = lane;",  # one after the other
+    ],
+)
+def test_lanes_may_store_one_value_to_one_place(body: str) -> None:
+    run_kernel(ONE_STORE.replace("BODY", body), np.zeros(64, np.uint32), threads=32)
+
+
 LANES = """
 #define RELEASE(word) \\
     asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(word) : "memory")

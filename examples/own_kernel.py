@@ -52,7 +52,7 @@ def transpose(matrix: np.ndarray, source: str, seed: int) -> np.ndarray:
     machine = Machine(seed=seed)
     machine.add_array(matrix, "matrix", writable=False)
     machine.add_array(result, "result")
-    module = machine.load(jit.compile_source(source, arch="sm_90a", kernel="transpose").ptx)
+    module = machine.load(jit.compile_to_ptx(source, arch="sm_90a"))
     tiles = TensorMapSpec(
         DataType.FLOAT32,
         address=matrix.ctypes.data,

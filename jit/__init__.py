@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
-from .nvrtc import COMPILE_OPTIONS, compile_source, compiler_version
+from .nvrtc import COMPILE_OPTIONS, compile_source, compile_to_ptx, compiler_version
 from .render import KERNEL_NAME, PREPARE_INPUTS_NAME, render_kernel, render_prepare_inputs
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "build_prepare_inputs",
     "compile_cached",
     "compile_source",
+    "compile_to_ptx",
     "find_headers",
     "render_kernel",
     "render_prepare_inputs",

@@ -65,6 +65,37 @@ def compile_source(
 
     `kernel` is the entry whose resources are reported, `context` is added to a CompileError.
     """
+    results, log, seconds = _compile(source, arch, include_paths, kernel, context, ("CUBIN", "PTX"))
+    cubin, ptx = results
+    return Compilation(cubin, _decoded(ptx), log, parse_resources(log, kernel), seconds)
+
+
+def compile_to_ptx(
+    source: str,
+    *,
+    arch: str,
+    include_paths: Sequence[Path] = (),
+    kernel: str = "kernel",
+    context: str = "",
+) -> str:
+    """The PTX that `compile_source` gives, without the time that ptxas takes for the cubin.
+
+    It is all that the emulator needs. `kernel` names the source in messages.
+    """
+    virtual = arch.replace("sm_", "compute_", 1)
+    (ptx,), _, _ = _compile(source, virtual, include_paths, kernel, context, ("PTX",))
+    return _decoded(ptx)
+
+
+def _compile(
+    source: str,
+    arch: str,
+    include_paths: Sequence[Path],
+    kernel: str,
+    context: str,
+    results: Sequence[str],
+) -> tuple[list[bytes], str, float]:
+    """The results that are asked for by NVRTC's names, the log, and the seconds that it took."""
     nvrtc = _load_nvrtc()
     options = [f"--gpu-architecture={arch}", *COMPILE_OPTIONS]
     options += [f"-I{path}" for path in include_paths]
@@ -76,17 +107,16 @@ def compile_source(
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         seconds = time.perf_counter() - started
-        log = _text(nvrtc, program, "ProgramLog")
+        log = _decoded(_content(nvrtc, program, "ProgramLog"))
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(
                 f"NVRTC could not compile {kernel} for {arch} ({result.name})\n"
                 f"options: {' '.join(options)}\n{context}\n{log}"
             )
-        cubin = _content(nvrtc, program, "CUBIN")
-        ptx = _text(nvrtc, program, "PTX")
+        contents = [_content(nvrtc, program, what) for what in results]
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compilation(cubin, ptx, log, parse_resources(log, kernel), seconds)
+    return contents, log, seconds
 
 
 def compiler_version() -> str:
@@ -158,5 +188,5 @@ def _content(nvrtc: ModuleType, program: Any, what: str) -> bytes:
     return bytes(content)
 
 
-def _text(nvrtc: ModuleType, program: Any, what: str) -> str:
-    return _content(nvrtc, program, what).rstrip(b"\0").decode(errors="replace")
+def _decoded(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")

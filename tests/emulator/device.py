@@ -9,7 +9,7 @@ import numpy as np
 
 from deep_moe.emulator import EmulatorError, Machine
 from deep_moe.jit.headers import find_headers
-from deep_moe.jit.nvrtc import compile_source
+from deep_moe.jit.nvrtc import compile_to_ptx
 
 PRELUDE = """
 typedef unsigned char u8;
@@ -54,7 +54,7 @@ def ptx_of(source: str, arch: str) -> str:
     text = PRELUDE.replace("again:", "again_%=:").replace("bra again;", "bra again_%=;") + source
     # CUDA's own headers, for a source that names one.
     includes = find_headers().include_paths if "#include" in source else ()
-    return compile_source(text, arch=arch, kernel="kernel", include_paths=includes).ptx
+    return compile_to_ptx(text, arch=arch, include_paths=includes)
 
 
 def aligned(array: np.ndarray, alignment: int = 1024) -> np.ndarray:

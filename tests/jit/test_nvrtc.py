@@ -7,7 +7,7 @@ import pytest
 
 from deep_moe.errors import CompileError, MissingPackageError
 from deep_moe.jit import nvrtc
-from deep_moe.jit.nvrtc import compile_source, compiler_version, parse_resources
+from deep_moe.jit.nvrtc import compile_source, compile_to_ptx, compiler_version, parse_resources
 
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(128, 1) add_one(float* p) {
@@ -28,6 +28,7 @@ def test_one_compile_gives_cubin_and_ptx(arch: str) -> None:
     assert ".loc" in result.ptx  # line information for error messages of the emulator
     assert not result.ptx.endswith("\0")
     assert result.resources.static_smem_bytes == 512
+    assert compile_to_ptx(SOURCE, arch=arch, kernel="add_one") == result.ptx
     assert 0 < result.resources.num_registers <= 255
     assert result.resources.spill_store_bytes == 0
 

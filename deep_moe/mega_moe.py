@@ -95,7 +95,7 @@ class CallPlan:
     """
 
     config: MegaMoEConfig
-    tile: tuple[str, int, int, int, int]
+    tile: tuple[str, int, int, int, int, int]
     num_tokens: int
     is_checked: bool
     wait_timeout_ns: int
@@ -482,6 +482,7 @@ def _make_plan(
         tile=(
             config.arch,
             config.block_m,
+            config.block_m_step,
             config.block_n,
             config.block_k,
             config.store_block_m,

@@ -95,8 +95,9 @@ class RankTrace:
     num_n_blocks: numbers of weight blocks per expert that `detail` counts with, for Linear1 and
     Linear2. spans: steps in the order of (cta, track, start_ns); the fields of `_SPAN_DTYPE`.
     `detail` is that of trace.cuh, in nanoseconds where that counts ticks. clock_error_ns: how far
-    the last anchor of the worst CTA is from the line through its first one. num_lost: records that
-    found no room.
+    the last anchor of the worst CTA is from the line through its first one. sm_clock_mhz: ticks per
+    microsecond in the median CTA; in the emulator, where a tick is a nanosecond, 1000. num_lost:
+    records that found no room.
     """
 
     rank: int
@@ -104,6 +105,7 @@ class RankTrace:
     is_emulated: bool
     spans: np.ndarray
     clock_error_ns: float
+    sm_clock_mhz: float
     num_lost: int
 
     def shifted(self, nanoseconds: float) -> RankTrace:
@@ -163,6 +165,7 @@ class Recorder:
             is_emulated=self.buffer.is_emulated,
             spans=_spans(records, clock),
             clock_error_ns=clock.error_ns,
+            sm_clock_mhz=1e3 / clock.ns_per_tick,
             num_lost=int(ctas["num_lost"].sum()),
         )
 
@@ -272,8 +275,8 @@ def breakdown(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """Where the time of aligned ranks went, in microseconds, as JSON takes it.
 
     timeline: when things happened, on the common clock. tracks: what the mean CTA spent on each
-    step. blocks: how many a CTA computed. All of them for each of `ranks`, and of these the mean
-    and, of `timeline`, the latest, over ranks.
+    step. blocks: how many a CTA computed. sm_clock_mhz: see RankTrace. All of them for each of
+    `ranks`, and of these the mean and, of `timeline`, the latest, over ranks.
     """
     single = [_rank_breakdown(rank) for rank in ranks]
     timelines = [one["timeline"] for one in single]
@@ -289,6 +292,7 @@ def breakdown(ranks: Sequence[RankTrace]) -> dict[str, Any]:
         "blocks": _mean_of([one["blocks"] for one in single]),
         "clock_error": max(rank.clock_error_ns for rank in ranks) / 1e3,
         "alignment_error": alignment_error_ns(ranks) / 1e3,
+        "sm_clock_mhz": float(np.mean([rank.sm_clock_mhz for rank in ranks])),
         "num_lost": sum(rank.num_lost for rank in ranks),
         "ranks": single,
     }
@@ -300,7 +304,12 @@ def _rank_breakdown(rank: RankTrace) -> dict[str, Any]:
         for name, text in ((name, tracks().text[n]) for name, n in tracks().number.items())
         if (sums := _track_sums(rank, name))
     }
-    return {"timeline": _timeline(rank), "tracks": by_track, "blocks": _block_counts(rank)}
+    return {
+        "timeline": _timeline(rank),
+        "tracks": by_track,
+        "blocks": _block_counts(rank),
+        "sm_clock_mhz": rank.sm_clock_mhz,
+    }
 
 
 def _timeline(rank: RankTrace) -> dict[str, float]:
@@ -464,6 +473,7 @@ def table(breakdowns: Mapping[str, Mapping[str, Any]]) -> str:
         {
             "error of an SM's clock": one["clock_error"],
             "error between ranks": one["alignment_error"],
+            "SM clock, MHz": one["sm_clock_mhz"],
             "records lost": one["num_lost"],
         }
         for one in breakdowns.values()

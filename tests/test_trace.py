@@ -240,7 +240,7 @@ def test_waits_are_of_the_phase_they_belong_to() -> None:
         for name in (*rank_barriers(), "await_counts")
     ]
     spans = np.array(barriers + rows, trace._SPAN_DTYPE)
-    rank = trace.RankTrace(0, (3, 2), True, spans, clock_error_ns=0.0, num_lost=1)
+    rank = trace.RankTrace(0, (3, 2), True, spans, clock_error_ns=0.0, sm_clock_mhz=1e3, num_lost=1)
     assert trace.breakdown([rank])["tracks"]["math"] == {
         "wait for the first block": 7.0,
         "wait for a Linear2 block": 3.0,
@@ -340,6 +340,7 @@ def test_gpu_clocks_come_out_on_one_clock(sm90: Recorded) -> None:
         assert abs(left[0] - left[1]) <= spread + 3 * 32
     for found, truth in zip(found_ranks, sm90.ranks, strict=True):
         assert found.clock_error_ns <= 32
+        assert found.sm_clock_mhz == pytest.approx(1e3 * ticks_per_ns, rel=1e-2)
         difference = found.spans["start_ns"] - truth.spans["start_ns"]
         # What is left is one shift of the whole rank: where it left the barrier.
         assert np.ptp(difference) <= 3 * 32

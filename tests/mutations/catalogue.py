@@ -561,7 +561,15 @@ SM90_MUTATIONS = (
         "                rescale",
         "race",
     ),
-    M("stage_not_awaited", S90_LOOP, "                await_stage();\n", "", "race"),
+    M("stage_not_awaited", S90_LOOP, "if (!next_is_loaded) await_stage();", "", "race"),
+    M("stage_asked_for_in_vain", S90_LOOP, "if (!next_is_loaded)", "if (next_is_loaded)", "race"),
+    M(
+        "parity_of_the_stage_before",
+        S90_LOOP,
+        "full_barrier(ring_.stage), ring_.parity);",
+        "full_barrier(ring_.stage), ring_.parity ^ 1);",
+        "race",
+    ),
     M("one_warp_releases", S90_LOOP, "thread_idx_ % warp_size == 0", "thread_idx_ == 0", "timeout"),
     M(
         "every_lane_releases",
@@ -575,8 +583,8 @@ SM90_MUTATIONS = (
     M(
         "descriptor_stride",
         S90_LOOP,
-        "uint64_t{1024 >> 4} << 32",
-        "uint64_t{512 >> 4} << 32",
+        "stride = 1024 >> 4",
+        "stride = 512 >> 4",
         "result",
     ),
     M(
@@ -647,9 +655,16 @@ SM90_MUTATIONS = (
         "                                      smem.empty_barrier(ring.stage), ring.parity ^ 1)) {\n"
         "                return;\n"
         "            }\n"
-        "            if (has_own",
-        "            if (has_own",
+        "            if (k_block_idx == 0) {",
+        "            if (k_block_idx == 0) {",
         "race",
+    ),
+    M(
+        "no_scale_may_change",
+        S90_LOAD_A,
+        "store_change_of_scale(smem, ring.stage, has_own_scales);",
+        "store_change_of_scale(smem, ring.stage, false);",
+        "result",
     ),
     M(
         "arrival_without_syncwarp",

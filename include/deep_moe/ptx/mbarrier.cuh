@@ -61,4 +61,19 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
     return done != 0;
 }
 
+// The same, but never suspends.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 }  // namespace deep_moe::ptx

@@ -90,11 +90,13 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                       smem.empty_barrier(ring.stage), ring.parity ^ 1)) {
                 return;
             }
-            if (has_own_scales) {
+            if (k_block_idx == 0) {
+                store_change_of_scale(smem, ring.stage, has_own_scales);
+            } else if (has_own_scales) {
                 rescaler.store(smem, ring.stage, k_block_idx);
-                if (is_last) rescaler.store_scales(smem.l2_token_factors(slots.stage), k_block_idx);
-            } else {
-                store_change_of_scale(smem, ring.stage, false);
+            }
+            if (has_own_scales && is_last) {
+                rescaler.store_scales(smem.l2_token_factors(slots.stage), k_block_idx);
             }
             __syncwarp();
             if (ptx::elect_sync()) {

@@ -34,12 +34,16 @@ __device__ __forceinline__ float (&first_of(float (&all)[num_all])) [num_first] 
 }
 
 // wgmma descriptor of an operand with 128 bytes of K per row in the 128-byte swizzle: address in
-// units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1.
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
-    constexpr uint64_t swizzle_128b = uint64_t{1} << 62;
-    constexpr uint64_t stride = uint64_t{1024 >> 4} << 32;
-    constexpr uint64_t leading = uint64_t{1} << 16;  // without meaning for a swizzled operand
-    return swizzle_128b | stride | leading | ((smem_address & 0x3ffff) >> 4);
+// units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1. Only the
+// lower half depends on the address.
+__device__ __forceinline__ uint32_t operand_descriptor_low(uint32_t smem_address) {
+    constexpr uint32_t leading = 1 << 16;  // without meaning for a swizzled operand
+    return leading + (smem_address >> 4);
+}
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
+    constexpr uint32_t swizzle_128b = 1u << 30;
+    constexpr uint32_t stride = 1024 >> 4;
+    return uint64_t{swizzle_128b | stride} << 32 | low;
 }
 
 // One thread's walk through the stages; all threads of a warpgroup make it together.
@@ -73,10 +77,14 @@ class MainLoop {
         }
         stage_wait_.reset();
         Stage stage = enter_stage();
+        const bool may_change_scale = changes_scale(smem_, stage.idx);
 #pragma unroll 1
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            const uint64_t tokens = operand_descriptor(smem_.activations(stage.idx));
-            if (changes_scale(smem_, stage.idx)) {
+            // Asked for here, needed half a k-block later: nobody waits for the answer.
+            const bool next_is_loaded =
+                ptx::mbarrier_test_wait_parity(smem_.full_barrier(ring_.stage), ring_.parity);
+            const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
+            if (may_change_scale && k_block_idx > 0 && changes_scale(smem_, stage.idx)) {
                 // ptxas gives up all overlap when accumulators are touched while it is not plain
                 // which products are complete: hence a wait for all of them, just before.
                 ptx::wgmma_wait_group<0>();
@@ -90,13 +98,14 @@ class MainLoop {
             if (k_block_idx > 0) release(stage_before(stage.idx));
 
             decode<1>(stage.packed, stage.shifts, fragments[1]);
-            multiply(lower, fragments[1], tokens);
+            keep_order(fragments[1]);
             if (k_block_idx + 1 < num_k_blocks) {
                 stage_wait_.start();
-                await_stage();
+                if (!next_is_loaded) await_stage();
                 stage_wait_.stop();
                 stage = enter_stage();
             }
+            multiply(lower, fragments[1], tokens);
             ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next
         }
         ptx::wgmma_wait_group<0>();
@@ -128,13 +137,23 @@ class MainLoop {
     template <uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
                                              const uint32_t (&fragments)[mmas_per_k_block][4],
-                                             uint64_t tokens) {
+                                             uint32_t tokens) {
         ptx::wgmma_fence();
 #pragma unroll
         for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
-            ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragments[i], tokens + i * (mma_k >> 4));
+            ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragments[i],
+                                            operand_descriptor(tokens + i * (mma_k >> 4)));
         }
         ptx::wgmma_commit_group();
+    }
+
+    // Keeps the compiler from decoding between products, which then would not overlap.
+    __device__ static __forceinline__ void keep_order(uint32_t (&fragments)[mmas_per_k_block][4]) {
+#pragma unroll
+        for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i][j]));
+        }
     }
 
     // Every warp for itself: the tensor core may be done with one warp's rows before another's.

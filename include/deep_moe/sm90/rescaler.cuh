@@ -23,8 +23,9 @@ __device__ __forceinline__ uint16_t bf16_ratio(uint32_t old_scale, uint32_t new_
     return static_cast<uint16_t>(min(max(exponent, 1), 254) << 7);
 }
 
-// Whether the accumulators must be rescaled before the k-block of a stage is added. Written by one
-// whole warp, for every k-block; read by all math warps.
+// Of the first k-block of a block: whether any other may change scales. Of these, only where that
+// is so: whether the accumulators must be rescaled before the k-block is added. Written by one
+// whole warp, read by all math warps.
 template <class Config>
 __device__ __forceinline__ void store_change_of_scale(const SharedMemory<Config>& smem,
                                                       uint32_t stage, bool changes) {
@@ -48,23 +49,21 @@ class Rescaler {
     __device__ Rescaler(const uint32_t* scales, uint32_t num_valid_rows)
         : scales_(scales), num_valid_rows_(num_valid_rows) {}
 
-    // What a k-block asks for, into its stage, which is empty. The caller's arrival on the stage's
-    // barrier, after a __syncwarp, releases it. The accumulators of the first one are zero.
+    // What a k-block behind the first asks for, into its stage, which is empty. The caller's
+    // arrival on the stage's barrier, after a __syncwarp, releases it.
     __device__ void store(const SharedMemory<Config>& smem, uint32_t stage,
                           uint32_t k_block_idx) const {
+        uint32_t old_scales[num_tokens_per_lane];
+        uint32_t new_scales[num_tokens_per_lane];
+        load(k_block_idx - 1, old_scales);
+        load(k_block_idx, new_scales);
         bool changes = false;
-        if (k_block_idx > 0) {
-            uint32_t old_scales[num_tokens_per_lane];
-            uint32_t new_scales[num_tokens_per_lane];
-            load(k_block_idx - 1, old_scales);
-            load(k_block_idx, new_scales);
 #pragma unroll
-            for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
-                changes |= old_scales[i] != new_scales[i];
-            }
-            changes = __any_sync(full_warp, changes);
-            if (changes) store_factors(smem, stage, old_scales, new_scales);
+        for (uint32_t i = 0; i < num_tokens_per_lane; ++i) {
+            changes |= old_scales[i] != new_scales[i];
         }
+        changes = __any_sync(full_warp, changes);
+        if (changes) store_factors(smem, stage, old_scales, new_scales);
         store_change_of_scale(smem, stage, changes);
     }
 

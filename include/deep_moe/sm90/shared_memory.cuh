@@ -38,7 +38,8 @@ class SharedMemory {
     __device__ uint32_t rescale_factors(uint32_t stage) const {
         return base_ + Smem::rescale_factors_offset + stage * Config::block_m * sizeof(uint16_t);
     }
-    // u32: whether these factors are to be applied; they are written only then.
+    // u32: whether these factors are to be applied; they are written only then. A block's first
+    // k-block has no factors: there it says whether any later one may have (rescaler.cuh).
     __device__ uint32_t change_of_scale(uint32_t stage) const {
         return base_ + Smem::changes_of_scale_offset + stage * sizeof(uint32_t);
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 
 from .choices import (
     MIN_STAGES,
@@ -35,18 +37,21 @@ NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
 
 # Tokens per tile, which is the N of wgmma. With 160 the compiler no longer overlaps the products
-# with anything else (232 registers are a few short of what both phases need beside the
-# accumulators): on an H200, 2026-11-20, a layer of deepseek-v4-pro with 8192 tokens ran 7 % slower
-# with it than with 128.
-BLOCK_MS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-# Tiles of different sizes in one kernel: of up to this many tokens, in such steps. Each size is a
-# main loop of its own; with steps of 16 the compiler no longer overlaps the products.
-MIXED_BLOCK_M = 128
-MIXED_BLOCK_M_STEP = 32
-# Tiles of one size, and how many standard deviations more tokens than an expert expects they have
-# to hold to be chosen. 80: on an H200, 2026-11-21, 64 tokens per expert of deepseek-v4-pro took 3 %
-# less with it than with tiles of different sizes, 96 of deepseek-v4-flash 42 % more.
-SINGLE_BLOCK_MS = {8: 3, 16: 3, 24: 3, 32: 3, 40: 3, 48: 3, 56: 3, 64: 3, 80: 2}
+# with anything else: their registers are a few too many for what the other half of a warpgroup's
+# rows needs meanwhile.
+BLOCK_MS = tuple(range(8, 160, 8))
+# Tiles of different sizes in one kernel: from half of block_m up to block_m, in such steps. Each
+# size is a main loop of its own, for which there have to be registers.
+MIXED_STEPS = {128: 32, 144: 72}
+# What tiles cost, fitted to 80 times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768
+# tokens per expert of both DeepSeek-V4 shapes, of which it tells the fastest tile but for 1 %. A
+# tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
+# takes less, because its weights do not come from HBM. Tiles of different sizes take two copies
+# each.
+TILE_ROWS_PER_UNIT = 150
+FURTHER_TILE_COST = 0.6
+MIXED_TILES_COST = 1.02
+MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
 # Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting
 # for Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
 BLOCKS_PER_SM_AND_WAVE = 6
@@ -78,21 +83,60 @@ def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
 
 
 def choose_block_m(expected: Fraction) -> int:
-    """The smallest tile that holds two or three standard deviations more tokens than an expert
-    expects.
+    """The tile with the least expected cost, if routing scatters the tokens of an expert like a
+    Poisson count with this mean.
 
-    Routing scatters the tokens of an expert like a Poisson count. A second tile would read the
-    expert's weights again, which costs more than to multiply with rows that are not used. With more
-    tokens than one small tile holds, tiles of different sizes fit each expert.
+    Rows that no token fills cost products, tokens beyond a tile cost a second one, which decodes
+    the expert's weights again.
 
-    >>> [choose_block_m(Fraction(m)) for m in (0, 2, 3, 7, 8, 12, 18, 19, 31, 44, 45, 65, 512)]
-    [8, 8, 16, 16, 24, 24, 32, 40, 48, 64, 80, 128, 128]
+    >>> [choose_block_m(Fraction(m)) for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
+    [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 152]
     """
-    for block_m, num_deviations in SINGLE_BLOCK_MS.items():
-        margin = block_m - expected
-        if margin >= 0 and margin**2 >= num_deviations**2 * expected:
-            return block_m
-    return MIXED_BLOCK_M
+    # A call's first look at a number of tokens shall not take milliseconds.
+    return _choose_block_m(expected if expected < 32 else Fraction(round(expected)))
+
+
+@lru_cache(maxsize=4096)
+def _choose_block_m(expected: Fraction) -> int:
+    counts = _likely_counts(float(expected))
+    # Tiles of different sizes only where more than the smallest of them would be used.
+    block_ms = [m for m in BLOCK_MS if m not in MIXED_STEPS or 2 * expected > m]
+    return min(block_ms, key=lambda block_m: _expected_cost(block_m, counts))
+
+
+def _likely_counts(mean: float) -> list[tuple[int, float]]:
+    """Counts of a Poisson distribution, without its tails, and their probabilities, up to a factor.
+    Of many, every second, third, ...: enough to tell tiles apart."""
+    if mean == 0:
+        return []
+    spread = 6 * math.sqrt(mean)
+    first, last = max(1, math.floor(mean - spread)), math.ceil(mean + spread)
+    counts = range(first, last + 1, max(1, (last - first) // MAX_COUNTS))
+    return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in counts]
+
+
+def _expected_cost(block_m: int, counts: list[tuple[int, float]]) -> float:
+    step = MIXED_STEPS.get(block_m, block_m)
+    cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
+    return cost * (1 if step == block_m else MIXED_TILES_COST)
+
+
+def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
+    """Of one expert, whose tiles are as few as can be and as equal as the steps allow
+    (layout/expert_tiles.cuh).
+
+    >>> _tiles_cost(140, 144, 72) == _tiles_cost(144, 144, 144) == 1 + 144 / 150
+    True
+    """
+    num_tiles = ceil_div(num_tokens, block_m)
+    num_steps = max(ceil_div(num_tokens, step), num_tiles * ceil_div(block_m // 2, step))
+    first = ceil_div(num_steps, num_tiles) * step
+    further = num_steps * step - first
+    return (
+        1
+        + first / TILE_ROWS_PER_UNIT
+        + FURTHER_TILE_COST * (num_tiles - 1 + further / TILE_ROWS_PER_UNIT)
+    )
 
 
 def num_block_slots(config: ConfigFields) -> int:
@@ -146,14 +190,14 @@ def choose_fields(
     block_m = choose(
         "block_m",
         choose_block_m(expected),
-        f"{float(expected):.4g} tokens per expert expected, and 3 standard deviations on top",
+        f"least expected cost with {float(expected):.4g} tokens per expert",
     )
     if block_m not in BLOCK_MS:
         raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
     steps = {block_m: "all m-blocks have the same size"}
-    if block_m == MIXED_BLOCK_M:
+    if block_m in MIXED_STEPS:
         steps = {
-            MIXED_BLOCK_M_STEP: "m-blocks are fitted to each expert's tokens, in these steps",
+            MIXED_STEPS[block_m]: "m-blocks are fitted to each expert's tokens, in these steps",
             **steps,
         }
     block_m_step = choose("block_m_step", *next(iter(steps.items())))

@@ -10,7 +10,7 @@ from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, 
 
 from .layer_case import LayerCase
 
-TILES = (8, 16, 24, 40, 48, 64, 80, 96, 112, 128)
+TILES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 152)
 
 
 def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
@@ -40,16 +40,24 @@ def test_every_tile(block_m: int) -> None:
     assert result.is_exact, result
 
 
-def test_experts_that_need_blocks_of_different_sizes() -> None:
-    """One to three m-blocks of 64, 96 or 128 rows, full, with one row, or with one row missing."""
-    counts = [1, 64, 65, 96, 97, 128, 129, 161, 0, 192, 193, 289]
+@pytest.mark.parametrize(
+    ("block_m", "counts"),
+    [
+        (128, [1, 64, 65, 96, 97, 128, 129, 161, 0, 192, 193, 289]),
+        (144, [1, 71, 72, 73, 144, 145, 216, 217, 0, 288, 289, 361]),
+    ],
+)
+def test_experts_that_need_blocks_of_different_sizes(block_m: int, counts: list[int]) -> None:
+    """One to three m-blocks of 64, 96 or 128 rows, or of 72 or 144, full, with one row, or with one
+    row missing."""
     shape = one_rank(max(counts), num_experts=12, num_topk=12, hidden=128, intermediate_hidden=128)
     tokens = exact_tokens(shape, max(counts), seed=5)
     token_idx = torch.arange(max(counts)).unsqueeze(1)
     experts = torch.arange(12).expand_as(tokens.topk_idx)
     topk_idx = torch.where(token_idx < torch.tensor(counts), experts, -1)
     (result,) = sm90_case(shape).compare_call(
-        [Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)], overrides={"block_m": 128}
+        [Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)],
+        overrides={"block_m": block_m},
     )
     assert result.is_exact, result
 

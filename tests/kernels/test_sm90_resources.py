@@ -7,7 +7,7 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
 
-TILES = (8, 24, 64, 80, 112, 128)
+TILES = (8, 24, 64, 80, 112, 128, 144, 152)
 # Tiles of different sizes leave the loaders 56 registers, with which those who know the counts keep
 # some in local memory: 8 bytes for deepseek-v4-pro, the most with 256 experts on one rank.
 MAX_SPILL_BYTES_OF_MIXED_TILES = 64

@@ -37,10 +37,18 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define DEEP_MOE_NUMBERS_24 DEEP_MOE_NUMBERS_20 ", %20, %21, %22, %23"
 #define DEEP_MOE_NUMBERS_28 DEEP_MOE_NUMBERS_24 ", %24, %25, %26, %27"
 #define DEEP_MOE_NUMBERS_32 DEEP_MOE_NUMBERS_28 ", %28, %29, %30, %31"
-#define DEEP_MOE_NUMBERS_40 DEEP_MOE_NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define DEEP_MOE_NUMBERS_48 DEEP_MOE_NUMBERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define DEEP_MOE_NUMBERS_56 DEEP_MOE_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define DEEP_MOE_NUMBERS_64 DEEP_MOE_NUMBERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define DEEP_MOE_NUMBERS_36 DEEP_MOE_NUMBERS_32 ", %32, %33, %34, %35"
+#define DEEP_MOE_NUMBERS_40 DEEP_MOE_NUMBERS_36 ", %36, %37, %38, %39"
+#define DEEP_MOE_NUMBERS_44 DEEP_MOE_NUMBERS_40 ", %40, %41, %42, %43"
+#define DEEP_MOE_NUMBERS_48 DEEP_MOE_NUMBERS_44 ", %44, %45, %46, %47"
+#define DEEP_MOE_NUMBERS_52 DEEP_MOE_NUMBERS_48 ", %48, %49, %50, %51"
+#define DEEP_MOE_NUMBERS_56 DEEP_MOE_NUMBERS_52 ", %52, %53, %54, %55"
+#define DEEP_MOE_NUMBERS_60 DEEP_MOE_NUMBERS_56 ", %56, %57, %58, %59"
+#define DEEP_MOE_NUMBERS_64 DEEP_MOE_NUMBERS_60 ", %60, %61, %62, %63"
+#define DEEP_MOE_NUMBERS_68 DEEP_MOE_NUMBERS_64 ", %64, %65, %66, %67"
+#define DEEP_MOE_NUMBERS_72 DEEP_MOE_NUMBERS_68 ", %68, %69, %70, %71"
+#define DEEP_MOE_NUMBERS_76 DEEP_MOE_NUMBERS_72 ", %72, %73, %74, %75"
+#define DEEP_MOE_NUMBERS_80 DEEP_MOE_NUMBERS_76 ", %76, %77, %78, %79"
 #define DEEP_MOE_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DEEP_MOE_FLOATS_8(d, i) DEEP_MOE_FLOATS_4(d, i), DEEP_MOE_FLOATS_4(d, i + 4)
 #define DEEP_MOE_FLOATS_12(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_4(d, i + 8)
@@ -49,10 +57,18 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define DEEP_MOE_FLOATS_24(d, i) DEEP_MOE_FLOATS_20(d, i), DEEP_MOE_FLOATS_4(d, i + 20)
 #define DEEP_MOE_FLOATS_28(d, i) DEEP_MOE_FLOATS_24(d, i), DEEP_MOE_FLOATS_4(d, i + 24)
 #define DEEP_MOE_FLOATS_32(d, i) DEEP_MOE_FLOATS_28(d, i), DEEP_MOE_FLOATS_4(d, i + 28)
-#define DEEP_MOE_FLOATS_40(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_8(d, i + 32)
-#define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_40(d, i), DEEP_MOE_FLOATS_8(d, i + 40)
-#define DEEP_MOE_FLOATS_56(d, i) DEEP_MOE_FLOATS_48(d, i), DEEP_MOE_FLOATS_8(d, i + 48)
-#define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_56(d, i), DEEP_MOE_FLOATS_8(d, i + 56)
+#define DEEP_MOE_FLOATS_36(d, i) DEEP_MOE_FLOATS_32(d, i), DEEP_MOE_FLOATS_4(d, i + 32)
+#define DEEP_MOE_FLOATS_40(d, i) DEEP_MOE_FLOATS_36(d, i), DEEP_MOE_FLOATS_4(d, i + 36)
+#define DEEP_MOE_FLOATS_44(d, i) DEEP_MOE_FLOATS_40(d, i), DEEP_MOE_FLOATS_4(d, i + 40)
+#define DEEP_MOE_FLOATS_48(d, i) DEEP_MOE_FLOATS_44(d, i), DEEP_MOE_FLOATS_4(d, i + 44)
+#define DEEP_MOE_FLOATS_52(d, i) DEEP_MOE_FLOATS_48(d, i), DEEP_MOE_FLOATS_4(d, i + 48)
+#define DEEP_MOE_FLOATS_56(d, i) DEEP_MOE_FLOATS_52(d, i), DEEP_MOE_FLOATS_4(d, i + 52)
+#define DEEP_MOE_FLOATS_60(d, i) DEEP_MOE_FLOATS_56(d, i), DEEP_MOE_FLOATS_4(d, i + 56)
+#define DEEP_MOE_FLOATS_64(d, i) DEEP_MOE_FLOATS_60(d, i), DEEP_MOE_FLOATS_4(d, i + 60)
+#define DEEP_MOE_FLOATS_68(d, i) DEEP_MOE_FLOATS_64(d, i), DEEP_MOE_FLOATS_4(d, i + 64)
+#define DEEP_MOE_FLOATS_72(d, i) DEEP_MOE_FLOATS_68(d, i), DEEP_MOE_FLOATS_4(d, i + 68)
+#define DEEP_MOE_FLOATS_76(d, i) DEEP_MOE_FLOATS_72(d, i), DEEP_MOE_FLOATS_4(d, i + 72)
+#define DEEP_MOE_FLOATS_80(d, i) DEEP_MOE_FLOATS_76(d, i), DEEP_MOE_FLOATS_4(d, i + 76)
 
 // D[64 rows][n] += A (E5M2) x B (E4M3), K = 32, FP32 accumulation. `b_descriptor`: n rows of 32
 // bytes of K.
@@ -76,10 +92,18 @@ DEEP_MOE_WGMMA("40", 20, "%20", "%21", "%22", "%23", "%24")
 DEEP_MOE_WGMMA("48", 24, "%24", "%25", "%26", "%27", "%28")
 DEEP_MOE_WGMMA("56", 28, "%28", "%29", "%30", "%31", "%32")
 DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36")
+DEEP_MOE_WGMMA("72", 36, "%36", "%37", "%38", "%39", "%40")
 DEEP_MOE_WGMMA("80", 40, "%40", "%41", "%42", "%43", "%44")
+DEEP_MOE_WGMMA("88", 44, "%44", "%45", "%46", "%47", "%48")
 DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50", "%51", "%52")
+DEEP_MOE_WGMMA("104", 52, "%52", "%53", "%54", "%55", "%56")
 DEEP_MOE_WGMMA("112", 56, "%56", "%57", "%58", "%59", "%60")
+DEEP_MOE_WGMMA("120", 60, "%60", "%61", "%62", "%63", "%64")
 DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
+DEEP_MOE_WGMMA("136", 68, "%68", "%69", "%70", "%71", "%72")
+DEEP_MOE_WGMMA("144", 72, "%72", "%73", "%74", "%75", "%76")
+DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
+DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
@@ -90,10 +114,18 @@ DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
 #undef DEEP_MOE_NUMBERS_24
 #undef DEEP_MOE_NUMBERS_28
 #undef DEEP_MOE_NUMBERS_32
+#undef DEEP_MOE_NUMBERS_36
 #undef DEEP_MOE_NUMBERS_40
+#undef DEEP_MOE_NUMBERS_44
 #undef DEEP_MOE_NUMBERS_48
+#undef DEEP_MOE_NUMBERS_52
 #undef DEEP_MOE_NUMBERS_56
+#undef DEEP_MOE_NUMBERS_60
 #undef DEEP_MOE_NUMBERS_64
+#undef DEEP_MOE_NUMBERS_68
+#undef DEEP_MOE_NUMBERS_72
+#undef DEEP_MOE_NUMBERS_76
+#undef DEEP_MOE_NUMBERS_80
 #undef DEEP_MOE_FLOATS_4
 #undef DEEP_MOE_FLOATS_8
 #undef DEEP_MOE_FLOATS_12
@@ -102,10 +134,18 @@ DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
 #undef DEEP_MOE_FLOATS_24
 #undef DEEP_MOE_FLOATS_28
 #undef DEEP_MOE_FLOATS_32
+#undef DEEP_MOE_FLOATS_36
 #undef DEEP_MOE_FLOATS_40
+#undef DEEP_MOE_FLOATS_44
 #undef DEEP_MOE_FLOATS_48
+#undef DEEP_MOE_FLOATS_52
 #undef DEEP_MOE_FLOATS_56
+#undef DEEP_MOE_FLOATS_60
 #undef DEEP_MOE_FLOATS_64
+#undef DEEP_MOE_FLOATS_68
+#undef DEEP_MOE_FLOATS_72
+#undef DEEP_MOE_FLOATS_76
+#undef DEEP_MOE_FLOATS_80
 
 // Keeps the compiler from moving uses of an accumulator in front of the wait that completes it.
 template <uint32_t num_accumulators>

@@ -94,6 +94,18 @@ class Scheduler {
                                        : ceil_div(Config::num_l2_n_blocks, Config::cluster_size);
     }
 
+    // Who has not published a count for a local expert. Any thread.
+    __device__ RankSet silent_ranks(uint32_t local_expert_idx) const {
+        RankSet ranks;
+#pragma unroll 1  // once per call at most; unrolled, it costs registers
+        for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
+            if (ptx::ld_relaxed_sys(local_.expert_recv_count(rank_idx, local_expert_idx)) == 0) {
+                ranks.insert(rank_idx);
+            }
+        }
+        return ranks;
+    }
+
     SymmBuffer<Config> local_;
     uint32_t cta_rank_;
     uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
@@ -110,29 +122,41 @@ class Scheduler {
 
 template <class Config>
 __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
-    bool arrived = true;
+    constexpr uint32_t num_reports = Config::num_sms * Config::num_ranks;
+    const auto load_sum = [&](uint32_t expert_idx) {
+        return ptx::ld_relaxed_sys(local_.expert_recv_sum(expert_idx));
+    };
+
+    // Some warps of every CTA wait here. Each polls one word only, by one lane, and not all CTAs
+    // the same one, so that the peers' additions to these words need not queue behind hundreds of
+    // polls for all of them.
+    const uint32_t sample_idx = next_pair_ % num_experts;
+    if (!waiter.warp_until(
+            WaitSite::expert_counts, num_reports, [&] { return load_sum(sample_idx) >> 32; },
+            [&] { return silent_ranks(sample_idx); })) {
+        return false;
+    }
+
+    // The other experts' are there too, or on their way. Their loads are under way together.
+    uint64_t sums[num_experts_per_lane];
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
         const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
-        if (expert_idx >= num_experts) continue;
-        uint64_t sum = 0;
-        const auto num_reports = [&] {
-            sum = ptx::ld_relaxed_sys(local_.expert_recv_sum(expert_idx));
-            return sum >> 32;
-        };
-        const auto silent_ranks = [&] {
-            RankSet ranks;
-#pragma unroll 1  // once per call at most; unrolled, it costs registers
-            for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
-                if (ptx::ld_relaxed_sys(local_.expert_recv_count(rank_idx, expert_idx)) == 0) {
-                    ranks.insert(rank_idx);
-                }
-            }
-            return ranks;
-        };
-        arrived &= waiter.until(WaitSite::expert_counts, Config::num_sms * Config::num_ranks,
-                                num_reports, silent_ranks);
-        num_tokens_[i] = static_cast<uint32_t>(sum);
+        sums[i] = expert_idx < num_experts ? load_sum(expert_idx) : uint64_t{num_reports} << 32;
+    }
+    bool arrived = true;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        if (sums[i] >> 32 != num_reports) {
+            const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
+            const auto poll = [&] {
+                sums[i] = load_sum(expert_idx);
+                return sums[i] >> 32;
+            };
+            arrived &= waiter.until(WaitSite::expert_counts, num_reports, poll,
+                                    [&] { return silent_ranks(expert_idx); });
+        }
+        num_tokens_[i] = static_cast<uint32_t>(sums[i]);
     }
     if (!waiter.warp_agrees(arrived)) return false;
 

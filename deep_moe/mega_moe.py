@@ -531,7 +531,7 @@ def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
         _kernel(config),
         num_threads=config.num_threads,
         smem_bytes=config.smem_bytes,
-        is_cooperative=True,  # for the kernel's grid barriers
+        is_cooperative=True,  # CTAs wait for each other
     )
 
 

@@ -263,9 +263,8 @@ def alignment_error_ns(ranks: Sequence[RankTrace]) -> float:
 
 
 def _meeting_ns(rank: RankTrace, meeting: str) -> float:
-    """When a rank, that is its CTA 0, leaves a step that waits for all ranks."""
-    spans = rank.select("dispatch", meeting)
-    return float(spans["end_ns"][spans["cta"] == 0][0])
+    """When a rank, that is the first of its CTAs, leaves a step that waits for all ranks."""
+    return float(rank.select("dispatch", meeting)["end_ns"].min())
 
 
 # ---- Breakdown -----------------------------------------------------------------------------------
@@ -356,14 +355,15 @@ def _timeline(rank: RankTrace) -> dict[str, float]:
 
 
 def _track_sums(rank: RankTrace, track: str) -> dict[str, float]:
-    """Time that the mean CTA spends on each step of a track; on what only CTA 0 does, CTA 0."""
+    """Time that the mean CTA spends on each step of a track; on what one CTA does for all, that
+    one."""
     spans = rank.select(track)
     if not len(spans):
         return {}
     number, text = steps().number, steps().text
     num_ctas = len(np.unique(spans["cta"]))
     duration = (spans["end_ns"] - spans["start_ns"]) / 1e3
-    of_first_cta = _numbers("publish_counts", *_RANK_BARRIERS)
+    of_one_cta = _numbers("publish_counts", "rank_barrier_after_cleanup")
     sums: dict[str, float] = {}
 
     def add(name: str, chosen: np.ndarray) -> None:
@@ -372,8 +372,8 @@ def _track_sums(rank: RankTrace, track: str) -> dict[str, float]:
 
     for step in dict.fromkeys(spans["step"].tolist()):
         chosen = spans["step"] == step
-        if step in of_first_cta:
-            sums[text[step]] = float(duration[chosen & (spans["cta"] == 0)].sum())
+        if step in of_one_cta:
+            sums[text[step]] = float(duration[chosen].sum())
         elif step == number["await_block"]:
             for name, parts in _waits(spans).items():
                 add(name, parts)

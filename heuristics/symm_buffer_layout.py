@@ -11,7 +11,6 @@ from .shape import K_BLOCK, MoEShape
 
 SEGMENT_ALIGNMENT = 128
 TMA_ALIGNMENT = 1024
-NUM_GRID_SYNC_COUNTERS = 4
 
 
 def symm_buffer_layout(shape: MoEShape) -> Layout:
@@ -39,12 +38,7 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
         builder.add(name, dtype, dims, purpose, alignment=TMA_ALIGNMENT)
 
-    control(
-        "grid_sync_counters",
-        "u32",
-        (NUM_GRID_SYNC_COUNTERS,),
-        "bit 31 flips when all CTAs have arrived",
-    )
+    control("grid_gather_counter", "u32", (1,), "CTAs that have come; bit 31: the rank gave up")
     control("rank_barrier_counter", "u32", (1,), "low two bits: phase and sign of the barrier")
     control("rank_barrier_signals", "i32", (2,), "one signal per phase: 0, ranks, 0, ...")
     builder.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)

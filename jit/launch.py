@@ -140,7 +140,7 @@ class CudaLauncher:
     which takes longer than the rest of a launch in Python.
 
     num_threads, smem_bytes: as in RankLaunch. is_cooperative: all CTAs are resident at once,
-        whatever other streams do, as grid barriers need it.
+        whatever other streams do, as a kernel needs it whose CTAs wait for each other.
     """
 
     def __init__(

@@ -34,29 +34,28 @@ enum class TraceStep : uint16_t {
     none = 0,                         // nothing recorded
     end = 1,                          // end of the track
     count_tokens = 2,                 // count tokens
-    grid_barrier_before_publish = 3,  // grid barrier before counts are published
+    gather_before_publish = 3,        // gather CTAs before counts are published
     publish_counts = 4,               // publish counts
     await_counts = 5,                 // wait for token counts
     pull = 6,                         // pull
     await_compute = 7,                // wait for this CTA's blocks
-    grid_barrier_before_combine = 8,  // grid barrier before combine
+    gather_before_combine = 8,        // gather CTAs before combine
     rank_barrier_before_combine = 9,  // rank barrier before combine
-    grid_barrier_combine = 10,        // grid barrier that opens combine
-    clean_up = 11,                    // clean up
-    grid_barrier_after_cleanup = 12,  // grid barrier after clean-up
-    rank_barrier_after_cleanup = 13,  // rank barrier after clean-up
-    await_l1_tokens = 14,             // wait for Linear1 tokens
-    await_l2_tokens = 15,             // wait for Linear2 tokens
-    load_l1 = 16,                     // load Linear1
-    load_l2 = 17,                     // load Linear2
-    await_block = 18,                 // wait for a block
-    l1_main_loop = 19,                // Linear1 main loop
-    l2_main_loop = 20,                // Linear2 main loop
-    l1_epilogue = 21,                 // Linear1 epilogue
-    l2_epilogue = 22,                 // Linear2 epilogue
-    await_combine = 23,               // wait for combine
-    combine = 24,                     // combine
-    await_header = 25,                // wait to be told of a block
+    clean_up = 10,                    // clean up
+    gather_after_cleanup = 11,        // gather CTAs after clean-up
+    rank_barrier_after_cleanup = 12,  // rank barrier after clean-up
+    await_l1_tokens = 13,             // wait for Linear1 tokens
+    await_l2_tokens = 14,             // wait for Linear2 tokens
+    load_l1 = 15,                     // load Linear1
+    load_l2 = 16,                     // load Linear2
+    await_block = 17,                 // wait for a block
+    l1_main_loop = 18,                // Linear1 main loop
+    l2_main_loop = 19,                // Linear2 main loop
+    l1_epilogue = 20,                 // Linear1 epilogue
+    l2_epilogue = 21,                 // Linear2 epilogue
+    await_combine = 22,               // wait for combine
+    combine = 23,                     // combine
+    await_header = 24,                // wait to be told of a block
 };
 
 // detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop, *_epilogue:

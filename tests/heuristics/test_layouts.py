@@ -67,7 +67,7 @@ def test_declared_sizes_are_those_of_the_maps(config):
 def test_symmetric_buffer_segments_come_in_the_agreed_order():
     layout = symm_buffer_layout(SMALL)
     assert [segment.name for segment in layout.segments] == [
-        "grid_sync_counters",
+        "grid_gather_counter",
         "rank_barrier_counter",
         "rank_barrier_signals",
         "expert_send_count",

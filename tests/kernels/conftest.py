@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.jit.kernel_args import KernelArgs, WaitStatus
+
+if TYPE_CHECKING:
+    from deep_moe.emulator import Machine
+    from deep_moe.emulator.machine import Module, Schedule
 
 DTYPES = {
     "u8": np.uint8,
@@ -72,6 +77,18 @@ def aligned_bytes(num_bytes: int) -> np.ndarray:
     return memory[start : start + num_bytes]
 
 
+@dataclass(frozen=True)
+class Queued:
+    """A kernel in a rank's queue. y_offset: where its output begins, in bytes."""
+
+    source: str
+    num_threads: int
+    shared_bytes: int = 0
+    num_tokens: int = 0
+    y_offset: int = 0
+    timeout_ns: int = 100 * SECOND
+
+
 class Ranks:
     """Symmetric buffers, outputs and statuses of all ranks, in this process."""
 
@@ -125,21 +142,10 @@ class Ranks:
         cluster_size: int = 1,
     ) -> None:
         """Run `kernel` of `source` on all ranks, or on those in `only`, to completion."""
-        from deep_moe.emulator import Machine
-
-        includes, _, rest = source.partition("\n\n")
-        text = "\n\n".join((includes, config_struct(self.config), rest))
-        compiled = jit.compile_cached(text, arch=arch, kernel="kernel")
-        machine = Machine(seed=self.seed, checks=True, clock="virtual")
-        module = machine.load(compiled.ptx, name="kernel.ptx")
         ranks = range(self.config.num_ranks) if only is None else only
+        machine = self._machine(ranks)
+        module = self._load(machine, source, arch)
         for rank in ranks:
-            for peer, buffer in enumerate(self.buffers):
-                machine.add_memory(rank, buffer.ctypes.data, buffer.nbytes, f"buffer {peer}")
-            for name, memory in (("output", self.outputs[rank]), ("stats", self.stats[rank])):
-                machine.add_memory(rank, memory.ctypes.data, memory.nbytes, name)
-            status = self.statuses[rank]
-            machine.add_memory(rank, ctypes.addressof(status), ctypes.sizeof(status), "status")
             args = self.args(
                 rank,
                 num_tokens=0 if num_tokens is None else num_tokens[rank],
@@ -157,6 +163,53 @@ class Ranks:
             )
         machine.run()
 
+    def run_queues(
+        self,
+        queues: Sequence[Sequence[Queued]],
+        *,
+        schedule: Schedule = "random",
+        arch: str = "sm_90a",
+    ) -> None:
+        """Run each rank's kernels after each other, as in a stream. No rank waits for another."""
+        machine = self._machine(range(self.config.num_ranks), schedule)
+        sources = {queued.source for queue in queues for queued in queue}
+        modules = {source: self._load(machine, source, arch) for source in sorted(sources)}
+        for rank, queue in enumerate(queues):
+            for queued in queue:
+                args = self.args(rank, num_tokens=queued.num_tokens, timeout_ns=queued.timeout_ns)
+                args.y += queued.y_offset
+                machine.launch(
+                    modules[queued.source],
+                    "kernel",
+                    grid=(self.config.num_sms, 1, 1),
+                    block=(queued.num_threads, 1, 1),
+                    shared_bytes=queued.shared_bytes,
+                    args=bytes(args),
+                    rank=rank,
+                    in_order=True,
+                )
+        machine.run()
+
+    def _machine(self, ranks: Sequence[int], schedule: Schedule = "random") -> Machine:
+        from deep_moe.emulator import Machine
+
+        machine = Machine(seed=self.seed, schedule=schedule, checks=True, clock="virtual")
+        for rank in ranks:
+            for peer, buffer in enumerate(self.buffers):
+                machine.add_memory(rank, buffer.ctypes.data, buffer.nbytes, f"buffer {peer}")
+            for name, memory in (("output", self.outputs[rank]), ("stats", self.stats[rank])):
+                machine.add_memory(rank, memory.ctypes.data, memory.nbytes, name)
+            status = self.statuses[rank]
+            machine.add_memory(rank, ctypes.addressof(status), ctypes.sizeof(status), "status")
+        return machine
+
+    def _load(self, machine: Machine, source: str, arch: str) -> Module:
+        """The compiled kernel, with `Config` between its includes and the rest."""
+        includes, _, rest = source.partition("\n\n")
+        text = "\n\n".join((includes, config_struct(self.config), rest))
+        compiled = jit.compile_cached(text, arch=arch, kernel="kernel")
+        return machine.load(compiled.ptx, name="kernel.ptx")
+
 
 @pytest.fixture
 def make_config() -> Any:
@@ -166,3 +219,8 @@ def make_config() -> Any:
 @pytest.fixture
 def make_ranks() -> type[Ranks]:
     return Ranks
+
+
+@pytest.fixture
+def make_queued() -> type[Queued]:
+    return Queued

@@ -256,6 +256,118 @@ def test_calls_follow_each_other_on_the_same_buffers(make_config: Any, make_rank
         assert [stats.tolist() for stats in call.ranks.stats] == received.tolist()
 
 
+NEXT_INPUTS = """
+#include <deep_moe/layout/rank_buffers.cuh>
+
+using namespace deep_moe;
+
+// What a caller does between two calls: other tokens, other routing.
+extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
+    const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
+    const uint32_t thread_idx = blockIdx.x * blockDim.x + threadIdx.x;
+    const uint32_t num_threads = gridDim.x * blockDim.x;
+    const uint32_t num_tokens = Config::num_max_tokens_per_rank;
+    for (uint32_t i = thread_idx; i < num_tokens * Config::hidden; i += num_threads) {
+        ++local.input_x(0)[i];
+    }
+    for (uint32_t i = thread_idx; i < num_tokens * Config::num_topk; i += num_threads) {
+        int64_t* const expert_idx = local.input_topk_idx(i);
+        *expert_idx = (*expert_idx + 1) % Config::num_experts;
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("schedule", ["random", "slow_rank", "round_robin"])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_run_ahead_of_each_other(
+    make_config: Any, make_ranks: Any, make_queued: Any, schedule: str, seed: int
+) -> None:
+    """A rank begins its next call, with other inputs, as soon as its last one has ended."""
+    counts = [(6, 8, 1), (0, 3, 0), (8, 8, 8), (2, 0, 0), (0, 0, 0), (5, 8, 2)]
+    config = make_config(8, num_ranks=3, num_experts=6, hidden=128)
+    y_bytes = 8 * 2 * config.hidden
+    ranks = make_ranks(config, output_bytes=len(counts) * y_bytes, seed=seed)
+    call = Call(ranks, [8, 8, 8], np.random.default_rng(seed))
+    queues: list[list[Any]] = [[], [], []]
+    for rank, queue in enumerate(queues):
+        ranks.outputs[rank][:] = 0xFF
+        for i, num_tokens in enumerate(counts):
+            queue.append(
+                make_queued(
+                    KERNEL, config.num_threads, config.smem_bytes, num_tokens[rank], i * y_bytes
+                )
+            )
+            queue.append(make_queued(NEXT_INPUTS, num_threads=64))
+    ranks.run_queues(queues, schedule=schedule)
+
+    received = np.zeros((3, 2), np.int32)
+    for i in reversed(range(len(counts))):
+        for rank in range(3):  # back to what they were
+            ranks.segment(rank, "input_x")[:] -= 1
+            idx = ranks.segment(rank, "input_topk_idx")
+            idx[:] = (idx + config.num_experts - 1) % config.num_experts
+        call.num_tokens = list(counts[i])
+        for rank, num_tokens in enumerate(counts[i]):
+            y = ranks.output(rank, np.uint16, len(counts), 8, 128)[i, :num_tokens]
+            np.testing.assert_array_equal(y, call.expected_y(rank))
+        received += np.array([len(slots) for slots in call.routed().values()]).reshape(3, 2)
+    for rank in range(3):
+        assert ranks.statuses[rank].code == 0
+        assert not ranks.zeroed_control(rank).any()
+        assert ranks.segment(rank, "rank_barrier_counter") == 2 * len(counts)
+        assert ranks.stats[rank].tolist() == received[rank].tolist()
+
+
+SLOW_PULL = KERNEL.replace(
+    "__device__ void rewrite_token(const PulledToken&, uint32_t) const {}",
+    """__device__ void rewrite_token(const PulledToken&, uint32_t) const {
+        const uint64_t start = ptx::globaltimer();
+        while (ptx::globaltimer() - start < 2'000'000'000) ptx::nanosleep(1'000'000);
+    }""",
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_behind_one_that_gave_up_leave_the_other_ranks_alone(
+    make_config: Any, make_ranks: Any, make_queued: Any, seed: int
+) -> None:
+    """Rank 0 has done its part of a call and waits for the others when its time is up. Its later
+    calls are queued already. Rank 1 is only late: it still pulls the tokens of the first one."""
+    assert SLOW_PULL != KERNEL
+    config = make_config(24, num_ranks=2, num_experts=2, num_topk=1, hidden=128, num_sms=2)
+    y_bytes = 24 * 2 * config.hidden
+    ranks = make_ranks(config, output_bytes=3 * y_bytes, seed=seed)
+    call = Call(ranks, [24, 24], np.random.default_rng(seed))
+    # So many that those of two calls would take more than one rank's share of the lists.
+    ranks.segment(0, "input_topk_idx")[:] = 1
+
+    def queue(rank: int, *sources: str, timeout_ns: int) -> list[Any]:
+        ranks.outputs[rank][:] = 0xFF
+        return [
+            make_queued(source, config.num_threads, config.smem_bytes, 24, i * y_bytes, timeout_ns)
+            for i, source in enumerate(sources)
+        ]
+
+    early = queue(0, KERNEL, KERNEL, KERNEL, timeout_ns=SECOND)
+    late = queue(1, SLOW_PULL, KERNEL, timeout_ns=20 * SECOND)
+    ranks.run_queues([early, late])
+
+    first, second = ranks.statuses
+    assert site_text(first.site) == "rank barrier before combine"
+    assert (first.code, list(first.missing_ranks)) == (1, [0b10, 0])
+    # Rank 0's later calls have left the lists alone, but its caller may have written new inputs.
+    np.testing.assert_array_equal(
+        ranks.output(1, np.uint16, 3, 24, config.hidden)[0], call.expected_y(1)
+    )
+    assert site_text(second.site) == "rank barrier after clean-up"
+    assert (second.code, list(second.missing_ranks)) == (1, [0b1, 0])
+    for rank in range(2):
+        ys = ranks.output(rank, np.uint16, 3, 24, config.hidden)
+        assert (ys[rank:] == 0xFFFF).all()
+        assert ranks.segment(rank, "grid_gather_counter") >> 31 == 1
+
+
 def test_slots_out_of_range_are_ignored_and_repeated_experts_count(
     make_config: Any, make_ranks: Any
 ) -> None:
@@ -312,21 +424,27 @@ def test_a_rank_that_never_starts_is_named_and_the_others_stop(
         assert (call.ranks.output(rank, np.uint16, 4, call.config.hidden) == 0xFFFF).all()
 
 
-def test_a_warp_that_gives_up_stops_its_rank_and_the_other_ranks_hear_of_it(
-    make_config: Any, make_ranks: Any
-) -> None:
-    gives_up = """
-    if (args.rank_idx == 0 && blockIdx.x == 1 && warp_idx == 2 && ptx::lane_idx() == 5) {
+def compute_that_gives_up(condition: str) -> str:
+    """The kernel, where a lane of each epilogue warp for which `condition` holds gives up."""
+    gives_up = f"""
+    if ({condition} && ptx::lane_idx() == 5) {{
         waiter.fail(WaitCode::timeout, WaitSite::accumulator_full, 1, 0);
-    }
+    }}
     if (!waiter.warp_agrees(!waiter.aborted())) return;
 """
     signature = (
         "__device__ void compute(const KernelArgs& args, uint32_t warp_idx, Waiter& waiter) {"
     )
     assert signature in KERNEL
+    return KERNEL.replace(signature, signature + gives_up)
+
+
+def test_a_warp_that_gives_up_stops_its_rank_and_the_other_ranks_hear_of_it(
+    make_config: Any, make_ranks: Any
+) -> None:
     call = make_call(make_config, make_ranks, [4, 4], num_experts=4, num_sms=4)
-    call.run("sm_100a", kernel=KERNEL.replace(signature, signature + gives_up), timeout_ns=SECOND)
+    kernel = compute_that_gives_up("args.rank_idx == 0 && blockIdx.x == 1 && warp_idx == 2")
+    call.run("sm_100a", kernel=kernel, timeout_ns=SECOND)
     first, second = call.ranks.statuses
     assert (first.code, first.cta, first.warp) == (1, 1, 10)
     assert site_text(first.site) == "a complete accumulator, to read"
@@ -334,3 +452,25 @@ def test_a_warp_that_gives_up_stops_its_rank_and_the_other_ranks_hear_of_it(
     assert site_text(second.site) == "rank barrier before combine"
     for rank in range(2):
         assert (call.ranks.output(rank, np.uint16, 4, call.config.hidden) == 0xFFFF).all()
+
+
+def test_calls_behind_one_that_gave_up_compute_nothing(
+    make_config: Any, make_ranks: Any, make_queued: Any
+) -> None:
+    """Rank 0 gives up where it would compute. What it has pulled is there still, and counted."""
+    config = make_config(4, num_ranks=2, num_experts=4)
+    ranks = make_ranks(config, output_bytes=4 * 2 * config.hidden)
+    Call(ranks, [4, 4], np.random.default_rng(0))
+    for rank in range(2):
+        ranks.segment(rank, "input_topk_idx")[:] = [0, 1]  # rank 0's experts
+    queues = [
+        [
+            make_queued(source, config.num_threads, config.smem_bytes, 4, timeout_ns=SECOND)
+            for source in (compute_that_gives_up("args.rank_idx == 0"), KERNEL)
+        ]
+        for _ in range(2)
+    ]
+    ranks.run_queues(queues)
+    for rank in range(2):
+        assert ranks.statuses[rank].code == 1
+        assert not ranks.segment(rank, "combine").any()

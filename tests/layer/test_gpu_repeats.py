@@ -19,7 +19,7 @@ from tests.layer.rank_layer import RankLayer, bits
 from tests.layer.rank_pool import MAX_RANKS, Place, Rank
 
 NUM_CALLS = 1000
-CALLS_PER_PERIOD = 4  # phases of rank barriers return after four, of grid barriers after two
+CALLS_PER_PERIOD = 4  # phases of rank barriers return after two
 TOKENS = (96, 0, 1, 40, 77, 96, 13, 64)  # of the inputs that a rank takes in turn
 CPU_TOKENS = (9, 0, 1, 4)
 ROUTINGS = (routing.uniform, routing.zipf, routing.unused_slots, routing.one_expert)

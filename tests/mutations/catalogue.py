@@ -25,6 +25,7 @@ class Mutation:
     catcher: str
     schedule: str = "random"
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
+    in_a_row: bool = False  # calls that ranks begin without a look at each other
 
 
 PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
@@ -62,13 +63,19 @@ SM100_MUTATIONS = (
         "race",
     ),
     M("report_before_counted", COUNT, "    barriers.cta();\n\n    // (2)", "\n    // (2)", "race"),
-    M("place_before_drawn", COUNT, "    barriers.cta();\n\n    // (3)", "\n    // (3)", "race"),
     M(
-        "publish_without_grid_barrier",
-        DISPATCH,
-        "barriers.grid(WaitSite::grid_barrier_before_publish) && cta_idx == 0",
-        "cta_idx == 0",
+        "place_before_drawn",
+        COUNT,
+        "    if (!barriers.cta(!earlier_call_failed)) return;\n",
+        "",
         "race",
+    ),
+    M(
+        "publish_without_gather",
+        DISPATCH,
+        "    if (barriers.is_last_cta()) {\n        trace.mark(TraceStep::publish_counts);",
+        "    if (cta_idx == 0) {\n        trace.mark(TraceStep::publish_counts);",
+        "race|timeout",
     ),
     M("publish_without_fence", PUBLISH, "        ptx::fence_release_sys();\n", "", "race"),
     M(
@@ -96,23 +103,31 @@ SM100_MUTATIONS = (
     M(
         "no_rank_barrier_before_combine",
         DISPATCH,
-        "barriers.ranks(WaitSite::rank_barrier_before_combine);",
+        "barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
         "",
         "race",
     ),
     M(
-        "no_grid_barrier_before_combine",
+        "one_cta_waits_for_ranks",
         DISPATCH,
-        "barriers.grid(WaitSite::grid_barrier_before_combine);",
-        "",
+        "barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
+        "if (is_last) barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
+        "race|timeout",
+    ),
+    M(
+        "no_gather_before_combine",
+        DISPATCH,
+        "bool is_last = barriers.is_last_cta();",
+        "bool is_last = cta_idx == 0;",
         "race",
     ),
     M(
-        "no_grid_barrier_combine",
+        "no_rank_barrier_after_cleanup",
         DISPATCH,
-        "barriers.grid(WaitSite::grid_barrier_combine);",
+        "        barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, round + 1, is_last);\n",
         "",
-        "race",
+        "race|timeout|result",
+        in_a_row=True,
     ),
     M(
         "pull_without_fence",
@@ -167,11 +182,35 @@ SM100_MUTATIONS = (
     ),
     # ---- barriers between ranks and CTAs
     M(
-        "grid_barrier_relaxed_poll",
-        "sync/grid_barrier.cuh",
-        "ptx::ld_acquire_gpu(counter)",
-        "ptx::ld_relaxed_gpu(counter)",
+        "gather_before_cta_is_done",
+        DISPATCH,
+        "    barriers.cta();\n    if (barriers.is_last_cta()) {\n        trace.mark(TraceStep::publish_counts);",
+        "    if (barriers.is_last_cta()) {\n        trace.mark(TraceStep::publish_counts);",
         "race",
+    ),
+    M(
+        "gather_not_reset",
+        "sync/grid_gather.cuh",
+        "        if (is_last) ptx::red_add_relaxed_gpu(counter, -num_ctas);\n",
+        "",
+        "timeout",
+    ),
+    M(
+        "gather_one_short",
+        "sync/grid_gather.cuh",
+        "== num_ctas - 1;",
+        ">= num_ctas - 2;",
+        "race|timeout|result",
+    ),
+    M(
+        "round_behind_the_gather",
+        DISPATCH,
+        "    if (is_last) barriers.arrive_for_rank(round);\n"
+        "    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
+        "    if (is_last) barriers.arrive_for_rank(round);\n"
+        "    barriers.await_ranks(WaitSite::rank_barrier_before_combine,\n"
+        "                         RankBarrier<Config>::next_round(buffers.local()), is_last);",
+        "timeout|race",
     ),
     M(
         "rank_barrier_gpu_scope",
@@ -183,9 +222,9 @@ SM100_MUTATIONS = (
     M(
         "rank_barrier_relaxed_poll",
         "sync/rank_barrier.cuh",
-        "ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx))",
+        "ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx()))",
         "ptx::ld_relaxed_sys(reinterpret_cast<const uint32_t*>("
-        "local.rank_barrier_signal(signal_idx)))",
+        "local.rank_barrier_signal(signal_idx())))",
         "race",
     ),
     # ---- clean-up

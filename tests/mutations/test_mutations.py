@@ -105,8 +105,11 @@ def preparation_outcome() -> str:
     return ""
 
 
-def outcome(arch: str, schedule: str = "random") -> str:
-    """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody)."""
+def outcome(arch: str, schedule: str = "random", *, in_a_row: bool = False) -> str:
+    """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody).
+
+    in_a_row: in four calls that ranks begin without a look at each other.
+    """
     setting = SETTINGS[arch]
     tokens = [
         exact_tokens(SHAPE, count, seed=rank + 1, num_unused_slots=1 - rank)
@@ -118,6 +121,17 @@ def outcome(arch: str, schedule: str = "random") -> str:
     received = torch.bincount(ids[ids >= 0], minlength=SHAPE.num_experts).int()
     case = LayerCase(SHAPE, exact_layer(SHAPE), arch=arch)
     try:
+        if in_a_row:
+            few = [exact_tokens(SHAPE, 3, seed=3), exact_tokens(SHAPE, 5, seed=4)]
+            calls = case.compare_calls_in_a_row(
+                [few, tokens, few[::-1], few],
+                overrides=setting.overrides,
+                num_sms=(setting.num_sms,),
+                schedule=schedule,
+            )
+            if not all(result.is_exact for results in calls for result in results):
+                return "result"
+            return ""
         for seed in range(2):
             # No call may count on zeros in the pools, nor on what the call before left there.
             for buffer in case.ranks.buffers:
@@ -196,6 +210,7 @@ def planted(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     assert outcome(arch, schedule) == ""
+    assert outcome(arch, schedule, in_a_row=True) == ""
 
 
 def test_nobody_complains_about_the_preparation() -> None:
@@ -210,8 +225,11 @@ def test_names_are_given_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
-    is_preparation = planted.file == PREPARATION
-    noticed = preparation_outcome() if is_preparation else outcome(planted.arch, planted.schedule)
+    noticed = (
+        preparation_outcome()
+        if planted.file == PREPARATION
+        else outcome(planted.arch, planted.schedule, in_a_row=planted.in_a_row)
+    )
     if planted.catcher.startswith("harmless"):
         assert noticed == ""
     else:

@@ -18,8 +18,8 @@ class SymmBuffer {
     __device__ explicit SymmBuffer(uint64_t base) : base_(base) {}
 
     // Control part; zero between calls but for the barrier words.
-    __device__ uint32_t* grid_sync_counter() const {
-        return at<uint32_t>(Symm::grid_sync_counters_offset);
+    __device__ uint32_t* grid_gather_counter() const {
+        return at<uint32_t>(Symm::grid_gather_counter_offset);
     }
     __device__ uint32_t* rank_barrier_counter() const {
         return at<uint32_t>(Symm::rank_barrier_counter_offset);
@@ -27,6 +27,9 @@ class SymmBuffer {
     __device__ int32_t* rank_barrier_signal(uint32_t phase) const {
         return at<int32_t>(Symm::rank_barrier_signals_offset) + phase;  // [2]
     }
+    // After a failed call, until the host zeroes the control part, in this rank's own send count of
+    // expert 0 and sum of its first expert. No number of CTAs gets there.
+    static constexpr uint64_t rank_gave_up = uint64_t{1} << 63;
     // High word: CTAs of this rank that reported; low word: tokens of this rank for the expert.
     __device__ uint64_t* expert_send_count(uint32_t expert_idx) const {
         return at<uint64_t>(Symm::expert_send_count_offset) + expert_idx;  // [experts]

@@ -53,6 +53,13 @@ __device__ __forceinline__ void red_add_relaxed_gpu(int32_t* address, int32_t va
                  : "memory");
 }
 
+__device__ __forceinline__ void red_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    asm volatile("red.add.relaxed.gpu.global.u32 [%0], %1;"
+                 :
+                 : "l"(address), "r"(value)
+                 : "memory");
+}
+
 __device__ __forceinline__ void red_add_relaxed_sys(uint64_t* address, uint64_t value) {
     asm volatile("red.add.relaxed.sys.global.u64 [%0], %1;"
                  :
@@ -76,6 +83,10 @@ __device__ __forceinline__ void red_add_release_sys(int32_t* address, int32_t va
 
 __device__ __forceinline__ void red_or_relaxed_gpu(uint32_t* address, uint32_t bits) {
     asm volatile("red.or.relaxed.gpu.global.b32 [%0], %1;" : : "l"(address), "r"(bits) : "memory");
+}
+
+__device__ __forceinline__ void red_or_relaxed_sys(uint64_t* address, uint64_t bits) {
+    asm volatile("red.or.relaxed.sys.global.b64 [%0], %1;" : : "l"(address), "l"(bits) : "memory");
 }
 
 __device__ __forceinline__ void red_or_release_gpu(uint64_t* address, uint64_t bits) {

@@ -8,14 +8,33 @@
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/scheduler.cuh"
+#include "deep_moe/sync/grid_gather.cuh"
 
 namespace deep_moe {
 
-// Zeroes `words` with `num_threads` threads.
+// Zeroes `words` with `num_threads` threads. The stores are relaxed because of `stop_later_calls`.
 template <class Word>
 __device__ void zero(Word* words, uint32_t num_words, uint32_t thread_idx, uint32_t num_threads) {
-    for (uint32_t i = thread_idx; i < num_words; i += num_threads) words[i] = 0;
+    for (uint32_t i = thread_idx; i < num_words; i += num_threads) {
+        ptx::st_relaxed_gpu(words + i, Word{0});
+    }
+}
+
+// One thread of each CTA that has given up.
+//
+// Calls may have been launched behind this one, by other layers or in a graph, and would begin with
+// what it leaves. So they find marks: in a send count, with which they send nothing; in a sum,
+// which is never complete, so that nobody computes; and no CTA comes last to a gather any more, so
+// that they tell no other rank anything. A CTA that cleans up meanwhile may take the first two
+// marks away: it gives up too, and makes them anew, or goes on, but then all ranks have got what
+// this call sends.
+template <class Config>
+__device__ void stop_later_calls(const SymmBuffer<Config>& local) {
+    end_gathers(local.grid_gather_counter());
+    ptx::red_or_relaxed_sys(local.expert_send_count(0), SymmBuffer<Config>::rank_gave_up);
+    ptx::red_or_relaxed_sys(local.expert_recv_sum(0), SymmBuffer<Config>::rank_gave_up);
 }
 
 // All dispatch threads of the grid, while combine runs, after the rank barrier before combine: by

@@ -28,7 +28,8 @@ __device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t n
 // All dispatch threads of the grid. `expert_counts`: u32[num_experts] in shared memory.
 //
 // A slot is looked at twice, by the same CTA both times, so that the CTA's counts match its writes.
-// After it, until the next grid barrier, the source lists are on their way to their owners.
+// After it, until the next gather, the source lists are on their way to their owners, unless an
+// earlier call of this rank has failed: then nothing is sent, and the dispatch warps have given up.
 template <class Config>
 __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_tokens,
                              uint32_t cta_idx, uint32_t thread_idx, uint32_t expert_counts,
@@ -49,12 +50,14 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
     // (2) One atomic reports the count and draws as many consecutive places in the owner's list:
     // the low word it returns is the first of them.
     constexpr uint64_t one_cta = uint64_t{1} << 32;
+    bool earlier_call_failed = false;
     for (uint32_t i = thread_idx; i < Config::num_experts; i += num_threads) {
         const uint64_t before =
             ptx::atom_add_relaxed_gpu(local.expert_send_count(i), one_cta + counts[i]);
         counts[i] = static_cast<uint32_t>(before);
+        earlier_call_failed |= (before & SymmBuffer<Config>::rank_gave_up) != 0;
     }
-    barriers.cta();
+    if (!barriers.cta(!earlier_call_failed)) return;
 
     // (3) Tell each expert's owner where the token lies, so that it need not ask when it pulls.
     for_each_routed_slot(

@@ -1,5 +1,5 @@
 // The dispatch warps: send this rank's routing, pull the tokens of its experts, and, since they own
-// the grid and rank barriers, open combine and close the call.
+// what waits for the grid and for all ranks, open combine and close the call.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -30,8 +30,25 @@ __device__ void tell_host(const KernelArgs& args, const Scheduler<Config>& sched
 
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
+// Where CTAs and ranks meet, in order. To a gather every CTA of the rank comes, and the last one
+// goes on for the rank:
+//   gather before publish         CTAs come with their counts drawn and their lists written; the
+//                                 last one publishes them. No CTA comes to the next gather before
+//                                 that: it waits for counts, this rank's among them
+//   gather before combine         CTAs come with their blocks done: nothing of this rank uses the
+//                                 schedule, the pools or any rank's inputs any more, and all its
+//                                 contributions are written; the last one tells all ranks
+//   rank barrier before combine   the same of all ranks; every CTA waits for it, to combine and to
+//                                 clean up
+//   gather after clean-up         CTAs come with their part of the control words zeroed; the last
+//                                 one tells all ranks. The others are done
+//   rank barrier after clean-up   the same of all ranks: in their next calls they may publish to
+//                                 each other. Only the CTA that came last waits for it, which keeps
+//                                 this rank's kernel, and so its next one, waiting
+//
 // After an abort every step is skipped, but the two named barriers shared with other roles are
-// still passed, so nobody is left waiting.
+// still passed, so nobody is left waiting. This rank tells nobody anything any more, in this call
+// nor in those launched behind it, until the host resets the buffer.
 template <class Config, class PullPolicy>
 __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
@@ -40,7 +57,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     const uint32_t thread_idx = threadIdx.x;
     const uint32_t warp_idx = ptx::warp_idx();
     Waiter waiter(args);
-    DispatchBarriers<Config> barriers(buffers, cta_idx, thread_idx, waiter);
+    DispatchBarriers<Config> barriers(buffers, thread_idx, waiter);
     Scheduler<Config> scheduler(buffers.local(), cta_idx);
 
     Tracer<Config> trace(args, TraceTrack::dispatch, 0);
@@ -49,8 +66,9 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     trace.mark(TraceStep::count_tokens);
     count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
                          shared_memory + Config::Smem::expert_count_offset, barriers);
-    trace.mark(TraceStep::grid_barrier_before_publish);
-    if (barriers.grid(WaitSite::grid_barrier_before_publish) && cta_idx == 0) {
+    trace.mark(TraceStep::gather_before_publish);
+    barriers.cta();
+    if (barriers.is_last_cta()) {
         trace.mark(TraceStep::publish_counts);
         publish_counts<Config>(buffers, thread_idx);
     }
@@ -69,13 +87,13 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
 
     // Open combine, when all blocks of all ranks are done.
     trace.mark(TraceStep::await_compute);
+    const uint32_t round = RankBarrier<Config>::next_round(buffers.local());
     finish_compute<Config>(waiter);
-    trace.mark(TraceStep::grid_barrier_before_combine);
-    barriers.grid(WaitSite::grid_barrier_before_combine);
+    trace.mark(TraceStep::gather_before_combine);
+    bool is_last = barriers.is_last_cta();
     trace.mark(TraceStep::rank_barrier_before_combine);
-    barriers.ranks(WaitSite::rank_barrier_before_combine);
-    trace.mark(TraceStep::grid_barrier_combine);
-    barriers.grid(WaitSite::grid_barrier_combine);
+    if (is_last) barriers.arrive_for_rank(round);
+    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);
     const bool combining = await_combine<Config>(waiter);
 
     // Close: when the last rank has cleaned up, any of them may start the next call.
@@ -83,10 +101,15 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     if (combining) {
         clean_up<Config>(args, buffers.local(), scheduler, cta_idx, thread_idx);
     }
-    trace.mark(TraceStep::grid_barrier_after_cleanup);
-    barriers.grid(WaitSite::grid_barrier_after_cleanup);
-    trace.mark(TraceStep::rank_barrier_after_cleanup);
-    barriers.ranks(WaitSite::rank_barrier_after_cleanup);
+    trace.mark(TraceStep::gather_after_cleanup);
+    barriers.cta();
+    is_last = barriers.is_last_cta();
+    if (is_last) {
+        trace.mark(TraceStep::rank_barrier_after_cleanup);
+        barriers.arrive_for_rank(round + 1);
+        barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, round + 1, is_last);
+    }
+    if (waiter.aborted() && thread_idx == 0) stop_later_calls<Config>(buffers.local());
     trace.mark(TraceStep::end);
     trace.last_anchor();
 }

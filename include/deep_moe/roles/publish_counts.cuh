@@ -11,16 +11,17 @@
 
 namespace deep_moe {
 
-// The dispatch threads of CTA 0, after the grid barrier that completes the send counts and the
-// lists.
+// The dispatch threads of the CTA that came last to the gather: the send counts and the lists are
+// complete.
 //
 // The additions to the owners' sums are the signal that everything of this rank is there: its
 // inputs, which were written before the kernel started, its lists and its counts. Whoever has read
 // a complete sum and acquires (Scheduler::acquire_expert_counts) may read them on every rank.
 //
-// Order: the other CTAs' writes happen before the grid barrier, and that before what this thread
-// does; the fence, with the relaxed additions behind it, releases all of it at sys scope. One fence
-// serves many additions, each of which would wait for a remote write if it were a release itself.
+// Order: the other CTAs' writes happen before they come to the gather, and that before what this
+// thread does; the fence, with the relaxed additions behind it, releases all of it at sys scope.
+// One fence serves many additions, each of which would wait for a remote write if it were a release
+// itself.
 template <class Config>
 __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thread_idx) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;

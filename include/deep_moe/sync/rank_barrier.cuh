@@ -1,10 +1,12 @@
-// A barrier over all ranks, by one CTA of each.
+// A barrier over all ranks: one CTA of each, the last that comes to a gather, arrives for its rank.
+// Who waits, polls its own rank's signal; that may be any CTA: if it heard of the signal from
+// another CTA, it would do so one or two trips through the L2 cache later.
 //
-// Every rank adds to a signal word on every rank and waits for its own. Two signals alternate, and
-// each counts up to num_ranks in one round and back down to 0 in the next, so that nothing is ever
-// reset and the words may be used again at once: a rank that is one barrier ahead touches the other
-// signal, and cannot get two ahead. A rank's own counter of barriers says which round it is: bit 0
-// selects the signal, bit 1 the direction.
+// Every rank adds to a signal word on every rank. Two signals alternate, and each counts up to
+// num_ranks in one round and back down to 0 in the next, so that nothing is ever reset and the
+// words may be used again at once: a rank that is one barrier ahead touches the other signal, and
+// cannot get two ahead. A rank's own counter of barriers says which round it is: bit 0 selects the
+// signal, bit 1 the direction.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -16,50 +18,67 @@
 
 namespace deep_moe {
 
-// One warp of CTA 0, all lanes, after a grid barrier; a second grid barrier passes the result on.
-//
-// Order: what any CTA of this rank wrote to any rank's memory before the grid barrier is visible to
-// whoever passes this barrier. The writes happen before the CTA's arrival at the grid barrier (CTA
-// barrier, then release at gpu scope), that arrival is observed by CTA 0 (acquire at gpu scope),
-// and CTA 0's release at sys scope covers all it has observed, not only what it wrote itself:
-// causality order is transitive over scopes as long as each step links threads that its scope
-// contains. So no writer needs a fence of its own.
 template <class Config>
-__device__ __forceinline__ bool rank_barrier(WaitSite site, const RankBuffers<Config>& buffers,
-                                             Waiter& waiter) {
-    if (waiter.aborted()) return false;
-    const SymmBuffer<Config> local = buffers.local();
-    // Only this warp writes the counter, in this call and, with a kernel boundary between, others.
-    const uint32_t round =
-        __shfl_sync(full_warp, ptx::ld_relaxed_sys(local.rank_barrier_counter()), 0);
-    const uint32_t signal_idx = round & 1;
-    const bool counts_up = (round & 2) == 0;
-
-    // The counter moves before the signals: a peer that runs out of time reads it to learn who has
-    // not arrived.
-    if (ptx::lane_idx() == 0) ptx::st_relaxed_sys(local.rank_barrier_counter(), round + 1);
-    __syncwarp();
-    for (uint32_t rank = ptx::lane_idx(); rank < Config::num_ranks; rank += warp_size) {
-        ptx::red_add_release_sys(buffers.of(rank).rank_barrier_signal(signal_idx),
-                                 counts_up ? 1 : -1);
+class RankBarrier {
+ public:
+    // The round of the next barrier of this rank. Any thread before its CTA comes to the gather in
+    // front of that barrier: whoever arrives counts on.
+    static __device__ uint32_t next_round(const SymmBuffer<Config>& local) {
+        return ptx::ld_relaxed_sys(local.rank_barrier_counter());
     }
 
-    const auto num_arrivals = [&] {
-        const auto signal =
-            static_cast<uint32_t>(ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx)));
-        return counts_up ? signal : Config::num_ranks - signal;
-    };
-    const auto late_ranks = [&] {
-        RankSet ranks;
-#pragma unroll 1  // once per call at most; unrolled, it costs registers
-        for (uint32_t rank = 0; rank < Config::num_ranks; ++rank) {
-            if (ptx::ld_relaxed_sys(buffers.of(rank).rank_barrier_counter()) == round) {
-                ranks.insert(rank);
-            }
+    __device__ RankBarrier(const RankBuffers<Config>& buffers, uint32_t round)
+        : buffers_(buffers), round_(round) {}
+
+    // One warp of the rank, all lanes, in the CTA that came last to a gather.
+    //
+    // Order: what any CTA of this rank wrote to any rank's memory before it came to the gather is
+    // visible to whoever passes this barrier. The writes happen before the CTA's arrival there (CTA
+    // barrier, then release at gpu scope), that arrival is observed by the last CTA (acquire at gpu
+    // scope), and the release at sys scope here covers all it has observed, not only what it wrote
+    // itself: causality order is transitive over scopes as long as each step links threads that its
+    // scope contains. So no writer needs a fence of its own.
+    __device__ void arrive() const {
+        // The counter moves before the signals: a peer that runs out of time reads it to learn who
+        // has not arrived.
+        if (ptx::lane_idx() == 0) {
+            ptx::st_relaxed_sys(buffers_.local().rank_barrier_counter(), round_ + 1);
         }
-        return ranks;
-    };
-    return waiter.warp_until(site, Config::num_ranks, num_arrivals, late_ranks);
-}
+        __syncwarp();
+        for (uint32_t rank = ptx::lane_idx(); rank < Config::num_ranks; rank += warp_size) {
+            ptx::red_add_release_sys(buffers_.of(rank).rank_barrier_signal(signal_idx()),
+                                     counts_up() ? 1 : -1);
+        }
+    }
+
+    // Any whole converged warp, in a CTA that has come to the gather. `has_arrived`: this warp did
+    // for its rank. The others may be waiting for their own rank as well.
+    __device__ bool wait(WaitSite site, bool has_arrived, Waiter& waiter) const {
+        const SymmBuffer<Config> local = buffers_.local();
+        const auto num_arrivals = [&] {
+            const auto signal =
+                static_cast<uint32_t>(ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx())));
+            return counts_up() ? signal : Config::num_ranks - signal;
+        };
+        const auto late_ranks = [&] {
+            RankSet ranks;
+#pragma unroll 1  // once per call at most; unrolled, it costs registers
+            for (uint32_t rank = 0; rank < Config::num_ranks; ++rank) {
+                if (ptx::ld_relaxed_sys(buffers_.of(rank).rank_barrier_counter()) == round_) {
+                    ranks.insert(rank);
+                }
+            }
+            return ranks;
+        };
+        return waiter.warp_until(site, Config::num_ranks, num_arrivals, late_ranks, !has_arrived);
+    }
+
+ private:
+    __device__ uint32_t signal_idx() const { return round_ & 1; }
+    __device__ bool counts_up() const { return (round_ & 2) == 0; }
+
+    const RankBuffers<Config>& buffers_;
+    uint32_t round_;
+};
 
 }  // namespace deep_moe

@@ -25,22 +25,18 @@ namespace deep_moe {
 enum class WaitSite : uint32_t {
     none = 0,                         // no wait
     expert_counts = 1,                // token counts of a local expert from all ranks
-    grid_barrier_before_publish = 2,  // grid barrier after the token sources are written
-    token_arrival = 3,                // a token's bulk copy from its source rank
-    grid_barrier_before_combine = 4,  // grid barrier after the last block
-    rank_barrier_before_combine = 5,  // rank barrier before combine
-    grid_barrier_combine = 6,         // grid barrier that opens combine
-    combine_arrival = 7,              // a contribution's bulk copy from the combine buffer
-    grid_barrier_after_cleanup = 8,   // grid barrier after clean-up
-    rank_barrier_after_cleanup = 9,   // rank barrier after clean-up
-    l1_block_arrival = 10,            // tokens of a pool block, before Linear1 loads them
-    l2_block_arrival = 11,            // Linear1 output of a pool block, before Linear2 loads it
-    activation_stage_empty = 12,      // a free pipeline stage, to load activations
-    weight_stage_empty = 13,          // a free pipeline stage, to load weights
-    stage_full = 14,                  // a loaded pipeline stage, to multiply
-    accumulator_empty = 15,           // a free accumulator, to multiply
-    accumulator_full = 16,            // a complete accumulator, to read
-    block_header = 17,                // the next block, from the weight loader
+    token_arrival = 2,                // a token's bulk copy from its source rank
+    rank_barrier_before_combine = 3,  // rank barrier before combine
+    combine_arrival = 4,              // a contribution's bulk copy from the combine buffer
+    rank_barrier_after_cleanup = 5,   // rank barrier after clean-up
+    l1_block_arrival = 6,             // tokens of a pool block, before Linear1 loads them
+    l2_block_arrival = 7,             // Linear1 output of a pool block, before Linear2 loads it
+    activation_stage_empty = 8,       // a free pipeline stage, to load activations
+    weight_stage_empty = 9,           // a free pipeline stage, to load weights
+    stage_full = 10,                  // a loaded pipeline stage, to multiply
+    accumulator_empty = 11,           // a free accumulator, to multiply
+    accumulator_full = 12,            // a complete accumulator, to read
+    block_header = 13,                // the next block, from the weight loader
 };
 
 struct RankSet {
@@ -72,16 +68,15 @@ class Waiter {
     // when that equals `expected`; any acquire is up to `poll`.
     template <class Poll>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
-        // Waits inside a rank may depend on one for other ranks. That one shall run out first, so
-        // that the report names the cause.
-        return wait(site, expected, 3 * timeout_ns_, poll, NoRanks{});
+        return wait(site, expected, limit_ns(true), poll, NoRanks{});
     }
 
     // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
+    // `needs_own_rank`: it also depends on other waits of this rank.
     template <class Poll, class LateRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
-                          const LateRanks& late_ranks) {
-        return wait(site, expected, timeout_ns_, poll, late_ranks);
+                          const LateRanks& late_ranks, bool needs_own_rank = false) {
+        return wait(site, expected, limit_ns(needs_own_rank), poll, late_ranks);
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
@@ -128,6 +123,12 @@ class Waiter {
     static constexpr uint32_t polls_between_checks = 32;
     static constexpr uint64_t quiet_ns = 1'000'000;
     static constexpr uint32_t sleep_ns = 200;
+
+    // Waits that depend on others of this rank shall not run out before those, which may be for
+    // other ranks, so that the report names the cause.
+    __device__ uint64_t limit_ns(bool needs_own_rank) const {
+        return needs_own_rank ? 3 * timeout_ns_ : timeout_ns_;
+    }
 
     struct NoRanks {
         __device__ RankSet operator()() const { return {}; }

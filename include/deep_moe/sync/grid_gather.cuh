@@ -1,0 +1,41 @@
+// All CTAs of one rank's grid come, and the last of them learns that it is: it goes on for the
+// rank. Nobody waits, and nobody polls: the others wait for what the last one will tell, here or on
+// another rank.
+//
+// One 32-bit counter of those that have come, zero between gathers. The last one takes all of them
+// off before it tells anybody, so that whoever has been told may come to the next gather.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// One warp per CTA, all lanes. True in the last CTA that comes, and there what any CTA did before
+// it came (in a CTA: before a CTA-level barrier in front of it) happens before what follows. After
+// an abort a CTA does not come, so no CTA is the last.
+//
+// Order: the additions are acquires and releases at gpu scope and follow each other in one chain;
+// the last one has observed all of them.
+template <uint32_t num_ctas>
+__device__ __forceinline__ bool grid_gather(uint32_t* counter, const Waiter& waiter) {
+    bool is_last = false;
+    if (!waiter.aborted() && ptx::lane_idx() == 0) {
+        is_last = ptx::atom_add_acq_rel_gpu(counter, 1) == num_ctas - 1;
+        if (is_last) ptx::red_add_relaxed_gpu(counter, -num_ctas);
+    }
+    is_last = __any_sync(full_warp, is_last);
+    __syncwarp();  // orders memory, which the vote does not
+    return is_last;
+}
+
+// Any thread: from here on no CTA of this rank is the last that comes, in later calls too, until
+// the host zeroes the counter.
+__device__ __forceinline__ void end_gathers(uint32_t* counter) {
+    ptx::red_or_relaxed_gpu(counter, 0x80000000);
+}
+
+}  // namespace deep_moe

@@ -363,7 +363,7 @@ def _track_sums(rank: RankTrace, track: str) -> dict[str, float]:
     number, text = steps().number, steps().text
     num_ctas = len(np.unique(spans["cta"]))
     duration = (spans["end_ns"] - spans["start_ns"]) / 1e3
-    of_one_cta = _numbers("publish_counts", "rank_barrier_after_cleanup")
+    of_one_cta = _numbers("publish_counts", "clean_up", "rank_barrier_after_cleanup")
     sums: dict[str, float] = {}
 
     def add(name: str, chosen: np.ndarray) -> None:

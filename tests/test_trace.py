@@ -127,7 +127,9 @@ def test_dispatch_takes_each_of_its_steps_once(recorded: Recorded) -> None:
     number = trace.steps().number
     first, last = number["count_tokens"], number["rank_barrier_after_cleanup"]
     # What one CTA does for all: the one that came last.
-    of_one_cta = {number["publish_counts"], number["rank_barrier_after_cleanup"]}
+    of_one_cta = {
+        number[name] for name in ("publish_counts", "clean_up", "rank_barrier_after_cleanup")
+    }
     for rank in recorded.ranks:
         taken: Counter[int] = Counter()
         for (_, track), spans in by_track(rank).items():

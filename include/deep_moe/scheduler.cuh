@@ -84,6 +84,15 @@ class Scheduler {
     __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
         return ExpertTiles<Config>(num_tokens(local_expert_idx)).num_m_blocks();
     }
+    // Calls visit(expert_idx, num_tokens) for the experts whose counts this lane keeps.
+    template <class Visit>
+    __device__ void for_each_kept_count(const Visit& visit) const {
+#pragma unroll
+        for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+            const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
+            if (expert_idx < num_experts) visit(expert_idx, num_tokens_[i]);
+        }
+    }
     // Of all local experts.
     __device__ uint32_t num_received_tokens() const;
     __device__ uint32_t num_pool_blocks_in_use() const;

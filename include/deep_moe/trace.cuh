@@ -31,31 +31,30 @@ inline constexpr uint32_t num_trace_tracks = 6;
 
 // The comment on each line is the name that readers of a trace see.
 enum class TraceStep : uint16_t {
-    none = 0,                         // nothing recorded
-    end = 1,                          // end of the track
-    count_tokens = 2,                 // count tokens
-    gather_before_publish = 3,        // gather CTAs before counts are published
-    publish_counts = 4,               // publish counts
-    await_counts = 5,                 // wait for token counts
-    pull = 6,                         // pull
-    await_compute = 7,                // wait for this CTA's blocks
-    gather_before_combine = 8,        // gather CTAs before combine
-    rank_barrier_before_combine = 9,  // rank barrier before combine
-    clean_up = 10,                    // clean up
-    gather_after_cleanup = 11,        // gather CTAs after clean-up
-    rank_barrier_after_cleanup = 12,  // rank barrier after clean-up
-    await_l1_tokens = 13,             // wait for Linear1 tokens
-    await_l2_tokens = 14,             // wait for Linear2 tokens
-    load_l1 = 15,                     // load Linear1
-    load_l2 = 16,                     // load Linear2
-    await_block = 17,                 // wait for a block
-    l1_main_loop = 18,                // Linear1 main loop
-    l2_main_loop = 19,                // Linear2 main loop
-    l1_epilogue = 20,                 // Linear1 epilogue
-    l2_epilogue = 21,                 // Linear2 epilogue
-    await_combine = 22,               // wait for combine
-    combine = 23,                     // combine
-    await_header = 24,                // wait to be told of a block
+    none = 0,                          // nothing recorded
+    end = 1,                           // end of the track
+    count_tokens = 2,                  // count tokens
+    gather_before_publish = 3,         // gather CTAs before counts are published
+    publish_counts = 4,                // publish counts
+    await_counts = 5,                  // wait for token counts
+    pull = 6,                          // pull
+    await_compute = 7,                 // wait for this CTA's blocks
+    gather_before_combine = 8,         // gather CTAs before combine
+    clean_up = 9,                      // clean up
+    rank_barrier_before_combine = 10,  // rank barrier before combine
+    rank_barrier_after_cleanup = 11,   // rank barrier after clean-up
+    await_l1_tokens = 12,              // wait for Linear1 tokens
+    await_l2_tokens = 13,              // wait for Linear2 tokens
+    load_l1 = 14,                      // load Linear1
+    load_l2 = 15,                      // load Linear2
+    await_block = 16,                  // wait for a block
+    l1_main_loop = 17,                 // Linear1 main loop
+    l2_main_loop = 18,                 // Linear2 main loop
+    l1_epilogue = 19,                  // Linear1 epilogue
+    l2_epilogue = 20,                  // Linear2 epilogue
+    await_combine = 21,                // wait for combine
+    combine = 22,                      // combine
+    await_header = 23,                 // wait to be told of a block
 };
 
 // detail: what the step is about. await_l*_tokens: the pool block. load_*, *_main_loop, *_epilogue:

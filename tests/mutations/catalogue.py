@@ -117,8 +117,8 @@ SM100_MUTATIONS = (
     M(
         "no_gather_before_combine",
         DISPATCH,
-        "bool is_last = barriers.is_last_cta();",
-        "bool is_last = cta_idx == 0;",
+        "const bool is_last = barriers.is_last_cta();",
+        "const bool is_last = cta_idx == 0;",
         "race",
     ),
     M(
@@ -205,10 +205,8 @@ SM100_MUTATIONS = (
     M(
         "round_behind_the_gather",
         DISPATCH,
-        "    if (is_last) barriers.arrive_for_rank(round);\n"
-        "    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
-        "    if (is_last) barriers.arrive_for_rank(round);\n"
-        "    barriers.await_ranks(WaitSite::rank_barrier_before_combine,\n"
+        "barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);",
+        "barriers.await_ranks(WaitSite::rank_barrier_before_combine,\n"
         "                         RankBarrier<Config>::next_round(buffers.local()), is_last);",
         "timeout|race",
     ),
@@ -229,23 +227,30 @@ SM100_MUTATIONS = (
     ),
     # ---- clean-up
     M(
+        "clean_up_not_atomic",
+        CLEANUP,
+        "ptx::st_relaxed_sys(words + i, uint64_t{0});",
+        "words[i] = 0;",
+        "race",
+    ),
+    M(
         "clean_up_forgets_send_count",
         CLEANUP,
-        "zero(local.expert_send_count(0), Config::num_experts, grid_thread_idx, num_threads);",
+        "zero_relaxed(local.expert_send_count(0), Config::num_experts, thread_idx, num_threads);",
         "",
         "timeout|result|misuse|race",
     ),
     M(
         "clean_up_forgets_recv_sum",
         CLEANUP,
-        "zero(local.expert_recv_sum(0), Config::num_experts_per_rank, grid_thread_idx, num_threads);",
+        "zero_relaxed(local.expert_recv_sum(0), Config::num_experts_per_rank, thread_idx, num_threads);",
         "",
         "timeout|result|misuse|race",
     ),
     M(
         "clean_up_forgets_l1_arrivals",
         CLEANUP,
-        "zero(local.l1_arrival_count(0), num_pool_blocks, grid_thread_idx, num_threads);",
+        "zero(local.l1_arrival_count(0), num_pool_blocks, thread_idx, num_threads);",
         "",
         "timeout|result|race",
     ),
@@ -253,7 +258,7 @@ SM100_MUTATIONS = (
         "clean_up_forgets_l2_arrivals",
         CLEANUP,
         "zero(local.l2_arrival_mask(0), num_pool_blocks * Config::num_l2_mask_words, "
-        "grid_thread_idx,\n         num_threads);",
+        "thread_idx,\n         num_threads);",
         "",
         "timeout|result|race",
     ),
@@ -750,7 +755,7 @@ SM90_MUTATIONS = (
     M(
         "clean_up_forgets_claims",
         CLEANUP,
-        "zero(local.num_claimed_blocks(), 1, grid_thread_idx, num_threads);",
+        "zero(local.num_claimed_blocks(), 1, thread_idx, num_threads);",
         "",
         "result|timeout|race|misuse",
     ),
@@ -876,7 +881,7 @@ SM90_MUTATIONS = (
         "received_counts_kept",
         CLEANUP,
         "    zero(local.expert_recv_count(0, 0), Config::num_ranks * Config::num_experts_per_rank,\n"
-        "         grid_thread_idx, num_threads);\n",
+        "         thread_idx, num_threads);\n",
         "",
         "harmless: every call overwrites them before it reads them; zeros only tell a rank that runs "
         "out of time who has not published",
@@ -919,10 +924,10 @@ SM90_MUTATIONS = (
         "than the first make of it; it is there for waits to come",
     ),
     M(
-        "statistics_of_every_thread",
+        "statistics_of_every_warp",
         CLEANUP,
-        "        if (thread_idx == 0) {\n",
-        "        {\n",
+        "if (stats == nullptr || thread_idx >= warp_size) return;",
+        "if (stats == nullptr) return;",
         "result",
     ),
     # ---- layouts

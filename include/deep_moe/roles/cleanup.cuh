@@ -14,11 +14,18 @@
 
 namespace deep_moe {
 
-// Zeroes `words` with `num_threads` threads. The stores are relaxed because of `stop_later_calls`.
+// Zeroes `words` with `num_threads` threads.
 template <class Word>
 __device__ void zero(Word* words, uint32_t num_words, uint32_t thread_idx, uint32_t num_threads) {
+    for (uint32_t i = thread_idx; i < num_words; i += num_threads) words[i] = 0;
+}
+
+// The same where the store has to be atomic: a peer's addition to a sum is known by its result,
+// which orders it before other atomic accesses only, and `stop_later_calls` may run meanwhile.
+__device__ inline void zero_relaxed(uint64_t* words, uint32_t num_words, uint32_t thread_idx,
+                                    uint32_t num_threads) {
     for (uint32_t i = thread_idx; i < num_words; i += num_threads) {
-        ptx::st_relaxed_gpu(words + i, Word{0});
+        ptx::st_relaxed_sys(words + i, uint64_t{0});
     }
 }
 
@@ -37,39 +44,33 @@ __device__ void stop_later_calls(const SymmBuffer<Config>& local) {
     ptx::red_or_relaxed_sys(local.expert_recv_sum(0), SymmBuffer<Config>::rank_gave_up);
 }
 
-// All dispatch threads of the grid, while combine runs, after the rank barrier before combine: by
-// then every role on this rank has finished with these words (compute_done), and no peer writes
-// them before the rank barrier after clean-up.
+// All dispatch threads of the CTA that came last to the gather before combine: every role on this
+// rank has finished with these words (compute_done), and no peer writes them before the rank
+// barrier after clean-up.
 //
 // Zeroes what a call makes non-zero: counts in full, the claims, arrivals up to the last pool block
-// in use.
+// in use. One CTA does it in the time that a signal takes to another rank, or in less.
 template <class Config>
 __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local,
-                         const Scheduler<Config>& scheduler, uint32_t cta_idx,
-                         uint32_t thread_idx) {
-    constexpr uint32_t num_threads_per_cta = Config::num_dispatch_warps * warp_size;
-    constexpr uint32_t num_threads = Config::num_sms * num_threads_per_cta;
-    const uint32_t grid_thread_idx = cta_idx * num_threads_per_cta + thread_idx;
+                         const Scheduler<Config>& scheduler, uint32_t thread_idx) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
 
     const uint32_t num_pool_blocks = scheduler.num_pool_blocks_in_use();
-    zero(local.expert_send_count(0), Config::num_experts, grid_thread_idx, num_threads);
+    zero_relaxed(local.expert_send_count(0), Config::num_experts, thread_idx, num_threads);
     zero(local.expert_recv_count(0, 0), Config::num_ranks * Config::num_experts_per_rank,
-         grid_thread_idx, num_threads);
-    zero(local.expert_recv_sum(0), Config::num_experts_per_rank, grid_thread_idx, num_threads);
-    zero(local.l1_arrival_count(0), num_pool_blocks, grid_thread_idx, num_threads);
-    zero(local.l2_arrival_mask(0), num_pool_blocks * Config::num_l2_mask_words, grid_thread_idx,
+         thread_idx, num_threads);
+    zero_relaxed(local.expert_recv_sum(0), Config::num_experts_per_rank, thread_idx, num_threads);
+    zero(local.l1_arrival_count(0), num_pool_blocks, thread_idx, num_threads);
+    zero(local.l2_arrival_mask(0), num_pool_blocks * Config::num_l2_mask_words, thread_idx,
          num_threads);
 
-    zero(local.num_claimed_blocks(), 1, grid_thread_idx, num_threads);
+    zero(local.num_claimed_blocks(), 1, thread_idx, num_threads);
 
-    if (args.cumulative_local_expert_recv_stats == nullptr || cta_idx != 0) return;
-    for (uint32_t i = 0; i < Config::num_experts_per_rank; ++i) {
-        const uint32_t num_tokens = scheduler.num_tokens(i);
-        if (thread_idx == 0) {
-            ptx::red_add_relaxed_gpu(args.cumulative_local_expert_recv_stats + i,
-                                     static_cast<int32_t>(num_tokens));
-        }
-    }
+    int32_t* const stats = args.cumulative_local_expert_recv_stats;
+    if (stats == nullptr || thread_idx >= warp_size) return;
+    scheduler.for_each_kept_count([&](uint32_t expert_idx, uint32_t num_tokens) {
+        ptx::red_add_relaxed_gpu(stats + expert_idx, static_cast<int32_t>(num_tokens));
+    });
 }
 
 }  // namespace deep_moe

@@ -37,14 +37,13 @@ __device__ void tell_host(const KernelArgs& args, const Scheduler<Config>& sched
 //                                 that: it waits for counts, this rank's among them
 //   gather before combine         CTAs come with their blocks done: nothing of this rank uses the
 //                                 schedule, the pools or any rank's inputs any more, and all its
-//                                 contributions are written; the last one tells all ranks
-//   rank barrier before combine   the same of all ranks; every CTA waits for it, to combine and to
-//                                 clean up
-//   gather after clean-up         CTAs come with their part of the control words zeroed; the last
-//                                 one tells all ranks. The others are done
-//   rank barrier after clean-up   the same of all ranks: in their next calls they may publish to
-//                                 each other. Only the CTA that came last waits for it, which keeps
-//                                 this rank's kernel, and so its next one, waiting
+//                                 contributions are written. The last one tells all ranks, and then
+//                                 cleans up for its rank while the others may still be computing
+//   rank barrier before combine   the same of all ranks; every CTA waits for it, to combine
+//   rank barrier after clean-up   the control words of all ranks are zero: in their next calls they
+//                                 may publish to each other. Nobody but the CTA that cleaned up
+//                                 waits for it, while others combine; that keeps this rank's
+//                                 kernel, and so its next one, waiting
 //
 // After an abort every step is skipped, but the two named barriers shared with other roles are
 // still passed, so nobody is left waiting. This rank tells nobody anything any more, in this call
@@ -90,21 +89,16 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     const uint32_t round = RankBarrier<Config>::next_round(buffers.local());
     finish_compute<Config>(waiter);
     trace.mark(TraceStep::gather_before_combine);
-    bool is_last = barriers.is_last_cta();
-    trace.mark(TraceStep::rank_barrier_before_combine);
-    if (is_last) barriers.arrive_for_rank(round);
-    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);
-    const bool combining = await_combine<Config>(waiter);
-
-    // Close: when the last rank has cleaned up, any of them may start the next call.
-    trace.mark(TraceStep::clean_up);
-    if (combining) {
-        clean_up<Config>(args, buffers.local(), scheduler, cta_idx, thread_idx);
-    }
-    trace.mark(TraceStep::gather_after_cleanup);
-    barriers.cta();
-    is_last = barriers.is_last_cta();
+    const bool is_last = barriers.is_last_cta();
     if (is_last) {
+        barriers.arrive_for_rank(round);
+        trace.mark(TraceStep::clean_up);
+        clean_up<Config>(args, buffers.local(), scheduler, thread_idx);
+    }
+    trace.mark(TraceStep::rank_barrier_before_combine);
+    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);
+    // Close: when the last rank has cleaned up, any of them may start the next call.
+    if (await_combine<Config>(waiter) && is_last) {
         trace.mark(TraceStep::rank_barrier_after_cleanup);
         barriers.arrive_for_rank(round + 1);
         barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, round + 1, is_last);

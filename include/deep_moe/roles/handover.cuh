@@ -24,7 +24,7 @@ __device__ __forceinline__ bool finish_compute(Waiter& waiter) {
 }
 
 // Dispatch warps after the rank barrier before combine, epilogue warps when they are ready for it:
-// every contribution has arrived, and the control words are free for clean-up. Exactly once.
+// every contribution has arrived. Exactly once.
 template <class Config>
 __device__ __forceinline__ bool await_combine(Waiter& waiter) {
     constexpr uint32_t num_threads =

@@ -3,9 +3,10 @@
     python -m benchmarks.plot
 
 takes every report in benchmarks/results and renews what is made of them: a picture per kind of
-machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Only results for
-published models as they are, uniform routing and equal tokens are shown. Each curve is from one
-report, never pieced together: the one that timed most sizes of it, of several the newest.
+machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Only results for uniform
+routing and equal tokens are shown, in pictures only those for published models as they are. Each
+curve is from one report, never pieced together: the one that timed most sizes of it, of several the
+newest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .chart import Curve, Panel, Style, chart
-from .published import asked, compared, figures, is_standard
+from .published import asked, compared, figures, is_even, is_standard
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,7 +92,11 @@ def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
             for result in report["results"]
         }
     )
-    made = {picture_path(machine): picture(machine, reports) for machine in machines}
+    made = {
+        picture_path(machine): picture(machine, reports)
+        for machine in machines
+        if models(reports, machine)
+    }
     tables = [table(machine, reports) for machine in machines]
     made[ROOT / "benchmarks" / "RESULTS.md"] = "\n".join([RESULTS_HEAD, *tables])
     readme = ROOT / "README.md"
@@ -140,7 +145,7 @@ def timed(
             for result in report["results"]
             if (report["machine"]["gpu"], result["num_ranks"]) == machine
             and result["model"] == model
-            and is_standard(result)
+            and is_even(result)
             and (path == "fused" or path in result)
         }
         if results:
@@ -148,9 +153,16 @@ def timed(
     return max(found, key=lambda t: (len(t.results), t.machine["date"]), default=None)
 
 
-def models(reports: Sequence[Mapping[str, Any]], machine: Machine) -> list[str]:
-    """Those that were timed on a machine, as they are published."""
-    names = {result["model"] for report in reports for result in report["results"]}
+def models(
+    reports: Sequence[Mapping[str, Any]], machine: Machine, *, as_published: bool = True
+) -> list[str]:
+    """Those that were timed on a machine, as they are published or with other sizes."""
+    names = {
+        result["model"]
+        for report in reports
+        for result in report["results"]
+        if is_even(result) and is_standard(result) == as_published
+    }
     return sorted(name for name in names if timed(reports, machine, name, "fused"))
 
 
@@ -187,7 +199,8 @@ def table(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
     """All numbers of a machine, in Markdown."""
     gpu, num_ranks = machine
     lines = []
-    for model in models(reports, machine):
+    names = [*models(reports, machine), *models(reports, machine, as_published=False)]
+    for model in names:
         own = timed(reports, machine, model, "fused")
         assert own is not None
         paths = {path: timed(reports, machine, model, path) for path in ("unfused", "peer")}
@@ -228,7 +241,8 @@ def table(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
 
 def _comparison_cells(comparison: Mapping[str, Any] | None, result: Result) -> list[str]:
     if comparison is None:
-        return [""] * 5
+        times = f"{result['peer']['times_slower']:.2f}×" if "peer" in result else ""
+        return ["", times, "", "", ""]
     cells = [
         f"{comparison['best_peer_us']:.0f} ({comparison['best_peer']})",
         f"{comparison['times_slower']:.2f}×",

@@ -61,16 +61,22 @@ def asked(gpu: str, num_ranks: int) -> Asked | None:
     )
 
 
+def is_even(result: Mapping[str, Any]) -> bool:
+    """Whether a result is of uniform routing and equal tokens."""
+    counts = result.get("tokens_of_ranks", [result["tokens_per_rank"]])
+    return result.get("routing", "uniform") == "uniform" and set(counts) == {
+        result["tokens_per_rank"]
+    }
+
+
 def is_standard(result: Mapping[str, Any]) -> bool:
     """Whether a result is of a published model as it is, uniform routing and equal tokens."""
-    counts = result.get("tokens_of_ranks", [result["tokens_per_rank"]])
     names = ("num_experts", "num_topk", "hidden", "intermediate_hidden")
     layer = result.get("layer")  # results of 2026-11-20 have none: there were no options for it
     return (
         result["model"] in PRESETS
         and (layer is None or tuple(layer[name] for name in names) == PRESETS[result["model"]])
-        and result.get("routing", "uniform") == "uniform"
-        and set(counts) == {result["tokens_per_rank"]}
+        and is_even(result)
     )
 
 

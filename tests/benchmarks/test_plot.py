@@ -64,6 +64,16 @@ def test_skewed_problems_are_not_shown(changes):
     )
 
 
+def test_other_sizes_are_in_the_tables_and_in_no_picture():
+    other = result(8, 50.0, "deepseek-v4-pro, experts 96", peer=75.0, num_ranks=1)
+    other["peer"]["times_slower"] = 1.5
+    made = documents([report("2026-11-20", other)])
+    assert picture_path(("NVIDIA H200", 1)) not in made
+    text = made[ROOT / "benchmarks" / "RESULTS.md"]
+    assert "## deepseek-v4-pro, experts 96, 1 × NVIDIA H200" in text
+    assert "| 75 |  | 1.50× |  |  |  |" in text
+
+
 def test_a_table_has_the_comparison_and_the_goal():
     text = table(MACHINE, [report("2026-11-20", result(512, 1000.0, peer=1500.0, unfused=4000.0))])
     assert text.splitlines()[-1] == (

@@ -29,7 +29,7 @@ from deep_moe.heuristics.expected_tokens import (
 )
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs, TensorMapImage
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 from deep_moe.jit.sm90_maps import sm90_tensor_maps, sm90_weight_pointers
 from deep_moe.jit.sm100_maps import sm100_tensor_maps
@@ -299,13 +299,16 @@ def prepare_call(
     recorder = buffer.recorder
     y_address = y.data_ptr()
     expected = options.expected_tokens_per_rank
+    received = buffer.memory.status.received
+    is_uneven = received >= RECEIVED_UNEVENLY
     if expected is None:
         num_tokens = y.shape[0] if y.ndim else 0  # such a y is refused below
-        num_received_tokens = buffer.memory.status.num_received_tokens
+        num_received_tokens = received & (RECEIVED_UNEVENLY - 1)
         expected = choose_expected_tokens(buffer.shape, num_tokens, num_received_tokens)
     key = (
         options,
         expected,
+        is_uneven,
         recorder is None,
         y_address % _Y_ALIGNMENT,
         *(y.shape, y.stride(), y.dtype, y.device),
@@ -313,7 +316,7 @@ def prepare_call(
     )
     plan = buffer.plans.get(key)
     if plan is None:
-        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options, expected))
+        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options, expected, is_uneven))
     standing = _standing_args(plan, buffer, l1_weights, l2_weights)
     if plan.is_checked:
         _check_expert_ids(buffer, plan.num_tokens)
@@ -450,6 +453,7 @@ def _make_plan(
     stats: torch.Tensor | None,
     options: CallOptions,
     expected: int,
+    is_uneven: bool,
 ) -> CallPlan:
     """Reads nothing of the tensors but what `prepare_call` looks plans up by."""
     options.check()
@@ -469,6 +473,7 @@ def _make_plan(
     config = _choose_config(
         buffer.shape,
         expected,
+        is_uneven,
         arch,
         _default_num_sms(buffer) if options.num_sms is None else options.num_sms,
         options.activation_clamp,
@@ -498,6 +503,7 @@ def _make_plan(
 def _choose_config(
     shape: MoEShape,
     expected_tokens: int,
+    is_uneven: bool,
     arch: str,
     num_sms: int,
     activation_clamp: float | None,
@@ -509,6 +515,7 @@ def _choose_config(
     return choose_config(
         shape,
         expected_tokens,
+        is_uneven=is_uneven,
         arch=arch,
         num_sms=num_sms,
         activation_clamp=activation_clamp,

@@ -202,6 +202,7 @@ def choose_config(
     shape: MoEShape,
     num_tokens: int,
     *,
+    is_uneven: bool = False,
     arch: str = "sm_100a",
     num_sms: int | None = None,
     smem_capacity: int | None = None,
@@ -213,9 +214,10 @@ def choose_config(
 ) -> MegaMoEConfig:
     """The kernel for `num_tokens` tokens per rank of `shape`.
 
-    num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200), 132
-    for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a
-    CTA may ask for; by default what the architecture allows (232448, that is 227 KiB).
+    is_uneven: the experts' counts differ by more than chance makes them; SM90's tiles are then for
+    such. num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200),
+    132 for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a CTA may ask for; by
+    default what the architecture allows (232448, that is 227 KiB).
     activation_clamp: positive bound of gate and up, None for none. trace: the kernel records
     time stamps (deep_moe.trace). overrides: values by field name, taken instead of the heuristic's;
     `block_m` brings along the rest of its table row. A value that breaks a limit is a ValueError
@@ -237,8 +239,9 @@ def choose_config(
     if smem_capacity is None:
         smem_capacity = architecture.smem_capacity
     require_int("smem_capacity", smem_capacity, "a number of bytes")
-    if not isinstance(fast_math, bool):
-        raise TypeError(f"fast_math must be a bool; got {fast_math!r}")
+    for name, flag in (("fast_math", fast_math), ("is_uneven", is_uneven)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool; got {flag!r}")
     clamp = _checked_clamp(activation_clamp)
     overrides = _checked_overrides(overrides, architecture.overridable)
     if num_sms is None:
@@ -250,6 +253,7 @@ def choose_config(
         architecture.choose_fields,
         shape,
         num_tokens,
+        is_uneven=is_uneven,
         num_sms=num_sms,
         smem_capacity=smem_capacity,
     )

@@ -120,11 +120,13 @@ def choose_fields(
     shape: MoEShape,
     num_tokens: int,
     *,
+    is_uneven: bool,
     num_sms: int,
     smem_capacity: int,
     overrides: Mapping[str, int],
 ) -> tuple[dict[str, int], dict[str, str]]:
     """All fields that are not given by the problem, and the reason of each."""
+    del is_uneven  # nothing is known of how fast tiles are there
     choices = FieldChoices(overrides)
     choose = choices.choose
 

@@ -51,6 +51,8 @@ MIXED_STEPS = {128: 32, 144: 72}
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
 MIXED_TILES_COST = 1.02
+# Of experts' means, where the last call's counts differed by more than chance makes them.
+UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
 # Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting
 # for Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
@@ -82,37 +84,55 @@ def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
     }
 
 
-def choose_block_m(expected: Fraction) -> int:
+def choose_block_m(expected: Fraction, is_uneven: bool = False) -> int:
     """The tile with the least expected cost, if routing scatters the tokens of an expert like a
-    Poisson count with this mean.
+    Poisson count with this mean, or, if uneven, with means that vary by half of it.
 
     Rows that no token fills cost products, tokens beyond a tile cost a second one, which decodes
     the expert's weights again.
 
     >>> [choose_block_m(Fraction(m)) for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
     [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 152]
+    >>> [choose_block_m(Fraction(m), is_uneven=True) for m in (16, 32, 48, 64, 128, 768)]
+    [32, 48, 128, 128, 128, 152]
     """
     # A call's first look at a number of tokens shall not take milliseconds.
-    return _choose_block_m(expected if expected < 32 else Fraction(round(expected)))
+    return _choose_block_m(expected if expected < 32 else Fraction(round(expected)), is_uneven)
 
 
 @lru_cache(maxsize=4096)
-def _choose_block_m(expected: Fraction) -> int:
-    counts = _likely_counts(float(expected))
+def _choose_block_m(expected: Fraction, is_uneven: bool) -> int:
+    counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
     # Tiles of different sizes only where more than the smallest of them would be used.
-    block_ms = [m for m in BLOCK_MS if m not in MIXED_STEPS or 2 * expected > m]
+    block_ms = [m for m in BLOCK_MS if m not in MIXED_STEPS or is_uneven or 2 * expected > m]
     return min(block_ms, key=lambda block_m: _expected_cost(block_m, counts))
 
 
-def _likely_counts(mean: float) -> list[tuple[int, float]]:
-    """Counts of a Poisson distribution, without its tails, and their probabilities, up to a factor.
-    Of many, every second, third, ...: enough to tell tiles apart."""
+def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
+    """Counts of a Poisson distribution, or of one whose mean is gamma-distributed with this
+    coefficient of variation, without their tails, and their probabilities, up to a factor. Of many,
+    every second, third, ...: enough to tell tiles apart.
+
+    >>> counts = _likely_counts(5.0, 0.5)
+    >>> round(sum(n * p for n, p in counts), 2), round(sum(p for _, p in counts), 2)
+    (5.0, 0.96)
+    """
     if mean == 0:
         return []
-    spread = 6 * math.sqrt(mean)
+    spread = 6 * math.sqrt(mean + (variation * mean) ** 2)
     first, last = max(1, math.floor(mean - spread)), math.ceil(mean + spread)
     counts = range(first, last + 1, max(1, (last - first) // MAX_COUNTS))
-    return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in counts]
+    if variation == 0:
+        log_mean = math.log(mean)
+        return [(n, math.exp(n * log_mean - mean - math.lgamma(n + 1))) for n in counts]
+    size = variation**-2
+    log_more, log_rest = math.log(mean / (size + mean)), size * math.log(size / (size + mean))
+
+    def log_probability(n: int) -> float:
+        ways = math.lgamma(n + size) - math.lgamma(n + 1) - math.lgamma(size)
+        return ways + n * log_more + log_rest
+
+    return [(n, math.exp(log_probability(n))) for n in counts]
 
 
 def _expected_cost(block_m: int, counts: list[tuple[int, float]]) -> float:
@@ -172,6 +192,7 @@ def choose_fields(
     shape: MoEShape,
     num_tokens: int,
     *,
+    is_uneven: bool,
     num_sms: int,
     smem_capacity: int,
     overrides: Mapping[str, int],
@@ -189,8 +210,9 @@ def choose_fields(
     expected = shape.expected_tokens_per_expert(num_tokens)
     block_m = choose(
         "block_m",
-        choose_block_m(expected),
-        f"least expected cost with {float(expected):.4g} tokens per expert",
+        choose_block_m(expected, is_uneven),
+        f"least expected cost with {float(expected):.4g} tokens per expert"
+        + (", unevenly" if is_uneven else ""),
     )
     if block_m not in BLOCK_MS:
         raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")

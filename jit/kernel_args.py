@@ -67,12 +67,16 @@ class KernelArgs(ctypes.Structure):
     )
 
 
+RECEIVED_UNEVENLY = 1 << 31  # the local experts' counts differ by more than chance makes them
+
+
 class WaitStatus(ctypes.Structure):
     """What a kernel tells the host, mostly why it gave up; 64 bytes that the host can read.
 
     code: a WaitCode, 0 while all is well. site: a WaitSite. peer_rank: the first rank that was
-    waited for, NO_PEER_RANK if none. num_received_tokens: by all local experts of the rank, in the
-    newest call that knows. missing_ranks: bit r % 64 of word r // 64 stands for rank r.
+    waited for, NO_PEER_RANK if none. received: tokens of all local experts of the rank, in the
+    newest call that knows, and RECEIVED_UNEVENLY. missing_ranks: bit r % 64 of word r // 64 stands
+    for rank r.
     """
 
     _fields_ = (
@@ -81,7 +85,7 @@ class WaitStatus(ctypes.Structure):
         ("cta", ctypes.c_uint32),
         ("warp", ctypes.c_uint32),
         ("peer_rank", ctypes.c_uint32),
-        ("num_received_tokens", ctypes.c_uint32),
+        ("received", ctypes.c_uint32),
         ("expected", ctypes.c_uint64),
         ("seen", ctypes.c_uint64),
         ("waited_ns", ctypes.c_uint64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,8 +53,9 @@ def warmup(
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens. With
-    --gpu, those that calls on that GPU take from its tuning tables."""
+    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens, those
+    for uneven routing behind the others. With --gpu, those that calls on that GPU take from its
+    tuning tables."""
     from rich.progress import Progress
 
     from deep_moe.deployment import build_deployment, deployment_configs
@@ -73,10 +75,11 @@ def warmup(
 
     tuning = read_tuning(gpu) if gpu else None
 
-    def choose(num_tokens: int) -> MegaMoEConfig:
+    def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(
             shape,
             num_tokens,
+            is_uneven=is_uneven,
             arch=arch,
             num_sms=num_sms,
             activation_clamp=clamp,
@@ -85,6 +88,10 @@ def warmup(
         )
 
     configs = deployment_configs(choose, max_tokens)
+    # Of calls whose experts received uneven numbers of tokens in the call before.
+    known = {config for _, _, config in configs}
+    uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
+    configs += [use for use in uneven if use[2] not in known]
     with Progress(console=stderr()) as progress:
         task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(

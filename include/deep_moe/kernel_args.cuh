@@ -24,13 +24,15 @@ enum class WaitCode : uint32_t {
 //
 // Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
 // rank gives up. The first failure wins.
+constexpr uint32_t received_unevenly = 1u << 31;  // see Scheduler::is_uneven
 struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite
     uint32_t cta;
     uint32_t warp;
     uint32_t peer_rank;  // first rank that was waited for; no_peer_rank if the site has no peer
-    uint32_t num_received_tokens;  // by all local experts, in the newest call that got so far
+    uint32_t received;   // tokens of all local experts, in the newest call that got so far, and
+                         // `received_unevenly`
     uint64_t expected;
     uint64_t seen;
     uint64_t waited_ns;

@@ -95,6 +95,8 @@ class Scheduler {
     }
     // Of all local experts.
     __device__ uint32_t num_received_tokens() const;
+    // Whether their counts differ by clearly more than chance makes them. All lanes.
+    __device__ bool is_uneven(uint32_t num_received_tokens) const;
     __device__ uint32_t num_pool_blocks_in_use() const;
 
  private:
@@ -237,6 +239,24 @@ __device__ uint32_t Scheduler<Config>::num_received_tokens() const {
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) mine += num_tokens_[i];
     return ptx::redux_sync_add(mine);
+}
+
+// Of a Poisson count the mean deviation is 0.8 times the root of its mean. It is compared with that
+// of counts whose means vary by a fifth from expert to expert besides. With few experts, or few
+// tokens, chance alone may look like it.
+template <class Config>
+__device__ bool Scheduler<Config>::is_uneven(uint32_t num_received_tokens) const {
+    constexpr float variation = 0.2f;
+    constexpr uint32_t least = 16;
+    const uint32_t mean = num_received_tokens / num_experts;
+    if (num_experts < least || mean < least) return false;
+    uint32_t mine = 0;
+    for_each_kept_count([&](uint32_t, uint32_t num_tokens) {
+        mine += num_tokens > mean ? num_tokens - mean : mean - num_tokens;
+    });
+    const float deviation = static_cast<float>(ptx::redux_sync_add(mine)) / num_experts;
+    const float of_mean = static_cast<float>(mean);
+    return deviation * deviation > 0.64f * of_mean * (1.0f + variation * variation * of_mean);
 }
 
 template <class Config>

@@ -37,6 +37,17 @@ def test_every_kernel_is_in_the_cache_and_intact(warm_folder: Path):
     assert {entry.manifest["config"]["block_m"] for entry in entries} == {16, 32}
 
 
+def test_kernels_for_uneven_routing_are_compiled_too(tmp_path: Path):
+    sizes = ["--ranks", "1", "--max-tokens", "96", "--experts", "4", "--topk", "2"]
+    sizes += ["--hidden", "128", "--intermediate", "128", "--num-sms", "4", "--arch", "sm_90a"]
+    result = run_warmup(tmp_path, *sizes, "--json")
+    assert result.exit_code == 0, result.output
+    shape = MoEShape(1, 4, 2, 128, 128, 96)
+    uneven = choose_config(shape, 96, is_uneven=True, arch="sm_90a", num_sms=4)
+    assert uneven != choose_config(shape, 96, arch="sm_90a", num_sms=4)
+    assert uneven.block_m in {kernel["config"]["block_m"] for kernel in json.loads(result.stdout)}
+
+
 def test_a_second_run_finds_everything_in_the_cache(warm_folder: Path):
     kernels = json.loads(run_warmup(warm_folder, *TWO_KERNELS, "--json").stdout)
     assert all(kernel["was_cached"] for kernel in kernels)

@@ -53,6 +53,28 @@ def test_no_other_tile_of_one_size_is_expected_to_cost_less(num_tokens):
     assert cost(block_m) <= 1.002 * min(cost(other) for other in TILES if other >= mean)
 
 
+@pytest.mark.parametrize("num_tokens", [256, 512, 768, 1024, 2048, 4096, 8192])
+def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
+    """Against a simulation, in which the experts' means vary by a third or by half."""
+    generator = np.random.default_rng(num_tokens)
+    config = sm90_config(num_tokens, is_uneven=True)
+
+    def cost(block_m, step, counts):
+        num_tiles = -(-counts // block_m)
+        num_steps = np.maximum(-(-counts // step), num_tiles * -(-(block_m // 2) // step))
+        first = -(-num_steps // np.maximum(num_tiles, 1)) * step
+        further = 0.6 * (num_tiles - 1 + (num_steps * step - first) / 150)
+        of_expert = np.where(counts > 0, 1 + first / 150 + further, 0)
+        return of_expert.mean() * (1 if step == block_m else 1.02)
+
+    for variation in (0.35, 0.5):
+        means = num_tokens / 16 * generator.gamma(variation**-2, variation**2, 50_000)
+        counts = generator.poisson(means)
+        steps = {**{block_m: block_m for block_m in TILES}, 128: 32, 144: 72}
+        least = min(cost(block_m, step, counts) for block_m, step in steps.items())
+        assert cost(config.block_m, config.block_m_step, counts) <= 1.03 * least
+
+
 def test_blocks_of_one_size_can_be_had_with_the_widest_tiles_too():
     config = sm90_config(8192, overrides={"block_m": 128, "block_m_step": 128})
     assert (config.block_m_step, config.num_epilogue_registers) == (128, 216)

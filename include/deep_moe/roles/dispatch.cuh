@@ -18,14 +18,13 @@
 
 namespace deep_moe {
 
-// One warp of the grid: how many tokens came, from which the host picks the tile of a later call.
+// One warp of the grid: what came, from which the host picks the tile of a later call.
 // The store needs no order, and has all of the call's time to cross to the host's memory.
 template <class Config>
 __device__ void tell_host(const KernelArgs& args, const Scheduler<Config>& scheduler) {
-    const uint32_t num_received_tokens = scheduler.num_received_tokens();
-    if (ptx::lane_idx() == 0) {
-        ptx::st_relaxed_sys(&args.status->num_received_tokens, num_received_tokens);
-    }
+    uint32_t received = scheduler.num_received_tokens();
+    if (scheduler.is_uneven(received)) received |= received_unevenly;
+    if (ptx::lane_idx() == 0) ptx::st_relaxed_sys(&args.status->received, received);
 }
 
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.

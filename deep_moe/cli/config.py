@@ -47,6 +47,12 @@ def config(
     gpu: GpuOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
+    uneven: Annotated[
+        bool,
+        typer.Option(
+            "--uneven", help="As if the experts' counts had differed in the call before (SM90)."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the chosen config, the reason of each field, what was measured of the layer, the memory
@@ -66,6 +72,7 @@ def config(
     explanation = choose_config(
         shape,
         tokens,
+        is_uneven=uneven,
         arch=arch,
         num_sms=num_sms,
         activation_clamp=clamp,

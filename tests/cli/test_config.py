@@ -54,6 +54,13 @@ def test_every_field_has_a_reason_and_names_survive_a_narrow_terminal():
         assert name in printed
 
 
+def test_uneven_routing_gets_a_tile_of_its_own():
+    case = ["--model", "deepseek-v4-pro", "--ranks", "4", "--tokens", "2048", "--arch", "sm_90a"]
+    even, uneven = fields(*case), fields(*case, "--uneven")
+    assert (even["block_m"], even["block_m_step"]) == (152, 152)
+    assert (uneven["block_m"], uneven["block_m_step"]) == (128, 32)
+
+
 def test_an_override_is_marked_as_the_callers():
     reasons = {
         field["name"]: field["reason"]

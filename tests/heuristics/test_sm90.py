@@ -38,19 +38,24 @@ def test_the_tile_fits_the_tokens_of_most_experts(num_tokens, block_m, block_m_s
     assert (config.block_m, config.block_m_step) == (block_m, block_m_step)
 
 
+def mean_cost(counts, block_m, step):
+    """Of experts with these counts, as few and as equal tiles as can be for each."""
+    num_tiles = -(-counts // block_m)
+    num_steps = np.maximum(-(-counts // step), num_tiles * -(-(block_m // 2) // step))
+    first = -(-num_steps // np.maximum(num_tiles, 1)) * step
+    further = 0.6 * (num_tiles - 1 + (num_steps * step - first) / 150)
+    of_expert = np.where(counts > 0, 1 + first / 150 + further, 0)
+    return of_expert.mean() * (1 if step == block_m else 1.02)
+
+
 @pytest.mark.parametrize("num_tokens", [*range(1, 60), *range(60, 1150, 31)])
 def test_no_other_tile_of_one_size_is_expected_to_cost_less(num_tokens):
     """Against a simulation of what the formula adds up, up to where sizes are mixed."""
     mean = num_tokens / 16
     counts = np.random.default_rng(num_tokens).poisson(mean, 100_000)
-
-    def cost(block_m):
-        num_tiles = -(-counts // block_m)
-        further = np.maximum(num_tiles - 1, 0)
-        return ((num_tiles - further) + 0.6 * further).mean() * (1 + block_m / 150)
-
     block_m = sm90_config(num_tokens).block_m
-    assert cost(block_m) <= 1.002 * min(cost(other) for other in TILES if other >= mean)
+    least = min(mean_cost(counts, other, other) for other in TILES if other >= mean)
+    assert mean_cost(counts, block_m, block_m) <= 1.002 * least
 
 
 @pytest.mark.parametrize("num_tokens", [256, 512, 768, 1024, 2048, 4096, 8192])
@@ -58,21 +63,12 @@ def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
     """Against a simulation, in which the experts' means vary by a third or by half."""
     generator = np.random.default_rng(num_tokens)
     config = sm90_config(num_tokens, is_uneven=True)
-
-    def cost(block_m, step, counts):
-        num_tiles = -(-counts // block_m)
-        num_steps = np.maximum(-(-counts // step), num_tiles * -(-(block_m // 2) // step))
-        first = -(-num_steps // np.maximum(num_tiles, 1)) * step
-        further = 0.6 * (num_tiles - 1 + (num_steps * step - first) / 150)
-        of_expert = np.where(counts > 0, 1 + first / 150 + further, 0)
-        return of_expert.mean() * (1 if step == block_m else 1.02)
-
+    steps = {**{block_m: block_m for block_m in TILES}, 128: 32, 144: 72}
     for variation in (0.35, 0.5):
         means = num_tokens / 16 * generator.gamma(variation**-2, variation**2, 50_000)
         counts = generator.poisson(means)
-        steps = {**{block_m: block_m for block_m in TILES}, 128: 32, 144: 72}
-        least = min(cost(block_m, step, counts) for block_m, step in steps.items())
-        assert cost(config.block_m, config.block_m_step, counts) <= 1.03 * least
+        least = min(mean_cost(counts, block_m, step) for block_m, step in steps.items())
+        assert mean_cost(counts, config.block_m, config.block_m_step) <= 1.03 * least
 
 
 def test_blocks_of_one_size_can_be_had_with_the_widest_tiles_too():

@@ -36,18 +36,17 @@ NUM_DISPATCH_WARPS = 2
 NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
 
-# Tokens per tile, which is the N of wgmma. With 160 the compiler no longer overlaps the products
-# with anything else: their registers are a few too many for what the other half of a warpgroup's
-# rows needs meanwhile.
+# Tokens per tile, which is the N of wgmma. With 160, and the 216 registers that tiles of one size
+# leave a math thread, the compiler no longer overlaps the products with anything else.
 BLOCK_MS = tuple(range(8, 160, 8))
 # Tiles of different sizes in one kernel: from half of block_m up to block_m, in such steps. Each
 # size is a main loop of its own, for which there have to be registers.
 MIXED_STEPS = {128: 32, 144: 72}
-# What tiles cost, fitted to 80 times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768
-# tokens per expert of both DeepSeek-V4 shapes, of which it tells the fastest tile but for 1 %. A
-# tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
-# takes less, because its weights do not come from HBM. Tiles of different sizes take two copies
-# each.
+# What tiles cost, fitted to 88 times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768
+# tokens per expert of both DeepSeek-V4 shapes. At 15 of these 16 numbers of tokens it tells which
+# of the tiles measured there was the fastest. A tile takes 1 + rows / 150: decoding its weights,
+# and products. A further tile of the same expert takes less, because its weights do not come from
+# HBM. Tiles of different sizes take two copies each.
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
 MIXED_TILES_COST = 1.02

@@ -20,19 +20,21 @@ enum class WaitCode : uint32_t {
     pool_overflow = 2,
 };
 
+// In WaitStatus::received: see Scheduler::is_uneven.
+constexpr uint32_t received_unevenly = 1u << 31;
+
 // What the host reads of a call without waiting for it. One per rank, zero before the first call.
 //
 // Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
 // rank gives up. The first failure wins.
-constexpr uint32_t received_unevenly = 1u << 31;  // see Scheduler::is_uneven
 struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite
     uint32_t cta;
     uint32_t warp;
     uint32_t peer_rank;  // first rank that was waited for; no_peer_rank if the site has no peer
-    uint32_t received;   // tokens of all local experts, in the newest call that got so far, and
-                         // `received_unevenly`
+    // Tokens of all local experts, in the newest call that got so far, and `received_unevenly`.
+    uint32_t received;
     uint64_t expected;
     uint64_t seen;
     uint64_t waited_ns;

@@ -32,6 +32,11 @@ class BoundedCache(Generic[Key, Value]):
             self._entries[key] = value
         return value
 
+    def items(self) -> list[tuple[Key, Value]]:
+        """The entries as they are now, oldest first."""
+        with self._lock:
+            return list(self._entries.items())
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()

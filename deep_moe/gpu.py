@@ -58,6 +58,11 @@ class Gpu:
             return int(_raw_stream(self.device.index))
         return torch.cuda.current_stream(self.device.index).cuda_stream
 
+    def is_capturing(self) -> bool:
+        """Whether what is launched on the current stream becomes part of a CUDA graph."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
     def _context(self) -> AbstractContextManager[None]:
         """Of the driver, not of PyTorch, whose own does nothing in a thread that has not used CUDA
         yet if the device is already the one that the thread would use."""

@@ -35,6 +35,7 @@ from deep_moe.jit.sm90_maps import sm90_tensor_maps, sm90_weight_pointers
 from deep_moe.jit.sm100_maps import sm100_tensor_maps
 
 from .arguments import check_contiguous, check_start, check_tensor, form, require_type
+from .bounded_cache import BoundedCache
 from .buffer import SymmBuffer, describe_difference
 from .eager import is_seen_by_nobody
 from .gpu import Gpu
@@ -152,6 +153,11 @@ def fp8_fp4_mega_moe(
     checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
         in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
         out of range is taken as -1.
+
+    A CUDA graph keeps the kernel that the call was captured with. A captured call compiles and
+    loads none if one is loaded that earlier calls with these arguments ran, even where another
+    would now be faster. So call before the capture: twice, with a wait in between, where the second
+    call may learn from the first.
 
     Nothing is launched if an argument is not allowed. MegaMoETimeoutError says which rank did not
     arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it. After it, and on
@@ -306,9 +312,9 @@ def prepare_call(
         num_received_tokens = received & (RECEIVED_UNEVENLY - 1)
         expected = choose_expected_tokens(buffer.shape, num_tokens, num_received_tokens)
     key = (
-        options,
         expected,
         is_uneven,
+        options,
         recorder is None,
         y_address % _Y_ALIGNMENT,
         *(y.shape, y.stride(), y.dtype, y.device),
@@ -316,7 +322,7 @@ def prepare_call(
     )
     plan = buffer.plans.get(key)
     if plan is None:
-        plan = buffer.plans.put(key, _make_plan(y, buffer, stats, options, expected, is_uneven))
+        plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
     standing = _standing_args(plan, buffer, l1_weights, l2_weights)
     if plan.is_checked:
         _check_expert_ids(buffer, plan.num_tokens)
@@ -448,6 +454,7 @@ def _take_inputs(buffer: SymmBuffer, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _make_plan(
+    key: tuple[Any, ...],
     y: torch.Tensor,
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
@@ -455,7 +462,10 @@ def _make_plan(
     expected: int,
     is_uneven: bool,
 ) -> CallPlan:
-    """Reads nothing of the tensors but what `prepare_call` looks plans up by."""
+    """The plan to be found by `key`; within a capture, perhaps an earlier one instead.
+
+    Reads nothing of the tensors but what the key is made of.
+    """
     options.check()
     arch = _arch(options, buffer)
     _check_output(y, buffer)
@@ -482,7 +492,14 @@ def _make_plan(
         buffer.recorder is not None,
         None if buffer.gpu is None else buffer.gpu.name,
     )
-    return CallPlan(
+    gpu = buffer.gpu
+    if gpu is not None and _launchers.get((config, gpu)) is None:
+        earlier = _earlier_plan(key, buffer)
+        # Loading takes long, may wait for all that runs on the GPU, and in a capture, drivers
+        # before CUDA 12.3 refuse it. Not kept: after the capture, the kernel that fits is loaded.
+        if earlier is not None and gpu.is_capturing():
+            return earlier
+    plan = CallPlan(
         config=config,
         tile=(
             config.arch,
@@ -495,8 +512,18 @@ def _make_plan(
         num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=round(1e9 * _timeout_s(options, buffer)),
-        launcher=None if buffer.gpu is None else _cuda_launcher(config, buffer.gpu),
+        launcher=None if gpu is None else _cuda_launcher(config, gpu),
     )
+    return buffer.plans.put(key, plan)
+
+
+def _earlier_plan(key: tuple[Any, ...], buffer: SymmBuffer) -> CallPlan | None:
+    """The newest plan of the same call that expects other tokens, or them more or less evenly."""
+    _, _, *call = key
+    for (_, _, *other_call), plan in reversed(buffer.plans.items()):
+        if other_call == call:
+            return plan
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -531,15 +558,21 @@ def _kernel(config: MegaMoEConfig) -> CompiledKernel:
     return jit.build(config)
 
 
-@lru_cache(maxsize=256)
+# The loaded kernels, one per kernel and device: a module belongs to the device's context.
+_launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(256)
+
+
 def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
-    """One per kernel and device: a module belongs to the device's context."""
-    return gpu.load(
+    launcher = _launchers.get((config, gpu))
+    if launcher is not None:
+        return launcher
+    launcher = gpu.load(
         _kernel(config),
         num_threads=config.num_threads,
         smem_bytes=config.smem_bytes,
         is_cooperative=True,  # CTAs wait for each other
     )
+    return _launchers.put((config, gpu), launcher)
 
 
 def _arch(options: CallOptions, buffer: SymmBuffer) -> str:

@@ -269,7 +269,10 @@ def choose_config(
                 overrides={**overrides, **dict(tuning_result.overrides)}
             )
         except ValueError as error:
-            raise ValueError(f"tuning table: {error}; {tuning_result.outcome}") from None
+            if tuning_result.is_of_own_layer:
+                raise ValueError(f"tuning table: {error}; {tuning_result.outcome}") from None
+            # More experts take more shared memory, for one.
+            tuning_result = TuningResult(f"formula: {error}; {tuning_result.outcome}")
         reasons.update(tuning_result.reasons)
     for name in overrides:
         reasons[name] = "set by the caller"

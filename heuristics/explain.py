@@ -60,17 +60,22 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TuningRow:
-    """One number of tokens per rank at which this layer was measured on the device. No entry: the
-    formula was not beaten."""
+    """One number of tokens per rank at which this layer, or another of which a rank has the same
+    part, was measured on the device. No entry: the formula was not beaten."""
 
     source: str
+    num_ranks: int
+    num_experts: int
+    num_topk: int
     num_tokens: int
+    tokens_per_expert: float
     entry: TunedEntry | None
 
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What the tuning tables say: of the call, in words, and of the layer."""
+    """What the tuning tables say: of the call, in words, and of the layer, all that may hold in the
+    order in which it counts."""
 
     device: str | None
     outcome: str
@@ -136,9 +141,17 @@ def _tuning_report(config: MegaMoEConfig, decision: Decision) -> TuningReport:
     device = decision.tuning.device
     key = TunedLayerKey.of(config.shape, device=device, arch=config.arch, num_sms=config.num_sms)
     rows = [
-        TuningRow(source, num_tokens, layer.entry(num_tokens))
-        for source, layer in decision.tuning.layers(key)
-        for num_tokens in layer.measured_tokens
+        TuningRow(
+            source=found.source,
+            num_ranks=found.layer.key.num_ranks,
+            num_experts=found.layer.key.num_experts,
+            num_topk=found.layer.key.num_topk,
+            num_tokens=found.num_tokens,
+            tokens_per_expert=found.layer.key.tokens_per_expert(found.num_tokens),
+            entry=found.entry,
+        )
+        for group in decision.tuning.measurements(key)
+        for found in group
     ]
     return TuningReport(device, decision.tuning_result.outcome, tuple(rows))
 

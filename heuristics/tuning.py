@@ -3,9 +3,12 @@
 A table says of a layer on a device: at this many tokens per rank the formula chose kernel F, and
 kernel W was faster. That is used where it is known to hold:
 
-- on the same device and number of SMs, for the same layer (ranks, experts, top-k, widths);
+- on the same device and number of SMs, for layers of which a rank has the same part: as many local
+  experts of the same widths. Of how many ranks it is one, and top-k, change the tokens that the
+  experts receive, and nothing else of what the tunable fields are about;
 - for calls whose expected tokens per expert are at most a factor of sqrt(2) away from the measured
-  ones, the nearest measured number of tokens counting, also if nothing beat the formula there;
+  ones, the nearest measured number of tokens counting, also if nothing beat the formula there.
+  What was measured with the call's own ranks, experts and top-k comes before all else;
 - where the formula would still choose F. Elsewhere nothing is known of W's merit, and after a
   change of the formula the measurement is out of date.
 
@@ -16,8 +19,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +37,7 @@ Fields = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class TunedLayerKey:
-    """What a measurement depends on beside the number of tokens."""
+    """What a measurement was made with, beside the number of tokens."""
 
     device: str  # as CUDA names it, "NVIDIA H200"
     arch: str
@@ -48,6 +52,35 @@ class TunedLayerKey:
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
         """The key of a layer on a device."""
         return cls(device, arch, num_sms, **{name: getattr(shape, name) for name in LAYER_FIELDS})
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        """Experts that live on one rank."""
+        return self.num_experts // self.num_ranks
+
+    def has_same_part(self, other: TunedLayerKey) -> bool:
+        """Whether a rank of both has the same experts to compute, on the same device."""
+        return (
+            self.hidden == other.hidden
+            and self.intermediate_hidden == other.intermediate_hidden
+            and self.num_experts_per_rank == other.num_experts_per_rank
+            and self.num_sms == other.num_sms
+            and self.device == other.device
+            and self.arch == other.arch
+        )
+
+    def tokens_per_expert(self, num_tokens: int) -> float:
+        """Expected, as MoEShape.expected_tokens_per_expert has it."""
+        return num_tokens * self.num_topk / self.num_experts_per_rank
+
+    def words(self) -> str:
+        """The layer, for people.
+
+        >>> TunedLayerKey("NVIDIA H200", "sm_90a", 132, 2, 192, 6, 7168, 3072).words()
+        '2 ranks x 192 experts, top-6'
+        """
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"{ranks} x {self.num_experts} experts, top-{self.num_topk}"
 
 
 @dataclass(frozen=True)
@@ -86,21 +119,6 @@ class TunedLayer:
     measured_tokens: tuple[int, ...]
     entries: tuple[TunedEntry, ...]
 
-    def nearest_measured(self, num_tokens: int) -> int | None:
-        """The measured number of tokens that counts for a call, if one is near enough.
-
-        >>> key = TunedLayerKey("NVIDIA H200", "sm_90a", 132, 4, 256, 6, 4096, 2048)
-        >>> [TunedLayer(key, (8, 16, 64), ()).nearest_measured(n) for n in (5, 6, 11, 12, 23, 64)]
-        [None, 8, 8, 16, None, 64]
-        """
-
-        def distance(measured: int) -> float:
-            return max(measured, num_tokens) / min(measured, num_tokens)
-
-        # Squares, so that the bound is exact.
-        near = [n for n in self.measured_tokens if num_tokens > 0 and distance(n) ** 2 <= 2]
-        return min(near, key=distance, default=None)
-
     def entry(self, num_tokens: int) -> TunedEntry | None:
         """What was faster at a measured number of tokens."""
         return next((entry for entry in self.entries if entry.num_tokens == num_tokens), None)
@@ -132,13 +150,62 @@ class TuningTable:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """One measured size of a layer. source: the table it stands in."""
+
+    source: str
+    layer: TunedLayer
+    num_tokens: int  # per rank
+
+    @property
+    def entry(self) -> TunedEntry | None:
+        """What was faster than the formula's kernel, if anything."""
+        return self.layer.entry(self.num_tokens)
+
+    def words(self) -> str:
+        """What it was made with, for people."""
+        key = self.layer.key
+        return f"on {key.device} with {key.words()}, {self.num_tokens} tokens/rank"
+
+
+def nearest(
+    measurements: Iterable[Measurement], key: TunedLayerKey, num_tokens: int
+) -> Measurement | None:
+    """The measurement that counts for a call with `num_tokens` tokens per rank of the layer `key`,
+    if one is near enough: the one with the nearest expected tokens per expert. Of equally near
+    ones the one with most ranks counts, then with the largest top-k, then with fewest tokens.
+
+    measurements: of layers of which a rank has the same part as of `key`.
+
+    >>> key = TunedLayerKey("NVIDIA H200", "sm_90a", 132, 4, 256, 6, 4096, 2048)
+    >>> sizes = [Measurement("", TunedLayer(key, (8, 16, 64), ()), n) for n in (8, 16, 64)]
+    >>> found = [nearest(sizes, key, n) for n in (5, 6, 11, 12, 23, 64)]
+    >>> [measurement and measurement.num_tokens for measurement in found]
+    [None, 8, 8, 16, None, 64]
+    """
+    # Of equally many local experts, so these are in the ratio of the tokens per expert.
+    num_received = num_tokens * key.num_topk
+    near = []
+    for found in measurements:
+        other = found.layer.key
+        measured = found.num_tokens * other.num_topk
+        more, less = max(measured, num_received), min(measured, num_received)
+        if more * more <= 2 * less * less:  # squares, so that the bound is exact
+            order = (more / less, -other.num_ranks, -other.num_topk, found.num_tokens)
+            near.append((order, found))
+    return min(near, key=itemgetter(0), default=(None, None))[1]
+
+
+@dataclass(frozen=True)
 class TuningResult:
     """What the tables say of one call. overrides: fields to set instead of the formula's choice,
-    `reasons` of each; outcome: the same as a sentence, for people."""
+    `reasons` of each; outcome: the same as a sentence, for people. is_of_own_layer: measured with
+    the call's own ranks, experts and top-k, so that no limit can forbid the overrides."""
 
     outcome: str
     overrides: Fields = ()
     reasons: tuple[tuple[str, str], ...] = ()
+    is_of_own_layer: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,10 +215,29 @@ class Tuning:
     device: str
     tables: tuple[TuningTable, ...]
 
-    def layers(self, key: TunedLayerKey) -> list[tuple[str, TunedLayer]]:
-        """All that was measured for a layer, with where it stands."""
-        found = ((table.source, table.layer(key)) for table in self.tables)
-        return [(source, layer) for source, layer in found if layer is not None]
+    # A layer's are looked for once, not again for every number of tokens.
+    _of_layers: dict[TunedLayerKey, list[list[Measurement]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def measurements(self, key: TunedLayerKey) -> list[list[Measurement]]:
+        """All that may hold for a layer, the groups in the order in which they count: those of the
+        layer itself, a group per table, then those of others of which a rank has the same part."""
+        if key not in self._of_layers:
+            self._of_layers[key] = self._measurements(key)
+        return self._of_layers[key]
+
+    def _measurements(self, key: TunedLayerKey) -> list[list[Measurement]]:
+        def group(table: TuningTable, is_own: bool) -> list[Measurement]:
+            return [
+                Measurement(table.source, layer, num_tokens)
+                for layer in table.layers
+                if layer.key.has_same_part(key) and (layer.key == key) is is_own
+                for num_tokens in layer.measured_tokens
+            ]
+
+        groups = [group(table, is_own) for is_own in (True, False) for table in self.tables]
+        return [group for group in groups if group]
 
     def look_up(
         self,
@@ -162,34 +248,39 @@ class Tuning:
     ) -> TuningResult:
         """formula: the tunable fields that the formula chooses for the call, with the caller's
         `overrides` in force."""
-        layers = self.layers(key)
-        if not layers:
+        groups = self.measurements(key)
+        if not groups:
             return TuningResult(
-                f"formula: this layer has not been measured on {self.device} with {key.num_sms} SMs"
+                f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
+                f"{key.hidden} x {key.intermediate_hidden} has been measured on {self.device} "
+                f"with {key.num_sms} SMs"
             )
-        for source, layer in layers:
-            measured = layer.nearest_measured(num_tokens)
-            if measured is not None:
-                return _result(source, layer, measured, formula, overrides)
-        sizes = sorted({size for _, layer in layers for size in layer.measured_tokens})
+        for group in groups:
+            measurement = nearest(group, key, num_tokens)
+            if measurement is not None:
+                return _result(measurement, key, formula, overrides)
+        sizes = {
+            found.layer.key.tokens_per_expert(found.num_tokens)
+            for group in groups
+            for found in group
+        }
         return TuningResult(
-            f"formula: measured on {self.device} with {', '.join(map(str, sizes))} tokens per "
-            "rank, none of which is near"
+            f"formula: measured on {self.device} with "
+            f"{', '.join(f'{size:.4g}' for size in sorted(sizes))} tokens per expert, none of "
+            f"which is near {key.tokens_per_expert(num_tokens):.4g}"
         )
 
 
 def _result(
-    source: str,
-    layer: TunedLayer,
-    measured: int,
+    measurement: Measurement,
+    key: TunedLayerKey,
     formula: Mapping[str, int],
     overrides: Mapping[str, int],
 ) -> TuningResult:
-    where = f"{layer.key.device} with {measured} tokens per rank"
-    entry = layer.entry(measured)
+    source, where, entry = measurement.source, measurement.words(), measurement.entry
     if entry is None:
         return TuningResult(
-            f"formula: on {where} nothing that was tried is faster beyond noise ({source})"
+            f"formula: {where} nothing that was tried is faster beyond noise ({source})"
         )
     set_by_caller = [name for name, _ in entry.formula if name in overrides]
     if set_by_caller:
@@ -203,15 +294,15 @@ def _result(
             if formula.get(name) != was.get(name)
         ]
         return TuningResult(
-            f"formula: what was measured on {where} beat another choice of the formula, which is "
+            f"formula: what was measured {where} beat another choice of the formula, which is "
             f"here {'; '.join(changed)} ({source})"
         )
     text = (
-        f"measured on {where}: {entry.us:.1f} µs, the formula's choice {entry.formula_us:.1f} "
+        f"measured {where}: {entry.us:.1f} µs, the formula's choice {entry.formula_us:.1f} "
         f"(+{entry.gain:.1%}); {entry.date}, {source}"
     )
     reasons = tuple((name, f"formula: {was[name]}; {text}") for name, _ in entry.overrides)
-    return TuningResult(text, entry.overrides, reasons)
+    return TuningResult(text, entry.overrides, reasons, measurement.layer.key == key)
 
 
 def device_file_name(device: str) -> str:
@@ -281,6 +372,14 @@ def _layer(record: Any) -> TunedLayer:
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
     }
+    small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
+    if small:
+        raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")
+    if key["num_experts"] % key["num_ranks"]:
+        raise ValueError(
+            f"num_experts must be a multiple of num_ranks ({key['num_ranks']}); "
+            f"got {key['num_experts']}"
+        )
     measured = _take(record, "measured_tokens", list)
     if not all(isinstance(n, int) and n > 0 for n in measured):
         raise ValueError(f"measured_tokens must be positive ints; got {measured}")

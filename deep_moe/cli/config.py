@@ -148,9 +148,10 @@ def _tuning_outcome(tuning: TuningReport) -> str:
 
 
 def _tuning_table(tuning: TuningReport) -> Table:
-    numbers = ("tokens/rank", "µs", "formula's µs", "gain")
+    numbers = ("tokens/rank", "tokens/expert", "µs", "formula's µs", "gain")
     table = new_table(
-        f"this layer as measured on {tuning.device}",
+        f"measured on {tuning.device} with as many experts per rank",
+        "with",
         *numbers,
         "faster kernel",
         "measured",
@@ -159,15 +160,20 @@ def _tuning_table(tuning: TuningReport) -> Table:
     )
     for row in tuning.rows:
         entry = row.entry
+        start = (
+            f"{row.num_ranks} x {row.num_experts}, top-{row.num_topk}",
+            str(row.num_tokens),
+            f"{row.tokens_per_expert:.4g}",
+        )
         if entry is None:
-            table.add_row(str(row.num_tokens), "", "", "", "none: the formula's", "", row.source)
+            table.add_row(*start, "", "", "", "none: the formula's", "", row.source)
             continue
         faster = ", ".join(
             f"{name} {value} (formula: {dict(entry.formula)[name]})"
             for name, value in entry.overrides
         )
         table.add_row(
-            str(row.num_tokens),
+            *start,
             f"{entry.us:.1f}",
             f"{entry.formula_us:.1f}",
             f"{entry.gain:+.1%}",

@@ -51,7 +51,8 @@ def tune(
     as_json: JsonOption = False,
 ) -> None:
     """Measure candidates beside the formula's kernel on the GPUs of this machine. What is faster
-    beyond noise enters the table, and calls take it from then on. See docs/tuning.md."""
+    beyond noise enters the table, and calls take it from then on, also those of layers with as many
+    experts per rank on more ranks. See docs/tuning.md."""
     import torch
 
     started = time.time()

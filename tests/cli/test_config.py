@@ -109,9 +109,8 @@ MEASURED_CASE = ["--model", "deepseek-v3", "--ranks", "2", "--tokens", "64", "--
 def test_a_measured_field_says_so_and_by_how_much_it_won(measured: TunedEntry):
     document = explained(*MEASURED_CASE, "--gpu", "Some GPU")
     reasons = {field["name"]: field["reason"] for field in document["fields"]}
-    assert (
-        "measured on Some GPU with 64 tokens per rank: 90.0 µs" in reasons[measured.overrides[0][0]]
-    )
+    made_with = "measured on Some GPU with 2 ranks x 256 experts, top-8, 64 tokens/rank: 90.0 µs"
+    assert made_with in reasons[measured.overrides[0][0]]
     assert "(+10.0%)" in document["tuning"]["outcome"]
     assert [row["num_tokens"] for row in document["tuning"]["rows"]] == [64, 128]
     chosen = fields(*MEASURED_CASE, "--gpu", "Some GPU")
@@ -121,7 +120,8 @@ def test_a_measured_field_says_so_and_by_how_much_it_won(measured: TunedEntry):
 def test_what_was_measured_of_the_layer_is_printed(measured: TunedEntry, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     printed = run_config(*MEASURED_CASE, "--gpu", "Some GPU").stdout
-    assert "this layer as measured on Some GPU" in printed
+    assert "measured on Some GPU with as many experts per rank" in printed
+    assert "2 x 256, top-8" in printed
     assert "+10.0%" in printed
     assert f"num_stages {measured.overrides[0][1]}" in printed
     assert "none: the formula's" in printed  # at 128 tokens
@@ -136,5 +136,20 @@ def test_without_a_gpu_the_formula_is_printed_and_named(measured: TunedEntry):
     }
     assert fields(*MEASURED_CASE) == fields(*MEASURED_CASE, "--gpu", "Another GPU")
     assert "tuning: formula: no device is named (--gpu)" in run_config(*MEASURED_CASE).stdout
-    other = run_config(*MEASURED_CASE, "--gpu", "Another GPU").stdout
-    assert "this layer has not been measured on Another GPU with 132 SMs" in other
+    other = " ".join(run_config(*MEASURED_CASE, "--gpu", "Another GPU").stdout.split())
+    assert "has been measured on Another GPU with 132 SMs" in other
+
+
+def test_of_another_number_of_ranks_it_is_said_what_was_measured(measured: TunedEntry, monkeypatch):
+    """Four ranks with as many experts each; the schedule and the maps are of the call's layer."""
+    case = [*MEASURED_CASE, "--ranks", "4", "--experts", "512", "--gpu", "Some GPU"]
+    document = explained(*case)
+    made_with = "measured on Some GPU with 2 ranks x 256 experts, top-8, 64 tokens/rank: 90.0 µs"
+    assert made_with in document["tuning"]["outcome"]
+    assert [row["num_ranks"] for row in document["tuning"]["rows"]] == [2, 2]
+    assert document["tuning"]["rows"][0]["tokens_per_expert"] == 4.0
+    chosen = {field["name"]: field["value"] for field in document["fields"]}
+    assert dict(measured.overrides).items() <= chosen.items()
+    assert chosen["num_experts"] == 512
+    monkeypatch.setenv("COLUMNS", "160")
+    assert f"tuning: {made_with}" in " ".join(run_config(*case).stdout.split())

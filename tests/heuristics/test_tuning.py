@@ -66,8 +66,9 @@ class TestLookUp:
         assert config.block_m == other_tile(formula_config())
         reasons = {field.name: field.reason for field in config.explain().fields}
         assert reasons["block_m"] == (
-            f"formula: {formula_config().block_m}; measured on NVIDIA H200 with 128 tokens per "
-            "rank: 100.0 µs, the formula's choice 110.0 (+10.0%); 2026-11-21, a table"
+            f"formula: {formula_config().block_m}; measured on NVIDIA H200 with 4 ranks x "
+            "256 experts, top-6, 128 tokens/rank: 100.0 µs, the formula's choice 110.0 (+10.0%); "
+            "2026-11-21, a table"
         )
         assert "measured" not in reasons["num_sms"]
 
@@ -96,8 +97,8 @@ class TestLookUp:
         config = formula_config(tuning=tuning)
         assert config == formula_config()
         assert outcome(config) == (
-            "formula: on NVIDIA H200 with 128 tokens per rank nothing that was tried is faster "
-            "beyond noise (a table)"
+            "formula: on NVIDIA H200 with 4 ranks x 256 experts, top-6, 128 tokens/rank nothing "
+            "that was tried is faster beyond noise (a table)"
         )
 
     @pytest.mark.parametrize("num_tokens", [0, 1, 45, 363, 8192])
@@ -105,8 +106,8 @@ class TestLookUp:
         config = formula_config(num_tokens, tuning=tuning_of(*map(entry_at, MEASURED)))
         assert config == formula_config(num_tokens)
         assert outcome(config) == (
-            "formula: measured on NVIDIA H200 with 64, 128, 256 tokens per rank, none of which is "
-            "near"
+            "formula: measured on NVIDIA H200 with 6, 12, 24 tokens per expert, none of which is "
+            f"near {num_tokens * 6 / 64:.4g}"
         )
 
     @pytest.mark.parametrize(
@@ -115,19 +116,19 @@ class TestLookUp:
             {"device": "NVIDIA H20"},
             {"num_sms": 78},
             {"arch": "sm_100a"},
-            {"num_ranks": 8},
+            {"num_ranks": 8},  # 32 experts per rank, not 64
             {"num_experts": 128},
-            {"num_topk": 8},
             {"hidden": 7168},
             {"intermediate_hidden": 3072},
         ],
         ids=lambda changes: next(iter(changes)),
     )
-    def test_another_layer_or_device_does_not_count(self, changes):
+    def test_another_part_or_device_does_not_count(self, changes):
         config = formula_config(tuning=tuning_of(entry_at(128), **changes))
         assert config == formula_config()
         assert outcome(config) == (
-            "formula: this layer has not been measured on NVIDIA H200 with 132 SMs"
+            "formula: no layer with 64 experts per rank of 4096 x 2048 has been measured on "
+            "NVIDIA H200 with 132 SMs"
         )
 
     def test_the_capacity_of_the_buffer_does_not_matter(self):
@@ -191,6 +192,173 @@ class TestLookUp:
         assert tuning["rows"][1]["entry"]["overrides"] == dict(entry_at(128).overrides)
 
 
+def layer_of(*entries: TunedEntry, measured, **key_changes) -> TunedLayer:
+    key = TunedLayerKey.of(SHAPE, device=GPU, arch="sm_90a", num_sms=132)
+    return TunedLayer(dataclasses.replace(key, **key_changes), measured, entries)
+
+
+def tuning_of_layers(*tables: list[TunedLayer]) -> Tuning:
+    names = ("first", "second")
+    found = (TuningTable(name, tuple(layers)) for name, layers in zip(names, tables, strict=False))
+    return Tuning(GPU, tuple(found))
+
+
+def entry_for(num_tokens: int, at: int, which: int = 0) -> TunedEntry:
+    """What was measured with `num_tokens` tokens per rank of a layer whose experts receive as many
+    as those of SHAPE with `at`; `which` other tile was faster."""
+    faster = (("block_m", formula_config(at).candidates["block_m"][which]),)
+    return dataclasses.replace(entry_at(at), num_tokens=num_tokens, overrides=faster)
+
+
+TWO_RANKS = {"num_ranks": 2, "num_experts": 128}  # 64 experts per rank, as SHAPE
+EIGHT_RANKS = {"num_ranks": 8, "num_experts": 512}
+
+
+class TestOtherLayers:
+    """A rank's part counts: its experts and the tokens that each receives."""
+
+    @pytest.mark.parametrize("key", [TWO_RANKS, EIGHT_RANKS], ids=["fewer", "more"])
+    def test_a_measurement_holds_for_another_number_of_ranks(self, key):
+        tuning = tuning_of_layers([layer_of(entry_for(128, at=128), measured=(128,), **key)])
+        config = formula_config(tuning=tuning)
+        assert config == formula_config(overrides={"block_m": other_tile(formula_config())})
+        assert outcome(config) == (
+            f"measured on NVIDIA H200 with {key['num_ranks']} ranks x {key['num_experts']} "
+            "experts, top-6, 128 tokens/rank: 100.0 µs, the formula's choice 110.0 (+10.0%); "
+            "2026-11-21, first"
+        )
+
+    def test_two_ranks_stand_for_four_and_eight_with_as_many_local_experts(self):
+        """DeepSeek-V4-Pro's width: 96 experts per rank, of 192, 384 and 768."""
+
+        def choose(num_ranks: int, num_tokens: int, tuning: Tuning | None = None) -> MegaMoEConfig:
+            shape = MoEShape(num_ranks, 96 * num_ranks, 6, 7168, 3072, 8192)
+            return choose_config(shape, num_tokens, arch="sm_90a", tuning=tuning)
+
+        for num_tokens in (64, 512, 2048):
+            measured = choose(2, num_tokens)
+            key = TunedLayerKey.of(measured.shape, device=GPU, arch="sm_90a", num_sms=132)
+            faster = (("block_m", other_tile(measured)),)
+            formula = tuple(measured.tunable.items())
+            entry = TunedEntry(num_tokens, faster, formula, 100.0, 110.0, "2026-11-21", "abc")
+            tuning = tuning_of_layers([TunedLayer(key, (num_tokens,), (entry,))])
+            for num_ranks in (2, 4, 8):
+                config = choose(num_ranks, num_tokens, tuning)
+                assert config.block_m == other_tile(measured)
+                words = f"with 2 ranks x 192 experts, top-6, {num_tokens} tokens/rank"
+                assert words in outcome(config)
+
+    def test_tokens_per_expert_count_not_tokens_per_rank(self):
+        """With top-3, 256 tokens per rank are as many per expert as 128 with top-6."""
+        entry = entry_for(256, at=128)
+        tuning = tuning_of_layers([layer_of(entry, measured=(256,), num_topk=3)])
+        taken = []
+        for num_tokens in range(1, 600):
+            config = formula_config(num_tokens, tuning=tuning)
+            if config != formula_config(num_tokens):
+                taken.append(num_tokens)
+                assert formula_config(num_tokens).tunable == formula_config(128).tunable
+        assert 128 in taken
+        assert min(taken) >= 91
+        assert max(taken) <= 181
+        assert "top-3, 256 tokens/rank" in outcome(formula_config(tuning=tuning))
+
+    @pytest.mark.parametrize("key", [{"num_ranks": 2}, {"num_experts": 512}, {"num_ranks": 1}])
+    def test_another_number_of_local_experts_does_not_match(self, key):
+        """Though an expert receives as many tokens: top-k is changed along with it."""
+        changed = dataclasses.replace(SHAPE, **key)
+        topk = 6 * changed.num_experts_per_rank // 64
+        entry = entry_for(128, at=128)
+        layer = layer_of(entry, measured=(128,), **{**key, "num_topk": topk})
+        assert layer.key.tokens_per_expert(128) == SHAPE.expected_tokens_per_expert(128)
+        config = formula_config(tuning=tuning_of_layers([layer]))
+        assert config == formula_config()
+        assert "no layer with 64 experts per rank" in outcome(config)
+
+    def test_where_the_formula_chooses_otherwise_it_is_not_taken(self):
+        """The measurement at 128 tokens, said to be of a formula that chose what it does at 256."""
+        entry = entry_for(128, at=256)
+        tuning = tuning_of_layers([layer_of(entry, measured=(128,), **TWO_RANKS)])
+        config = formula_config(tuning=tuning)
+        assert config == formula_config()
+        assert "with 2 ranks x 128 experts, top-6, 128 tokens/rank beat another" in outcome(config)
+
+    @pytest.mark.parametrize("own_is_first", [True, False])
+    def test_the_layers_own_measurement_wins_though_another_is_nearer(self, own_is_first: bool):
+        """In whichever table it stands, and also where it says that nothing is faster."""
+        other = [layer_of(entry_for(128, at=128), measured=(128,), **EIGHT_RANKS)]
+        for own, block_m in (
+            (layer_of(entry_for(120, at=128, which=1), measured=(120,)), 1),
+            (layer_of(measured=(120,)), None),
+        ):
+            tables = ([own], other) if own_is_first else (other, [own])
+            for tuning in (tuning_of_layers(*tables), tuning_of_layers([*tables[0], *tables[1]])):
+                config = formula_config(tuning=tuning)
+                assert "with 4 ranks x 256 experts, top-6, 120 tokens/rank" in outcome(config)
+                if block_m is None:
+                    assert config == formula_config()
+                else:
+                    assert config.block_m == formula_config().candidates["block_m"][block_m]
+
+    def test_far_from_the_layers_own_measurements_others_count(self):
+        own = layer_of(measured=(8, 1024))
+        other = layer_of(entry_for(128, at=128), measured=(128,), **TWO_RANKS)
+        config = formula_config(tuning=tuning_of_layers([own, other]))
+        assert config.block_m == other_tile(formula_config())
+
+    def test_among_others_the_first_table_the_nearest_and_most_ranks_count(self):
+        def taken(*tables: list[TunedLayer]) -> str:
+            """Of the layer whose size counts; in whatever order the tables list them."""
+            found = {
+                outcome(formula_config(tuning=tuning_of_layers(*order)))
+                for order in (tables, [layers[::-1] for layers in tables])
+            }
+            (text,) = found
+            return text
+
+        two = layer_of(measured=(128,), **TWO_RANKS)
+        eight = layer_of(measured=(128,), **EIGHT_RANKS)
+        eight_further = layer_of(measured=(120,), **EIGHT_RANKS)
+        assert "8 ranks" in taken([two, eight])
+        assert "2 ranks" in taken([two, eight_further])
+        assert "2 ranks" in taken([two], [eight])
+        assert "8 ranks" in taken([eight_further], [two])
+        # As many per expert: 64 tokens with top-12, 128 with top-6, 256 with top-3.
+        top3 = layer_of(measured=(256,), num_topk=3, **TWO_RANKS)
+        top12 = layer_of(measured=(64,), num_topk=12, **TWO_RANKS)
+        assert "top-12" in taken([top3, top12, two])
+        assert "8 ranks" in taken([top3, top12, two, eight])
+        # 96 and 171 tokens are not equally far from 128; 96 and 170.67 would be.
+        assert "96 tokens" in taken([layer_of(measured=(96, 171), **TWO_RANKS)])
+
+    def test_what_does_not_fit_here_is_left_to_the_formula(self):
+        """Of the layer itself that is a mistake in the table, of another there may be reasons: more
+        experts take more shared memory."""
+        entry = dataclasses.replace(entry_at(128), overrides=(("num_stages", 32),))
+        own, other = (
+            tuning_of_layers([layer_of(entry, measured=(128,), **key)]) for key in ({}, TWO_RANKS)
+        )
+        with pytest.raises(ValueError, match="tuning table: shared memory limit: num_stages 32"):
+            formula_config(tuning=own)
+        config = formula_config(tuning=other)
+        assert config == formula_config()
+        assert outcome(config).startswith("formula: shared memory limit: num_stages 32")
+        assert "2 ranks x 128 experts" in outcome(config)
+
+    def test_the_explanation_lists_the_layers_own_measurements_first(self):
+        tables = [
+            [layer_of(measured=(64, 128), **TWO_RANKS), layer_of(measured=(8,), num_experts=128)],
+            [layer_of(entry_at(256), measured=(256,))],
+        ]
+        rows = formula_config(tuning=tuning_of_layers(*tables)).explain().tuning.rows
+        assert [(row.num_ranks, row.num_experts, row.num_tokens) for row in rows] == [
+            (4, 256, 256),
+            (2, 128, 64),
+            (2, 128, 128),
+        ]
+        assert [row.tokens_per_expert for row in rows] == [24.0, 6.0, 12.0]
+
+
 class TestFile:
     def test_a_table_survives_writing_and_reading(self):
         (table,) = tuning_of(entry_at(64), entry_at(256)).tables
@@ -214,6 +382,8 @@ class TestFile:
             (lambda d: d.update(layers={}), "layers must be a list"),
             (lambda d: d["layers"][0].pop("device"), "device is missing"),
             (lambda d: d["layers"][0].update(num_sms="132"), "num_sms must be an int; got '132'"),
+            (lambda d: d["layers"][0].update(num_topk=0), r"must be positive; got {'num_topk': 0}"),
+            (lambda d: d["layers"][0].update(num_experts=255), r"multiple of num_ranks \(4\)"),
             (lambda d: d["layers"][0].update(measured_tokens=[0]), "must be positive ints"),
             (lambda d: d["layers"][0].update(measured_tokens=[1]), r"of measured_tokens \[1\]"),
             (lambda d: d["layers"][0]["entries"][0].update(overrides={}), "overrides must set"),

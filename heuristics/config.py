@@ -150,6 +150,7 @@ class Architecture:
     """What differs between targets."""
 
     choose_fields: Callable[..., tuple[dict[str, int], dict[str, str]]]
+    heeds_uneven: bool  # whether what is chosen depends on is_uneven
     smem_layout: Callable[[Mapping[str, int | float | bool]], Layout]
     tmem_layout: Callable[[Mapping[str, int | float | bool]], Layout | None]
     overridable: tuple[str, ...]
@@ -165,6 +166,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "sm_100a": Architecture(
         sm100.choose_fields,
+        False,
         sm100.smem_layout,
         sm100.tmem_layout,
         sm100.OVERRIDABLE,
@@ -178,6 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "sm_90a": Architecture(
         sm90.choose_fields,
+        True,
         sm90.smem_layout,
         sm90.tmem_layout,
         sm90.OVERRIDABLE,

@@ -59,7 +59,7 @@ def warmup(
     from rich.progress import Progress
 
     from deep_moe.deployment import build_deployment, deployment_configs
-    from deep_moe.heuristics import choose_config
+    from deep_moe.heuristics import ARCHITECTURES, choose_config
     from deep_moe.tuning_tables import read_tuning
 
     shape = make_shape(
@@ -88,10 +88,11 @@ def warmup(
         )
 
     configs = deployment_configs(choose, max_tokens)
-    # Of calls whose experts received uneven numbers of tokens in the call before.
-    known = {config for _, _, config in configs}
-    uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
-    configs += [use for use in uneven if use[2] not in known]
+    if ARCHITECTURES[arch].heeds_uneven:
+        # Of calls whose experts received uneven numbers of tokens in the call before.
+        known = {config for _, _, config in configs}
+        uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
+        configs += [use for use in uneven if use[2] not in known]
     with Progress(console=stderr()) as progress:
         task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(

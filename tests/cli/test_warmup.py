@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import deep_moe.deployment
+import deep_moe.heuristics
 from deep_moe.cli import app
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
@@ -46,6 +48,23 @@ def test_kernels_for_uneven_routing_are_compiled_too(tmp_path: Path):
     uneven = choose_config(shape, 96, is_uneven=True, arch="sm_90a", num_sms=4)
     assert uneven != choose_config(shape, 96, arch="sm_90a", num_sms=4)
     assert uneven.block_m in {kernel["config"]["block_m"] for kernel in json.loads(result.stdout)}
+
+
+@pytest.mark.parametrize(("arch", "num_times"), [("sm_100a", 1), ("sm_90a", 2)])
+def test_configs_are_chosen_for_uneven_routing_only_where_that_matters(
+    arch: str, num_times: int, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+
+    def choose(shape: MoEShape, num_tokens: int, **options):
+        asked.append(num_tokens)
+        return choose_config(shape, num_tokens, **options)
+
+    monkeypatch.setattr(deep_moe.heuristics, "choose_config", choose)
+    monkeypatch.setattr(deep_moe.deployment, "build_deployment", lambda *_, **options: [])
+    result = CliRunner().invoke(app, ["warmup", "--max-tokens", "20", "--arch", arch])
+    assert result.exit_code == 0, result.output
+    assert sorted(asked) == sorted([*range(21)] * num_times)
 
 
 def test_a_second_run_finds_everything_in_the_cache(warm_folder: Path):

@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape
+from deep_moe.heuristics import (
+    ARCHITECTURES,
+    MegaMoEConfig,
+    MoEShape,
+    choose_config,
+    preset_shape,
+)
 
 V3 = MoEShape(8, 256, 8, 7168, 2048, 4096)
 ONE_EXPERT_EACH = MoEShape(4, 4, 4, 256, 128, 4096)  # tokens per expert = 4 * tokens per rank
@@ -114,6 +120,18 @@ class TestCombineChunks:
     def test_fewer_registers_mean_more_chunks(self):
         shape = shape_with(num_experts=8 * 65)
         assert choose_config(shape, 64).num_combine_chunks == 3  # 7168/2 sums do not fit 80 * 32
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_uneven_counts_change_choices_only_where_the_architecture_says_so(arch: str):
+    sizes = [*range(0, 64, 3), *range(64, 4097, 211)]
+    changed = [
+        num_tokens
+        for num_tokens in sizes
+        if choose_config(V3, num_tokens, arch=arch)
+        != choose_config(V3, num_tokens, arch=arch, is_uneven=True)
+    ]
+    assert bool(changed) == ARCHITECTURES[arch].heeds_uneven
 
 
 def test_numerics_are_taken_over():

@@ -207,7 +207,7 @@ def choose_stages(
         return smem_layout({**fields, **problem, "num_stages": num_stages}).num_bytes
 
     # Alignment makes stages differ by a few bytes, so the number that fits is looked for, from one
-    # that is at most a few off: this is most of what a config costs.
+    # that is at most a few off.
     least_bytes = num_bytes(MIN_STAGES)
     stage_bytes = num_bytes(MIN_STAGES + 1) - least_bytes
     num_fitting = MIN_STAGES + max(0, smem_capacity - least_bytes) // stage_bytes

@@ -5,6 +5,8 @@ The mark `barriers_offset` is the first barrier: combine reuses all that lies be
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .segments import Layout, LayoutBuilder, align_up
 
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
@@ -12,7 +14,12 @@ BULK_COPY_ALIGNMENT = 128
 SM90_WEIGHT_BLOCK_BYTES = 17408  # 256 rows x 128 k: 16384 of nibbles, a shift per row and 32 k
 NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
 
+# To find the most stages that fit, a few layouts are asked for: most of what a config costs. The
+# next number of tokens asks for the same ones.
+_remembered = lru_cache(maxsize=1024)
 
+
+@_remembered
 def sm100_smem_layout(
     *,
     num_experts: int,
@@ -99,6 +106,7 @@ def sm100_smem_layout(
     return builder.build(alignment=16)
 
 
+@_remembered
 def sm90_smem_layout(
     *,
     num_experts: int,

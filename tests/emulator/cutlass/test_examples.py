@@ -61,6 +61,26 @@ def check_findings(launch: Launch, *expected: str, allowed: tuple[str, ...] = ()
     assert [e for e in expected if not any(e in t for t in texts)] == []
 
 
+def run_gemm(
+    example: Example,
+    capfd: pytest.CaptureFixture[str],
+    *findings: str,
+    allowed: tuple[str, ...] = (),
+    **options: float,
+) -> list[np.ndarray]:
+    """Run one of CUTLASS's GEMMs, which compares its result itself, and check what was found.
+
+    findings, allowed: as in `check_findings`. options: of its command line. Returns each
+    allocation's bytes as the kernel left them.
+    """
+    texts = [f"--{name}={value}" for name, value in {**options, "iterations": 0}.items()]
+    status, launches = run(example, *texts)
+    assert status == 0
+    check_findings(launches[0], *findings, allowed=allowed)
+    assert "Disposition: Passed" in capfd.readouterr().out
+    return launches[0].after
+
+
 def check_tutorial(example: Example, m: int, n: int, k: int, *findings: str) -> None:
     status, launches = run(example, m, n, k)
     check_findings(launches[0], *findings)
@@ -151,16 +171,13 @@ def nibbles(memory: np.ndarray) -> np.ndarray:
 )
 def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
     m, n, k = size
-    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=1.5", f"--beta={beta}"]
-    status, launches = run(MXFP8_MXFP4, *options, "--iterations=0")
-    assert status == 0
-    # Without a C operand the last stores are not waited for.
-    early = [] if beta else [EXITS_EARLY]
-    check_findings(
-        launches[0], BARRIER_OF_DEALLOCATION, *early, allowed=() if beta else (EXITS_EXPECTING,)
+    findings, allowed = (BARRIER_OF_DEALLOCATION,), ()
+    if not beta:  # without a C operand the last stores are not waited for
+        findings, allowed = (*findings, EXITS_EARLY), (EXITS_EXPECTING,)
+    after = run_gemm(
+        MXFP8_MXFP4, capfd, *findings, allowed=allowed, m=m, n=n, k=k, alpha=1.5, beta=beta
     )
-    assert "Disposition: Passed" in capfd.readouterr().out
-    a_codes, b_codes, c, d, _, a_scales, b_scales = launches[0].after[:7]
+    a_codes, b_codes, c, d, _, a_scales, b_scales = after[:7]
     a = decode(a_codes.reshape(m, k), 4, 3) * scales(a_scales, m, k)
     b = decode(nibbles(b_codes).reshape(n, k), 2, 1) * scales(b_scales, n, k)
     expected = 1.5 * (a @ b.T) + beta * bfloat16_values(c).reshape(m, n)
@@ -173,12 +190,8 @@ def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
 @pytest.mark.parametrize("size", [(512, 1024, 256), (256, 1024, 768)])
 def test_nvfp4_in_cta_pairs(size, capfd):
     m, n, k = size
-    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2", "--iterations=0"]
-    status, launches = run(NVFP4, *options)
-    assert status == 0
-    check_findings(launches[0], BARRIER_OF_DEALLOCATION)
-    assert "Disposition: Passed" in capfd.readouterr().out
-    a_codes, b_codes, c, d, _, a_scales, b_scales = launches[0].after[:7]
+    after = run_gemm(NVFP4, capfd, BARRIER_OF_DEALLOCATION, m=m, n=n, k=k, alpha=0.5, beta=2)
+    a_codes, b_codes, c, d, _, a_scales, b_scales = after[:7]
     a, b = nvfp4_values(a_codes, a_scales, m, k), nvfp4_values(b_codes, b_scales, n, k)
     expected = 0.5 * (a @ b.T) + 2 * bfloat16_values(c).reshape(m, n)
     assert np.abs(expected).max() > 0
@@ -189,12 +202,8 @@ def test_nvfp4_in_cta_pairs(size, capfd):
 def test_nvfp4_with_nvfp4_results(size, capfd):
     """Results in E2M1, with a factor in UE8M0 for 16 of them that the kernel chooses."""
     m, n, k = size
-    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2", "--iterations=0"]
-    status, launches = run(NVFP4_OUTPUT, *options)
-    assert status == 0
-    check_findings(launches[0])
-    assert "Disposition: Passed" in capfd.readouterr().out
-    a_codes, b_codes, c, d, _, _, norm, a_scales, b_scales, d_scales = launches[0].after[:10]
+    after = run_gemm(NVFP4_OUTPUT, capfd, m=m, n=n, k=k, alpha=0.5, beta=2)
+    a_codes, b_codes, c, d, _, _, norm, a_scales, b_scales, d_scales = after[:10]
     a, b = nvfp4_values(a_codes, a_scales, m, k), nvfp4_values(b_codes, b_scales, n, k)
     sums = (0.5 * (a @ b.T) + 2.0 * c.view(np.float32).reshape(m, n)).astype(np.float32)
     (constant,) = norm.view(np.float32)
@@ -240,13 +249,10 @@ def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
 def test_product(example, dtype, size, capfd):
     """Whole numbers, so that every sum is exact. The second size fits no tile."""
     m, n, k = size
-    options = [f"--m={m}", f"--n={n}", f"--k={k}", "--alpha=0.5", "--beta=2"]
-    status, launches = run(example, *options, "--iterations=0")
-    assert status == 0
-    check_findings(launches[0], *([BARRIER_OF_DEALLOCATION] if example is FP16_ON_SM100 else []))
-    assert "Disposition: Passed" in capfd.readouterr().out
+    findings = [BARRIER_OF_DEALLOCATION] if example is FP16_ON_SM100 else []
+    after = run_gemm(example, capfd, *findings, m=m, n=n, k=k, alpha=0.5, beta=2)
     types = (dtype, dtype, np.float32, np.float32)
-    a, b, c, d = (x.view(t) for x, t in zip(launches[0].after, types, strict=False))
+    a, b, c, d = (x.view(t) for x, t in zip(after, types, strict=False))
     product = a.reshape(m, k).astype(np.float64) @ b.reshape(n, k).astype(np.float64).T
     expected = 0.5 * product + 2.0 * c.reshape(n, m).T
     assert np.abs(expected).max() > 0
@@ -261,15 +267,14 @@ def test_product(example, dtype, size, capfd):
 def test_fp8_with_scales_activation_and_largest_value(example, size, capfd):
     m, n, k = size
     scales = {"scale_a": 0.5, "scale_b": 0.25, "scale_c": 2, "scale_d": 0.5, "scale_aux": 0.25}
-    numbers = {"m": m, "n": n, "k": k, "alpha": 1.5, "beta": 0.5, "iterations": 0, **scales}
-    status, launches = run(example, *(f"--{name}={value}" for name, value in numbers.items()))
-    assert status == 0
-    if example is FP8_ON_SM90:
-        check_findings(launches[0])
-    else:  # as with block scales; it waits for its last stores only where C shares their memory
-        check_findings(launches[0], BARRIER_OF_DEALLOCATION, allowed=(EXITS_EARLY, EXITS_EXPECTING))
-    assert "Disposition: Passed" in capfd.readouterr().out
-    a, b, c, d, _, aux, _, largest_d, _, largest_aux, _ = launches[0].after[:11]
+    findings, allowed = (), ()
+    if example is FP8_ON_SM100:
+        # As with block scales; it waits for its last stores only where C shares their memory.
+        findings, allowed = (BARRIER_OF_DEALLOCATION,), (EXITS_EARLY, EXITS_EXPECTING)
+    after = run_gemm(
+        example, capfd, *findings, allowed=allowed, m=m, n=n, k=k, alpha=1.5, beta=0.5, **scales
+    )
+    a, b, c, d, _, aux, _, largest_d, _, largest_aux, _ = after[:11]
     product = decode(a.reshape(m, k), 4, 3) @ decode(b.reshape(n, k), 4, 3).T
     # Exact in FP32: the operands are small whole numbers, the scales powers of two.
     sums = 1.5 * 0.5 * 0.25 * product + 0.5 * 2 * decode(c.reshape(n, m), 4, 3).T

@@ -19,24 +19,22 @@ namespace deep_moe::sm90 {
 // A math warpgroup's 128 rows are two products of 64.
 constexpr uint32_t num_row_halves = 2;
 constexpr uint32_t mma_k = 32;
-constexpr uint32_t mmas_per_k_block = 128 / mma_k;
+constexpr uint32_t num_k_halves = 2;
+constexpr uint32_t mmas_per_k_half = 128 / mma_k / num_k_halves;
 
 constexpr uint32_t weight_half_bytes = 4096;    // nibbles of 64 rows x 128 k
 constexpr uint32_t weight_shift_offset = 8192;  // behind the nibbles of both halves
 constexpr uint32_t weight_part_bytes = weight_shift_offset + 512;  // of one warpgroup
 constexpr uint32_t weight_block_bytes = 2 * weight_part_bytes;
 
-// A thread's share of 64 rows x 128 k: two rows x 32 k, 64 nibbles.
-struct PackedWeights {
-    uint4 words[2];
-};
-
-// `part`: the warpgroup's part of a weight block, in shared memory.
-__device__ __forceinline__ PackedWeights load_packed_weights(uint32_t part, uint32_t row_half,
-                                                             uint32_t warpgroup_thread_idx) {
-    const uint32_t address =
-        part + row_half * weight_half_bytes + warpgroup_thread_idx * sizeof(uint4);
-    return {{ptx::ld_shared_v4(address), ptx::ld_shared_v4(address + weight_half_bytes / 2)}};
+// A thread's share of 64 rows x 64 k: two rows x 16 k, 32 nibbles. `part`: the warpgroup's part of
+// a weight block, in shared memory.
+__device__ __forceinline__ uint4 load_packed_weights(uint32_t part, uint32_t row_half,
+                                                     uint32_t k_half,
+                                                     uint32_t warpgroup_thread_idx) {
+    return ptx::ld_shared_v4(part + row_half * weight_half_bytes +
+                             k_half * (weight_half_bytes / num_k_halves) +
+                             warpgroup_thread_idx * sizeof(uint4));
 }
 
 // Shifts of a thread's 4 rows, a byte each: row r of half h in byte 2*h + r.
@@ -67,20 +65,25 @@ __device__ __forceinline__ void decode_word(uint32_t word, const DecodeTable& ta
     second = ptx::prmt(table.low, table.high, selectors >> 16) | ((word << 4) & 0x80808080u);
 }
 
-// A operands of the four products along the k-block.
+// Of a thread's two rows in a row half.
+struct DecodeTables {
+    DecodeTable rows[2];
+};
+
 template <uint32_t row_half>
-__device__ __forceinline__ void decode(const PackedWeights& packed, uint32_t shifts,
-                                       uint32_t (&fragments)[mmas_per_k_block][4]) {
-    const DecodeTable upper_rows = decode_table<2 * row_half>(shifts);
-    const DecodeTable lower_rows = decode_table<2 * row_half + 1>(shifts);
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint4& words = packed.words[i];
-        decode_word(words.x, upper_rows, fragments[2 * i][0], fragments[2 * i][2]);
-        decode_word(words.y, lower_rows, fragments[2 * i][1], fragments[2 * i][3]);
-        decode_word(words.z, upper_rows, fragments[2 * i + 1][0], fragments[2 * i + 1][2]);
-        decode_word(words.w, lower_rows, fragments[2 * i + 1][1], fragments[2 * i + 1][3]);
-    }
+__device__ __forceinline__ DecodeTables decode_tables(uint32_t shifts) {
+    return {{decode_table<2 * row_half>(shifts), decode_table<2 * row_half + 1>(shifts)}};
+}
+
+// A operands of the two products along 64 k.
+using Fragments = uint32_t[mmas_per_k_half][4];
+
+__device__ __forceinline__ void decode(const uint4& packed, const DecodeTables& tables,
+                                       Fragments& fragments) {
+    decode_word(packed.x, tables.rows[0], fragments[0][0], fragments[0][2]);
+    decode_word(packed.y, tables.rows[1], fragments[0][1], fragments[0][3]);
+    decode_word(packed.z, tables.rows[0], fragments[1][0], fragments[1][2]);
+    decode_word(packed.w, tables.rows[1], fragments[1][1], fragments[1][3]);
 }
 
 }  // namespace deep_moe::sm90

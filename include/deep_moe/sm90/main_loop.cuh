@@ -2,9 +2,14 @@
 // warpgroups, as two times 64. Weights are decoded into registers just before their product, tokens
 // stay in shared memory.
 //
-// While the tensor core works on one half's products of a k-block, the thread decodes the weights
-// of the other half; packed words are read one half ahead, so that no decode waits for them.
-// Nothing is promoted: FP8 products accumulate in the tensor core over the whole K.
+// A k-block is cut in four, two halves of its rows by two of its K, and each quarter's products are
+// a group with registers of its own for the decoded weights. While the thread decodes one quarter,
+// the tensor core has up to three to work on. Packed words are read half a k-block ahead, so that
+// no decode waits for them. Nothing is promoted: FP8 products accumulate in the tensor core over
+// the whole K.
+//
+// ptxas follows several groups in flight only through straight code: the one place to wait for
+// memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -70,43 +75,50 @@ class MainLoop {
     __device__ __forceinline__ void run(uint32_t num_k_blocks, Accumulators<Config>& accumulators) {
         float (&upper)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[0]);
         float (&lower)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[1]);
-        uint32_t fragments[num_row_halves][mmas_per_k_block][4];
+        Fragments fragments[num_row_halves][num_k_halves];
 #pragma unroll
         for (uint32_t i = 0; i < Config::block_m / 2; ++i) {
             accumulators[0][i] = accumulators[1][i] = 0.0f;
         }
         stage_wait_.reset();
         Stage stage = enter_stage();
+        uint4 packed[num_k_halves] = {load_packed(stage, 0, 0), load_packed(stage, 0, 1)};
         const bool may_change_scale = changes_scale(smem_, stage.idx);
 #pragma unroll 1
-        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            // Asked for here, needed half a k-block later: nobody waits for the answer.
+        for (uint32_t k_block_idx = 0;;) {
+            // Asked for here, needed at the end: nobody waits for the answer.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barrier(ring_.stage), ring_.parity);
             const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
-            if (may_change_scale && k_block_idx > 0 && changes_scale(smem_, stage.idx)) {
+            const DecodeTables upper_tables = decode_tables<0>(stage.shifts);
+            decode(packed[0], upper_tables, fragments[0][0]);
+            packed[0] = load_packed(stage, 1, 0);
+            multiply(upper, fragments[0][0], tokens, 0);
+            decode(packed[1], upper_tables, fragments[0][1]);
+            packed[1] = load_packed(stage, 1, 1);
+            multiply(upper, fragments[0][1], tokens, 1);
+            const DecodeTables lower_tables = decode_tables<1>(stage.shifts);
+            decode(packed[0], lower_tables, fragments[1][0]);
+            multiply(lower, fragments[1][0], tokens, 0);
+            // What read the stage before is older than the three newest groups.
+            if (k_block_idx > 0) release(stage_before(stage.idx));
+            decode(packed[1], lower_tables, fragments[1][1]);
+            multiply(lower, fragments[1][1], tokens, 1);
+            if (++k_block_idx == num_k_blocks) break;
+
+            stage_wait_.start();
+            if (!next_is_loaded) await_stage();
+            stage_wait_.stop();
+            stage = enter_stage();
+            packed[0] = load_packed(stage, 0, 0);
+            packed[1] = load_packed(stage, 0, 1);
+            if (may_change_scale && changes_scale(smem_, stage.idx)) {
                 // ptxas gives up all overlap when accumulators are touched while it is not plain
                 // which products are complete: hence a wait for all of them, just before.
                 ptx::wgmma_wait_group<0>();
                 rescale(smem_, stage.idx, upper);
                 rescale(smem_, stage.idx, lower);
             }
-            decode<0>(stage.packed, stage.shifts, fragments[0]);
-            stage.packed = load_packed_weights(part(stage.idx), 1, thread_idx_);
-            multiply(upper, fragments[0], tokens);
-            ptx::wgmma_wait_group<1>();
-            if (k_block_idx > 0) release(stage_before(stage.idx));
-
-            decode<1>(stage.packed, stage.shifts, fragments[1]);
-            keep_order(fragments[1]);
-            if (k_block_idx + 1 < num_k_blocks) {
-                stage_wait_.start();
-                if (!next_is_loaded) await_stage();
-                stage_wait_.stop();
-                stage = enter_stage();
-            }
-            multiply(lower, fragments[1], tokens);
-            ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next
         }
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_keep_order(upper);
@@ -118,41 +130,42 @@ class MainLoop {
     __device__ uint32_t waited_ticks() const { return stage_wait_.ticks(); }
 
  private:
-    // A loaded stage, and what the first 64 rows need of it.
+    // A loaded stage, and the shifts of its rows.
     struct Stage {
         uint32_t idx;
         uint32_t shifts;
-        PackedWeights packed;
     };
 
     __device__ __forceinline__ Stage enter_stage() {
-        Stage stage;
-        stage.idx = ring_.stage;
-        stage.shifts = load_weight_shifts(part(stage.idx), thread_idx_);
-        stage.packed = load_packed_weights(part(stage.idx), 0, thread_idx_);
+        const uint32_t idx = ring_.stage;
         ring_.advance();
-        return stage;
+        return {idx, load_weight_shifts(part(idx), thread_idx_)};
     }
 
+    __device__ __forceinline__ uint4 load_packed(const Stage& stage, uint32_t row_half,
+                                                 uint32_t k_half) const {
+        return load_packed_weights(part(stage.idx), row_half, k_half, thread_idx_);
+    }
+
+    // Starts a group of products, and waits for the one whose registers are decoded into next, that
+    // is the fourth newest. With a main loop for each size of m-block, ptxas follows no more than two
+    // groups in flight at a wait: then for both of a row half at once.
     template <uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
-                                             const uint32_t (&fragments)[mmas_per_k_block][4],
-                                             uint32_t tokens) {
+                                             const Fragments& fragments, uint32_t tokens,
+                                             uint32_t k_half) {
         ptx::wgmma_fence();
 #pragma unroll
-        for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+        for (uint32_t i = 0; i < mmas_per_k_half; ++i) {
+            const uint32_t mma_idx = k_half * mmas_per_k_half + i;
             ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragments[i],
-                                            operand_descriptor(tokens + i * (mma_k >> 4)));
+                                            operand_descriptor(tokens + mma_idx * (mma_k >> 4)));
         }
         ptx::wgmma_commit_group();
-    }
-
-    // Keeps the compiler from decoding between products, which then would not overlap.
-    __device__ static __forceinline__ void keep_order(uint32_t (&fragments)[mmas_per_k_block][4]) {
-#pragma unroll
-        for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
-#pragma unroll
-            for (uint32_t j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i][j]));
+        if constexpr (Config::block_m_step == Config::block_m) {
+            ptx::wgmma_wait_group<3>();
+        } else if (k_half == 1) {
+            ptx::wgmma_wait_group<2>();
         }
     }
 

@@ -18,11 +18,11 @@ from .trial import run_emulated_ranks
 
 # Few shapes and tiles, so that many cases share a compiled kernel.
 _SHAPES = ((1, 4, 2, 256, 256), (2, 4, 3, 256, 128), (2, 6, 2, 384, 256), (3, 6, 2, 128, 128))
-# block_m and num_stages: few stages, for a small case never comes round the ring of the default.
-# On sm_90a, 128 means blocks of 64, 96 or 128 rows.
+# block_m, block_m_step and num_stages: few stages, for a small case never comes round the ring of
+# the default.
 _TILES = {
-    "sm_100a": ((16, 5), (64, 2), (96, 3)),
-    "sm_90a": ((16, 5), (64, 3), (128, 2)),
+    "sm_100a": ((16, 16, 5), (64, 64, 2), (96, 96, 3)),
+    "sm_90a": ((16, 16, 5), (64, 64, 3), (128, 32, 2)),
 }
 ARCHS = tuple(_TILES)
 _MAX_TOKENS = 64
@@ -37,6 +37,7 @@ class FuzzCase:
     shape: MoEShape
     num_tokens: tuple[int, ...]
     block_m: int
+    block_m_step: int
     num_stages: int
     schedule: Schedule
 
@@ -55,8 +56,8 @@ class FuzzCase:
             num_max_tokens_per_rank=_MAX_TOKENS,
         )
         counts = tuple(choose.choice((0, 1, choose.randint(0, 64))) for _ in range(num_ranks))
-        block_m, num_stages = choose.choice(_TILES[arch])
-        return cls(number, arch, shape, counts, block_m, num_stages, choose.choice(SCHEDULES))
+        tile = choose.choice(_TILES[arch])
+        return cls(number, arch, shape, counts, *tile, choose.choice(SCHEDULES))
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
@@ -65,6 +66,9 @@ class FuzzCase:
             exact_tokens(self.shape, count, seed=self.number + rank)
             for rank, count in enumerate(self.num_tokens)
         ]
+        overrides = {"block_m": self.block_m, "num_stages": self.num_stages}
+        if self.block_m_step != self.block_m:
+            overrides["block_m_step"] = self.block_m_step
         try:
             outputs = run_emulated_ranks(
                 self.shape,
@@ -72,7 +76,7 @@ class FuzzCase:
                 inputs,
                 arch=self.arch,
                 num_sms=4,
-                overrides={"block_m": self.block_m, "num_stages": self.num_stages},
+                overrides=overrides,
                 schedule=self.schedule,
                 schedule_seed=self.number,
             )

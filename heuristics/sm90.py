@@ -41,15 +41,18 @@ NUM_MATH_WARPS = 8
 BLOCK_MS = tuple(range(8, 160, 8))
 # Tiles of different sizes in one kernel: from half of block_m up to block_m, in such steps. Each
 # size is a main loop of its own, for which there have to be registers.
-MIXED_STEPS = {128: 32, 144: 72}
-# What tiles cost, fitted to 88 times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768
-# tokens per expert of both DeepSeek-V4 shapes. At 15 of these 16 numbers of tokens it tells which
-# of the tiles measured there was the fastest. A tile takes 1 + rows / 150: decoding its weights,
-# and products. A further tile of the same expert takes less, because its weights do not come from
-# HBM. Tiles of different sizes take two copies each.
+MIXED_BLOCK_M, MIXED_STEP = 128, 32
+# block_m and block_m_step of all tiles, those of one size first.
+TILES = (*((block_m, block_m) for block_m in BLOCK_MS), (MIXED_BLOCK_M, MIXED_STEP))
+# What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
+# per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
+# the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
+# slower. A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the
+# same expert takes less, because its weights do not come from HBM. Tiles of different sizes take
+# several copies each, and have fewer products in flight.
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
-MIXED_TILES_COST = 1.02
+MIXED_TILES_COST = 1.04
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
@@ -83,28 +86,31 @@ def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
     }
 
 
-def choose_block_m(expected: Fraction, is_uneven: bool = False) -> int:
-    """The tile with the least expected cost, if routing scatters the tokens of an expert like a
-    Poisson count with this mean, or, if uneven, with means that vary by half of it.
+def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
+    """block_m and block_m_step of the tiles with the least expected cost, if routing scatters the
+    tokens of an expert like a Poisson count with this mean, or, if uneven, with means that vary by
+    half of it.
 
     Rows that no token fills cost products, tokens beyond a tile cost a second one, which decodes
     the expert's weights again.
 
-    >>> [choose_block_m(Fraction(m)) for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
+    >>> [choose_tile(Fraction(m))[0] for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
     [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 152]
-    >>> [choose_block_m(Fraction(m), is_uneven=True) for m in (16, 32, 48, 64, 128, 768)]
-    [32, 48, 128, 128, 128, 152]
+    >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
+    [(32, 32), (48, 48), (128, 32), (128, 32)]
     """
-    # A call's first look at a number of tokens shall not take milliseconds.
-    return _choose_block_m(expected if expected < 32 else Fraction(round(expected)), is_uneven)
+    # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
+    # asks for every number: means closer than 1/64 to each other count as one.
+    unit = 2 ** max(0, int(expected).bit_length() - 7)
+    return _choose_tile(
+        expected if expected < 32 else Fraction(round(expected / unit) * unit), is_uneven
+    )
 
 
 @lru_cache(maxsize=4096)
-def _choose_block_m(expected: Fraction, is_uneven: bool) -> int:
+def _choose_tile(expected: Fraction, is_uneven: bool) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    # Tiles of different sizes only where more than the smallest of them would be used.
-    block_ms = [m for m in BLOCK_MS if m not in MIXED_STEPS or is_uneven or 2 * expected > m]
-    return min(block_ms, key=lambda block_m: _expected_cost(block_m, counts))
+    return min(TILES, key=lambda tile: _expected_cost(*tile, counts))
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -134,8 +140,7 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
     return [(n, math.exp(log_probability(n))) for n in counts]
 
 
-def _expected_cost(block_m: int, counts: list[tuple[int, float]]) -> float:
-    step = MIXED_STEPS.get(block_m, block_m)
+def _expected_cost(block_m: int, step: int, counts: list[tuple[int, float]]) -> float:
     cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
     return cost * (1 if step == block_m else MIXED_TILES_COST)
 
@@ -144,7 +149,7 @@ def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
     """Of one expert, whose tiles are as few as can be and as equal as the steps allow
     (layout/expert_tiles.cuh).
 
-    >>> _tiles_cost(140, 144, 72) == _tiles_cost(144, 144, 144) == 1 + 144 / 150
+    >>> _tiles_cost(90, 128, 32) == _tiles_cost(96, 96, 96) == 1 + 96 / 150
     True
     """
     num_tiles = ceil_div(num_tokens, block_m)
@@ -207,21 +212,21 @@ def choose_fields(
     choose("cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster")
 
     expected = shape.expected_tokens_per_expert(num_tokens)
+    chosen_block_m, chosen_step = choose_tile(expected, is_uneven)
     block_m = choose(
         "block_m",
-        choose_block_m(expected, is_uneven),
+        chosen_block_m,
         f"least expected cost with {float(expected):.4g} tokens per expert"
         + (", unevenly" if is_uneven else ""),
     )
     if block_m not in BLOCK_MS:
         raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
-    steps = {block_m: "all m-blocks have the same size"}
-    if block_m in MIXED_STEPS:
-        steps = {
-            MIXED_STEPS[block_m]: "m-blocks are fitted to each expert's tokens, in these steps",
-            **steps,
-        }
-    block_m_step = choose("block_m_step", *next(iter(steps.items())))
+    if (block_m, chosen_step) == (MIXED_BLOCK_M, MIXED_STEP):
+        choose("block_m_step", MIXED_STEP, "m-blocks are fitted to each expert's tokens")
+    else:
+        choose("block_m_step", block_m, "all m-blocks have the same size")
+    block_m_step = choices.fields["block_m_step"]
+    steps = [step for tile, step in TILES if tile == block_m]
     if block_m_step not in steps:
         raise ValueError(
             f"block_m_step must be {' or '.join(map(str, steps))} with block_m {block_m}; "

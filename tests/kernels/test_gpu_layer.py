@@ -21,18 +21,23 @@ def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
     return MoEShape(num_ranks=1, num_max_tokens_per_rank=num_tokens, **{**defaults, **sizes})
 
 
-TILES = {"sm_90a": sm90.BLOCK_MS, "sm_100a": tuple(tile.block_m for tile in sm100.TILES)}
+# As overrides.
+TILES: dict[str, list[dict[str, int]]] = {
+    "sm_90a": [{"block_m": block_m, "block_m_step": step} for block_m, step in sm90.TILES],
+    "sm_100a": [{"block_m": tile.block_m} for tile in sm100.TILES],
+}
 
 
 def test_every_tile() -> None:
     tiles = TILES[weight_arch(torch.device("cuda"))]
-    shape = one_rank(3 * max(tiles))
+    shape = one_rank(3 * max(tile["block_m"] for tile in tiles))
     case = RankLayer(this_gpu(), shape, exact=True)
-    for block_m in tiles:
+    for tile in tiles:
+        block_m = tile["block_m"]
         for num_tokens in (1, block_m, 2 * block_m + 3, 3 * block_m):
             tokens = exact_tokens(shape, num_tokens, seed=num_tokens)
-            result = case.compare_call(tokens, overrides={"block_m": block_m})
-            assert result.is_exact, (block_m, num_tokens, result)
+            result = case.compare_call(tokens, overrides=tile)
+            assert result.is_exact, (tile, num_tokens, result)
 
 
 @pytest.mark.parametrize(

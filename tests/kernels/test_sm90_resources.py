@@ -7,7 +7,8 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
 
-TILES = (8, 24, 64, 80, 112, 128, 144, 152)
+# block_m and block_m_step.
+TILES = (*((block_m, block_m) for block_m in (8, 24, 64, 80, 112, 128, 144, 152)), (128, 32))
 # Tiles of different sizes leave the loaders 56 registers, with which those who know the counts keep
 # some in local memory: 8 bytes for deepseek-v4-pro, the most with 256 experts on one rank.
 MAX_SPILL_BYTES_OF_MIXED_TILES = 64
@@ -21,7 +22,9 @@ MORE_PROBLEMS = {
 }
 
 
-def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bool]) -> None:
+def check(
+    tile: tuple[int, int], problem: tuple[int, int, int, int, int, float | None, bool]
+) -> None:
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
     config = choose_config(
         MoEShape(ranks, experts, topk, hidden, intermediate, 1024),
@@ -29,7 +32,7 @@ def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bo
         arch="sm_90a",
         activation_clamp=clamp,
         fast_math=fast_math,
-        overrides={"block_m": block_m},
+        overrides=dict(zip(("block_m", "block_m_step"), tile, strict=True)),
     )
     compilation = jit.compile_source(
         jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
@@ -48,13 +51,13 @@ def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bo
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("block_m", TILES)
-def test_no_spills(block_m: int, problem: str) -> None:
-    check(block_m, PROBLEMS[problem])
+@pytest.mark.parametrize("tile", TILES)
+def test_no_spills(tile: tuple[int, int], problem: str) -> None:
+    check(tile, PROBLEMS[problem])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", MORE_PROBLEMS)
-@pytest.mark.parametrize("block_m", TILES)
-def test_no_spills_in_more_problems(block_m: int, problem: str) -> None:
-    check(block_m, MORE_PROBLEMS[problem])
+@pytest.mark.parametrize("tile", TILES)
+def test_no_spills_in_more_problems(tile: tuple[int, int], problem: str) -> None:
+    check(tile, MORE_PROBLEMS[problem])

@@ -51,7 +51,7 @@ SETTINGS = {
     # One warpgroup has several tiles of a block, so that buffers are used more than once.
     "sm_100a": Setting((96, 29), 4, {"block_m": 96, "num_stages": 3}),
     # Blocks of 64 and 96 rows, the last not full.
-    "sm_90a": Setting((96, 61), 2, {"block_m": 128, "num_stages": 3}),
+    "sm_90a": Setting((96, 61), 2, {"block_m": 128, "block_m_step": 32, "num_stages": 3}),
 }
 
 

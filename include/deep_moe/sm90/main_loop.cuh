@@ -148,8 +148,8 @@ class MainLoop {
     }
 
     // Starts a group of products, and waits for the one whose registers are decoded into next, that
-    // is the fourth newest. With a main loop for each size of m-block, ptxas follows no more than two
-    // groups in flight at a wait: then for both of a row half at once.
+    // is the fourth newest. With a main loop for each size of m-block, ptxas follows no more than
+    // two groups in flight at a wait: then for both of a row half at once.
     template <uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
                                              const Fragments& fragments, uint32_t tokens,

@@ -579,15 +579,15 @@ SM90_MUTATIONS = (
     M(
         "stage_released_while_read",
         S90_LOOP,
-        "ptx::wgmma_wait_group<1>();\n            if (k_block_idx > 0) release",
-        "ptx::wgmma_wait_group<2>();\n            if (k_block_idx > 0) release",
+        "if (k_block_idx > 0) release(stage_before(stage.idx));",
+        "release(stage.idx);",
         "race",
     ),
     M(
         "fragments_overwritten",
         S90_LOOP,
-        "ptx::wgmma_wait_group<1>();  // the first half, whose fragments come next",
         "ptx::wgmma_wait_group<2>();",
+        "ptx::wgmma_wait_group<3>();",
         "race",
     ),
     M(
@@ -623,7 +623,13 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     M("last_stage_kept", S90_LOOP, "        release(stage.idx);\n", "", "timeout"),
-    M("k_step_of_descriptor", S90_LOOP, "i * (mma_k >> 4)", "i * (mma_k >> 5)", "result"),
+    M(
+        "k_step_of_descriptor",
+        S90_LOOP,
+        "mma_idx * (mma_k >> 4)",
+        "mma_idx * (mma_k >> 5)",
+        "result",
+    ),
     M(
         "descriptor_stride",
         S90_LOOP,

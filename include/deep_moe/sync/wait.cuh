@@ -68,7 +68,7 @@ class Waiter {
     // when that equals `expected`; any acquire is up to `poll`.
     template <class Poll>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
-        return wait(site, expected, limit_ns(true), poll, NoRanks{});
+        return wait(site, expected, limit_inside_rank * timeout_ns_, poll, NoRanks{});
     }
 
     // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
@@ -76,7 +76,8 @@ class Waiter {
     template <class Poll, class LateRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
                           const LateRanks& late_ranks, bool needs_own_rank = false) {
-        return wait(site, expected, limit_ns(needs_own_rank), poll, late_ranks);
+        const uint64_t limit = needs_own_rank ? limit_across_and_inside : limit_across_ranks;
+        return wait(site, expected, limit * timeout_ns_, poll, late_ranks);
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
@@ -122,13 +123,12 @@ class Waiter {
  private:
     static constexpr uint32_t polls_between_checks = 32;
     static constexpr uint64_t quiet_ns = 1'000'000;
+    // In limits of the call. Waits that depend on others of this rank shall not run out before
+    // those, which may be for other ranks, so that the report names the cause.
+    static constexpr uint64_t limit_across_ranks = 1;
+    static constexpr uint64_t limit_inside_rank = 3;
+    static constexpr uint64_t limit_across_and_inside = 4;
     static constexpr uint32_t sleep_ns = 200;
-
-    // Waits that depend on others of this rank shall not run out before those, which may be for
-    // other ranks, so that the report names the cause.
-    __device__ uint64_t limit_ns(bool needs_own_rank) const {
-        return needs_own_rank ? 3 * timeout_ns_ : timeout_ns_;
-    }
 
     struct NoRanks {
         __device__ RankSet operator()() const { return {}; }

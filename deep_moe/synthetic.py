@@ -91,9 +91,14 @@ class Tokens:
         return self.x.shape[0]
 
 
+# Tokens count their seeds from 0. With the same seed they would begin with the numbers that the
+# weights begin with: tokens that equal rows of weights, whose sums are as large as none by chance.
+_FIRST_LAYER_SEED = 1 << 31
+
+
 def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
     """Normally distributed weights that keep a token's size through the layer."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
 
     def linear(num_rows: int, num_columns: int) -> LayerWeights:
         experts = [

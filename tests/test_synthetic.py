@@ -85,6 +85,14 @@ def test_a_seed_gives_the_same_again_and_another_something_else():
     assert not torch.equal(one.topk_idx, two.topk_idx)
 
 
+def test_tokens_of_the_same_seed_are_no_rows_of_weights():
+    shape = MoEShape(1, 2, 1, 1024, 128, 4)
+    weights = random_layer(shape, seed=5).l1
+    tokens = random_tokens(shape, 4, seed=5)
+    products = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf) @ dequantize_e2m1_ue8m0(*weights).mT
+    assert products.abs().max() < 6  # normally distributed; a row of its own would give 32
+
+
 def test_ranks_hold_consecutive_experts():
     layer = random_layer(SHAPE)
     l1, l2 = layer.of_rank(1, 2)

@@ -42,7 +42,7 @@ def random_values(num_tokens: int, *, seed: int) -> torch.Tensor:
 def test_random_layer_is_near(
     case: LayerCase, activation_clamp: float | None, fast_math: bool
 ) -> None:
-    tokens = random_tokens(SHAPE, 50, seed=1)
+    tokens = random_tokens(SHAPE, 50, seed=3)
     (result,) = case.compare_call([tokens], activation_clamp=activation_clamp, fast_math=fast_math)
     assert result.is_near, result
 

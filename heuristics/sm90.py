@@ -43,7 +43,10 @@ BLOCK_MS = tuple(range(8, 160, 8))
 # size is a main loop of its own, for which there have to be registers.
 MIXED_BLOCK_M, MIXED_STEP = 128, 32
 # block_m and block_m_step of all tiles, those of one size first.
-TILES = (*((block_m, block_m) for block_m in BLOCK_MS), (MIXED_BLOCK_M, MIXED_STEP))
+TILES: tuple[tuple[int, int], ...] = (
+    *((block_m, block_m) for block_m in BLOCK_MS),
+    (MIXED_BLOCK_M, MIXED_STEP),
+)
 # What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
 # per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
 # the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
@@ -110,7 +113,7 @@ def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def _choose_tile(expected: Fraction, is_uneven: bool) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    return min(TILES, key=lambda tile: _expected_cost(*tile, counts))
+    return min(TILES, key=lambda tile: _expected_cost(tile, counts))
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -140,7 +143,8 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
     return [(n, math.exp(log_probability(n))) for n in counts]
 
 
-def _expected_cost(block_m: int, step: int, counts: list[tuple[int, float]]) -> float:
+def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> float:
+    block_m, step = tile
     cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
     return cost * (1 if step == block_m else MIXED_TILES_COST)
 

@@ -26,6 +26,7 @@ class Mutation:
     schedule: str = "random"
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
     in_a_row: bool = False  # calls that ranks begin without a look at each other
+    one_size: bool = False  # SM90 with m-blocks of one size instead of fitted ones
 
 
 PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
@@ -589,6 +590,25 @@ SM90_MUTATIONS = (
         "ptx::wgmma_wait_group<2>();",
         "ptx::wgmma_wait_group<3>();",
         "race",
+    ),
+    M(
+        "fragments_overwritten_in_a_loop_of_one_size",
+        S90_LOOP,
+        "ptx::wgmma_wait_group<3>();",
+        "ptx::wgmma_wait_group<4>();",
+        "race",
+        one_size=True,
+    ),
+    M(
+        "stage_released_one_group_too_early",
+        S90_LOOP,
+        "multiply(lower, fragments[1][0], tokens, 0);\n"
+        "            // What read the stage before is older than the three newest groups.\n"
+        "            if (k_block_idx > 0) release(stage_before(stage.idx));",
+        "if (k_block_idx > 0) release(stage_before(stage.idx));\n"
+        "            multiply(lower, fragments[1][0], tokens, 0);",
+        "race",
+        one_size=True,
     ),
     M(
         "accumulators_read_early",

@@ -55,6 +55,9 @@ SETTINGS = {
 }
 
 
+ONE_SIZE = {"block_m": 96, "block_m_step": 96}
+
+
 def name_of(mutation: Mutation) -> str:
     return f"{mutation.arch}-{mutation.name}"
 
@@ -105,12 +108,16 @@ def preparation_outcome() -> str:
     return ""
 
 
-def outcome(arch: str, schedule: str = "random", *, in_a_row: bool = False) -> str:
+def outcome(
+    arch: str, schedule: str = "random", *, in_a_row: bool = False, one_size: bool = False
+) -> str:
     """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody).
 
-    in_a_row: in four calls that ranks begin without a look at each other.
+    in_a_row: in four calls that ranks begin without a look at each other. one_size: with m-blocks
+    of one size.
     """
     setting = SETTINGS[arch]
+    overrides = {**setting.overrides, **(ONE_SIZE if one_size else {})}
     tokens = [
         exact_tokens(SHAPE, count, seed=rank + 1, num_unused_slots=1 - rank)
         for rank, count in enumerate(setting.num_tokens)
@@ -125,7 +132,7 @@ def outcome(arch: str, schedule: str = "random", *, in_a_row: bool = False) -> s
             few = [exact_tokens(SHAPE, 3, seed=3), exact_tokens(SHAPE, 5, seed=4)]
             calls = case.compare_calls_in_a_row(
                 [few, tokens, few[::-1], few],
-                overrides=setting.overrides,
+                overrides=overrides,
                 num_sms=(setting.num_sms,),
                 schedule=schedule,
             )
@@ -140,7 +147,7 @@ def outcome(arch: str, schedule: str = "random", *, in_a_row: bool = False) -> s
             results = case.compare_call(
                 tokens,
                 stats=stats,
-                overrides=setting.overrides,
+                overrides=overrides,
                 num_sms=setting.num_sms,
                 schedule=schedule,
                 schedule_seed=seed,
@@ -213,6 +220,10 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     assert outcome(arch, schedule, in_a_row=True) == ""
 
 
+def test_without_a_bug_nobody_complains_about_blocks_of_one_size() -> None:
+    assert outcome("sm_90a", one_size=True) == ""
+
+
 def test_nobody_complains_about_the_preparation() -> None:
     assert preparation_outcome() == ""
 
@@ -228,7 +239,12 @@ def test_bug_is_noticed(planted: Mutation) -> None:
     noticed = (
         preparation_outcome()
         if planted.file == PREPARATION
-        else outcome(planted.arch, planted.schedule, in_a_row=planted.in_a_row)
+        else outcome(
+            planted.arch,
+            planted.schedule,
+            in_a_row=planted.in_a_row,
+            one_size=planted.one_size,
+        )
     )
     if planted.catcher.startswith("harmless"):
         assert noticed == ""

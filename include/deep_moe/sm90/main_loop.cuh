@@ -4,9 +4,8 @@
 //
 // A k-block is cut in four, two halves of its rows by two of its K, and each quarter's products are
 // a group with registers of its own for the decoded weights. While the thread decodes one quarter,
-// the tensor core has up to three to work on. Packed words are read half a k-block ahead, so that
-// no decode waits for them. Nothing is promoted: FP8 products accumulate in the tensor core over
-// the whole K.
+// the tensor core has up to three to work on. Nothing is promoted: FP8 products accumulate in the
+// tensor core over the whole K.
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
 // memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).

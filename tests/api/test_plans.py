@@ -71,7 +71,7 @@ def kinds_of_calls(calls: Calls) -> list[dict[str, Any]]:
         {"arch": "sm_90a"},
         {"arch": "sm_90a", "overrides": (("block_m", 64),)},
         {"arch": "sm_90a", "overrides": (("block_m", 128),)},
-        {"arch": "sm_90a", "overrides": (("block_m", 128), ("block_m_step", 128))},
+        {"arch": "sm_90a", "overrides": (("block_m", 128), ("block_m_step", 32))},
         {"overrides": (("block_m", 64),)},
         {"overrides": (("block_m", 64), ("num_stages", 3))},
         {"activation_clamp": 7.0},

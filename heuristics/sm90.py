@@ -225,11 +225,14 @@ def choose_fields(
     )
     if block_m not in BLOCK_MS:
         raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
-    if (block_m, chosen_step) == (MIXED_BLOCK_M, MIXED_STEP):
-        choose("block_m_step", MIXED_STEP, "m-blocks are fitted to each expert's tokens")
-    else:
-        choose("block_m_step", block_m, "all m-blocks have the same size")
-    block_m_step = choices.fields["block_m_step"]
+    default_step = chosen_step if block_m == chosen_block_m else block_m
+    block_m_step = choose(
+        "block_m_step",
+        default_step,
+        "all m-blocks have the same size"
+        if default_step == block_m
+        else "m-blocks are fitted to each expert's tokens",
+    )
     steps = [step for tile, step in TILES if tile == block_m]
     if block_m_step not in steps:
         raise ValueError(

@@ -80,6 +80,9 @@ def test_tiles_have_one_size_unless_the_formula_or_the_caller_wants_them_fitted(
     assert of(True) == (128, 32, 224)
     assert of(False, block_m=128) == of(True, block_m=128, block_m_step=128) == (128, 128, 216)
     assert of(True, block_m=136) == (136, 136, 216)
+    # where the formula's own tile is of 32 rows
+    narrow, wide = sm90_config(384), sm90_config(384, overrides={"block_m": 128})
+    assert (narrow.block_m_step, wide.block_m_step) == (32, 128)
     with pytest.raises(ValueError, match="block_m_step must be 128 or 32 with block_m 128; got 16"):
         sm90_config(8192, overrides={"block_m": 128, "block_m_step": 16})
     with pytest.raises(ValueError, match="block_m_step must be 144 with block_m 144; got 48"):

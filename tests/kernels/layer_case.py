@@ -24,6 +24,9 @@ from deep_moe.weights import transform_weights_for_mega_moe
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
 
+# Overrides: SM90's tiles that are fitted to each expert's tokens, blocks of 64, 96 or 128 rows.
+FITTED = {"block_m": 128, "block_m_step": 32}
+
 
 class LayerCase:
     """The ranks of one layer with their weights; `call` runs the kernel once on all of them."""

@@ -8,7 +8,7 @@ import torch
 from deep_moe.heuristics import MoEShape
 from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
 
-from .layer_case import LayerCase
+from .layer_case import FITTED, LayerCase
 
 TILES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 152)
 
@@ -50,7 +50,7 @@ def test_experts_that_need_blocks_of_different_sizes() -> None:
     topk_idx = torch.where(token_idx < torch.tensor(counts), experts, -1)
     (result,) = sm90_case(shape).compare_call(
         [Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)],
-        overrides={"block_m": 128, "block_m_step": 32},
+        overrides=FITTED,
     )
     assert result.is_exact, result
 
@@ -111,8 +111,8 @@ def test_few_stages(num_stages: int) -> None:
     assert result.is_exact, result
 
 
-@pytest.mark.parametrize("block_m", [16, 128])
-def test_two_ranks_with_different_numbers_of_tokens(block_m: int) -> None:
+@pytest.mark.parametrize("tile", [{"block_m": 16}, {"block_m": 128}, FITTED])
+def test_two_ranks_with_different_numbers_of_tokens(tile: dict[str, int]) -> None:
     shape = MoEShape(
         num_ranks=2,
         num_experts=6,
@@ -125,7 +125,7 @@ def test_two_ranks_with_different_numbers_of_tokens(block_m: int) -> None:
         exact_tokens(shape, 48, seed=1, num_unused_slots=1),
         exact_tokens(shape, 13, seed=2),
     ]
-    results = sm90_case(shape).compare_call(tokens, overrides={"block_m": block_m})
+    results = sm90_case(shape).compare_call(tokens, overrides=tile)
     assert all(result.is_exact for result in results), results
 
 
@@ -162,8 +162,10 @@ def test_schedules(schedule_seed: int) -> None:
 
 
 @pytest.mark.parametrize("activation_clamp", [None, 1.0])
-@pytest.mark.parametrize("block_m", [16, 64, 128])
-def test_random_layers_follow_the_reference(block_m: int, activation_clamp: float | None) -> None:
+@pytest.mark.parametrize("tile", [{"block_m": 16}, {"block_m": 64}, {"block_m": 128}, FITTED])
+def test_random_layers_follow_the_reference(
+    tile: dict[str, int], activation_clamp: float | None
+) -> None:
     """Not exact by construction: group scales differ, so tokens are folded and Linear2's sums
     rescaled. The emulator's activation function is not the reference's to the last bit."""
     shape = one_rank(64, hidden=640, intermediate_hidden=384)
@@ -171,7 +173,7 @@ def test_random_layers_follow_the_reference(block_m: int, activation_clamp: floa
     (result,) = case.compare_call(
         [random_tokens(shape, 64, seed=3)],
         activation_clamp=activation_clamp,
-        overrides={"block_m": block_m},
+        overrides=tile,
     )
     assert result.num_near >= 0.999 * result.num_values, result
     assert result.cosine_distance < 1e-6, result

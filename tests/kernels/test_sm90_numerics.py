@@ -10,7 +10,7 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.synthetic import Layer, Tokens, random_layer, random_tokens
 from deep_moe.weights import LayerWeights
 
-from .layer_case import LayerCase
+from .layer_case import FITTED, LayerCase
 
 SHAPE = MoEShape(
     num_ranks=1,
@@ -47,10 +47,12 @@ def test_random_layer_is_near(
     assert result.is_near, result
 
 
-@pytest.mark.parametrize("block_m", [8, 32, 128])
-def test_random_layer_is_near_with_every_kind_of_tile(case: LayerCase, block_m: int) -> None:
+@pytest.mark.parametrize("tile", [{"block_m": 8}, {"block_m": 32}, {"block_m": 128}, FITTED])
+def test_random_layer_is_near_with_every_kind_of_tile(
+    case: LayerCase, tile: dict[str, int]
+) -> None:
     tokens = random_tokens(SHAPE, 50, seed=2)
-    (result,) = case.compare_call([tokens], overrides={"block_m": block_m})
+    (result,) = case.compare_call([tokens], overrides=tile)
     assert result.is_near, result
 
 
@@ -78,8 +80,8 @@ def test_groups_that_lose_bits_to_the_largest(case: LayerCase) -> None:
     assert result.is_near, result
 
 
-@pytest.mark.parametrize("block_m", [40, 128])
-def test_blocks_of_linear2_with_very_different_scales(block_m: int) -> None:
+@pytest.mark.parametrize("tile", [{"block_m": 40}, {"block_m": 128}, FITTED])
+def test_blocks_of_linear2_with_very_different_scales(tile: dict[str, int]) -> None:
     """Sums are rescaled on the way from block to block, up and down."""
     generator = torch.Generator().manual_seed(9)
     l1 = torch.randn(4, 2 * 384, 512, generator=generator) * 512**-0.5
@@ -88,9 +90,7 @@ def test_blocks_of_linear2_with_very_different_scales(block_m: int) -> None:
     l2 = torch.randn(4, 512, 384, generator=generator) * 384**-0.5 / sizes
     layer = Layer(LayerWeights(*quantize_e2m1_ue8m0(l1)), LayerWeights(*quantize_e2m1_ue8m0(l2)))
     case = LayerCase(SHAPE, layer, arch="sm_90a")
-    (result,) = case.compare_call(
-        [random_tokens(SHAPE, 50, seed=9)], overrides={"block_m": block_m}
-    )
+    (result,) = case.compare_call([random_tokens(SHAPE, 50, seed=9)], overrides=tile)
     assert result.is_near, result
 
 

@@ -22,7 +22,7 @@ from deep_moe.jit import headers
 from deep_moe.jit.nvrtc import Compilation, Resources
 from deep_moe.synthetic import exact_layer, exact_tokens
 
-from ..kernels.layer_case import LayerCase
+from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
 from .catalogue import MUTATIONS, PREPARATION, RENDERED, Mutation
 
@@ -51,10 +51,9 @@ SETTINGS = {
     # One warpgroup has several tiles of a block, so that buffers are used more than once.
     "sm_100a": Setting((96, 29), 4, {"block_m": 96, "num_stages": 3}),
     # Blocks of 64 and 96 rows, the last not full.
-    "sm_90a": Setting((96, 61), 2, {"block_m": 128, "block_m_step": 32, "num_stages": 3}),
+    "sm_90a": Setting((96, 61), 2, {**FITTED, "num_stages": 3}),
 }
-
-
+# What an SM90 mutation of blocks of one size runs with instead.
 ONE_SIZE = {"block_m": 96, "block_m_step": 96}
 
 

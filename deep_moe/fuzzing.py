@@ -18,11 +18,18 @@ from .trial import run_emulated_ranks
 
 # Few shapes and tiles, so that many cases share a compiled kernel.
 _SHAPES = ((1, 4, 2, 256, 256), (2, 4, 3, 256, 128), (2, 6, 2, 384, 256), (3, 6, 2, 128, 128))
-# block_m, block_m_step and num_stages: few stages, for a small case never comes round the ring of
-# the default.
-_TILES = {
-    "sm_100a": ((16, 16, 5), (64, 64, 2), (96, 96, 3)),
-    "sm_90a": ((16, 16, 5), (64, 64, 3), (128, 32, 2)),
+# Overrides. Few stages, for a small case never comes round the ring of the default.
+_TILES: dict[str, tuple[dict[str, int], ...]] = {
+    "sm_100a": (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 64, "num_stages": 2},
+        {"block_m": 96, "num_stages": 3},
+    ),
+    "sm_90a": (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 64, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+    ),
 }
 ARCHS = tuple(_TILES)
 _MAX_TOKENS = 64
@@ -36,9 +43,7 @@ class FuzzCase:
     arch: str
     shape: MoEShape
     num_tokens: tuple[int, ...]
-    block_m: int
-    block_m_step: int
-    num_stages: int
+    overrides: dict[str, int]
     schedule: Schedule
 
     @classmethod
@@ -57,7 +62,7 @@ class FuzzCase:
         )
         counts = tuple(choose.choice((0, 1, choose.randint(0, 64))) for _ in range(num_ranks))
         tile = choose.choice(_TILES[arch])
-        return cls(number, arch, shape, counts, *tile, choose.choice(SCHEDULES))
+        return cls(number, arch, shape, counts, tile, choose.choice(SCHEDULES))
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
@@ -66,9 +71,6 @@ class FuzzCase:
             exact_tokens(self.shape, count, seed=self.number + rank)
             for rank, count in enumerate(self.num_tokens)
         ]
-        overrides = {"block_m": self.block_m, "num_stages": self.num_stages}
-        if self.block_m_step != self.block_m:
-            overrides["block_m_step"] = self.block_m_step
         try:
             outputs = run_emulated_ranks(
                 self.shape,
@@ -76,7 +78,7 @@ class FuzzCase:
                 inputs,
                 arch=self.arch,
                 num_sms=4,
-                overrides=overrides,
+                overrides=self.overrides,
                 schedule=self.schedule,
                 schedule_seed=self.number,
             )

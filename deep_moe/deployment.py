@@ -35,7 +35,7 @@ def deployment_configs(
     number of tokens. A config may come back: tuning tables hold around measured sizes only.
 
     choose: the config of one number of tokens; it is asked for each, a tenth of a millisecond on
-    SM100, a whole one on SM90, where tiles' costs are averaged.
+    SM100, a quarter on SM90, where tiles' costs are averaged.
     """
     found = []
     for config, group in groupby(range(num_max_tokens + 1), key=choose):

@@ -147,8 +147,9 @@ def fp8_fp4_mega_moe(
         (docs/tuning.md).
     overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
         tuning tables come before the heuristics' formula (docs/tuning.md).
-    timeout_s: limit of each wait inside the kernel, for example for a rank that comes late. By
-        default 60 on GPUs and 600 in the emulator.
+    timeout_s: limit of the kernel's waits for other ranks, for example for one that comes late;
+        waits that depend on others have up to four times as long. By default 60 on GPUs and 600 in
+        the emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
     checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
         in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id

@@ -56,6 +56,11 @@ struct RankSet {
     }
 };
 
+// Who is late in a wait inside a rank.
+struct NoRanks {
+    __device__ RankSet operator()() const { return {}; }
+};
+
 class Waiter {
  public:
     __device__ explicit Waiter(const KernelArgs& args)
@@ -66,18 +71,20 @@ class Waiter {
 
     // One thread, or several independently. `poll()` returns what is there now, and the wait ends
     // when that equals `expected`; any acquire is up to `poll`.
-    template <class Poll>
-    __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll) {
-        return wait(site, expected, limit_inside_rank * timeout_ns_, poll, NoRanks{});
-    }
-
-    // A wait for other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
-    // `needs_own_rank`: it also depends on other waits of this rank.
-    template <class Poll, class LateRanks>
+    //
+    // For other ranks: `late_ranks()` is asked once, after the limit, who has not arrived.
+    // `needs_own_rank`: the wait also depends on all others of this rank.
+    template <class Poll, class LateRanks = NoRanks>
     __device__ bool until(WaitSite site, uint64_t expected, const Poll& poll,
-                          const LateRanks& late_ranks, bool needs_own_rank = false) {
-        const uint64_t limit = needs_own_rank ? limit_across_and_inside : limit_across_ranks;
-        return wait(site, expected, limit * timeout_ns_, poll, late_ranks);
+                          const LateRanks& late_ranks = {}, bool needs_own_rank = false) {
+        if (aborted_) return false;
+        Clock clock{(needs_own_rank ? limit_behind_all : limit_at(site)) * timeout_ns_};
+        for (uint64_t seen; (seen = poll()) != expected;) {
+            if (clock.time_to_check() && give_up(clock, site, expected, seen, late_ranks)) {
+                return false;
+            }
+        }
+        return true;
     }
 
     // A whole converged warp: lane 0 polls, and what it acquired holds for all lanes.
@@ -123,16 +130,30 @@ class Waiter {
  private:
     static constexpr uint32_t polls_between_checks = 32;
     static constexpr uint64_t quiet_ns = 1'000'000;
-    // In limits of the call. Waits that depend on others of this rank shall not run out before
-    // those, which may be for other ranks, so that the report names the cause.
-    static constexpr uint64_t limit_across_ranks = 1;
-    static constexpr uint64_t limit_inside_rank = 3;
-    static constexpr uint64_t limit_across_and_inside = 4;
     static constexpr uint32_t sleep_ns = 200;
 
-    struct NoRanks {
-        __device__ RankSet operator()() const { return {}; }
-    };
+    // In limits of the call. A wait shall not run out before those on which it depends, so that the
+    // report names the cause: other ranks and copies depend on no wait of this rank, dispatch on
+    // counts and copies, everything else on dispatch, and the end of all CTAs on all of it.
+    static constexpr uint64_t limit_across_ranks = 1;
+    static constexpr uint64_t limit_of_dispatch = 2;
+    static constexpr uint64_t limit_behind_dispatch = 3;
+    static constexpr uint64_t limit_behind_all = 4;
+
+    static __device__ constexpr uint64_t limit_at(WaitSite site) {
+        switch (site) {
+            case WaitSite::expert_counts:
+            case WaitSite::token_arrival:
+            case WaitSite::rank_barrier_before_combine:
+            case WaitSite::combine_arrival:
+            case WaitSite::rank_barrier_after_cleanup:
+                return limit_across_ranks;
+            case WaitSite::l1_block_arrival:
+                return limit_of_dispatch;
+            default:
+                return limit_behind_dispatch;
+        }
+    }
 
     struct Clock {
         uint64_t limit_ns;
@@ -140,19 +161,6 @@ class Waiter {
         uint32_t polls = 0;
         __device__ bool time_to_check() { return ++polls % polls_between_checks == 0; }
     };
-
-    template <class Poll, class LateRanks>
-    __device__ bool wait(WaitSite site, uint64_t expected, uint64_t limit_ns, const Poll& poll,
-                         const LateRanks& late_ranks) {
-        if (aborted_) return false;
-        Clock clock{limit_ns};
-        for (uint64_t seen; (seen = poll()) != expected;) {
-            if (clock.time_to_check() && give_up(clock, site, expected, seen, late_ranks)) {
-                return false;
-            }
-        }
-        return true;
-    }
 
     template <class LateRanks>
     __device__ bool give_up(Clock& clock, WaitSite site, uint64_t expected, uint64_t seen,

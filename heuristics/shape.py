@@ -22,6 +22,20 @@ def require_int(name: str, value: object, allowed: str) -> int:
     return value
 
 
+def expected_tokens_per_expert(
+    num_tokens: int, *, num_topk: int, num_experts_per_rank: int
+) -> Fraction:
+    """Tokens that an expert gets when all ranks bring `num_tokens` and routing is uniform.
+
+    Each rank's tokens spread over all ranks' experts, so that of how many ranks they are makes no
+    difference.
+
+    >>> expected_tokens_per_expert(10, num_topk=6, num_experts_per_rank=32)
+    Fraction(15, 8)
+    """
+    return Fraction(num_tokens * num_topk, num_experts_per_rank)
+
+
 @dataclass(frozen=True)
 class MoEShape:
     """Sizes of one expert-parallel MoE layer, equal on every rank.
@@ -88,12 +102,16 @@ class MoEShape:
         return self.num_experts // self.num_ranks
 
     def expected_tokens_per_expert(self, num_tokens: int) -> Fraction:
-        """Tokens that an expert gets when all ranks bring `num_tokens` and routing is uniform.
+        """What an expert of this layer gets, by that formula, when ranks bring `num_tokens`.
 
         >>> float(MoEShape(8, 256, 8, 7168, 2048, 1024).expected_tokens_per_expert(1024))
         256.0
         """
-        return Fraction(num_tokens * self.num_ranks * self.num_topk, self.num_experts)
+        return expected_tokens_per_expert(
+            num_tokens,
+            num_topk=self.num_topk,
+            num_experts_per_rank=self.num_experts_per_rank,
+        )
 
     @property
     def num_max_pool_tokens(self) -> int:

@@ -25,7 +25,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .shape import MoEShape
+from .shape import MoEShape, expected_tokens_per_expert
 
 SCHEMA_VERSION = 1
 SHIPPED_FOLDER = Path(__file__).parent / "tables"
@@ -70,8 +70,14 @@ class TunedLayerKey:
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
-        """Expected, as MoEShape.expected_tokens_per_expert has it."""
-        return num_tokens * self.num_topk / self.num_experts_per_rank
+        """Expected of each expert at `num_tokens` tokens per rank."""
+        return float(
+            expected_tokens_per_expert(
+                num_tokens,
+                num_topk=self.num_topk,
+                num_experts_per_rank=self.num_experts_per_rank,
+            )
+        )
 
     def words(self) -> str:
         """The layer, for people.

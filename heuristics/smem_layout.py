@@ -167,6 +167,7 @@ def sm90_smem_layout(
         ("full_barriers", num_stages, "stage is loaded"),
         ("empty_barriers", num_stages, "stage may be overwritten"),
         ("header_barriers", num_block_slots, "block header is written"),
+        ("stored_barriers", num_block_slots, "results of a block are stored"),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
     )
     for name, count, purpose in barriers:

@@ -49,7 +49,7 @@ S90_LOAD_A, S90_LOAD_W, S90_COPY = (
 )
 S90_L1, S90_L2, S90_PULL = "sm90/l1_epilogue.cuh", "sm90/l2_epilogue.cuh", "sm90/pull_policy.cuh"
 S90_DECODE, S90_KERNEL = "sm90/fp4_decode.cuh", "sm90/mega_moe.cuh"
-S90_CLAIMS = "sm90/block_claims.cuh"
+S90_CLAIMS, S90_PUBLISH = "sm90/block_claims.cuh", "sm90/l1_publisher.cuh"
 FENCE = "ptx::fence_proxy_async_shared_cta();\n"
 LONG = "(threadIdx.x == ~0u)"  # a condition that is never true
 
@@ -582,7 +582,7 @@ SM90_MUTATIONS = (
         S90_LOOP,
         "if (k_block_idx > 0) release(stage_before(stage.idx));",
         "release(stage.idx);",
-        "race",
+        "race|misuse",
     ),
     M(
         "fragments_overwritten",
@@ -817,11 +817,33 @@ SM90_MUTATIONS = (
         "race",
     ),
     M(
-        "publishes_before_others",
-        S90_L1,
-        "        store_tokens(block, values);\n        thread_.sync();",
-        "        store_tokens(block, values);",
+        "stored_before_other_lanes",
+        S90_WARPS,
+        "            __syncwarp();\n            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive",
+        "            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive",
         "race",
+    ),
+    M(
+        "publishes_before_stored",
+        S90_PUBLISH,
+        "        const bool stored = waiter.warp_mbarrier(WaitSite::results_stored,\n"
+        "                                                 smem_.stored_barrier(done.stage), done.parity);",
+        "        const bool stored = true;",
+        "race|misuse",
+    ),
+    M(
+        "publishes_behind_next_block",
+        S90_PUBLISH,
+        "return min(Config::num_stages, num_k_blocks - 1);",
+        "return num_k_blocks;",
+        "timeout|misuse",
+    ),
+    M(
+        "stored_without_one_warp",
+        S90_SMEM,
+        "init(Smem::stored_barriers_offset, Config::num_block_slots, Config::num_epilogue_warps);",
+        "init(Smem::stored_barriers_offset, Config::num_block_slots, Config::num_epilogue_warps - 1);",
+        "race|misuse|timeout",
     ),
     M(
         "publishes_to_its_cta",

@@ -1,6 +1,6 @@
 // From Linear1's accumulators to Linear2's input: row and token factors, SwiGLU, requantization to
-// E4M3 with one scale for the block's 128 values of each token, store to the pool, and the arrival
-// bit that lets Linear2 start.
+// E4M3 with one scale for the block's 128 values of each token, and store to the pool. The weight
+// loader publishes them (l1_publisher.cuh).
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
@@ -56,8 +56,6 @@ class L1Epilogue {
         choose_scales(block);
         thread_.sync();
         store_tokens(block, values);
-        thread_.sync();
-        publish(block);
         return true;
     }
 
@@ -138,7 +136,7 @@ class L1Epilogue {
     }
 
     // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
-    // by. The publication behind it covers the flag, too.
+    // by. The publication covers the flag, too.
     __device__ void choose_scales(const BlockHeader& block) const {
         const uint32_t row = thread_.thread_idx;
         if (row >= block.num_valid_rows) return;
@@ -186,17 +184,6 @@ class L1Epilogue {
     // warp has 16 bytes of the 128.
     __device__ uint32_t byte_idx() const {
         return (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 + thread_.row() / 2 * 4;
-    }
-
-    // The barrier before it orders the stores of all warps in front of this release. Readers load
-    // the tokens with TMA, and put fence.proxy.async between their acquire and the first copy.
-    __device__ void publish(const BlockHeader& block) const {
-        if (thread_.thread_idx == 0) {
-            ptx::red_or_release_gpu(
-                local_.l2_arrival_mask(block.pool_block_idx, block.n_block_idx / 64),
-                uint64_t{1} << (block.n_block_idx % 64));
-        }
-        __syncwarp();
     }
 
     // Two floats of `vector`: of tokens 8*j + first_token() and the next.

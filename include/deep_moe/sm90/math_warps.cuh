@@ -5,6 +5,8 @@
 
 #include "deep_moe/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/sm90/block_header.cuh"
 #include "deep_moe/sm90/l1_epilogue.cuh"
 #include "deep_moe/sm90/l2_epilogue.cuh"
@@ -48,6 +50,8 @@ class MathWarps {
                 block.phase == Phase::linear1 ? TraceStep::l1_main_loop : TraceStep::l2_main_loop,
                 block.weight_block_row_idx, block.num_valid_rows);
             if (!run_block(block)) return;
+            __syncwarp();
+            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive(smem_.stored_barrier(slot()));
         }
     }
 

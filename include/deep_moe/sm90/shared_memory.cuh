@@ -111,6 +111,13 @@ class SharedMemory {
         return barrier(Smem::header_barriers_offset, slot);
     }
 
+    // "The results of a block are stored." Arrive: one lane of every math warp, behind its warp's
+    // stores. Wait: weight loader, who then publishes Linear1's, parity of the block's round over
+    // the slots (l1_publisher.cuh).
+    __device__ uint32_t stored_barrier(uint32_t slot) const {
+        return barrier(Smem::stored_barriers_offset, slot);
+    }
+
     // One thread; others may use the barriers after a CTA barrier.
     __device__ void init_barriers() const {
         // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
@@ -119,6 +126,7 @@ class SharedMemory {
         init(Smem::full_barriers_offset, Config::num_stages, 2);
         init(Smem::empty_barriers_offset, Config::num_stages, Config::num_epilogue_warps);
         init(Smem::header_barriers_offset, Config::num_block_slots, 1);
+        init(Smem::stored_barriers_offset, Config::num_block_slots, Config::num_epilogue_warps);
         // "A contribution has arrived." Two per math warp, private to it: one lane arrives (1) with
         // the chunk's bytes, the warp waits; first phase 0 (roles/combine.cuh).
         init(Smem::combine_barriers_offset, 2 * Config::num_epilogue_warps, 1);

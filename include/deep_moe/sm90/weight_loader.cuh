@@ -1,5 +1,6 @@
 // The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
-// the stages allow. It also claims the CTA's blocks, and tells the other roles of them.
+// the stages allow. It also claims the CTA's blocks, tells the other roles of them, and publishes
+// what Linear1's epilogues have stored.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -14,6 +15,7 @@
 #include "deep_moe/sm90/block_claims.cuh"
 #include "deep_moe/sm90/block_header.cuh"
 #include "deep_moe/sm90/fp4_decode.cuh"
+#include "deep_moe/sm90/l1_publisher.cuh"
 #include "deep_moe/sm90/shared_memory.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace.cuh"
@@ -41,6 +43,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
     BlockClaims<Config> claims(local, blockIdx.x);
+    L1Publisher<Config> publisher(smem, local);
     for (Block block; scheduler.find(block); slots.advance()) {
         const bool is_linear1 = block.phase == Phase::linear1;
         const uint32_t num_n_blocks =
@@ -60,6 +63,10 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                                    header.weight_block_row_idx * Config::block_n;
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&
+                !publisher.publish(slots, waiter)) {
+                return;
+            }
             if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),
                                       ring.parity ^ 1)) {
                 return;
@@ -90,6 +97,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         }
         scheduler.advance(claims.take());
     }
+    if (!publisher.publish(slots, waiter)) return;
 
     trace.mark(TraceStep::end);
     if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barrier(ring.stage),

@@ -37,6 +37,7 @@ enum class WaitSite : uint32_t {
     accumulator_empty = 11,           // a free accumulator, to multiply
     accumulator_full = 12,            // a complete accumulator, to read
     block_header = 13,                // the next block, from the weight loader
+    results_stored = 14,              // results of this CTA's block, to publish Linear1's
 };
 
 struct RankSet {

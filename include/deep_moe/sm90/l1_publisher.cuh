@@ -1,0 +1,75 @@
+// Telling Linear2 of Linear1's output: once a block's values are stored, its bit goes into the
+// arrival mask of its tokens.
+//
+// The release waits until all stores have arrived, a microsecond or more. The weight loader has
+// that time, the math warps have not: they say in shared memory that they have stored (see
+// SharedMemory::stored_barrier) and go on. The loader turns to it when it has started so many loads
+// of the CTA's next block that the next stage cannot be free before the epilogue is through: so it
+// waits for nothing that it would not wait for anyway.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/ring_position.cuh"
+#include "deep_moe/sm90/block_header.cuh"
+#include "deep_moe/sm90/shared_memory.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm90 {
+
+// Of one warp; all lanes call everything. Nothing is kept from block to block, for loaders have few
+// registers: what a block is, the warp reads in the header that it has left itself.
+template <class Config>
+class L1Publisher {
+    using Slot = RingPosition<Config::num_block_slots>;
+
+ public:
+    // Before the first header is written.
+    __device__ L1Publisher(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local)
+        : smem_(smem), local_(local) {
+        // In front of the first block stands none.
+        if (ptx::lane_idx() == 0) store_header(smem_.block_header(before(Slot{}).stage), {});
+        __syncwarp();
+    }
+
+    // Before which load of a block the one before it in this CTA is to be published. Not later than
+    // the first that needs a stage back from the block itself: math may be waiting for just what is
+    // to be published.
+    __device__ static uint32_t k_block_to_publish_at(uint32_t num_k_blocks) {
+        return min(Config::num_stages, num_k_blocks - 1);
+    }
+
+    // Waits until the results of the block in the slot before this one are stored, and publishes
+    // them if they are Linear1's. False after an abort.
+    __device__ bool publish(const Slot& slot, Waiter& waiter) {
+        const Slot done = before(slot);
+        const BlockHeader block = load_header(smem_.block_header(done.stage));
+        if (block.num_rows == 0) return true;
+        const bool stored = waiter.warp_mbarrier(WaitSite::results_stored,
+                                                 smem_.stored_barrier(done.stage), done.parity);
+        // What the math warps' arrivals released, this releases to the GPU. Readers load the values
+        // with TMA, and put fence.proxy.async between their acquire and the first copy.
+        if (stored && block.phase == Phase::linear1 && ptx::elect_sync()) {
+            ptx::red_or_release_gpu(
+                local_.l2_arrival_mask(block.pool_block_idx, block.n_block_idx / 64),
+                uint64_t{1} << (block.n_block_idx % 64));
+        }
+        __syncwarp();
+        return stored;
+    }
+
+ private:
+    __device__ static Slot before(const Slot& slot) {
+        return slot.stage == 0 ? Slot{Config::num_block_slots - 1, slot.parity ^ 1}
+                               : Slot{slot.stage - 1, slot.parity};
+    }
+
+    const SharedMemory<Config>& smem_;
+    const SymmBuffer<Config>& local_;
+};
+
+}  // namespace deep_moe::sm90

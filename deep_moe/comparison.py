@@ -33,8 +33,9 @@ class Comparison:
     num_near: int  # at most one unit away, the equal ones included
     max_units: float
     cosine_distance: float
-    median_token_error: float  # length of a token's error, relative to the token
-    max_token_error: float
+    num_tokens: int
+    num_close_tokens: int  # whose error is below MAX_MEDIAN_TOKEN_ERROR
+    max_token_error: float  # length of a token's error, relative to the token
 
     @property
     def is_exact(self) -> bool:
@@ -58,10 +59,7 @@ class Comparison:
             return self.is_exact
         if sum_bits >= FP32_SUM_BITS:
             return self.is_near
-        return (
-            self.median_token_error < MAX_MEDIAN_TOKEN_ERROR
-            and self.max_token_error < MAX_TOKEN_ERROR
-        )
+        return judge([self], exact=False, sum_bits=sum_bits) == [True]
 
 
 def judge(
@@ -72,10 +70,19 @@ def judge(
     Once in a million values the last bit of the SiLU decides to which E4M3 number Linear1's output
     is rounded, and about one in 200 values of that token's row moves by more than a unit. A rank of
     a few tokens cannot absorb that, so the share of near values is also taken over all ranks; the
-    angle must be right on each.
+    angle must be right on each. Likewise with short sums, which move many values a little and a
+    token here and there by more: half of all ranks' tokens must be close, and none far off.
     """
-    if exact or sum_bits < FP32_SUM_BITS:
-        return [comparison.is_good(exact=exact, sum_bits=sum_bits) for comparison in comparisons]
+    if exact:
+        return [comparison.is_exact for comparison in comparisons]
+    if sum_bits < FP32_SUM_BITS:
+        num_tokens = sum(comparison.num_tokens for comparison in comparisons)
+        num_close = sum(comparison.num_close_tokens for comparison in comparisons)
+        half_are_close = 2 * num_close >= num_tokens
+        return [
+            half_are_close and comparison.max_token_error < MAX_TOKEN_ERROR
+            for comparison in comparisons
+        ]
     num_values = sum(comparison.num_values for comparison in comparisons)
     num_near = sum(comparison.num_near for comparison in comparisons)
     all_near = num_near >= MIN_NEAR_SHARE * num_values
@@ -110,7 +117,8 @@ def compare(y: torch.Tensor, expected: torch.Tensor) -> Comparison:
         num_near=int((units <= 1).sum()),
         max_units=float(units.max()) if y.numel() else 0.0,
         cosine_distance=cosine_distance(exact_y.flatten(), exact_expected.flatten()),
-        median_token_error=float(token_errors.median()) if token_errors.numel() else 0.0,
+        num_tokens=token_errors.numel(),
+        num_close_tokens=int((token_errors < MAX_MEDIAN_TOKEN_ERROR).sum()),
         max_token_error=float(token_errors.max()) if token_errors.numel() else 0.0,
     )
 

@@ -106,7 +106,8 @@ def one_rank(num_values: int, num_far: int, cosine_distance: float = 0.0) -> Com
         near,
         9.0 if num_far else 0.0,
         cosine_distance,
-        median_token_error=0.0,
+        num_tokens=1,
+        num_close_tokens=1,
         max_token_error=0.0,
     )
 
@@ -122,3 +123,22 @@ def test_a_rank_far_off_is_not_saved_by_the_others():
     others = one_rank(10_000_000, 0)
     assert judge([one_rank(5_000, 6, cosine_distance=2e-5), others], exact=False) == [False, True]
     assert judge([one_rank(5_000, 5_000), one_rank(10_000, 0)], exact=False) == [False, True]
+
+
+def of_tokens(*errors: float) -> Comparison:
+    """Tokens that are off by so much."""
+    torch.manual_seed(0)
+    expected = torch.randn(len(errors), 5000, dtype=torch.float64)
+    noise = torch.randn(len(errors), 5000, dtype=torch.float64)
+    y = expected + torch.tensor(errors, dtype=torch.float64)[:, None] * noise
+    return compare(y.bfloat16(), expected.bfloat16())
+
+
+def test_with_short_sums_half_of_all_ranks_tokens_must_be_close():
+    single, others = of_tokens(0.04), of_tokens(0.005, 0.005, 0.03)
+    assert judge([single], exact=False, sum_bits=13) == [False]
+    assert judge([single, others], exact=False, sum_bits=13) == [True, True]
+    assert judge([single, single, others], exact=False, sum_bits=13) == [False] * 3
+    assert judge([of_tokens(0.2), others, others], exact=False, sum_bits=13) == [False, True, True]
+    nobody = compare(torch.empty(0, 128).bfloat16(), torch.empty(0, 128).bfloat16())
+    assert judge([nobody, others], exact=False, sum_bits=13) == [True, True]

@@ -344,7 +344,8 @@ def test_gpu_clocks_come_out_on_one_clock(sm90: Recorded) -> None:
         left = [when_left(rank, barrier) for rank in found_ranks]
         assert abs(left[0] - left[1]) <= spread + 3 * 32
     for found, truth in zip(found_ranks, sm90.ranks, strict=True):
-        assert found.clock_error_ns <= 32
+        # Of that CTA and of the median one, whose anchors are rounded down to 32 ns.
+        assert found.clock_error_ns <= 2 * 32
         assert found.sm_clock_mhz == pytest.approx(1e3 * ticks_per_ns, rel=1e-2)
         difference = found.spans["start_ns"] - truth.spans["start_ns"]
         # What is left is one shift of the whole rank: where it left the barrier.

@@ -10,7 +10,7 @@ import torch
 
 import deep_moe
 from deep_moe.buffer import SymmBuffer
-from deep_moe.comparison import Comparison, compare
+from deep_moe.comparison import FP32_SUM_BITS, Comparison, compare
 from deep_moe.heuristics import MoEShape
 from deep_moe.reference import NUMERICS, Numerics, reference_mega_moe
 from deep_moe.synthetic import Layer, Tokens, exact_layer, random_layer
@@ -120,9 +120,13 @@ class RankLayer:
         return self.compare(y, tokens, activation_clamp)
 
     def is_good(self, comparison: Comparison) -> bool:
-        """As near as the device's sums allow; the emulator's are exact."""
-        sum_bits = self.numerics.sum_bits if self.rank.is_gpu else 24
-        return comparison.is_good(exact=self.exact, sum_bits=sum_bits)
+        """As near as the device's sums allow."""
+        return comparison.is_good(exact=self.exact, sum_bits=self.sum_bits)
+
+    @property
+    def sum_bits(self) -> int:
+        """The emulator's sums are exact."""
+        return self.numerics.sum_bits if self.rank.is_gpu else FP32_SUM_BITS
 
 
 def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:

@@ -57,7 +57,7 @@ struct RankSet {
     }
 };
 
-// Who is late in a wait inside a rank.
+// Who is late in a wait inside a rank: no other rank.
 struct NoRanks {
     __device__ RankSet operator()() const { return {}; }
 };

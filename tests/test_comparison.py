@@ -73,16 +73,21 @@ def test_shapes_and_types_are_checked():
         compare(torch.ones(2), bf16(1, 2))
 
 
+def of_tokens(*errors: float) -> Comparison:
+    """Tokens that are off by so much."""
+    torch.manual_seed(0)
+    expected = torch.randn(len(errors), 5000, dtype=torch.float64)
+    noise = torch.randn(len(errors), 5000, dtype=torch.float64)
+    y = expected + torch.tensor(errors, dtype=torch.float64)[:, None] * noise
+    return compare(y.bfloat16(), expected.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("error", "error_of_one", "is_good"),
     [(0.015, 0.015, True), (0.025, 0.025, False), (0.005, 0.12, True), (0.005, 0.13, False)],
 )
 def test_short_sums_are_judged_by_the_errors_of_tokens(error, error_of_one, is_good):
-    torch.manual_seed(0)
-    expected = torch.randn(20, 5000, dtype=torch.float64)
-    errors = torch.tensor([error] * 19 + [error_of_one], dtype=torch.float64)
-    y = expected + errors[:, None] * torch.randn(20, 5000, dtype=torch.float64)
-    comparison = compare(y.bfloat16(), expected.bfloat16())
+    comparison = of_tokens(*[error] * 19, error_of_one)
     assert not comparison.is_good(exact=False)
     assert comparison.is_good(exact=False, sum_bits=13) is is_good
     assert not comparison.is_good(exact=True, sum_bits=13)
@@ -123,15 +128,6 @@ def test_a_rank_far_off_is_not_saved_by_the_others():
     others = one_rank(10_000_000, 0)
     assert judge([one_rank(5_000, 6, cosine_distance=2e-5), others], exact=False) == [False, True]
     assert judge([one_rank(5_000, 5_000), one_rank(10_000, 0)], exact=False) == [False, True]
-
-
-def of_tokens(*errors: float) -> Comparison:
-    """Tokens that are off by so much."""
-    torch.manual_seed(0)
-    expected = torch.randn(len(errors), 5000, dtype=torch.float64)
-    noise = torch.randn(len(errors), 5000, dtype=torch.float64)
-    y = expected + torch.tensor(errors, dtype=torch.float64)[:, None] * noise
-    return compare(y.bfloat16(), expected.bfloat16())
 
 
 def test_with_short_sums_half_of_all_ranks_tokens_must_be_close():

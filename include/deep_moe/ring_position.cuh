@@ -18,6 +18,13 @@ struct RingPosition {
             parity ^= 1;
         }
     }
+
+    __device__ __forceinline__ static uint32_t stage_before(uint32_t stage) {
+        return (stage == 0 ? num_stages : stage) - 1;
+    }
+    __device__ __forceinline__ RingPosition before() const {
+        return {stage_before(stage), stage == 0 ? parity ^ 1 : parity};
+    }
 };
 
 }  // namespace deep_moe

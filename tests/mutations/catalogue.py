@@ -580,7 +580,7 @@ SM90_MUTATIONS = (
     M(
         "stage_released_while_read",
         S90_LOOP,
-        "if (k_block_idx > 0) release(stage_before(stage.idx));",
+        "if (k_block_idx > 0) release(Ring::stage_before(stage.idx));",
         "release(stage.idx);",
         "race|misuse",
     ),
@@ -604,8 +604,8 @@ SM90_MUTATIONS = (
         S90_LOOP,
         "multiply(lower, fragments[1][0], tokens, 0);\n"
         "            // What read the stage before is older than the three newest groups.\n"
-        "            if (k_block_idx > 0) release(stage_before(stage.idx));",
-        "if (k_block_idx > 0) release(stage_before(stage.idx));\n"
+        "            if (k_block_idx > 0) release(Ring::stage_before(stage.idx));",
+        "if (k_block_idx > 0) release(Ring::stage_before(stage.idx));\n"
         "            multiply(lower, fragments[1][0], tokens, 0);",
         "race",
         one_size=True,

@@ -32,7 +32,7 @@ class L1Publisher {
     __device__ L1Publisher(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local)
         : smem_(smem), local_(local) {
         // In front of the first block stands none.
-        if (ptx::lane_idx() == 0) store_header(smem_.block_header(before(Slot{}).stage), {});
+        if (ptx::lane_idx() == 0) store_header(smem_.block_header(Slot{}.before().stage), {});
         __syncwarp();
     }
 
@@ -44,9 +44,10 @@ class L1Publisher {
     }
 
     // Waits until the results of the block in the slot before this one are stored, and publishes
-    // them if they are Linear1's. False after an abort.
+    // them if they are Linear1's: Linear2's are waited for, too, so that the barrier has a phase
+    // for every block, and its parity is that of the slots. False after an abort.
     __device__ bool publish(const Slot& slot, Waiter& waiter) {
-        const Slot done = before(slot);
+        const Slot done = slot.before();
         const BlockHeader block = load_header(smem_.block_header(done.stage));
         if (block.num_rows == 0) return true;
         const bool stored = waiter.warp_mbarrier(WaitSite::results_stored,
@@ -63,11 +64,6 @@ class L1Publisher {
     }
 
  private:
-    __device__ static Slot before(const Slot& slot) {
-        return slot.stage == 0 ? Slot{Config::num_block_slots - 1, slot.parity ^ 1}
-                               : Slot{slot.stage - 1, slot.parity};
-    }
-
     const SharedMemory<Config>& smem_;
     const SymmBuffer<Config>& local_;
 };

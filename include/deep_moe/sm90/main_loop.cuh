@@ -53,6 +53,8 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
 // One thread's walk through the stages; all threads of a warpgroup make it together.
 template <class Config>
 class MainLoop {
+    using Ring = RingPosition<Config::num_stages>;
+
  public:
     __device__ MainLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
                         Waiter& waiter)
@@ -100,7 +102,7 @@ class MainLoop {
             decode(packed[0], lower_tables, fragments[1][0]);
             multiply(lower, fragments[1][0], tokens, 0);
             // What read the stage before is older than the three newest groups.
-            if (k_block_idx > 0) release(stage_before(stage.idx));
+            if (k_block_idx > 0) release(Ring::stage_before(stage.idx));
             decode(packed[1], lower_tables, fragments[1][1]);
             multiply(lower, fragments[1][1], tokens, 1);
             if (++k_block_idx == num_k_blocks) break;
@@ -173,10 +175,6 @@ class MainLoop {
         if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barrier(stage));
     }
 
-    __device__ static uint32_t stage_before(uint32_t stage) {
-        return (stage == 0 ? Config::num_stages : stage) - 1;
-    }
-
     __device__ uint32_t part(uint32_t stage) const {
         return smem_.weight_block(stage) + part_offset_;
     }
@@ -185,7 +183,7 @@ class MainLoop {
     uint32_t part_offset_;
     uint32_t thread_idx_;  // in the warpgroup
     Waiter& waiter_;
-    RingPosition<Config::num_stages> ring_;
+    Ring ring_;
     TraceStopwatch<Config> stage_wait_;
 };
 

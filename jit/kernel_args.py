@@ -26,8 +26,6 @@ TENSOR_MAP_NAMES = (
     "l2_activation_sf",
     "l2_weights",
     "l2_weight_sf",
-    "l1_activation_steps",
-    "l2_activation_steps",
 )
 # SM90 has no tensor maps of weights and scales, but these pointers.
 WEIGHT_POINTER_NAMES = (

@@ -19,30 +19,33 @@ if TYPE_CHECKING:
 
 
 def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, TensorMapSpec]:
-    """A spec for each tensor map of KernelArgs that SM90 uses."""
+    """A spec for each tensor map of KernelArgs that SM90 uses.
 
-    def pool(segment_name: str, num_box_rows: int) -> TensorMapSpec:
+    A map's coordinates are (column, row, end), and stand for row `end - block_m + row` of the pool.
+    So `row` counts towards `block_m`, which is out of bounds: a box that begins with the n-th row
+    before `end`, at row `block_m - n`, takes n rows from the pool, and zeros fill the rest of it.
+    The address is the one that `row` and `end` of 0 would have, before the pool and never read.
+    """
+
+    is_halved = config.block_m_step != config.block_m
+    num_box_rows = config.block_m // 2 if is_halved else config.block_m
+
+    def pool(segment_name: str) -> TensorMapSpec:
         segment = config.symm_buffer_layout[segment_name]
         num_rows, num_columns = segment.shape
         return TensorMapSpec(
             data_type=DataType.UINT8,
-            address=buffer_address + segment.offset,
-            dims=(num_columns, num_rows),
-            strides=(num_columns,),
-            box=(config.block_k, num_box_rows),
+            address=buffer_address + segment.offset - config.block_m * num_columns,
+            dims=(num_columns, config.block_m, num_rows + 1),
+            strides=(num_columns, num_columns),
+            box=(config.block_k, num_box_rows, 1),
             swizzle=Swizzle.B128,
         )
 
-    has_steps = config.block_m_step != config.block_m
-    num_box_rows = config.block_m // 2 if has_steps else config.block_m
-    maps = {
-        "l1_activations": pool("l1_tokens", num_box_rows),
-        "l2_activations": pool("l2_tokens", num_box_rows),
+    return {
+        "l1_activations": pool("l1_tokens"),
+        "l2_activations": pool("l2_tokens"),
     }
-    if has_steps:
-        maps["l1_activation_steps"] = pool("l1_tokens", config.block_m_step)
-        maps["l2_activation_steps"] = pool("l2_tokens", config.block_m_step)
-    return maps
 
 
 def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:

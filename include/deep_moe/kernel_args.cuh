@@ -52,9 +52,6 @@ struct alignas(64) KernelArgs {
     TensorMap l2_activation_sf;
     TensorMap l2_weights;
     TensorMap l2_weight_sf;
-    // SM90, where m-blocks differ in size: boxes of block_m_step rows of the activations.
-    TensorMap l1_activation_steps;
-    TensorMap l2_activation_steps;
     // SM90: weights are plain bytes, each row's scales split into a factor and shifts. Else null.
     const void* l1_weight_blocks;          // [E_local][num_l1_n_blocks][num_l1_k_blocks][17408]
     const void* l2_weight_blocks;          // [E_local][num_l2_n_blocks][num_l2_k_blocks][17408]

@@ -17,11 +17,12 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
-from deep_moe.jit.kernel_args import KernelArgs, WaitStatus
+from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage, WaitStatus
 
 if TYPE_CHECKING:
     from deep_moe.emulator import Machine
     from deep_moe.emulator.machine import Module, Schedule
+    from deep_moe.jit.tensor_map import TensorMapSpec
 
 DTYPES = {
     "u8": np.uint8,
@@ -101,6 +102,7 @@ class Ranks:
         self.outputs = [aligned_bytes(output_bytes) for _ in ranks]
         self.stats = [np.zeros(config.num_experts_per_rank, np.int32) for _ in ranks]
         self.statuses = [WaitStatus() for _ in ranks]
+        self.tensor_maps: dict[str, TensorMapSpec] = {}  # by their names in KernelArgs
 
     def segment(self, rank: int, name: str) -> np.ndarray:
         """A segment of a rank's buffer, in its declared dtype and shape."""
@@ -119,6 +121,8 @@ class Ranks:
 
     def args(self, rank: int, *, num_tokens: int = 0, timeout_ns: int = 100 * SECOND) -> KernelArgs:
         args = KernelArgs()
+        for name, spec in self.tensor_maps.items():
+            setattr(args, name, TensorMapImage.from_buffer_copy(spec.encode_emulated()))
         for i, buffer in enumerate(self.buffers):
             args.rank_buffers[i] = buffer.ctypes.data
         args.y = self.outputs[rank].ctypes.data

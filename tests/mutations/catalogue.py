@@ -26,7 +26,7 @@ class Mutation:
     schedule: str = "random"
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
     in_a_row: bool = False  # calls that ranks begin without a look at each other
-    one_size: bool = False  # SM90 with m-blocks of one size instead of fitted ones
+    one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
 
 
 PULL, COMBINE, COUNT = "roles/pull_tokens.cuh", "roles/combine.cuh", "roles/count_tokens.cuh"
@@ -597,7 +597,7 @@ SM90_MUTATIONS = (
         "ptx::wgmma_wait_group<3>();",
         "ptx::wgmma_wait_group<4>();",
         "race",
-        one_size=True,
+        one_size=96,
     ),
     M(
         "stage_released_one_group_too_early",
@@ -608,7 +608,7 @@ SM90_MUTATIONS = (
         "if (k_block_idx > 0) release(Ring::stage_before(stage.idx));\n"
         "            multiply(lower, fragments[1][0], tokens, 0);",
         "race",
-        one_size=True,
+        one_size=96,
     ),
     M(
         "accumulators_read_early",
@@ -799,8 +799,30 @@ SM90_MUTATIONS = (
         "return block_idx_ % (Config::num_block_slots - 1)",
         "race|misuse",
     ),
-    M("step_not_copied", S90_COPY, "row < num_rows_; row", "row + 32 < num_rows_; row", "misuse"),
-    M("bytes_of_full_tile", S90_COPY, "num_rows_ * Config", "Config::block_m * Config", "misuse"),
+    M("second_box_not_copied", S90_COPY, "if (has_second_box_) copy(box_rows);", "", "misuse"),
+    M("second_box_is_the_first", S90_COPY, "copy(box_rows);", "copy(0);", "result|misuse"),
+    M(
+        "block_ends_too_late",
+        S90_COPY,
+        "num_valid_rows_(block.num_valid_rows)",
+        "num_valid_rows_(block.num_rows)",
+        "harmless: what the rows behind the last token hold costs energy, but goes nowhere; "
+        "test_sm90_tile_copy notices",
+    ),
+    M(
+        "block_begins_too_early",
+        S90_COPY,
+        "num_valid_rows_ + row,",
+        "num_valid_rows_ + row + 1,",
+        "result|misuse",
+    ),
+    M(
+        "bytes_of_full_tile",
+        S90_COPY,
+        "Config::block_m : box_rows",
+        "Config::block_m : Config::block_m",
+        "misuse",
+    ),
     # ---- epilogues
     M(
         "maxima_without_barrier",
@@ -819,8 +841,8 @@ SM90_MUTATIONS = (
     M(
         "stored_before_other_lanes",
         S90_WARPS,
-        "            __syncwarp();\n            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive",
-        "            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive",
+        "                __syncwarp();\n                if (Thread::here().lane_idx() == 0) {",
+        "                if (Thread::here().lane_idx() == 0) {",
         "race",
     ),
     M(
@@ -830,6 +852,14 @@ SM90_MUTATIONS = (
         "                                                 smem_.stored_barrier(done.stage), done.parity);",
         "        const bool stored = true;",
         "race|misuse",
+    ),
+    M(
+        "math_publishes_before_others",
+        S90_L1,
+        "            thread_.sync();\n            if (thread_.thread_idx == 0) publish",
+        "            if (thread_.thread_idx == 0) publish",
+        "race",
+        one_size=8,
     ),
     M(
         "publishes_behind_next_block",
@@ -989,8 +1019,8 @@ SM90_MUTATIONS = (
     M(
         "map_of_wrong_pool",
         "jit/sm90_maps.py",
-        'maps["l2_activation_steps"] = pool("l2_tokens"',
-        'maps["l2_activation_steps"] = pool("l1_tokens"',
+        '"l2_activations": pool("l2_tokens")',
+        '"l2_activations": pool("l1_tokens")',
         "race|result|misuse",
     ),
     # ---- input preparation, a kernel of its own

@@ -53,8 +53,6 @@ SETTINGS = {
     # Blocks of 64 and 96 rows, the last not full.
     "sm_90a": Setting((96, 61), 2, {**FITTED, "num_stages": 3}),
 }
-# What an SM90 mutation of blocks of one size runs with instead.
-ONE_SIZE = {"block_m": 96, "block_m_step": 96}
 
 
 def name_of(mutation: Mutation) -> str:
@@ -108,15 +106,17 @@ def preparation_outcome() -> str:
 
 
 def outcome(
-    arch: str, schedule: str = "random", *, in_a_row: bool = False, one_size: bool = False
+    arch: str, schedule: str = "random", *, in_a_row: bool = False, one_size: int = 0
 ) -> str:
     """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody).
 
-    in_a_row: in four calls that ranks begin without a look at each other. one_size: with m-blocks
-    of one size.
+    in_a_row: in four calls that ranks begin without a look at each other. one_size: m-blocks all
+    have so many rows.
     """
     setting = SETTINGS[arch]
-    overrides = {**setting.overrides, **(ONE_SIZE if one_size else {})}
+    overrides = dict(setting.overrides)
+    if one_size:
+        overrides |= {"block_m": one_size, "block_m_step": one_size}
     tokens = [
         exact_tokens(SHAPE, count, seed=rank + 1, num_unused_slots=1 - rank)
         for rank, count in enumerate(setting.num_tokens)
@@ -219,8 +219,9 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     assert outcome(arch, schedule, in_a_row=True) == ""
 
 
-def test_without_a_bug_nobody_complains_about_blocks_of_one_size() -> None:
-    assert outcome("sm_90a", one_size=True) == ""
+@pytest.mark.parametrize("num_rows", [8, 96])
+def test_without_a_bug_nobody_complains_about_blocks_of_one_size(num_rows: int) -> None:
+    assert outcome("sm_90a", one_size=num_rows) == ""
 
 
 def test_nobody_complains_about_the_preparation() -> None:

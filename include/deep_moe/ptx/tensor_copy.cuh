@@ -1,6 +1,6 @@
-// Two-dimensional tensor copies (TMA tiles). Coordinates are elements, innermost first; what lies
-// outside the tensor is loaded as zero and not stored, but always counted in full on the barrier.
-// Issued by one thread; completion of stores is a bulk group (bulk_copy.cuh).
+// Tensor copies (TMA tiles) of two and three dimensions. Coordinates are elements, innermost first;
+// what lies outside the tensor is loaded as zero and not stored, but always counted in full on the
+// barrier. Issued by one thread; completion of stores is a bulk group (bulk_copy.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -24,6 +24,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_shared_global(uint32_t d
         " [%0], [%1, {%2, %3}], [%4];"
         :
         : "r"(dst), "l"(map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_shared_global(uint32_t dst,
+                                                                      const TensorMap* map,
+                                                                      uint32_t barrier, int32_t x,
+                                                                      int32_t y, int32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];"
+        :
+        : "r"(dst), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
         : "memory");
 }
 

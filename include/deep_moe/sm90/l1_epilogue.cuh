@@ -1,6 +1,6 @@
 // From Linear1's accumulators to Linear2's input: row and token factors, SwiGLU, requantization to
-// E4M3 with one scale for the block's 128 values of each token, and store to the pool. The weight
-// loader publishes them (l1_publisher.cuh).
+// E4M3 with one scale for the block's 128 values of each token, and store to the pool.
+// l1_publisher.cuh tells Linear2.
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
@@ -19,6 +19,7 @@
 #include "deep_moe/ptx/permute.cuh"
 #include "deep_moe/quantize.cuh"
 #include "deep_moe/sm90/block_header.cuh"
+#include "deep_moe/sm90/l1_publisher.cuh"
 #include "deep_moe/sm90/linear2_scale.cuh"
 #include "deep_moe/sm90/main_loop.cuh"
 #include "deep_moe/sm90/math_warp.cuh"
@@ -56,6 +57,11 @@ class L1Epilogue {
         choose_scales(block);
         thread_.sync();
         store_tokens(block, values);
+        if constexpr (math_publishes<Config>) {
+            thread_.sync();
+            if (thread_.thread_idx == 0) publish_l1_results(local_, block);
+            __syncwarp();
+        }
         return true;
     }
 

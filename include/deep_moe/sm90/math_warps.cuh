@@ -9,6 +9,7 @@
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/sm90/block_header.cuh"
 #include "deep_moe/sm90/l1_epilogue.cuh"
+#include "deep_moe/sm90/l1_publisher.cuh"
 #include "deep_moe/sm90/l2_epilogue.cuh"
 #include "deep_moe/sm90/main_loop.cuh"
 #include "deep_moe/sm90/math_warp.cuh"
@@ -50,8 +51,12 @@ class MathWarps {
                 block.phase == Phase::linear1 ? TraceStep::l1_main_loop : TraceStep::l2_main_loop,
                 block.weight_block_row_idx, block.num_valid_rows);
             if (!run_block(block)) return;
-            __syncwarp();
-            if (Thread::here().lane_idx() == 0) ptx::mbarrier_arrive(smem_.stored_barrier(slot()));
+            if constexpr (!math_publishes<Config>) {
+                __syncwarp();
+                if (Thread::here().lane_idx() == 0) {
+                    ptx::mbarrier_arrive(smem_.stored_barrier(slot()));
+                }
+            }
         }
     }
 

@@ -113,7 +113,7 @@ class SharedMemory {
 
     // "The results of a block are stored." Arrive: one lane of every math warp, behind its warp's
     // stores. Wait: weight loader, who then publishes Linear1's, parity of the block's round over
-    // the slots (l1_publisher.cuh).
+    // the slots. Nobody arrives or waits where math publishes itself (l1_publisher.cuh).
     __device__ uint32_t stored_barrier(uint32_t slot) const {
         return barrier(Smem::stored_barriers_offset, slot);
     }

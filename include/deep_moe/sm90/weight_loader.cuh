@@ -1,6 +1,6 @@
 // The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
-// the stages allow. It also claims the CTA's blocks, tells the other roles of them, and publishes
-// what Linear1's epilogues have stored.
+// the stages allow. It also claims the CTA's blocks, tells the other roles of them, and
+// publishes what Linear1's epilogues have stored, unless math does (l1_publisher.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -123,16 +123,19 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Scheduler<
     for (uint32_t token_idx = cta_idx * Config::num_dispatch_warps + warp_idx;
          walk.find(token_idx, token); token_idx += num_warps) {
         const SymmBuffer<Config> source = buffers.of(token.source.rank_idx);
+        // Read before anything is waited for, so that it is under way with the rest.
+        float topk_weight = 0.0f;
         if (ptx::lane_idx() == 0) {
             ptx::mbarrier_arrive_expect_tx(pull_barrier, Config::hidden);
             ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
                                              Config::hidden, pull_barrier);
+            const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
+            topk_weight = *source.input_topk_weight(slot);
         }
         PullPolicy policy;
         policy.store_scales(local, source, token);
         if (ptx::lane_idx() == 0) {
-            const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
-            *local.l1_topk_weight(token.pool_token_idx) = *source.input_topk_weight(slot);
+            *local.l1_topk_weight(token.pool_token_idx) = topk_weight;
             *local.token_source(token.pool_token_idx) = token.source;
         }
 

@@ -87,9 +87,14 @@ def neighbours(values: Sequence[int], chosen: int, reach: int) -> tuple[int, ...
 
 
 def choose_num_combine_chunks(
-    hidden: int, *, num_epilogue_warps: int, num_epilogue_registers: int, num_free_bytes: int
+    hidden: int,
+    *,
+    num_epilogue_warps: int,
+    num_epilogue_registers: int,
+    num_free_bytes: int,
+    num_min_chunks: int = 1,
 ) -> int:
-    """The smallest number of chunks of a token that combine can hold.
+    """The smallest number of chunks of a token, from `num_min_chunks` on, that combine can hold.
 
     Three BF16 chunks per warp lie in shared memory, one chunk of FP32 sums in a warp's registers.
 
@@ -100,7 +105,7 @@ def choose_num_combine_chunks(
     max_chunk = 32 * max_sums_per_lane(num_epilogue_registers)
     return next(
         num_chunks
-        for num_chunks in range(1, hidden // 8 + 1)
+        for num_chunks in range(num_min_chunks, hidden // 8 + 1)
         if combine_chunk_elements(hidden, num_chunks) <= max_chunk
         and num_combine_bytes(num_epilogue_warps, combine_chunk_elements(hidden, num_chunks))
         <= num_free_bytes
@@ -232,8 +237,12 @@ def choose_stages(
         )
 
 
-def choose_combine_chunks(shape: MoEShape, smem_layout: SmemLayout, choices: FieldChoices) -> None:
-    """Chunks of a token in combine; needs num_stages."""
+def choose_combine_chunks(
+    shape: MoEShape, smem_layout: SmemLayout, choices: FieldChoices, *, num_min_chunks: int = 1
+) -> None:
+    """Chunks of a token in combine; needs num_stages. num_min_chunks: more than one where tokens
+    may be so few that a chunk each is enough for the warps; hidden / num_min_chunks must be a
+    multiple of 8."""
     fields = choices.fields
     problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
     num_free_bytes = smem_layout({**fields, **problem}).mark("barriers_offset")
@@ -247,8 +256,14 @@ def choose_combine_chunks(shape: MoEShape, smem_layout: SmemLayout, choices: Fie
             num_epilogue_warps=num_epilogue_warps,
             num_epilogue_registers=num_epilogue_registers,
             num_free_bytes=num_free_bytes,
+            num_min_chunks=num_min_chunks,
         ),
-        f"fewest with {NUM_COMBINE_SLOTS} BF16 chunks per epilogue warp in the {num_free_bytes} "
+        (
+            ""
+            if num_min_chunks == 1
+            else f"at least {num_min_chunks}, so that more warps share few tokens; "
+        )
+        + f"fewest with {NUM_COMBINE_SLOTS} BF16 chunks per epilogue warp in the {num_free_bytes} "
         f"bytes before the barriers and at most {max_sums_per_lane(num_epilogue_registers)} sums "
         "per lane",
     )

@@ -62,6 +62,9 @@ MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
 # Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting
 # for Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
 BLOCKS_PER_SM_AND_WAVE = 6
+# Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
+# 1 to 3 % slower with one token).
+COMBINE_CHUNKS_OF_FEW_TOKENS = 4
 
 OVERRIDABLE = (
     "num_sms",
@@ -283,7 +286,12 @@ def choose_fields(
         num_block_slots(choices.fields),
         "the block that math is at, and those that the stages may belong to",
     )
-    choose_combine_chunks(shape, smem_layout, choices)
+    choose_combine_chunks(
+        shape,
+        smem_layout,
+        choices,
+        num_min_chunks=COMBINE_CHUNKS_OF_FEW_TOKENS if block_m == min(BLOCK_MS) else 1,
+    )
     return choices.fields, choices.reasons
 
 

@@ -55,6 +55,16 @@ def test_experts_that_need_blocks_of_different_sizes() -> None:
     assert result.is_exact, result
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
+def test_few_tokens_have_a_warp_for_each_chunk_in_combine(num_tokens: int) -> None:
+    """8 warps are enough for three chunks of two tokens, the last chunk shorter than the others."""
+    shape = one_rank(9, hidden=256)
+    (result,) = sm90_case(shape).compare_call(
+        [exact_tokens(shape, num_tokens)], overrides={"num_combine_chunks": 3}, num_sms=1
+    )
+    assert result.is_exact, result
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 63, 95, 96])
 def test_number_of_valid_rows(num_tokens: int) -> None:
     shape = one_rank(96, num_experts=2)

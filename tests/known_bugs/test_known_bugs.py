@@ -43,13 +43,16 @@ def test_b1_shared_memory_of_hidden_8192_adds_up(block_m: int, num_experts: int)
     assert {"activation_sf", "weight_sf"} <= {row.name for row in rows}
 
 
+@pytest.mark.parametrize("num_tokens", [1, 20])  # with a warp for each chunk, and without
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
-def test_b2_combine_in_chunks_reuses_its_buffers_only_after_they_were_read(num_chunks: int):
+def test_b2_combine_in_chunks_reuses_its_buffers_only_after_they_were_read(
+    num_chunks: int, num_tokens: int
+):
     """Chunks are loaded into two buffers in turn; a load that comes too early changes the sum."""
-    shape = make_shape(6, num_ranks=1, num_topk=4, hidden=1024)
+    shape = make_shape(20, num_ranks=1, num_topk=4, hidden=1024)
     case = LayerCase(shape, exact_layer(shape))
-    tokens = [exact_tokens(shape, 6)]
-    (result,) = case.compare_call(tokens, overrides={"num_combine_chunks": num_chunks})
+    tokens = [exact_tokens(shape, num_tokens)]
+    (result,) = case.compare_call(tokens, overrides={"num_combine_chunks": num_chunks}, num_sms=2)
     assert result.is_exact
 
 

@@ -4,7 +4,7 @@
 // One epilogue warp per token. A token is cut into chunks that fit into registers (as FP32 sums)
 // and shared memory; contributions arrive chunk by chunk, slot by slot, by bulk copies into two
 // buffers in turn, so that one travels while the other is added. A third buffer holds the chunk on
-// its way out.
+// its way out. Where tokens are so few that each chunk can have a warp of its own, it has.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -49,7 +49,7 @@ struct CombineChunks {
     }
 };
 
-// The loads of one token in order: for each chunk, all routed slots.
+// The loads of one token's chunks in order: for each chunk, all routed slots.
 struct CombineCursor {
     uint32_t chunk_idx;
     uint32_t slots_left;  // of this chunk, one bit each
@@ -77,14 +77,19 @@ class Combine {
           barriers_(shared_memory + Config::Smem::combine_barriers_offset +
                     warp_idx * 2 * sizeof(uint64_t)) {}
 
-    __device__ bool run(uint32_t first_token_idx, uint32_t token_stride, uint32_t num_tokens,
-                        Waiter& waiter) {
+    // `warp_in_grid`: of all warps that combine.
+    __device__ bool run(uint32_t warp_in_grid, uint32_t num_tokens, Waiter& waiter) {
+        constexpr uint32_t num_warps = Config::num_sms * Config::num_epilogue_warps;
+        constexpr uint32_t num_chunks = Chunks::num_chunks;
+        const uint32_t num_parts = num_tokens <= num_warps / num_chunks ? num_chunks : 1;
         // Contributions were written with ordinary stores, by other ranks too.
         ptx::fence_proxy_async();
         bool arrived = true;
-        for (uint32_t token_idx = first_token_idx; arrived && token_idx < num_tokens;
-             token_idx += token_stride) {
-            arrived = add_slots(token_idx, waiter);
+        for (uint32_t part_idx = warp_in_grid; arrived && part_idx < num_tokens * num_parts;
+             part_idx += num_warps) {
+            const uint32_t first_chunk_idx = part_idx % num_parts;
+            arrived = add_slots(part_idx / num_parts, first_chunk_idx,
+                                first_chunk_idx + num_chunks / num_parts, waiter);
         }
         // The buffer must outlive the last copy from it.
         if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group<0>();
@@ -93,15 +98,17 @@ class Combine {
     }
 
  private:
-    __device__ bool add_slots(uint32_t token_idx, Waiter& waiter) {
+    // Of the chunks from first_chunk_idx up to, but not with, end_chunk_idx.
+    __device__ bool add_slots(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
+                              Waiter& waiter) {
         const uint32_t slots = routed_slots(token_idx);
-        CombineCursor load{0, slots};
+        CombineCursor load{first_chunk_idx, slots};
         if (slots != 0) issue_load(token_idx, load, slots, num_loads_);
-        for (uint32_t chunk_idx = 0; chunk_idx < Chunks::num_chunks; ++chunk_idx) {
+        for (uint32_t chunk_idx = first_chunk_idx; chunk_idx < end_chunk_idx; ++chunk_idx) {
             float sums[Chunks::num_accesses][Chunks::elements_per_access] = {};
             const uint32_t num_slots = __popc(slots);
             for (uint32_t i = 0; i < num_slots; ++i) {
-                if (load.chunk_idx < Chunks::num_chunks) {
+                if (load.chunk_idx < end_chunk_idx) {
                     issue_load(token_idx, load, slots, num_loads_ + 1);
                 }
                 const uint32_t stage = num_loads_ % 2;
@@ -210,9 +217,9 @@ __device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t
     trace.mark(TraceStep::await_combine);
     if (!await_combine<Config>(waiter)) return;
     trace.mark(TraceStep::combine);
+    // Neighbouring tokens go to different CTAs: few tokens shall not all pass through a few SMs.
     Combine<Config>(args, shared_memory, warp_idx)
-        .run(blockIdx.x * Config::num_epilogue_warps + warp_idx,
-             Config::num_sms * Config::num_epilogue_warps, args.num_tokens, waiter);
+        .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens, waiter);
     trace.mark(TraceStep::end);
 }
 

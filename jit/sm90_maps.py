@@ -26,7 +26,6 @@ def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, Te
     before `end`, at row `block_m - n`, takes n rows from the pool, and zeros fill the rest of it.
     The address is the one that `row` and `end` of 0 would have, before the pool and never read.
     """
-
     is_halved = config.block_m_step != config.block_m
     num_box_rows = config.block_m // 2 if is_halved else config.block_m
 

@@ -6,7 +6,17 @@ import json
 import pytest
 
 import benchmarks.plot
-from benchmarks.plot import RESULTS, ROOT, documents, picture_path, readme_table, table, timed
+from benchmarks.plot import (
+    README_MACHINE,
+    README_MODEL,
+    RESULTS,
+    ROOT,
+    documents,
+    picture_path,
+    readme_table,
+    table,
+    timed,
+)
 
 MACHINE = ("NVIDIA H200", 4)
 
@@ -64,11 +74,13 @@ def test_skewed_problems_are_not_shown(changes):
     )
 
 
-def test_other_sizes_are_in_the_tables_and_in_no_picture():
+@pytest.mark.parametrize("has_others", [False, True])
+def test_other_sizes_are_in_the_tables_and_in_a_picture_that_has_no_others(has_others: bool):
     other = result(8, 50.0, "deepseek-v4-pro, experts 96", peer=75.0, num_ranks=1)
     other["peer"]["times_slower"] = 1.5
-    made = documents([report("2026-11-20", other)])
-    assert picture_path(("NVIDIA H200", 1)) not in made
+    others = [result(8, 90.0, num_ranks=1)] if has_others else []
+    made = documents([report("2026-11-20", other, *others)])
+    assert ("experts 96" in made[picture_path(("NVIDIA H200", 1))]) != has_others
     text = made[ROOT / "benchmarks" / "RESULTS.md"]
     assert "## deepseek-v4-pro, experts 96, 1 × NVIDIA H200" in text
     assert "| 75 |  | 1.50× |  |  |  |" in text
@@ -94,7 +106,9 @@ def test_a_peer_of_another_report_is_named_by_its_date():
 
 
 def test_the_readmes_table_leaves_out_what_was_not_timed():
-    lines = readme_table([report("d", result(8, 370.4), result(512, 1086.6))]).splitlines()
+    sizes = {"model": README_MODEL, "num_ranks": README_MACHINE[1]}
+    timed_here = report("d", result(8, 370.4, **sizes), result(512, 1086.6, **sizes))
+    lines = readme_table([timed_here]).splitlines()
     assert lines[2] == "| deep_moe, FP4 weights, µs | 370 |  | 1087 |  |  |"
     assert len(lines) == 3
 

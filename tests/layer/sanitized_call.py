@@ -2,9 +2,9 @@
 
     python -m tests.layer.sanitized_call [--full-tiles]
 
---full-tiles: every tile is full. Else rows behind the last token of a tile, which nobody wrote, are
-read, and what comes of them is thrown away; that is how the kernel is meant, but a tool that looks
-for such reads cannot know it.
+--full-tiles: every tile is full. Else scales and routing weights of rows behind the last token of a
+tile, which nobody wrote, are read, and what comes of them is thrown away; that is how the kernel is
+meant, but a tool that looks for such reads cannot know it.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ namespace deep_moe::sm90 {
 // boxes of half of the largest, as many as the m-block needs.
 //
 // Rows of the boxes behind the block's last token are filled with zeros. What other calls left
-// there would do no harm, but multiplying it costs energy, and so 2 to 4 % of a call of 1024 tokens
-// or more. Tensor maps know where the pool ends, not where a block does: sm90_tensor_maps in
+// there would do no harm, but multiplying it costs energy, and so up to 4 % of a call of 1024
+// tokens or more. Tensor maps know where the pool ends, not where a block does: sm90_tensor_maps in
 // jit/sm90_maps.py has coordinates that make them stop there.
 template <class Config>
 class TileCopy {

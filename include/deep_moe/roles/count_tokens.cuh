@@ -8,6 +8,7 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/roles/dispatch_barriers.cuh"
+#include "deep_moe/roles/expert_batches.cuh"
 #include "deep_moe/roles/routing.cuh"
 
 namespace deep_moe {
@@ -50,29 +51,18 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
     // (2) One atomic reports the count and draws as many consecutive places in the owner's list:
     // the low word it returns is the first of them.
     constexpr uint64_t one_cta = uint64_t{1} << 32;
-    // Atomics of a batch are under way together.
-    constexpr uint32_t batch_size = min(ceil_div(Config::num_experts, num_threads), 8u);
     bool earlier_call_failed = false;
-    for (uint32_t first = thread_idx; first < Config::num_experts;
-         first += batch_size * num_threads) {
-        uint64_t before[batch_size];
-#pragma unroll
-        for (uint32_t i = 0; i < batch_size; ++i) {
-            const uint32_t expert_idx = first + i * num_threads;
-            if (expert_idx < Config::num_experts) {
-                before[i] = ptx::atom_add_relaxed_gpu(local.expert_send_count(expert_idx),
-                                                      one_cta + counts[expert_idx]);
-            }
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < batch_size; ++i) {
-            const uint32_t expert_idx = first + i * num_threads;
-            if (expert_idx < Config::num_experts) {
-                counts[expert_idx] = static_cast<uint32_t>(before[i]);
-                earlier_call_failed |= (before[i] & SymmBuffer<Config>::rank_gave_up) != 0;
-            }
-        }
-    }
+    for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
+        uint64_t before[ExpertBatch<Config>::size];
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            before[i] = ptx::atom_add_relaxed_gpu(local.expert_send_count(expert_idx),
+                                                  one_cta + counts[expert_idx]);
+        });
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            counts[expert_idx] = static_cast<uint32_t>(before[i]);
+            earlier_call_failed |= (before[i] & SymmBuffer<Config>::rank_gave_up) != 0;
+        });
+    });
     if (!barriers.cta(!earlier_call_failed)) return;
 
     // (3) Tell each expert's owner where the token lies, so that it need not ask when it pulls.

@@ -4,9 +4,9 @@
 
 takes every report in benchmarks/results and renews what is made of them: a picture per kind of
 machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Only results for uniform
-routing and equal tokens are shown, in pictures those for published models as they are, or with other
-sizes where a machine has no others. Each curve is from one report, never pieced together: the one
-that timed most sizes of it, of several the newest.
+routing and equal tokens are shown, in pictures those for published models as they are, or with
+other sizes where a machine has no others. Each curve is from one report, never pieced together: the
+one that timed most sizes of it, of several the newest.
 """
 
 from __future__ import annotations

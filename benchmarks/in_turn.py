@@ -1,0 +1,234 @@
+"""Times kernels beside each other: of other headers, or with other fields of the config.
+
+    python -m benchmarks.in_turn --kernel now --kernel "before include=../before/include"
+    python -m benchmarks.in_turn --kernel now --kernel "wide block_m=152" --tokens 2048 4096
+
+This is how a change to the kernel is measured. Machines differ by 3 to 5 %, a GPU's clock falls
+within its first tenth of a second of work, and what other calls left in a buffer may cost energy.
+So all kernels run in one process and one buffer, in rounds whose order alternates, and each round
+of a kernel begins with --warm-seconds of calls that are not timed. A round gives the median of
+--calls calls, of the slowest rank; printed are the median of the rounds, the fastest and the
+slowest.
+
+A kernel is a name and words behind it: include=FOLDER, whose headers are taken instead of this
+checkout's, and FIELD=NUMBER. All are called by this checkout's host side: headers that belong to
+another one do not compile. All must give the same bits, and the first one's are compared with the
+reference (some tokens of each rank).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from deep_moe import mega_moe
+from deep_moe.bounded_cache import BoundedCache
+from deep_moe.buffer import SymmBuffer
+from deep_moe.cli.options import make_shape, parse_overrides
+from deep_moe.comparison import compare
+from deep_moe.heuristics import PRESETS
+from deep_moe.jit import headers
+from deep_moe.rank_processes import run_on_ranks
+from deep_moe.reference import NUMERICS
+from deep_moe.timing import TimedLayer, machine, timed
+from deep_moe.weights import weight_arch
+from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
+
+from .mega_moe import SIZES
+from .problem import reference_sample
+
+CHECKED_TOKENS = 8  # on each rank
+INCLUDE = "include="
+
+
+class Kernel:
+    """What is timed under one name, and what calls keep of it."""
+
+    def __init__(self, text: str) -> None:
+        """text: the option's.
+
+        >>> kernel = Kernel("wide block_m=152 num_stages=4")
+        >>> kernel.name, kernel.include, kernel.overrides
+        ('wide', None, {'block_m': 152, 'num_stages': 4})
+        """
+        self.name, *words = text.split()
+        folders = [word.removeprefix(INCLUDE) for word in words if word.startswith(INCLUDE)]
+        self.include = Path(folders[-1]) if folders else None
+        self.overrides = parse_overrides([word for word in words if not word.startswith(INCLUDE)])
+        self._kept = {"plans": BoundedCache(64), "standing_args": BoundedCache(64)}
+        self._launchers = BoundedCache(64)
+
+    @contextmanager
+    def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
+        """Calls with this buffer run this kernel: what they would look up is this kernel's own."""
+        library = headers.find_library()
+        if self.include is not None:
+            digest = headers.tree_digest(self.include)
+            library = headers.HeaderFolder(self.include.resolve(), f"deep_moe {digest}")
+        mega_moe._kernel.cache_clear()
+        with (
+            patch.object(headers, "find_library", lambda: library),
+            patch.object(mega_moe, "_launchers", self._launchers),
+            patch.multiple(buffer, **self._kept),
+        ):
+            yield
+        mega_moe._kernel.cache_clear()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    run_on_ranks(run_rank, arguments.ranks, "cuda", arguments)
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernel", action="append", default=[], help="'NAME WORD ...', see above")
+    parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-pro")
+    for option, field in SIZES.items():
+        parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[512], help="per rank")
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--calls", type=int, default=24, help="of each kernel in a round")
+    parser.add_argument("--warm-seconds", type=float, default=0.1, help="of calls before them")
+    parser.add_argument("--clamp", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--json", type=Path, help="where results are written, after each size")
+    arguments = parser.parse_args(words)
+    names = [text.split()[0] for text in arguments.kernel if text.split()]
+    if not names or len(set(names)) != len(arguments.kernel):
+        parser.error(f"--kernel must be given, each with a name of its own; got {arguments.kernel}")
+    if min(arguments.rounds, arguments.calls, arguments.ranks, *arguments.tokens) < 1:
+        parser.error("--rounds, --calls, --ranks and --tokens must be at least 1")
+    return arguments
+
+
+def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
+    """One process: all sizes."""
+    report: dict[str, Any] = {
+        "machine": machine(device, arguments.commit),
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "results": [],
+    }
+    rank = dist.get_rank()
+    shape = make_shape(
+        model=arguments.model,
+        ranks=dist.get_world_size(),
+        max_tokens=max(arguments.tokens),
+        **{option: getattr(arguments, option) for option in SIZES},
+    )
+    layer = TimedLayer(shape, rank_layer(shape, rank, arguments.seed, device), device)
+    kernels = [Kernel(text) for text in arguments.kernel]
+    for num_tokens in arguments.tokens:
+        tokens = rank_tokens(
+            shape, num_tokens, rank, arguments.seed, device, routing=arguments.routing
+        )
+        layer.fill(tokens)
+        check(layer, kernels, arguments, tokens)
+        us = times(layer, kernels, arguments)
+        result = {
+            "tokens_per_rank": num_tokens,
+            "us": {name: statistics.median(rounds) for name, rounds in us.items()},
+            "us_of_rounds": us,
+        }
+        report["results"].append(result)
+        if rank == 0:
+            print(line(num_tokens, us), flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    layer.close()
+
+
+def check(
+    layer: TimedLayer, kernels: Sequence[Kernel], arguments: argparse.Namespace, tokens: Any
+) -> None:
+    """One call of each kernel, which compiles it; RuntimeError if a result is not what it should
+    be."""
+    buffer, expected = layer.buffer, None
+    for kernel in kernels:
+        layer.y.fill_(torch.nan)
+        with kernel.in_use(buffer):
+            layer(arguments.clamp, kernel.overrides)
+        buffer.memory.synchronize()
+        buffer.raise_if_failed()
+        if expected is None:
+            expected = layer.y.clone()
+            rows = torch.linspace(0, len(expected) - 1, CHECKED_TOKENS, device=buffer.device).long()
+            numerics = NUMERICS[weight_arch(buffer.device)]
+            sample = reference_sample(
+                layer.shape, tokens, rows, arguments.seed, numerics, arguments.clamp
+            )
+            comparison = compare(expected[rows], sample)
+            if not comparison.is_good(exact=False, sum_bits=numerics.sum_bits):
+                raise RuntimeError(f"{kernel.name} differs from the reference: {comparison}")
+        elif not torch.equal(layer.y.view(torch.int16), expected.view(torch.int16)):
+            raise RuntimeError(
+                f"{kernel.name} gives other results than {kernels[0].name}: "
+                f"{compare(layer.y, expected)}"
+            )
+
+
+def times(
+    layer: TimedLayer, kernels: Sequence[Kernel], arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Microseconds by kernel, for each round."""
+    device = layer.buffer.device
+    us: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
+    num_warm_calls = {}
+    for round_idx in range(arguments.rounds):
+        for kernel in kernels if round_idx % 2 == 0 else kernels[::-1]:
+            call = partial(layer, arguments.clamp, kernel.overrides)
+            with kernel.in_use(layer.buffer):
+                if kernel.name not in num_warm_calls:
+                    # All ranks must make as many calls, so it goes by what all of them know.
+                    seconds = slowest(timed(call, 1, 3, device)[0])
+                    num_warm_calls[kernel.name] = math.ceil(arguments.warm_seconds / seconds)
+                for _ in range(num_warm_calls[kernel.name]):
+                    call()
+                layer.buffer.memory.synchronize()
+                ranks, _ = timed(call, 1, arguments.calls, device)
+            us[kernel.name].append(1e6 * slowest(ranks))
+    return us
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> float:
+    """
+    >>> slowest([[1.0, 2.0, 9.0], [3.0, 4.0, 4.0]])
+    4.0
+    """
+    return max(statistics.median(calls) for calls in ranks)
+
+
+def line(num_tokens: int, us: dict[str, list[float]]) -> str:
+    """Beside the first kernel.
+
+    >>> line(8, {"now": [10.0, 12.0, 11.0], "old": [12.0, 12.1, 12.2]})
+    '    8 tokens/rank  now 11.0 us (10.0 to 12.0)  old 12.1 us (12.0 to 12.2, +10.0%)'
+    """
+    medians = {name: statistics.median(rounds) for name, rounds in us.items()}
+    first, *_ = medians.values()
+    parts = []
+    for i, (name, rounds) in enumerate(us.items()):
+        off = f", {medians[name] / first - 1:+.1%}" if i else ""
+        parts.append(f"{name} {medians[name]:.1f} us ({min(rounds):.1f} to {max(rounds):.1f}{off})")
+    return "  ".join([f"{num_tokens:5d} tokens/rank", *parts])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from deep_moe.comparison import Comparison, compare
 from deep_moe.formats import dequantize_e2m1_ue8m0
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import Numerics, combine_slots, expert_output, valid_slots
+from deep_moe.reference import NUMERICS, Numerics, combine_slots, expert_output, valid_slots
 from deep_moe.synthetic import Tokens
-from deep_moe.weights import LayerWeights
+from deep_moe.weights import LayerWeights, weight_arch
 from deep_moe.workload import expert_layer
 
 FP4_BYTES_PER_WEIGHT = 17 / 32  # a nibble, and a scale byte for 32
@@ -43,6 +44,25 @@ def reference_sample(
             numerics=numerics,
         )
     return combine_slots(contributions, valid_slots(idx, shape.num_experts))
+
+
+def checked_sample(
+    shape: MoEShape,
+    tokens: Tokens,
+    y: torch.Tensor,
+    num_checked_tokens: int,
+    seed: int,
+    activation_clamp: float | None,
+) -> Comparison:
+    """Some tokens of a call's result beside the reference. RuntimeError if they differ."""
+    count = min(num_checked_tokens, tokens.num_tokens)
+    rows = torch.linspace(0, tokens.num_tokens - 1, count, device=y.device).long()
+    numerics = NUMERICS[weight_arch(y.device)]
+    expected = reference_sample(shape, tokens, rows, seed, numerics, activation_clamp)
+    comparison = compare(y[rows], expected)
+    if not comparison.is_good(exact=False, sum_bits=numerics.sum_bits):
+        raise RuntimeError(f"the result differs from the reference: {comparison}")
+    return comparison
 
 
 def fp8_weights(weights: LayerWeights, block_rows: int, block_columns: int) -> tuple:

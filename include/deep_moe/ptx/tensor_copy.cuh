@@ -14,19 +14,7 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
-// To the own CTA's shared memory; `barrier` in the own CTA.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d_shared_global(uint32_t dst,
-                                                                      const TensorMap* map,
-                                                                      uint32_t barrier, int32_t x,
-                                                                      int32_t y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];"
-        :
-        : "r"(dst), "l"(map), "r"(x), "r"(y), "r"(barrier)
-        : "memory");
-}
-
+// To the own CTA's shared memory; `barrier` in the own CTA. SM90.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_shared_global(uint32_t dst,
                                                                       const TensorMap* map,
                                                                       uint32_t barrier, int32_t x,

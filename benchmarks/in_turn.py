@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import typer
 
 from deep_moe import mega_moe
 from deep_moe.bounded_cache import BoundedCache
@@ -40,12 +41,11 @@ from deep_moe.cli.options import make_shape, parse_overrides
 from deep_moe.comparison import compare
 from deep_moe.heuristics import PRESETS
 from deep_moe.jit import headers
-from deep_moe.rank_processes import run_on_ranks
 from deep_moe.synthetic import Tokens
 from deep_moe.timing import TimedLayer, machine, timed
 from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
 
-from .mega_moe import SIZES
+from .mega_moe import SIZES, run_on_gpus
 from .problem import checked_sample
 
 CHECKED_TOKENS = 8  # on each rank
@@ -56,7 +56,7 @@ class Kernel:
     """What is timed under one name, and what calls keep of it."""
 
     def __init__(self, text: str) -> None:
-        """text: the option's.
+        """text: the option's. Raises ValueError or typer.BadParameter for a word that cannot be.
 
         >>> kernel = Kernel("wide block_m=152 num_stages=4")
         >>> kernel.name, kernel.include, kernel.overrides
@@ -64,21 +64,23 @@ class Kernel:
         """
         self.name, *words = text.split()
         folders = [word.removeprefix(INCLUDE) for word in words if word.startswith(INCLUDE)]
-        self.include = Path(folders[-1]) if folders else None
+        self.include = Path(folders[-1]).resolve() if folders else None
         self.overrides = parse_overrides([word for word in words if not word.startswith(INCLUDE)])
+        self._library = headers.find_library()
+        if self.include is not None:
+            if not (self.include / "deep_moe").is_dir():
+                raise ValueError(f"include must be a folder that holds deep_moe; got {folders[-1]}")
+            digest = headers.tree_digest(self.include)
+            self._library = headers.HeaderFolder(self.include, f"deep_moe {digest}")
         self._kept = {"plans": BoundedCache(64), "standing_args": BoundedCache(64)}
         self._launchers = BoundedCache(64)
 
     @contextmanager
     def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
         """Calls with this buffer run this kernel: what they would look up is this kernel's own."""
-        library = headers.find_library()
-        if self.include is not None:
-            digest = headers.tree_digest(self.include)
-            library = headers.HeaderFolder(self.include.resolve(), f"deep_moe {digest}")
         mega_moe._kernel.cache_clear()
         with (
-            patch.object(headers, "find_library", lambda: library),
+            patch.object(headers, "find_library", lambda: self._library),
             patch.object(mega_moe, "_launchers", self._launchers),
             patch.multiple(buffer, **self._kept),
         ):
@@ -88,7 +90,7 @@ class Kernel:
 
 def main() -> None:
     arguments = parse_arguments()
-    run_on_ranks(run_rank, arguments.ranks, "cuda", arguments)
+    run_on_gpus(run_rank, arguments.ranks, arguments)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -113,6 +115,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     names = [text.split()[0] for text in arguments.kernel if text.split()]
     if not names or len(set(names)) != len(arguments.kernel):
         parser.error(f"--kernel must be given, each with a name of its own; got {arguments.kernel}")
+    for text in arguments.kernel:
+        try:
+            Kernel(text)
+        except (ValueError, typer.BadParameter) as error:
+            parser.error(f"--kernel {text!r}: {error}")
     if min(arguments.rounds, arguments.calls, arguments.ranks, *arguments.tokens) < 1:
         parser.error("--rounds, --calls, --ranks and --tokens must be at least 1")
     return arguments

@@ -71,13 +71,17 @@ def main() -> None:
     if "RANK" in os.environ:  # torchrun has made the processes
         run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
         return
-    num_ranks = arguments.ranks or torch.cuda.device_count()
+    run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
+
+
+def run_on_gpus(work: Callable[..., None], num_ranks: int, arguments: argparse.Namespace) -> None:
+    """Run work(device, arguments) in a process for each rank, if there are as many GPUs."""
     if not 1 <= num_ranks <= torch.cuda.device_count():
         raise SystemExit(
             f"--ranks must be 1 to the number of GPUs ({torch.cuda.device_count()}); "
             f"got {num_ranks}"
         )
-    run_on_ranks(run_rank, num_ranks, "cuda", arguments)
+    run_on_ranks(work, num_ranks, "cuda", arguments)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -40,6 +40,8 @@ def test_examples_hold():
         ([], "--kernel must be given, each with a name of its own; got []"),
         (["--kernel", " "], "--kernel must be given"),
         (["--kernel", "a", "--kernel", "a block_m=8"], "each with a name of its own"),
+        (["--kernel", "a include=/nowhere"], "a folder that holds deep_moe; got /nowhere"),
+        (["--kernel", "a block_m"], "must be FIELD=NUMBER; got 'block_m'"),
         (["--kernel", "a", "--rounds", "0"], "must be at least 1"),
         (["--kernel", "a", "--tokens", "8", "0"], "must be at least 1"),
         (["--kernel", "a", "--model", "other"], "invalid choice"),

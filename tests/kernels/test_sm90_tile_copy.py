@@ -32,7 +32,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     __shared__ uint64_t barrier_word;
     constexpr uint32_t num_bytes = Config::block_m * Config::block_k;
     const uint32_t barrier = ptx::shared_address(&barrier_word);
-    for (uint32_t i = threadIdx.x; i < num_bytes; i += 32) tile[i] = 0xaa;
+    for (uint32_t i = threadIdx.x; i < num_bytes; i += 32) tile[i] = UNTOUCHED;
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(barrier, 1);
     }
@@ -42,7 +42,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
         const BlockRows block{static_cast<Phase>(PHASE), POOL_BLOCK, NUM_ROWS, NUM_VALID_ROWS};
         const sm90::TileCopy<Config> copy(args, block);
         ptx::mbarrier_arrive_expect_tx(barrier, copy.num_bytes());
-        copy.start(ptx::shared_address(tile), 1, barrier);
+        copy.start(ptx::shared_address(tile), K_BLOCK, barrier);
     }
     while (!ptx::mbarrier_try_wait_parity(barrier, 0)) {}
     auto* y = static_cast<uint8_t*>(args.y);
@@ -93,6 +93,8 @@ def test_rows_behind_the_block_are_zero(
         "POOL_BLOCK": pool_block_idx,
         "NUM_ROWS": num_rows,
         "NUM_VALID_ROWS": num_valid_rows,
+        "K_BLOCK": K_BLOCK_IDX,
+        "UNTOUCHED": UNTOUCHED,
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in block.items())
 

@@ -59,9 +59,9 @@ MIXED_TILES_COST = 1.04
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
-# Waves of this many Linear1 blocks per SM: with fewer, tiles of different sizes leave SMs waiting
-# for Linear1 at a wave's end (H200, 2026-11-21: 1 to 2 % at 2048 tokens).
-BLOCKS_PER_SM_AND_WAVE = 6
+# Linear2 of a wave's first expert begins when Linear1 of all of it has: the others have to last until
+# that expert's Linear1 is done (H200, 2026-11-22: benchmarks/LOG.md).
+EXPERTS_BESIDE_WAVE = 1
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
@@ -279,7 +279,7 @@ def choose_fields(
     choose("num_tmem_stages", 0, "SM90 has no tensor memory")
     choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
-    choose_waves(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_AND_WAVE)
+    choose_waves(shape, expected, choices, num_more=EXPERTS_BESIDE_WAVE)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(
         "num_block_slots",

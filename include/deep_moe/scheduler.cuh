@@ -1,9 +1,12 @@
 // Which block comes next. A scheduler walks the list of all blocks, which follows from the experts'
 // token counts alone, so that whoever owns one knows what stands where without asking anybody.
 //
-// The list: wave by wave (num_experts_per_wave experts), first all Linear1 blocks of the wave, then
-// all its Linear2 blocks; inside, by expert, by m-block, by pair of neighbouring n-blocks. A
-// cluster takes a pair, its CTA of rank r the pair's r-th n-block. Which pairs: on SM100 every
+// The list: first the Linear1 blocks of a wave of num_experts_per_wave experts, from then on expert
+// by expert the Linear2 blocks of one and the Linear1 blocks of the one that is a wave further;
+// inside, by m-block, by pair of neighbouring n-blocks. So Linear1 is always a wave ahead, and
+// nobody waits for it; and Linear2, which fills the links to other ranks, is spread over the call.
+//
+// A cluster takes a pair, its CTA of rank r the pair's r-th n-block. Which pairs: on SM100 every
 // (number of clusters)-th, on SM90 whichever it claims next (sm90/block_claims.cuh). A block waits
 // only for blocks in front of it, and pairs are taken in order, so the walk cannot deadlock.
 //
@@ -121,14 +124,13 @@ class Scheduler {
     uint32_t cta_rank_;
     uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
 
-    // The walk stands at `expert_idx_` of the wave [wave_begin_, wave_end_).
+    // The walk stands at a phase of a step: Linear1 of expert step_, then Linear2 of the one that
+    // ends the wave before it.
+    uint32_t step_ = 0;
     Phase phase_ = Phase::linear1;
-    uint32_t wave_begin_ = 0;
-    uint32_t wave_end_ = min(Config::num_experts_per_wave, num_experts);
-    uint32_t wave_pool_block_idx_ = 0;  // first pool block of expert wave_begin_
-    uint32_t expert_idx_ = 0;
-    uint32_t pool_block_idx_ = 0;  // first pool block of expert_idx_
-    uint32_t next_pair_;           // to be found, counted from the first pair of expert_idx_
+    uint32_t l1_pool_block_idx_ = 0;  // first pool block of the expert, by phase
+    uint32_t l2_pool_block_idx_ = 0;
+    uint32_t next_pair_;  // to be found, counted from the expert's first in this phase
 };
 
 template <class Config>
@@ -184,39 +186,38 @@ __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
 template <class Config>
 __device__ bool Scheduler<Config>::find(Block& block) {
     while (true) {
-        while (expert_idx_ < wave_end_) {
-            const uint32_t num_expert_tokens = num_tokens(expert_idx_);
+        const bool is_linear1 = phase_ == Phase::linear1;
+        // No expert's while the other phase stands alone; the difference may wrap around.
+        const uint32_t expert_idx = is_linear1 ? step_ : step_ + 1 - Config::num_experts_per_wave;
+        if (expert_idx < num_experts) {
+            const uint32_t num_expert_tokens = num_tokens(expert_idx);
             const ExpertTiles<Config> tiles(num_expert_tokens);
             const uint32_t num_expert_m_blocks = tiles.num_m_blocks();
             const uint32_t num_pairs = num_pairs_per_m_block(phase_);
+            uint32_t& pool_block_idx = is_linear1 ? l1_pool_block_idx_ : l2_pool_block_idx_;
             if (next_pair_ < num_expert_m_blocks * num_pairs) {
                 const uint32_t m_block_idx = next_pair_ / num_pairs;
                 const uint32_t pair_idx = next_pair_ % num_pairs;
                 block.phase = phase_;
-                block.expert_idx = expert_idx_;
+                block.expert_idx = expert_idx;
                 block.m_block_idx = m_block_idx;
                 block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
                 const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
-                block.pool_block_idx = pool_block_idx_ + first_pool_block;
+                block.pool_block_idx = pool_block_idx + first_pool_block;
                 block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
                 block.num_valid_rows = min(
                     num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
                 return true;
             }
             next_pair_ -= num_expert_m_blocks * num_pairs;
-            pool_block_idx_ += tiles.num_pool_blocks();
-            ++expert_idx_;
+            pool_block_idx += tiles.num_pool_blocks();
         }
-        if (phase_ == Phase::linear1) {
+        if (is_linear1) {
             phase_ = Phase::linear2;
-            expert_idx_ = wave_begin_;
-            pool_block_idx_ = wave_pool_block_idx_;
         } else {
-            if (wave_end_ == num_experts) return false;
+            if (expert_idx + 1 == num_experts) return false;
             phase_ = Phase::linear1;
-            wave_begin_ = wave_end_;
-            wave_end_ = min(wave_begin_ + Config::num_experts_per_wave, num_experts);
-            wave_pool_block_idx_ = pool_block_idx_;
+            ++step_;
         }
     }
 }

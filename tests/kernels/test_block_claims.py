@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels.test_scheduler import experts_in_order
+
 MAX_BLOCKS = 512
 NUM_SMS = 5
 SLOW_CTA = 3
@@ -47,14 +49,11 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
 
 def full_list(config: Any, counts: list[int]) -> list[int]:
     """Every block in the order of the list."""
-    wave = config.num_experts_per_wave
     return [
         ((phase * 256 + expert) * 256 + m_block) * 256 + n_block
-        for begin in range(0, len(counts), wave)
-        for phase, num_n_blocks in enumerate((config.num_l1_n_blocks, config.num_l2_n_blocks))
-        for expert in range(begin, begin + wave)
+        for phase, expert in experts_in_order(len(counts), config.num_experts_per_wave)
         for m_block in range(-(-counts[expert] // config.block_m))
-        for n_block in range(num_n_blocks)
+        for n_block in range((config.num_l1_n_blocks, config.num_l2_n_blocks)[phase])
     ]
 
 

@@ -53,9 +53,20 @@ class Block:
     num_valid_rows: int
 
 
+def experts_in_order(num_experts: int, wave: int) -> list[tuple[int, int]]:
+    """Phase (0: Linear1) and expert: Linear1 of a wave, then Linear2 of an expert and Linear1 of the
+    one that enters the wave in its place, as long as there are any."""
+    order = [(0, expert) for expert in range(wave)]
+    for expert in range(num_experts):
+        order.append((1, expert))
+        if expert + wave < num_experts:
+            order.append((0, expert + wave))
+    return order
+
+
 def blocks_of_cta(config: MegaMoEConfig, counts: list[int], cta: int) -> list[Block]:
     """Every second n-block of each cluster's share of the full list."""
-    block_m, wave = config.block_m, config.num_experts_per_wave
+    block_m = config.block_m
     num_m_blocks = [-(-count // block_m) for count in counts]
     first_pool_block = np.cumsum([0, *num_m_blocks]).tolist()
     pairs = [
@@ -67,11 +78,9 @@ def blocks_of_cta(config: MegaMoEConfig, counts: list[int], cta: int) -> list[Bl
             first_pool_block[expert] + m_block,
             min(block_m, counts[expert] - m_block * block_m),
         )
-        for begin in range(0, len(counts), wave)
-        for phase, num_n_blocks in enumerate((config.num_l1_n_blocks, config.num_l2_n_blocks))
-        for expert in range(begin, begin + wave)
+        for phase, expert in experts_in_order(len(counts), config.num_experts_per_wave)
         for m_block in range(num_m_blocks[expert])
-        for pair in range(-(-num_n_blocks // 2))
+        for pair in range(-(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // 2))
     ]
     mine = pairs[cta // 2 :: config.num_sms // 2]
     return [Block(**{**vars(block), "n_block": block.n_block + cta % 2}) for block in mine]
@@ -92,10 +101,10 @@ def walked_blocks(ranks: Any, cta: int) -> list[Block]:
 @pytest.mark.parametrize(
     ("num_experts", "hidden", "intermediate", "block_m", "wave", "num_sms"),
     [
-        pytest.param(4, 256, 128, 16, 2, 4, id="two waves"),
+        pytest.param(4, 256, 128, 16, 2, 4, id="a wave of half of the experts"),
         pytest.param(4, 384, 128, 16, 4, 2, id="odd number of n-blocks"),
-        pytest.param(33, 128, 128, 32, 11, 6, id="33 experts on 32 lanes"),
-        pytest.param(130, 128, 128, 16, 1, 10, id="130 experts, a wave each"),
+        pytest.param(33, 128, 128, 32, 11, 6, id="33 experts on 32 lanes, waves of 11"),
+        pytest.param(130, 128, 128, 16, 1, 10, id="130 experts, one after the other"),
     ],
 )
 def test_every_cta_walks_its_share_of_the_list(

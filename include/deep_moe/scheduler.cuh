@@ -194,7 +194,6 @@ __device__ bool Scheduler<Config>::find(Block& block) {
             const ExpertTiles<Config> tiles(num_expert_tokens);
             const uint32_t num_expert_m_blocks = tiles.num_m_blocks();
             const uint32_t num_pairs = num_pairs_per_m_block(phase_);
-            uint32_t& pool_block_idx = is_linear1 ? l1_pool_block_idx_ : l2_pool_block_idx_;
             if (next_pair_ < num_expert_m_blocks * num_pairs) {
                 const uint32_t m_block_idx = next_pair_ / num_pairs;
                 const uint32_t pair_idx = next_pair_ % num_pairs;
@@ -203,14 +202,17 @@ __device__ bool Scheduler<Config>::find(Block& block) {
                 block.m_block_idx = m_block_idx;
                 block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
                 const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
-                block.pool_block_idx = pool_block_idx + first_pool_block;
+                block.pool_block_idx =
+                    (is_linear1 ? l1_pool_block_idx_ : l2_pool_block_idx_) + first_pool_block;
                 block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
                 block.num_valid_rows = min(
                     num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
                 return true;
             }
             next_pair_ -= num_expert_m_blocks * num_pairs;
-            pool_block_idx += tiles.num_pool_blocks();
+            // A reference to one or the other would put both into memory.
+            l1_pool_block_idx_ += is_linear1 ? tiles.num_pool_blocks() : 0;
+            l2_pool_block_idx_ += is_linear1 ? 0 : tiles.num_pool_blocks();
         }
         if (is_linear1) {
             phase_ = Phase::linear2;

@@ -44,10 +44,11 @@ def choose_num_experts_per_wave(
     block_m: int,
     num_l1_n_blocks: int,
     num_sms: int,
+    blocks_per_sm: int = IMBALANCE_FACTOR,
     num_more: int = 0,
 ) -> int:
-    """Experts whose Linear1 blocks together offer IMBALANCE_FACTOR blocks per SM, and `num_more`
-    experts beside them, as a divisor of the local experts.
+    """Experts whose Linear1 blocks together offer so many blocks per SM, and `num_more` experts
+    beside them, as a divisor of the local experts.
 
     5 experts of 2 x 32 blocks would do for 148 SMs; 8 is the next divisor of 32:
 
@@ -58,7 +59,7 @@ def choose_num_experts_per_wave(
     if expected < 1:
         return num_experts_per_rank
     blocks_per_expert = ceil_div(ceil(expected), block_m) * num_l1_n_blocks
-    wanted = ceil_div(IMBALANCE_FACTOR * num_sms, blocks_per_expert) + num_more
+    wanted = ceil_div(blocks_per_sm * num_sms, blocks_per_expert) + num_more
     return next(
         divisor
         for divisor in range(min(wanted, num_experts_per_rank), num_experts_per_rank + 1)
@@ -171,6 +172,7 @@ def choose_waves(
     expected: Fraction,
     choices: FieldChoices,
     *,
+    blocks_per_sm: int = IMBALANCE_FACTOR,
     num_more: int = 0,
 ) -> None:
     """Experts per wave; needs num_sms, block_m and num_l1_n_blocks."""
@@ -179,7 +181,7 @@ def choose_waves(
         reason = "less than one token per expert expected: all local experts in one wave"
     else:
         reason = (
-            f"fewest experts with {IMBALANCE_FACTOR} * {fields['num_sms']} Linear1 blocks, "
+            f"fewest experts with {blocks_per_sm} * {fields['num_sms']} Linear1 blocks, "
             f"{f'and {num_more} more, ' if num_more else ''}"
             f"raised to a divisor of {shape.num_experts_per_rank}"
         )
@@ -191,6 +193,7 @@ def choose_waves(
             block_m=fields["block_m"],
             num_l1_n_blocks=fields["num_l1_n_blocks"],
             num_sms=fields["num_sms"],
+            blocks_per_sm=blocks_per_sm,
             num_more=num_more,
         ),
         reason,

@@ -59,9 +59,13 @@ MIXED_TILES_COST = 1.04
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
-# Linear2 of a wave's first expert begins when Linear1 of all of it has: the others have to last until
-# that expert's Linear1 is done (H200, 2026-11-22: benchmarks/LOG.md).
-EXPERTS_BESIDE_WAVE = 1
+# A wave whose experts have several m-blocks is short, so that Linear2, whose output may fill the
+# links, alternates with Linear1 early: two blocks per SM last until Linear1 of the expert that
+# stands in front of them is done. Else waves are long: with one m-block per expert short ones are
+# no faster, or up to 4 % slower, and uneven experts may be too small to fill the time (H200,
+# 2026-11-22: benchmarks/LOG.md).
+SHORT_WAVE = {"blocks_per_sm": 2, "num_more": 1}
+LONG_WAVE = {"blocks_per_sm": 6}
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
@@ -279,7 +283,8 @@ def choose_fields(
     choose("num_tmem_stages", 0, "SM90 has no tensor memory")
     choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
-    choose_waves(shape, expected, choices, num_more=EXPERTS_BESIDE_WAVE)
+    wave = SHORT_WAVE if expected > block_m and not is_uneven else LONG_WAVE
+    choose_waves(shape, expected, choices, **wave)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(
         "num_block_slots",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from deep_moe.emulator.machine import SCHEDULES, Schedule
 from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.choices import divisors
 
 from .comparison import compare
 from .reference import NUMERICS, reference_mega_moe
@@ -62,7 +63,10 @@ class FuzzCase:
         )
         counts = tuple(choose.choice((0, 1, choose.randint(0, 64))) for _ in range(num_ranks))
         tile = choose.choice(_TILES[arch])
-        return cls(number, arch, shape, counts, tile, choose.choice(SCHEDULES))
+        schedule = choose.choice(SCHEDULES)
+        wave = choose.choice(divisors(shape.num_experts_per_rank))
+        overrides = {**tile, "num_experts_per_wave": wave}
+        return cls(number, arch, shape, counts, overrides, schedule)
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""

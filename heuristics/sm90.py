@@ -59,12 +59,12 @@ MIXED_TILES_COST = 1.04
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
-# A wave whose experts have several m-blocks is short, so that Linear2, whose output may fill the
-# links, alternates with Linear1 early: two blocks per SM last until Linear1 of the expert that
-# stands in front of them is done. Else waves are long: with one m-block per expert short ones are
-# no faster, or up to 4 % slower, and uneven experts may be too small to fill the time (H200,
-# 2026-11-22: benchmarks/LOG.md).
-SHORT_WAVE = {"blocks_per_sm": 2, "num_more": 1}
+# Waves are short where experts have several m-blocks, so that Linear2, whose output may fill the
+# links, alternates with Linear1 all along: just so long that Linear1 of an expert is done when its
+# Linear2 begins. Else they are long: with one m-block per expert short ones are no faster, or up to
+# 4 % slower, and uneven experts may be too small to fill the time (H200, 2026-11-22:
+# benchmarks/LOG.md).
+SHORT_WAVE = {"blocks_per_sm": 1, "num_more": 2}
 LONG_WAVE = {"blocks_per_sm": 6}
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).

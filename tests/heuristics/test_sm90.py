@@ -97,6 +97,24 @@ def test_tiles_grow_with_the_tokens_as_long_as_one_is_enough():
     assert set(range(8, 96, 8)) <= set(tiles)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "is_uneven", "num_experts_per_wave"),
+    [
+        (0, False, 96),
+        (512, False, 48),  # 6 * 132 blocks; an expert has 24 per m-block
+        (2048, False, 48),  # one m-block of 152 rows still
+        (4096, False, 6),  # two m-blocks: 132 blocks, which 3 experts have, and 2 more
+        (4096, True, 24),
+        (8192, False, 4),
+    ],
+)
+def test_waves_are_short_where_experts_have_several_blocks(
+    num_tokens, is_uneven, num_experts_per_wave
+):
+    config = sm90_config(num_tokens, is_uneven=is_uneven)
+    assert config.num_experts_per_wave == num_experts_per_wave
+
+
 def test_fixed_values():
     config = sm90_config(100)
     assert (config.block_n, config.block_k, config.cluster_size) == (256, 128, 1)

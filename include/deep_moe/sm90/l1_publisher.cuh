@@ -49,6 +49,7 @@ class L1Publisher {
     // Before the first header is written.
     __device__ L1Publisher(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local)
         : smem_(smem), local_(local) {
+        if constexpr (math_publishes<Config>) return;
         // In front of the first block stands none.
         if (ptx::lane_idx() == 0) store_header(smem_.block_header(Slot{}.before().stage), {});
         __syncwarp();

@@ -54,8 +54,8 @@ class Block:
 
 
 def experts_in_order(num_experts: int, wave: int) -> list[tuple[int, int]]:
-    """Phase (0: Linear1) and expert: Linear1 of a wave, then Linear2 of an expert and Linear1 of the
-    one that enters the wave in its place, as long as there are any."""
+    """Phase (0: Linear1) and expert: Linear1 of a wave, then by turns Linear2 of an expert and
+    Linear1 of the one that enters the wave in its place, as long as there are any."""
     order = [(0, expert) for expert in range(wave)]
     for expert in range(num_experts):
         order.append((1, expert))

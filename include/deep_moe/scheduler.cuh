@@ -42,6 +42,12 @@ struct Block : BlockRows {
     uint32_t n_block_idx;
 };
 
+// A local expert, and its first pool block.
+struct ExpertPlace {
+    uint32_t expert_idx = 0;
+    uint32_t pool_block_idx = 0;
+};
+
 // All members are warp-uniform, but for the counts, which the lanes share out. All 32 lanes call.
 template <class Config>
 class Scheduler {
@@ -82,6 +88,13 @@ class Scheduler {
         return found;
     }
 
+    // Goes from expert to expert, as long as `offset` is not smaller than an expert's amount, which
+    // it then takes off. True if the place that this leads to is in front of expert `end`.
+    // `amount_of(tiles, num_tokens)`: of an expert, 0 if it has no tokens.
+    template <class AmountOf>
+    __device__ bool pass_experts(ExpertPlace& place, uint32_t end, uint32_t& offset,
+                                 const AmountOf& amount_of) const;
+
     // Any local expert.
     __device__ uint32_t num_tokens(uint32_t local_expert_idx) const;
     __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
@@ -103,6 +116,11 @@ class Scheduler {
     __device__ uint32_t num_pool_blocks_in_use() const;
 
  private:
+    // The run of the other phase that comes next; false if there is none.
+    __device__ bool start_next_run();
+    // num_tokens_[idx], for an index that is not known when compiling.
+    __device__ uint32_t kept_count(uint32_t idx) const;
+
     static __device__ uint32_t num_pairs_per_m_block(Phase phase) {
         return phase == Phase::linear1 ? ceil_div(Config::num_l1_n_blocks, Config::cluster_size)
                                        : ceil_div(Config::num_l2_n_blocks, Config::cluster_size);
@@ -124,12 +142,12 @@ class Scheduler {
     uint32_t cta_rank_;
     uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
 
-    // The walk stands at a phase of a step: Linear1 of expert step_, then Linear2 of the one that
-    // ends the wave before it.
-    uint32_t step_ = 0;
+    // The walk stands at an expert of one phase, up to run_end_; then it goes on where the other
+    // phase was left.
     Phase phase_ = Phase::linear1;
-    uint32_t l1_pool_block_idx_ = 0;  // first pool block of the expert, by phase
-    uint32_t l2_pool_block_idx_ = 0;
+    ExpertPlace place_;
+    uint32_t run_end_ = min(Config::num_experts_per_wave, num_experts);
+    ExpertPlace other_place_;
     uint32_t next_pair_;  // to be found, counted from the expert's first in this phase
 };
 
@@ -185,55 +203,95 @@ __device__ bool Scheduler<Config>::fetch_expert_counts(Waiter& waiter) {
 
 template <class Config>
 __device__ bool Scheduler<Config>::find(Block& block) {
-    while (true) {
-        const bool is_linear1 = phase_ == Phase::linear1;
-        // No expert's while the other phase stands alone; the difference may wrap around.
-        const uint32_t expert_idx = is_linear1 ? step_ : step_ + 1 - Config::num_experts_per_wave;
-        if (expert_idx < num_experts) {
-            const uint32_t num_expert_tokens = num_tokens(expert_idx);
-            const ExpertTiles<Config> tiles(num_expert_tokens);
-            const uint32_t num_expert_m_blocks = tiles.num_m_blocks();
-            const uint32_t num_pairs = num_pairs_per_m_block(phase_);
-            if (next_pair_ < num_expert_m_blocks * num_pairs) {
-                const uint32_t m_block_idx = next_pair_ / num_pairs;
-                const uint32_t pair_idx = next_pair_ % num_pairs;
-                block.phase = phase_;
-                block.expert_idx = expert_idx;
-                block.m_block_idx = m_block_idx;
-                block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
-                const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
-                block.pool_block_idx =
-                    (is_linear1 ? l1_pool_block_idx_ : l2_pool_block_idx_) + first_pool_block;
-                block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
-                block.num_valid_rows = min(
-                    num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
-                return true;
-            }
-            next_pair_ -= num_expert_m_blocks * num_pairs;
-            // A reference to one or the other would put both into memory.
-            l1_pool_block_idx_ += is_linear1 ? tiles.num_pool_blocks() : 0;
-            l2_pool_block_idx_ += is_linear1 ? 0 : tiles.num_pool_blocks();
-        }
-        if (is_linear1) {
-            phase_ = Phase::linear2;
-        } else {
-            if (expert_idx + 1 == num_experts) return false;
-            phase_ = Phase::linear1;
-            ++step_;
-        }
+    const auto num_pairs_of = [&](const ExpertTiles<Config>& tiles, uint32_t) {
+        return tiles.num_m_blocks() * num_pairs_per_m_block(phase_);
+    };
+    while (!pass_experts(place_, run_end_, next_pair_, num_pairs_of)) {
+        if (!start_next_run()) return false;
     }
+    const uint32_t num_expert_tokens = num_tokens(place_.expert_idx);
+    const ExpertTiles<Config> tiles(num_expert_tokens);
+    const uint32_t num_pairs = num_pairs_per_m_block(phase_);
+    const uint32_t m_block_idx = next_pair_ / num_pairs;
+    const uint32_t pair_idx = next_pair_ % num_pairs;
+    block.phase = phase_;
+    block.expert_idx = place_.expert_idx;
+    block.m_block_idx = m_block_idx;
+    block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
+    const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
+    block.pool_block_idx = place_.pool_block_idx + first_pool_block;
+    block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
+    block.num_valid_rows =
+        min(num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
+    return true;
+}
+
+template <class Config>
+__device__ bool Scheduler<Config>::start_next_run() {
+    const bool is_over = place_.expert_idx == num_experts;
+    if (phase_ == Phase::linear2 && is_over) return false;
+    phase_ = phase_ == Phase::linear1 ? Phase::linear2 : Phase::linear1;
+    const ExpertPlace place = place_;
+    place_ = other_place_;
+    other_place_ = place;
+    // Behind the last of Linear1 all that is left of Linear2 comes in one run.
+    run_end_ = is_over ? num_experts : place_.expert_idx + 1;
+    return true;
+}
+
+template <class Config>
+template <class AmountOf>
+__device__ bool Scheduler<Config>::pass_experts(ExpertPlace& place, uint32_t end, uint32_t& offset,
+                                                const AmountOf& amount_of) const {
+    while (place.expert_idx < end) {
+        if (place.expert_idx + 1 == end) {
+            const uint32_t count = num_tokens(place.expert_idx);
+            const ExpertTiles<Config> tiles(count);
+            const uint32_t amount = amount_of(tiles, count);
+            if (offset < amount) return true;
+            offset -= amount;
+            place.pool_block_idx += tiles.num_pool_blocks();
+            place.expert_idx = end;
+            break;
+        }
+        // Up to 32 at once: with few tokens most experts have none, and one after the other they
+        // would take microseconds.
+        const uint32_t first = place.expert_idx / warp_size * warp_size;
+        const uint32_t expert_idx = first + ptx::lane_idx();
+        const bool is_passed = place.expert_idx <= expert_idx && expert_idx < end;
+        const uint32_t count = is_passed ? kept_count(first / warp_size) : 0;
+        const ExpertTiles<Config> tiles(count);
+        const uint32_t amount = amount_of(tiles, count);
+        const uint32_t amount_up_to = ptx::inclusive_sum(amount);
+        const uint32_t further = __ballot_sync(full_warp, offset < amount_up_to);
+        // Lanes whose experts are passed: all, if the place is behind them.
+        const uint32_t num_lanes = further == 0 ? warp_size : __ffs(further) - 1;
+        offset -= further == 0 ? __shfl_sync(full_warp, amount_up_to, warp_size - 1)
+                               : __shfl_sync(full_warp, amount_up_to - amount, num_lanes);
+        place.pool_block_idx +=
+            ptx::redux_sync_add(ptx::lane_idx() < num_lanes ? tiles.num_pool_blocks() : 0);
+        place.expert_idx = min(first + num_lanes, end);
+        if (further != 0) return true;
+    }
+    return false;
 }
 
 template <class Config>
 __device__ uint32_t Scheduler<Config>::num_tokens(uint32_t local_expert_idx) const {
+    return __shfl_sync(full_warp, kept_count(local_expert_idx / warp_size),
+                       local_expert_idx % warp_size);
+}
+
+template <class Config>
+__device__ uint32_t Scheduler<Config>::kept_count(uint32_t idx) const {
     // All elements are read, because reading one by index would move the array out of registers.
     uint32_t mine = 0;
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
         const uint32_t count = num_tokens_[i];
-        mine = local_expert_idx / warp_size == i ? count : mine;
+        mine = idx == i ? count : mine;
     }
-    return __shfl_sync(full_warp, mine, local_expert_idx % warp_size);
+    return mine;
 }
 
 template <class Config>

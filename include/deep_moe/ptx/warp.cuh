@@ -57,6 +57,16 @@ __device__ __forceinline__ uint32_t redux_sync_max(uint32_t value) {
     return largest;
 }
 
+// Of the values of all lanes up to this one.
+__device__ __forceinline__ uint32_t inclusive_sum(uint32_t value) {
+#pragma unroll
+    for (uint32_t distance = 1; distance < warp_size; distance *= 2) {
+        const uint32_t before = __shfl_up_sync(full_warp, value, distance);
+        value += lane_idx() >= distance ? before : 0;
+    }
+    return value;
+}
+
 // Position of the n-th set bit, counted from 0. Needs at least n + 1 set bits.
 __device__ __forceinline__ uint32_t fns(uint32_t bits, uint32_t n) {
     uint32_t position;

@@ -51,33 +51,32 @@ class PoolWalk {
 
     // The token at `token_idx`, counted over all local experts; only upwards. False past the last.
     __device__ bool find(uint32_t token_idx, PulledToken& token) {
-        while (token_idx >= expert_end_) {
-            if (next_expert_idx_ == Config::num_experts_per_rank) return false;
-            enter_next_expert();
-        }
+        if (token_idx >= expert_end_ && !enter_expert_of(token_idx)) return false;
         const uint32_t idx_in_expert = token_idx - expert_begin_;
         const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
         const uint32_t first_pool_block = tiles.first_pool_block(tiles.m_block_of(idx_in_expert));
-        token.pool_block_idx = expert_pool_block_idx_ + first_pool_block;
+        token.pool_block_idx = place_.pool_block_idx + first_pool_block;
         token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;
-        token.pool_token_idx = expert_pool_block_idx_ * Config::block_m_step + idx_in_expert;
+        token.pool_token_idx = place_.pool_block_idx * Config::block_m_step + idx_in_expert;
 
-        if (!counts_are_loaded_) load_counts();
         const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
         const uint32_t slot =
-            *local_.src_token_topk_idx(next_expert_idx_ - 1, source.rank_idx, source.list_idx);
+            *local_.src_token_topk_idx(place_.expert_idx, source.rank_idx, source.list_idx);
         token.source = {source.rank_idx, slot / Config::num_topk, slot % Config::num_topk};
         return true;
     }
 
  private:
-    __device__ void enter_next_expert() {
-        expert_pool_block_idx_ +=
-            ExpertTiles<Config>(expert_end_ - expert_begin_).num_pool_blocks();
-        expert_begin_ = expert_end_;
-        expert_end_ += scheduler_.num_tokens(next_expert_idx_);
-        ++next_expert_idx_;
-        counts_are_loaded_ = false;
+    __device__ bool enter_expert_of(uint32_t token_idx) {
+        uint32_t idx_in_expert = token_idx - expert_begin_;
+        const bool exists = scheduler_.pass_experts(
+            place_, Config::num_experts_per_rank, idx_in_expert,
+            [](const ExpertTiles<Config>&, uint32_t num_tokens) { return num_tokens; });
+        if (!exists) return false;
+        expert_begin_ = token_idx - idx_in_expert;
+        expert_end_ = expert_begin_ + scheduler_.num_tokens(place_.expert_idx);
+        load_counts();
+        return true;
     }
 
     __device__ void load_counts() {
@@ -86,20 +85,17 @@ class PoolWalk {
             const uint32_t rank_idx = i * warp_size + ptx::lane_idx();
             num_tokens_[i] = 0;
             if (rank_idx < Config::num_ranks) {
-                num_tokens_[i] = static_cast<uint32_t>(
-                    *local_.expert_recv_count(rank_idx, next_expert_idx_ - 1));
+                num_tokens_[i] =
+                    static_cast<uint32_t>(*local_.expert_recv_count(rank_idx, place_.expert_idx));
             }
         }
-        counts_are_loaded_ = true;
     }
 
     SymmBuffer<Config> local_;
     const Scheduler<Config>& scheduler_;
-    uint32_t next_expert_idx_ = 0;
-    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of expert next_expert_idx_ - 1
+    ExpertPlace place_;
+    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of the expert there
     uint32_t expert_end_ = 0;
-    uint32_t expert_pool_block_idx_ = 0;
-    bool counts_are_loaded_ = false;
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 

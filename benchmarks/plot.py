@@ -24,8 +24,8 @@ from .published import asked, compared, figures, is_even, is_standard
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README_TOKENS = (8, 128, 512, 2048, 8192)
-README_MODEL = "deepseek-v4-pro, experts 192"  # on two ranks, each with as many as on one of four
-README_MACHINE = ("NVIDIA H200", 2)
+README_MODEL = "deepseek-v4-pro"
+README_MACHINE = ("NVIDIA H200", 4)
 README_PART = re.compile(r"(<!-- speed: .*?-->\n).*?(<!-- end of speed -->)", re.DOTALL)
 LABELS = {
     "fused": "deep_moe, FP4 weights",

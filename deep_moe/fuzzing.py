@@ -65,7 +65,8 @@ class FuzzCase:
         tile = choose.choice(_TILES[arch])
         schedule = choose.choice(SCHEDULES)
         wave = choose.choice(divisors(shape.num_experts_per_rank))
-        overrides = {**tile, "num_experts_per_wave": wave}
+        turn = choose.choice((1, wave))
+        overrides = {**tile, "num_experts_per_wave": wave, "num_experts_per_turn": turn}
         return cls(number, arch, shape, counts, overrides, schedule)
 
     def run(self) -> str:

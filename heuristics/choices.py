@@ -174,8 +174,10 @@ def choose_waves(
     *,
     blocks_per_sm: int = IMBALANCE_FACTOR,
     num_more: int = 0,
+    alternating: bool = False,
 ) -> None:
-    """Experts per wave; needs num_sms, block_m and num_l1_n_blocks."""
+    """Experts per wave and per turn of Linear1 and Linear2 (include/deep_moe/scheduler.cuh); needs
+    num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert, not of a whole wave."""
     fields = choices.fields
     if expected < 1:
         reason = "less than one token per expert expected: all local experts in one wave"
@@ -202,6 +204,18 @@ def choose_waves(
         raise ValueError(
             "num_experts_per_wave must divide num_experts_per_rank "
             f"({shape.num_experts_per_rank}); got {num_experts_per_wave}"
+        )
+    num_experts_per_turn = choices.choose(
+        "num_experts_per_turn",
+        1 if alternating else num_experts_per_wave,
+        "Linear2, which may fill the links, alternates with Linear1"
+        if alternating
+        else "a wave's Linear1, then its Linear2",
+    )
+    if not 1 <= num_experts_per_turn <= num_experts_per_wave:
+        raise ValueError(
+            f"num_experts_per_turn must be 1 to num_experts_per_wave ({num_experts_per_wave}); "
+            f"got {num_experts_per_turn}"
         )
 
 

@@ -68,6 +68,7 @@ class MegaMoEConfig:
     num_tmem_columns: int
     # schedule
     num_experts_per_wave: int
+    num_experts_per_turn: int
     # numerics
     activation_clamp: float  # +inf: none
     fast_math: bool

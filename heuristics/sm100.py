@@ -62,6 +62,7 @@ OVERRIDABLE = (
     "num_epilogue_warps",
     "num_stages",
     "num_experts_per_wave",
+    "num_experts_per_turn",
     "num_dispatch_registers",
     "num_loader_registers",
     "num_epilogue_registers",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 from .choices import (
     MIN_STAGES,
@@ -59,13 +60,12 @@ MIXED_TILES_COST = 1.04
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
-# Waves are short where experts have several m-blocks, so that Linear2, whose output may fill the
-# links, alternates with Linear1 all along: just so long that Linear1 of an expert is done when its
-# Linear2 begins. Else they are long: with one m-block per expert short ones are no faster, or up to
-# 4 % slower, and uneven experts may be too small to fill the time (H200, 2026-11-22:
-# benchmarks/LOG.md).
-SHORT_WAVE = {"blocks_per_sm": 1, "num_more": 2}
-LONG_WAVE = {"blocks_per_sm": 6}
+# Where experts have several m-blocks, Linear2, whose output may fill the links, alternates with
+# Linear1, and waves are just so long that Linear1 of an expert is done when its Linear2 begins.
+# Else they are long, and go one after the other: with one m-block per expert the links are not
+# full, and uneven experts may be too small to fill the time (H200, 2026-11-22: benchmarks/LOG.md).
+SHORT_WAVES: Mapping[str, Any] = {"blocks_per_sm": 1, "num_more": 2, "alternating": True}
+LONG_WAVES: Mapping[str, Any] = {"blocks_per_sm": 6}
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
@@ -76,6 +76,7 @@ OVERRIDABLE = (
     "block_m_step",
     "num_stages",
     "num_experts_per_wave",
+    "num_experts_per_turn",
     "num_dispatch_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
@@ -283,8 +284,8 @@ def choose_fields(
     choose("num_tmem_stages", 0, "SM90 has no tensor memory")
     choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
-    wave = SHORT_WAVE if expected > block_m and not is_uneven else LONG_WAVE
-    choose_waves(shape, expected, choices, **wave)
+    waves = SHORT_WAVES if expected > block_m and not is_uneven else LONG_WAVES
+    choose_waves(shape, expected, choices, **waves)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(
         "num_block_slots",

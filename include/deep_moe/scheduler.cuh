@@ -1,10 +1,11 @@
 // Which block comes next. A scheduler walks the list of all blocks, which follows from the experts'
 // token counts alone, so that whoever owns one knows what stands where without asking anybody.
 //
-// The list: first the Linear1 blocks of a wave of num_experts_per_wave experts, from then on expert
-// by expert the Linear2 blocks of one and the Linear1 blocks of the one that is a wave further;
-// inside, by m-block, by pair of neighbouring n-blocks. So Linear1 is always a wave ahead, and
-// nobody waits for it; and Linear2, which fills the links to other ranks, is spread over the call.
+// The list: first the Linear1 blocks of a wave of num_experts_per_wave experts, from then on by
+// turns the Linear2 blocks of num_experts_per_turn experts and the Linear1 blocks of as many, a
+// wave further; inside, by expert, by m-block, by pair of neighbouring n-blocks. With a whole wave
+// per turn that is wave by wave, first Linear1, then Linear2. With less, Linear1 stays ahead, and
+// Linear2, which may fill the links to other ranks, is spread over the call.
 //
 // A cluster takes a pair, its CTA of rank r the pair's r-th n-block. Which pairs: on SM100 every
 // (number of clusters)-th, on SM90 whichever it claims next (sm90/block_claims.cuh). A block waits
@@ -116,8 +117,8 @@ class Scheduler {
     __device__ uint32_t num_pool_blocks_in_use() const;
 
  private:
-    // The run of the other phase that comes next; false if there is none.
-    __device__ bool start_next_run();
+    // The other phase's turn; false if there is none.
+    __device__ bool start_next_turn();
     // num_tokens_[idx], for an index that is not known when compiling.
     __device__ uint32_t kept_count(uint32_t idx) const;
 
@@ -142,11 +143,11 @@ class Scheduler {
     uint32_t cta_rank_;
     uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
 
-    // The walk stands at an expert of one phase, up to run_end_; then it goes on where the other
-    // phase was left.
+    // The walk stands at an expert of one phase, whose turn ends at turn_end_; then it goes on
+    // where the other phase was left.
     Phase phase_ = Phase::linear1;
     ExpertPlace place_;
-    uint32_t run_end_ = min(Config::num_experts_per_wave, num_experts);
+    uint32_t turn_end_ = min(Config::num_experts_per_wave, num_experts);
     ExpertPlace other_place_;
     uint32_t next_pair_;  // to be found, counted from the expert's first in this phase
 };
@@ -206,8 +207,8 @@ __device__ bool Scheduler<Config>::find(Block& block) {
     const auto num_pairs_of = [&](const ExpertTiles<Config>& tiles, uint32_t) {
         return tiles.num_m_blocks() * num_pairs_per_m_block(phase_);
     };
-    while (!pass_experts(place_, run_end_, next_pair_, num_pairs_of)) {
-        if (!start_next_run()) return false;
+    while (!pass_experts(place_, turn_end_, next_pair_, num_pairs_of)) {
+        if (!start_next_turn()) return false;
     }
     const uint32_t num_expert_tokens = num_tokens(place_.expert_idx);
     const ExpertTiles<Config> tiles(num_expert_tokens);
@@ -227,15 +228,16 @@ __device__ bool Scheduler<Config>::find(Block& block) {
 }
 
 template <class Config>
-__device__ bool Scheduler<Config>::start_next_run() {
+__device__ bool Scheduler<Config>::start_next_turn() {
     const bool is_over = place_.expert_idx == num_experts;
     if (phase_ == Phase::linear2 && is_over) return false;
     phase_ = phase_ == Phase::linear1 ? Phase::linear2 : Phase::linear1;
     const ExpertPlace place = place_;
     place_ = other_place_;
     other_place_ = place;
-    // Behind the last of Linear1 all that is left of Linear2 comes in one run.
-    run_end_ = is_over ? num_experts : place_.expert_idx + 1;
+    // Behind the last of Linear1 all that is left of Linear2 comes in one turn.
+    turn_end_ =
+        is_over ? num_experts : min(place_.expert_idx + Config::num_experts_per_turn, num_experts);
     return true;
 }
 

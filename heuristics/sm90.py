@@ -37,9 +37,9 @@ NUM_DISPATCH_WARPS = 2
 NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
 
-# Tokens per tile, which is the N of wgmma. With 160, and the 216 registers that tiles of one size
-# leave a math thread, the compiler no longer overlaps the products with anything else.
-BLOCK_MS = tuple(range(8, 160, 8))
+# Tokens per tile, which is the N of wgmma. With more, accumulators leave the main loop too few
+# registers, and the compiler no longer overlaps the products with anything else.
+BLOCK_MS = tuple(range(8, 184, 8))
 # Tiles of different sizes in one kernel: from half of block_m up to block_m, in such steps. Each
 # size is a main loop of its own, for which there have to be registers.
 MIXED_BLOCK_M, MIXED_STEP = 128, 32
@@ -48,15 +48,23 @@ TILES: tuple[tuple[int, int], ...] = (
     *((block_m, block_m) for block_m in BLOCK_MS),
     (MIXED_BLOCK_M, MIXED_STEP),
 )
+# Registers of a math thread, and what is left for one of the other warps, by the former.
+NUM_MATH_REGISTERS, NUM_MORE_MATH_REGISTERS = 216, 224
+NUM_OTHER_REGISTERS = {NUM_MATH_REGISTERS: 72, NUM_MORE_MATH_REGISTERS: 56}
+# What the main loop needs beside a register for each row of the tile. With fewer, products go one
+# by one instead of in pairs (sm90/main_loop.cuh).
+MAIN_LOOP_REGISTERS = 64
 # What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
 # per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
 # the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
-# slower. A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the
-# same expert takes less, because its weights do not come from HBM. Tiles of different sizes take
-# several copies each, and have fewer products in flight.
+# slower; tiles of 160 rows and more were measured later, at 7 numbers of tokens, and fit as well.
+# A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
+# takes less, because its weights do not come from HBM. Tiles of different sizes take several copies
+# each, and have fewer products in flight.
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
 MIXED_TILES_COST = 1.04
+SINGLE_PRODUCTS_COST = 1.03
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
@@ -106,7 +114,7 @@ def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
     the expert's weights again.
 
     >>> [choose_tile(Fraction(m))[0] for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
-    [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 152]
+    [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 160]
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
     """
@@ -154,7 +162,20 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
 def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> float:
     block_m, step = tile
     cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
-    return cost * (1 if step == block_m else MIXED_TILES_COST)
+    if step != block_m:
+        return cost * MIXED_TILES_COST
+    has_pairs = num_math_registers(block_m, step) - block_m >= MAIN_LOOP_REGISTERS
+    return cost * (1 if has_pairs else SINGLE_PRODUCTS_COST)
+
+
+def num_math_registers(block_m: int, step: int) -> int:
+    """Registers of a math thread for a tile.
+
+    >>> [num_math_registers(*tile) for tile in ((8, 8), (152, 152), (160, 160), (128, 32))]
+    [216, 216, 224, 224]
+    """
+    is_enough = step == block_m and block_m + MAIN_LOOP_REGISTERS <= NUM_MATH_REGISTERS
+    return NUM_MATH_REGISTERS if is_enough else NUM_MORE_MATH_REGISTERS
 
 
 def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
@@ -263,18 +284,25 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
+    math_registers = num_math_registers(block_m, block_m_step)
     num_registers = choose(
         "num_dispatch_registers",
-        56 if is_mixed else 72,
+        NUM_OTHER_REGISTERS[math_registers],
         "what the math warps leave of a CTA's registers",
     )
     choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
     choose(
         "num_epilogue_registers",
-        224 if is_mixed else 216,
+        math_registers,
         "accumulators and decoded weights of the math warps"
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )
+    num_spare = choices.fields["num_epilogue_registers"] - block_m
+    if is_mixed and num_spare < MAIN_LOOP_REGISTERS:
+        raise ValueError(
+            f"num_epilogue_registers must be at least {block_m + MAIN_LOOP_REGISTERS} with "
+            f"block_m_step {block_m_step}; got {choices.fields['num_epilogue_registers']}"
+        )
     names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
     check_registers(
         {name: choices.fields[name] for name in names},

@@ -10,7 +10,7 @@ from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, 
 
 from .layer_case import FITTED, LayerCase
 
-TILES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 152)
+TILES = (8, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176)
 
 
 def one_rank(num_tokens: int, **sizes: int) -> MoEShape:

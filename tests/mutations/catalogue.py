@@ -580,8 +580,8 @@ SM90_MUTATIONS = (
     M(
         "stage_released_while_read",
         S90_LOOP,
-        "if (k_block_idx > 0) release(Ring::stage_before(stage.idx));",
-        "release(stage.idx);",
+        "if (group_idx == 2 && !is_first_stage) release(Ring::stage_before(stage.idx));",
+        "if (group_idx == 2) release(stage.idx);",
         "race|misuse",
     ),
     M(
@@ -594,19 +594,24 @@ SM90_MUTATIONS = (
     M(
         "fragments_overwritten_in_a_loop_of_one_size",
         S90_LOOP,
-        "ptx::wgmma_wait_group<3>();",
-        "ptx::wgmma_wait_group<4>();",
+        "ptx::wgmma_wait_group<num_groups_in_registers - 1>();",
+        "ptx::wgmma_wait_group<num_groups_in_registers>();",
         "race",
         one_size=96,
     ),
     M(
+        "fragments_overwritten_where_products_go_one_by_one",
+        S90_LOOP,
+        "ptx::wgmma_wait_group<num_groups_in_registers - 1>();",
+        "ptx::wgmma_wait_group<num_groups_in_registers>();",
+        "race",
+        one_size=168,
+    ),
+    M(
         "stage_released_one_group_too_early",
         S90_LOOP,
-        "multiply(lower, fragments[1][0], tokens, 0);\n"
-        "            // What read the stage before is older than the three newest groups.\n"
-        "            if (k_block_idx > 0) release(Ring::stage_before(stage.idx));",
-        "if (k_block_idx > 0) release(Ring::stage_before(stage.idx));\n"
-        "            multiply(lower, fragments[1][0], tokens, 0);",
+        "if (group_idx == 2 &&",
+        "if (group_idx == 1 &&",
         "race",
         one_size=96,
     ),
@@ -646,8 +651,8 @@ SM90_MUTATIONS = (
     M(
         "k_step_of_descriptor",
         S90_LOOP,
-        "mma_idx * (mma_k >> 4)",
-        "mma_idx * (mma_k >> 5)",
+        "(first_mma + i) * (mma_k >> 4)",
+        "(first_mma + i) * (mma_k >> 5)",
         "result",
     ),
     M(

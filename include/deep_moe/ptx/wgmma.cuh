@@ -48,6 +48,9 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define DEEP_MOE_NUMBERS_68 DEEP_MOE_NUMBERS_64 ", %64, %65, %66, %67"
 #define DEEP_MOE_NUMBERS_72 DEEP_MOE_NUMBERS_68 ", %68, %69, %70, %71"
 #define DEEP_MOE_NUMBERS_76 DEEP_MOE_NUMBERS_72 ", %72, %73, %74, %75"
+#define DEEP_MOE_NUMBERS_80 DEEP_MOE_NUMBERS_76 ", %76, %77, %78, %79"
+#define DEEP_MOE_NUMBERS_84 DEEP_MOE_NUMBERS_80 ", %80, %81, %82, %83"
+#define DEEP_MOE_NUMBERS_88 DEEP_MOE_NUMBERS_84 ", %84, %85, %86, %87"
 #define DEEP_MOE_FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DEEP_MOE_FLOATS_8(d, i) DEEP_MOE_FLOATS_4(d, i), DEEP_MOE_FLOATS_4(d, i + 4)
 #define DEEP_MOE_FLOATS_12(d, i) DEEP_MOE_FLOATS_8(d, i), DEEP_MOE_FLOATS_4(d, i + 8)
@@ -67,6 +70,9 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define DEEP_MOE_FLOATS_68(d, i) DEEP_MOE_FLOATS_64(d, i), DEEP_MOE_FLOATS_4(d, i + 64)
 #define DEEP_MOE_FLOATS_72(d, i) DEEP_MOE_FLOATS_68(d, i), DEEP_MOE_FLOATS_4(d, i + 68)
 #define DEEP_MOE_FLOATS_76(d, i) DEEP_MOE_FLOATS_72(d, i), DEEP_MOE_FLOATS_4(d, i + 72)
+#define DEEP_MOE_FLOATS_80(d, i) DEEP_MOE_FLOATS_76(d, i), DEEP_MOE_FLOATS_4(d, i + 76)
+#define DEEP_MOE_FLOATS_84(d, i) DEEP_MOE_FLOATS_80(d, i), DEEP_MOE_FLOATS_4(d, i + 80)
+#define DEEP_MOE_FLOATS_88(d, i) DEEP_MOE_FLOATS_84(d, i), DEEP_MOE_FLOATS_4(d, i + 84)
 
 // D[64 rows][n] += A (E5M2) x B (E4M3), K = 32, FP32 accumulation. `b_descriptor`: n rows of 32
 // bytes of K.
@@ -101,6 +107,9 @@ DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
 DEEP_MOE_WGMMA("136", 68, "%68", "%69", "%70", "%71", "%72")
 DEEP_MOE_WGMMA("144", 72, "%72", "%73", "%74", "%75", "%76")
 DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
+DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
+DEEP_MOE_WGMMA("168", 84, "%84", "%85", "%86", "%87", "%88")
+DEEP_MOE_WGMMA("176", 88, "%88", "%89", "%90", "%91", "%92")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
@@ -122,6 +131,9 @@ DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
 #undef DEEP_MOE_NUMBERS_68
 #undef DEEP_MOE_NUMBERS_72
 #undef DEEP_MOE_NUMBERS_76
+#undef DEEP_MOE_NUMBERS_80
+#undef DEEP_MOE_NUMBERS_84
+#undef DEEP_MOE_NUMBERS_88
 #undef DEEP_MOE_FLOATS_4
 #undef DEEP_MOE_FLOATS_8
 #undef DEEP_MOE_FLOATS_12
@@ -141,6 +153,9 @@ DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
 #undef DEEP_MOE_FLOATS_68
 #undef DEEP_MOE_FLOATS_72
 #undef DEEP_MOE_FLOATS_76
+#undef DEEP_MOE_FLOATS_80
+#undef DEEP_MOE_FLOATS_84
+#undef DEEP_MOE_FLOATS_88
 
 // Keeps the compiler from moving uses of an accumulator in front of the wait that completes it.
 template <uint32_t num_accumulators>

@@ -19,8 +19,9 @@ namespace deep_moe::sm90 {
 // A math warpgroup's 128 rows are two products of 64.
 constexpr uint32_t num_row_halves = 2;
 constexpr uint32_t mma_k = 32;
+constexpr uint32_t mmas_per_row_half = 128 / mma_k;
 constexpr uint32_t num_k_halves = 2;
-constexpr uint32_t mmas_per_k_half = 128 / mma_k / num_k_halves;
+constexpr uint32_t mmas_per_k_half = mmas_per_row_half / num_k_halves;
 
 constexpr uint32_t weight_half_bytes = 4096;    // nibbles of 64 rows x 128 k
 constexpr uint32_t weight_shift_offset = 8192;  // behind the nibbles of both halves
@@ -75,15 +76,14 @@ __device__ __forceinline__ DecodeTables decode_tables(uint32_t shifts) {
     return {{decode_table<2 * row_half>(shifts), decode_table<2 * row_half + 1>(shifts)}};
 }
 
-// A operands of the two products along 64 k.
-using Fragments = uint32_t[mmas_per_k_half][4];
+// A operand of a product.
+using Fragment = uint32_t[4];
 
-__device__ __forceinline__ void decode(const uint4& packed, const DecodeTables& tables,
-                                       Fragments& fragments) {
-    decode_word(packed.x, tables.rows[0], fragments[0][0], fragments[0][2]);
-    decode_word(packed.y, tables.rows[1], fragments[0][1], fragments[0][3]);
-    decode_word(packed.z, tables.rows[0], fragments[1][0], fragments[1][2]);
-    decode_word(packed.w, tables.rows[1], fragments[1][1], fragments[1][3]);
+// Of the first or second product along 64 k, which the compiler has to know.
+__device__ __forceinline__ void decode(const uint4& packed, uint32_t mma_idx,
+                                       const DecodeTables& tables, Fragment& fragment) {
+    decode_word(mma_idx == 0 ? packed.x : packed.z, tables.rows[0], fragment[0], fragment[2]);
+    decode_word(mma_idx == 0 ? packed.y : packed.w, tables.rows[1], fragment[1], fragment[3]);
 }
 
 }  // namespace deep_moe::sm90

@@ -2,9 +2,9 @@
 // warpgroups, as two times 64. Weights are decoded into registers just before their product, tokens
 // stay in shared memory.
 //
-// A k-block is cut in four, two halves of its rows by two of its K, and each quarter's products are
-// a group with registers of its own for the decoded weights. While the thread decodes one quarter,
-// the tensor core has up to three to work on. Nothing is promoted: FP8 products accumulate in the
+// The products of a k-block go in groups of two along K, with the widest tiles one by one. While
+// the thread decodes the weights of a group, the tensor core has up to three others to work on,
+// whose weights are in registers of their own. Nothing is promoted: FP8 products accumulate in the
 // tensor core over the whole K.
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
@@ -31,6 +31,12 @@ namespace deep_moe::sm90 {
 template <class Config>
 using Accumulators = float[num_row_halves][Config::block_m / 2];
 
+// Products of a group. With two, the loop needs 64 registers beside the accumulators, with one 48,
+// but takes 1 to 3 % longer.
+template <class Config>
+inline constexpr uint32_t mmas_per_group =
+    Config::num_epilogue_registers >= Config::block_m + 64 ? 2 : 1;
+
 template <uint32_t num_first, uint32_t num_all>
 __device__ __forceinline__ float (&first_of(float (&all)[num_all])) [num_first] {
     static_assert(num_first <= num_all);
@@ -54,6 +60,8 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
 template <class Config>
 class MainLoop {
     using Ring = RingPosition<Config::num_stages>;
+    using Group = Fragment[mmas_per_group<Config>];
+    static constexpr uint32_t num_groups_in_registers = 4;
 
  public:
     __device__ MainLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
@@ -76,7 +84,7 @@ class MainLoop {
     __device__ __forceinline__ void run(uint32_t num_k_blocks, Accumulators<Config>& accumulators) {
         float (&upper)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[0]);
         float (&lower)[num_tokens / 2] = first_of<num_tokens / 2>(accumulators[1]);
-        Fragments fragments[num_row_halves][num_k_halves];
+        Group groups[num_groups_in_registers];
 #pragma unroll
         for (uint32_t i = 0; i < Config::block_m / 2; ++i) {
             accumulators[0][i] = accumulators[1][i] = 0.0f;
@@ -90,21 +98,9 @@ class MainLoop {
             // Asked for here, needed at the end: nobody waits for the answer.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barrier(ring_.stage), ring_.parity);
-            const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
-            const DecodeTables upper_tables = decode_tables<0>(stage.shifts);
-            decode(packed[0], upper_tables, fragments[0][0]);
-            packed[0] = load_packed(stage, 1, 0);
-            multiply(upper, fragments[0][0], tokens, 0);
-            decode(packed[1], upper_tables, fragments[0][1]);
-            packed[1] = load_packed(stage, 1, 1);
-            multiply(upper, fragments[0][1], tokens, 1);
-            const DecodeTables lower_tables = decode_tables<1>(stage.shifts);
-            decode(packed[0], lower_tables, fragments[1][0]);
-            multiply(lower, fragments[1][0], tokens, 0);
-            // What read the stage before is older than the three newest groups.
-            if (k_block_idx > 0) release(Ring::stage_before(stage.idx));
-            decode(packed[1], lower_tables, fragments[1][1]);
-            multiply(lower, fragments[1][1], tokens, 1);
+            const bool is_first = k_block_idx == 0;
+            multiply_row_half<0>(upper, stage, is_first, packed, groups);
+            multiply_row_half<1>(lower, stage, is_first, packed, groups);
             if (++k_block_idx == num_k_blocks) break;
 
             stage_wait_.start();
@@ -148,25 +144,51 @@ class MainLoop {
         return load_packed_weights(part(stage.idx), row_half, k_half, thread_idx_);
     }
 
+    // The products of 64 of the thread's rows in a stage. Behind the weights of the upper ones it
+    // reads those of the lower ones.
+    template <uint32_t row_half, uint32_t num_accumulators>
+    __device__ __forceinline__ void multiply_row_half(float (&accumulators)[num_accumulators],
+                                                      const Stage& stage, bool is_first_stage,
+                                                      uint4 (&packed)[num_k_halves],
+                                                      Group (&groups)[num_groups_in_registers]) {
+        const DecodeTables tables = decode_tables<row_half>(stage.shifts);
+        const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
+#pragma unroll
+        for (uint32_t i = 0; i < mmas_per_row_half; ++i) {
+            const uint32_t group_idx = (row_half * mmas_per_row_half + i) / mmas_per_group<Config>;
+            const uint32_t idx_in_group = i % mmas_per_group<Config>;
+            const uint32_t k_half = i / mmas_per_k_half;
+            const bool is_last_of_packed = i % mmas_per_k_half == mmas_per_k_half - 1;
+            Group& group = groups[group_idx % num_groups_in_registers];
+            decode(packed[k_half], i % mmas_per_k_half, tables, group[idx_in_group]);
+            if (row_half == 0 && is_last_of_packed) packed[k_half] = load_packed(stage, 1, k_half);
+            if ((i + 1) % mmas_per_group<Config> != 0) continue;
+            multiply(accumulators, group, tokens, i - idx_in_group);
+            // What read the stage before is older than the three newest groups.
+            if (group_idx == 2 && !is_first_stage) release(Ring::stage_before(stage.idx));
+        }
+    }
+
     // Starts a group of products, and waits for the one whose registers are decoded into next, that
     // is the fourth newest. With a main loop for each size of m-block, ptxas follows no more than
     // two groups in flight at a wait: then for both of a row half at once.
     template <uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
-                                             const Fragments& fragments, uint32_t tokens,
-                                             uint32_t k_half) {
+                                             const Group& group, uint32_t tokens,
+                                             uint32_t first_mma) {
         ptx::wgmma_fence();
 #pragma unroll
-        for (uint32_t i = 0; i < mmas_per_k_half; ++i) {
-            const uint32_t mma_idx = k_half * mmas_per_k_half + i;
-            ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragments[i],
-                                            operand_descriptor(tokens + mma_idx * (mma_k >> 4)));
+        for (uint32_t i = 0; i < mmas_per_group<Config>; ++i) {
+            ptx::wgmma_m64k32_f32_e5m2_e4m3(
+                accumulators, group[i],
+                operand_descriptor(tokens + (first_mma + i) * (mma_k >> 4)));
         }
         ptx::wgmma_commit_group();
         if constexpr (Config::block_m_step == Config::block_m) {
-            ptx::wgmma_wait_group<3>();
-        } else if (k_half == 1) {
-            ptx::wgmma_wait_group<2>();
+            ptx::wgmma_wait_group<num_groups_in_registers - 1>();
+        } else {
+            static_assert(mmas_per_group<Config> == 2, "a row half is two groups");
+            if (first_mma > 0) ptx::wgmma_wait_group<2>();
         }
     }
 

@@ -63,6 +63,7 @@ class MegaMoEConfig:
     block_k: int
     store_block_m: int
     num_stages: int
+    num_mmas_per_group: int
     num_block_slots: int
     num_tmem_stages: int
     num_tmem_columns: int

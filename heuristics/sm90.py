@@ -51,13 +51,13 @@ TILES: tuple[tuple[int, int], ...] = (
 # Registers of a math thread, and what is left for one of the other warps, by the former.
 NUM_MATH_REGISTERS, NUM_MORE_MATH_REGISTERS = 216, 224
 NUM_OTHER_REGISTERS = {NUM_MATH_REGISTERS: 72, NUM_MORE_MATH_REGISTERS: 56}
-# What the main loop needs beside a register for each row of the tile. With fewer, products go one
-# by one instead of in pairs (sm90/main_loop.cuh).
-MAIN_LOOP_REGISTERS = 64
+# What the main loop needs beside a register for each row of the tile, to start products in pairs.
+# One by one it needs 48 (sm90/main_loop.cuh).
+PAIRED_LOOP_REGISTERS = 64
 # What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
 # per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
 # the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
-# slower; tiles of 160 rows and more were measured later, at 7 numbers of tokens, and fit as well.
+# slower; tiles of 160 rows and more were measured later, at 9 numbers of tokens, and fit as well.
 # A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
 # takes less, because its weights do not come from HBM. Tiles of different sizes take several copies
 # each, and have fewer products in flight.
@@ -164,8 +164,8 @@ def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> fl
     cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
     if step != block_m:
         return cost * MIXED_TILES_COST
-    has_pairs = num_math_registers(block_m, step) - block_m >= MAIN_LOOP_REGISTERS
-    return cost * (1 if has_pairs else SINGLE_PRODUCTS_COST)
+    is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
+    return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
 
 
 def num_math_registers(block_m: int, step: int) -> int:
@@ -174,8 +174,17 @@ def num_math_registers(block_m: int, step: int) -> int:
     >>> [num_math_registers(*tile) for tile in ((8, 8), (152, 152), (160, 160), (128, 32))]
     [216, 216, 224, 224]
     """
-    is_enough = step == block_m and block_m + MAIN_LOOP_REGISTERS <= NUM_MATH_REGISTERS
+    is_enough = step == block_m and block_m + PAIRED_LOOP_REGISTERS <= NUM_MATH_REGISTERS
     return NUM_MATH_REGISTERS if is_enough else NUM_MORE_MATH_REGISTERS
+
+
+def num_mmas_per_group(block_m: int, math_registers: int) -> int:
+    """Products that the main loop starts together.
+
+    >>> [num_mmas_per_group(block_m, 224) for block_m in (152, 160, 168)]
+    [2, 2, 1]
+    """
+    return 2 if math_registers >= block_m + PAIRED_LOOP_REGISTERS else 1
 
 
 def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
@@ -284,24 +293,28 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    math_registers = num_math_registers(block_m, block_m_step)
+    most_registers = num_math_registers(block_m, block_m_step)
     num_registers = choose(
         "num_dispatch_registers",
-        NUM_OTHER_REGISTERS[math_registers],
+        NUM_OTHER_REGISTERS[most_registers],
         "what the math warps leave of a CTA's registers",
     )
     choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
-    choose(
+    math_registers = choose(
         "num_epilogue_registers",
-        math_registers,
+        most_registers,
         "accumulators and decoded weights of the math warps"
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )
-    num_spare = choices.fields["num_epilogue_registers"] - block_m
-    if is_mixed and num_spare < MAIN_LOOP_REGISTERS:
+    mmas_per_group = choose(
+        "num_mmas_per_group",
+        num_mmas_per_group(block_m, math_registers),
+        "pairs of products, or one by one where pairs would take too many registers",
+    )
+    if is_mixed and mmas_per_group == 1:
         raise ValueError(
-            f"num_epilogue_registers must be at least {block_m + MAIN_LOOP_REGISTERS} with "
-            f"block_m_step {block_m_step}; got {choices.fields['num_epilogue_registers']}"
+            f"num_epilogue_registers must be at least {block_m + PAIRED_LOOP_REGISTERS} with "
+            f"block_m_step {block_m_step}; got {math_registers}"
         )
     names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
     check_registers(

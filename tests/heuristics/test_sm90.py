@@ -29,9 +29,9 @@ def sm90_config(num_tokens: int, shape: MoEShape = PRO, **arguments):
         (768, 64, 64),
         (1024, 80, 80),
         (2048, 152, 152),
+        (2560, 176, 176),
         (3072, 112, 112),
         (4096, 144, 144),
-        (2560, 176, 176),
         (5120, 176, 176),
         (8192, 176, 176),
     ],
@@ -194,10 +194,14 @@ def test_registers_use_up_a_cta():
     ]
 
 
-@pytest.mark.parametrize(("block_m", "math", "others"), [(152, 216, 72), (160, 224, 56)])
-def test_wide_tiles_take_registers_of_the_other_warps(block_m, math, others):
+@pytest.mark.parametrize(
+    ("block_m", "math", "others", "group"),
+    [(152, 216, 72, 2), (160, 224, 56, 2), (168, 224, 56, 1)],
+)
+def test_wide_tiles_take_registers_of_the_other_warps(block_m, math, others, group):
     config = sm90_config(64, overrides={"block_m": block_m})
     assert (config.num_epilogue_registers, config.num_dispatch_registers) == (math, others)
+    assert config.num_mmas_per_group == group
 
 
 def test_loaders_share_the_budget_of_their_warpgroup():

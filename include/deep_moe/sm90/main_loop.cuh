@@ -2,10 +2,11 @@
 // warpgroups, as two times 64. Weights are decoded into registers just before their product, tokens
 // stay in shared memory.
 //
-// The products of a k-block go in groups of two along K, with the widest tiles one by one. While
-// the thread decodes the weights of a group, the tensor core has up to three others to work on,
-// whose weights are in registers of their own. Nothing is promoted: FP8 products accumulate in the
-// tensor core over the whole K.
+// The products of a k-block go in groups of two along K. While the thread decodes the weights of a
+// group, the tensor core has up to three others to work on, whose weights are in registers of their
+// own. With the widest tiles accumulators leave too few for that: then products go one by one,
+// which takes 1 to 3 % longer. Nothing is promoted: FP8 products accumulate in the tensor core over
+// the whole K.
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
 // memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).
@@ -31,12 +32,6 @@ namespace deep_moe::sm90 {
 template <class Config>
 using Accumulators = float[num_row_halves][Config::block_m / 2];
 
-// Products of a group. With two, the loop needs 64 registers beside the accumulators, with one 48,
-// but takes 1 to 3 % longer.
-template <class Config>
-inline constexpr uint32_t mmas_per_group =
-    Config::num_epilogue_registers >= Config::block_m + 64 ? 2 : 1;
-
 template <uint32_t num_first, uint32_t num_all>
 __device__ __forceinline__ float (&first_of(float (&all)[num_all])) [num_first] {
     static_assert(num_first <= num_all);
@@ -60,7 +55,8 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
 template <class Config>
 class MainLoop {
     using Ring = RingPosition<Config::num_stages>;
-    using Group = Fragment[mmas_per_group<Config>];
+    static constexpr uint32_t mmas_per_group = Config::num_mmas_per_group;
+    using Group = Fragment[mmas_per_group];
     static constexpr uint32_t num_groups_in_registers = 4;
 
  public:
@@ -155,14 +151,14 @@ class MainLoop {
         const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
 #pragma unroll
         for (uint32_t i = 0; i < mmas_per_row_half; ++i) {
-            const uint32_t group_idx = (row_half * mmas_per_row_half + i) / mmas_per_group<Config>;
-            const uint32_t idx_in_group = i % mmas_per_group<Config>;
+            const uint32_t group_idx = (row_half * mmas_per_row_half + i) / mmas_per_group;
+            const uint32_t idx_in_group = i % mmas_per_group;
             const uint32_t k_half = i / mmas_per_k_half;
             const bool is_last_of_packed = i % mmas_per_k_half == mmas_per_k_half - 1;
             Group& group = groups[group_idx % num_groups_in_registers];
             decode(packed[k_half], i % mmas_per_k_half, tables, group[idx_in_group]);
             if (row_half == 0 && is_last_of_packed) packed[k_half] = load_packed(stage, 1, k_half);
-            if ((i + 1) % mmas_per_group<Config> != 0) continue;
+            if ((i + 1) % mmas_per_group != 0) continue;
             multiply(accumulators, group, tokens, i - idx_in_group);
             // What read the stage before is older than the three newest groups.
             if (group_idx == 2 && !is_first_stage) release(Ring::stage_before(stage.idx));
@@ -178,7 +174,7 @@ class MainLoop {
                                              uint32_t first_mma) {
         ptx::wgmma_fence();
 #pragma unroll
-        for (uint32_t i = 0; i < mmas_per_group<Config>; ++i) {
+        for (uint32_t i = 0; i < mmas_per_group; ++i) {
             ptx::wgmma_m64k32_f32_e5m2_e4m3(
                 accumulators, group[i],
                 operand_descriptor(tokens + (first_mma + i) * (mma_k >> 4)));
@@ -187,7 +183,7 @@ class MainLoop {
         if constexpr (Config::block_m_step == Config::block_m) {
             ptx::wgmma_wait_group<num_groups_in_registers - 1>();
         } else {
-            static_assert(mmas_per_group<Config> == 2, "a row half is two groups");
+            static_assert(mmas_per_group == 2, "a row half is two groups");
             if (first_mma > 0) ptx::wgmma_wait_group<2>();
         }
     }

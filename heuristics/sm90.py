@@ -309,7 +309,8 @@ def choose_fields(
     mmas_per_group = choose(
         "num_mmas_per_group",
         num_mmas_per_group(block_m, math_registers),
-        "pairs of products, or one by one where pairs would take too many registers",
+        f"{math_registers - block_m} registers beside the accumulators; pairs of products need "
+        f"{PAIRED_LOOP_REGISTERS}",
     )
     if is_mixed and mmas_per_group == 1:
         raise ValueError(

@@ -119,7 +119,7 @@ def sm90_smem_layout(
     num_stages: int,
     num_block_slots: int,
 ) -> Layout:
-    """The SM90 kernel's. Six stages of the widest tile fit beside tokens of hidden 7168."""
+    """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168."""
     builder = LayoutBuilder()
     add = builder.add
     add("expert_count", "u32", (num_experts,), "tokens of this CTA per expert", alignment=1024)

@@ -7,10 +7,10 @@ This is how a change to the kernel is measured. Machines differ by 3 to 5 %, and
 left in a buffer may cost energy. So all kernels run in one process and one buffer, in rounds whose
 order alternates. A round gives the median of --calls calls, of the slowest rank; printed are the
 median of the rounds, the fastest and the slowest. Between two calls the GPU rests for a
-millisecond, as in benchmarks.mega_moe; then rounds differ by a few tenths of a percent. With
---warm-seconds, each round of a kernel begins with calls without rests, which drive the GPU to its
-power limit: its clock needs longer than a round to come back from there, and rounds differ by
-several percent.
+millisecond, as in benchmarks.mega_moe; then rounds of calls of up to 2 ms differ by less than a
+percent. With --warm-seconds, each round of a kernel begins with calls without rests, which drive
+the GPU to its power limit: its clock needs longer than a round to come back from there, and rounds
+differ by several percent.
 
 A kernel is a name and words behind it: include=FOLDER, whose headers are taken instead of this
 checkout's, and FIELD=NUMBER. All are called by this checkout's host side: headers that belong to

@@ -57,10 +57,10 @@ PAIRED_LOOP_REGISTERS = 64
 # What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
 # per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
 # the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
-# slower; tiles of 160 rows and more were measured later, at 9 numbers of tokens, and fit as well.
+# slower; with tiles of 160 rows and more, measured later at 9 numbers of tokens, one at most 1.1 %.
 # A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
 # takes less, because its weights do not come from HBM. Tiles of different sizes take several copies
-# each, and have fewer products in flight.
+# each, and have fewer products in flight. So have those whose products go one by one.
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
 MIXED_TILES_COST = 1.04
@@ -293,16 +293,16 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    most_registers = num_math_registers(block_m, block_m_step)
+    needed_registers = num_math_registers(block_m, block_m_step)
     num_registers = choose(
         "num_dispatch_registers",
-        NUM_OTHER_REGISTERS[most_registers],
+        NUM_OTHER_REGISTERS[needed_registers],
         "what the math warps leave of a CTA's registers",
     )
     choose("num_loader_registers", num_registers, "of dispatch: one warpgroup, one budget")
     math_registers = choose(
         "num_epilogue_registers",
-        most_registers,
+        needed_registers,
         "accumulators and decoded weights of the math warps"
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )

@@ -5,8 +5,8 @@
 // The products of a k-block go in groups of two along K. While the thread decodes the weights of a
 // group, the tensor core has up to three others to work on, whose weights are in registers of their
 // own. With the widest tiles accumulators leave too few for that: then products go one by one,
-// which takes 1 to 3 % longer. Nothing is promoted: FP8 products accumulate in the tensor core over
-// the whole K.
+// which takes some percent longer. Nothing is promoted: FP8 products accumulate in the tensor core
+// over the whole K.
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
 // memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).

@@ -9,7 +9,15 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard -- \
 	'include/*.cuh' 'emulator/src/*.h' 'emulator/src/*.cpp')
-PYTHON_PATHS := setup.py conftest.py deep_moe heuristics jit emulator tests benchmarks examples
+PYTHON_PATHS := setup.py conftest.py deep_moe heuristics jit emulator tests benchmarks examples docs
+
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+# $(call visibly,what,command): run a command that takes long in silence; a dot every two seconds says
+# that it goes on. Fails as the command does.
+visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
+	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
+	wait $$pid && echo ' done'
 
 .PHONY: demo test test-fast lint format types clean venv emulator-library
 
@@ -47,13 +55,14 @@ venv: $(READY)
 
 # Built once for each state of its sources; here, so that no two test workers do it at the same time.
 emulator-library: $(READY)
-	@$(BIN)/python -c "from deep_moe.emulator import library; library.library_path()"
+	@$(call visibly,the emulator's library,$(BIN)/python -c \
+		"from deep_moe.emulator import library; library.library_path()")
 
 # torch goes in first and alone: with a torch in place, the packages below it are content with that one.
 $(READY): pyproject.toml setup.py constraints.txt
-	@echo "installing into $(VENV) (once; a minute or two)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "installing into $(VENV): once, in four steps, for a minute or two"
+	@$(call visibly,1. a virtual environment,$(PYTHON) -m venv $(VENV))
+	@$(call visibly,2. PyTorch,$(INSTALL) torch)
+	@$(call visibly,3. build tools,$(INSTALL) setuptools wheel)
+	@$(call visibly,4. deep-moe and the packages it needs,$(INSTALL) --no-build-isolation -e '.[dev]')
 	@touch $@

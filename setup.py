@@ -1,8 +1,11 @@
-"""The two build steps that pyproject.toml cannot express: compile the emulator into the package,
-and say in the wheel's tag that it holds a Linux shared library which any Python 3 can load."""
+"""What pyproject.toml cannot express: the packages are found, not listed; the emulator is compiled
+into one of them; the wheel's tag says which glibc that library needs; and the description is the
+README without links that lead nowhere outside the repository."""
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +14,36 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+# The top-level folders jit, heuristics, emulator and include are installed below deep_moe, so that
+# no generic name lands in site-packages. include is data, not Python: it keeps its own folder name,
+# because #include <deep_moe/...> needs a folder deep_moe inside the include path.
+FOLDERS = {
+    "deep_moe": "deep_moe",
+    "deep_moe.jit": "jit",
+    "deep_moe.heuristics": "heuristics",
+    "deep_moe.emulator": "emulator",
+    "deep_moe.include": "include",
+}
+OLDEST_GLIBC = 28  # 2.28: Debian 10, Ubuntu 20.04, RHEL 8 and newer
+
+
+def packages() -> Iterator[str]:
+    """Every folder of FOLDERS, and every folder below one that holds a Python file."""
+    for package, folder in FOLDERS.items():
+        root = ROOT / folder
+        below = {path.parent.relative_to(root) for path in root.rglob("*.py")} | {Path()}
+        yield from sorted(".".join((package, *path.parts)) for path in below)
+
+
+def description() -> str:
+    """The README as a package index shows it: files of the repository are named, not linked, and
+    its pictures are left out."""
+    title, text = (ROOT / "README.md").read_text(encoding="utf-8").split("\n", 1)
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\(\1\)", r"`\1`", text)
+    text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", r"\1 (`\2`)", text)
+    where = "Files named here are in the source distribution; `make` runs in its folder."
+    return f"{title}\n\n{where}\n{text}"
 
 
 def load_emulator_builder() -> ModuleType:
@@ -22,6 +55,13 @@ def load_emulator_builder() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def needed_glibc(library: Path) -> int | None:
+    """The N of the oldest glibc 2.N that a library runs on, by the versions of the symbols that it
+    needs, which are strings in it. None: it needs no glibc."""
+    minors = re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes())
+    return max(map(int, minors), default=None)
 
 
 class BuildPyWithEmulator(build_py):
@@ -43,10 +83,21 @@ class BinaryDistribution(Distribution):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        """Any Python 3, and any Linux whose glibc has what the library needs."""
+        platform = super().get_tag()[2]
+        for library in Path(self.bdist_dir).rglob(load_emulator_builder().LIBRARY_NAME):
+            glibc = needed_glibc(library)
+            if glibc is not None:
+                glibc = max(glibc, OLDEST_GLIBC)
+                platform = platform.replace("linux_", f"manylinux_2_{glibc}_", 1)
+        return ("py3", "none", platform)
 
 
 setup(
+    packages=list(packages()),
+    package_dir=FOLDERS,
+    long_description=description(),
+    long_description_content_type="text/markdown",
     distclass=BinaryDistribution,
     cmdclass={"build_py": BuildPyWithEmulator, "bdist_wheel": PlatformWheel},
 )

@@ -28,13 +28,14 @@ from unittest.mock import patch
 import torch
 
 import deep_moe
-from deep_moe.bounded_cache import BoundedCache
-from deep_moe.gpu import Gpu, gpu_of
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.call_plan import prepare_call
+from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.tensor_map import TensorMapSpec
-from deep_moe.mega_moe import CallOptions, prepare_call
-from deep_moe.synthetic import random_layer
+from deep_moe.targets.sm90 import SM90A
+from deep_moe.trial.synthetic import random_layer
 
 SHAPE = MoEShape(
     num_ranks=1,
@@ -93,7 +94,7 @@ class UndrivenGpu(Gpu):
     """Stands for an H200 where there is none: its memory is the host's, and launches end here."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), "no GPU", "sm_90a", 132)
+        super().__init__(torch.device("cpu"), "no GPU", SM90A, SM90A.default_num_sms)
 
     def load(self, kernel: CompiledKernel, **_: Any) -> Any:
         return UndrivenLauncher()
@@ -109,9 +110,9 @@ class UndrivenGpu(Gpu):
 def gpu_path_on_cpu(gpu: Gpu) -> Iterator[None]:
     """Buffers that are made meanwhile, on the CPU, are taken for ones on `gpu`."""
     with (
-        patch("deep_moe.buffer.gpu_of", lambda _: gpu),
-        patch("deep_moe.input_preparation.gpu_of", lambda _: gpu),
-        patch("deep_moe.input_preparation._plans", BoundedCache(64)),  # plans name their GPU
+        patch("deep_moe.fused.buffer.gpu_of", lambda _: gpu),
+        patch("deep_moe.fused.input_preparation.gpu_of", lambda _: gpu),
+        patch("deep_moe.fused.input_preparation._plans", BoundedCache(64)),  # plans name their GPU
     ):
         yield
 
@@ -136,7 +137,7 @@ class Layers:
         layer = random_layer(shape)
         l1, l2 = (tuple(tensor.to(self.device) for tensor in pair) for pair in (layer.l1, layer.l2))
         self.weights = [
-            deep_moe.transform_weights_for_mega_moe(l1, l2, arch=self.gpu.arch)
+            deep_moe.transform_weights_for_mega_moe(l1, l2, arch=self.gpu.target.name)
             for _ in range(num_layers)
         ]
         self.ys = [
@@ -166,7 +167,7 @@ class Layers:
     def arguments(self, i: int) -> tuple[Any, Any]:
         """The part of a call that makes the kernel's arguments."""
         l1, l2 = self.weights[i]
-        return prepare_call(self.ys[i], l1, l2, self.buffer, None, CallOptions())
+        return prepare_call(self.ys[i], l1, l2, self.buffer, None, {})
 
 
 # Seconds of every call, by batch.

@@ -36,16 +36,17 @@ import torch
 import torch.distributed as dist
 import typer
 
-from deep_moe import mega_moe
-from deep_moe.bounded_cache import BoundedCache
-from deep_moe.buffer import SymmBuffer
 from deep_moe.cli.options import make_shape, parse_overrides
-from deep_moe.comparison import compare
+from deep_moe.fused import call_plan
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.fused.call_plan import CallCaches
 from deep_moe.heuristics import PRESETS
 from deep_moe.jit import headers
-from deep_moe.synthetic import Tokens
-from deep_moe.timing import TimedLayer, machine, timed
-from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.real_size import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial.synthetic import Tokens
+from deep_moe.trial.timing import TimedLayer, machine, timed
 
 from .mega_moe import SIZES, run_on_gpus
 from .problem import checked_sample
@@ -74,20 +75,20 @@ class Kernel:
                 raise ValueError(f"include must be a folder that holds deep_moe; got {folders[-1]}")
             digest = headers.tree_digest(self.include)
             self._library = headers.HeaderFolder(self.include, f"deep_moe {digest}")
-        self._kept = {"plans": BoundedCache(64), "standing_args": BoundedCache(64)}
+        self._caches = CallCaches()
         self._launchers = BoundedCache(64)
 
     @contextmanager
     def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
         """Calls with this buffer run this kernel: what they would look up is this kernel's own."""
-        mega_moe._kernel.cache_clear()
+        call_plan.built_kernel.cache_clear()
         with (
             patch.object(headers, "find_library", lambda: self._library),
-            patch.object(mega_moe, "_launchers", self._launchers),
-            patch.multiple(buffer, **self._kept),
+            patch.object(call_plan, "_launchers", self._launchers),
+            patch.object(buffer, "caches", self._caches),
         ):
             yield
-        mega_moe._kernel.cache_clear()
+        call_plan.built_kernel.cache_clear()
 
 
 def main() -> None:

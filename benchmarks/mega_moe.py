@@ -9,16 +9,16 @@ each rank) and the tokens that experts received are counted; then the call is ti
 the same layer without fusion and with sgl-deep-gemm's kernel, if asked for. A wrong result ends the
 run with an error.
 
-A time is the median of --calls calls, of the slowest rank; see deep_moe.timing. They are taken in
---rounds rounds, each after --warmup calls, so that no path has the chip cool to itself. `floor` is
-what reading the weights, computing or the links alone would take the busiest rank at the rates of
-`problem.MachineRates`. With the sizes of a published model, uniform routing and equal tokens, the
-result is also compared with published.json. Compiled kernels go to the cache folder
+A time is the median of --calls calls, of the slowest rank; see deep_moe.trial.timing. They are
+taken in --rounds rounds, each after --warmup calls, so that no path has the chip cool to itself.
+`floor` is what reading the weights, computing or the links alone would take the busiest rank at the
+rates of `problem.MachineRates`. With the sizes of a published model, uniform routing and equal
+tokens, the result is also compared with published.json. Compiled kernels go to the cache folder
 (DEEP_MOE_CACHE_DIR).
 
 With --trace one more call of each size is recorded by a kernel that takes time stamps
-(deep_moe.trace): its phases are part of the results and printed behind each model, and everything
-that every warp did, on all ranks, is written as a Chrome trace, a file for each size.
+(deep_moe.trial.trace): its phases are part of the results and printed behind each model, and
+everything that every warp did, on all ranks, is written as a Chrome trace, a file for each size.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe import trace
 from deep_moe.cli.options import make_shape, parse_overrides
-from deep_moe.comparison import compare
 from deep_moe.heuristics import PRESETS, MoEShape
-from deep_moe.rank_processes import run_in_group, run_on_ranks
-from deep_moe.synthetic import Tokens
-from deep_moe.timing import TimedLayer, machine, timed
-from deep_moe.workload import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial import trace
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.rank_processes import run_in_group, run_on_ranks
+from deep_moe.trial.real_size import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial.synthetic import Tokens
+from deep_moe.trial.timing import TimedLayer, machine, timed
 
 from . import peer, published
 from .peer import PeerLayer
@@ -139,7 +139,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         "results": [],
     }
     if arguments.peer and not has_peer and dist.get_rank() == 0:
-        print("--peer: sgl-deep-gemm is not installed, or has no kernel for Hopper", flush=True)
+        print("--peer: no sgl-deep-gemm with the kernel for Hopper (README.md)", flush=True)
     for model in arguments.model:
         phases = {}
         for result in model_results(model, arguments, device):
@@ -217,7 +217,7 @@ def model_results(
             inputs = (*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
             calls["unfused"] = partial(unfused, *inputs, arguments.clamp)
         if other is not None:
-            other.fill(tokens)
+            other.fill(tokens, max(counts))
             calls["peer"] = partial(other, torch.empty_like(fused.y), arguments.clamp)
         for name in list(calls)[1:]:
             distances[name] = compare(calls[name](), fused.y).cosine_distance

@@ -3,7 +3,8 @@
     python -m benchmarks.plot
 
 takes every report in benchmarks/results and renews what is made of them: a picture per kind of
-machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Only results for uniform
+machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Of peers, only times of
+the newest version among the reports are taken. Only results for uniform
 routing and equal tokens are shown, in pictures those for published models as they are, or with
 other sizes where a machine has no others. Each curve is from one report, never pieced together: the
 one that timed most sizes of it, of several the newest.
@@ -19,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from .chart import Curve, Panel, Style, chart
-from .published import asked, compared, figures, is_even, is_standard
+from .published import compared, figures, is_even, is_standard
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README_TOKENS = (8, 128, 512, 2048, 8192)
-README_MODEL = "deepseek-v4-pro"
-README_MACHINE = ("NVIDIA H200", 4)
+README_MODEL = "deepseek-v4-pro, experts 192"
+README_MACHINE = ("NVIDIA H200", 2)
 README_PART = re.compile(r"(<!-- speed: .*?-->\n).*?(<!-- end of speed -->)", re.DOTALL)
 LABELS = {
     "fused": "deep_moe, FP4 weights",
-    "peer": "sgl-deep-gemm 0.1.4, FP8 weights",
+    "peer": "{peer}, FP8 weights",
     "unfused": "five steps, NCCL and grouped FP8 products",
 }
 STYLES = {
@@ -67,6 +68,11 @@ class Timed:
 
     results: Mapping[int, Result]
     machine: Mapping[str, Any]
+    peer: str | None
+
+    def label(self, path: str) -> str:
+        """What a curve of it is called."""
+        return LABELS[path].format(peer=self.peer)
 
     def us(self, path: str) -> dict[int, float]:
         """Microseconds by tokens per rank."""
@@ -85,6 +91,7 @@ def main() -> None:
 
 def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
     """Everything that is made of the reports, by path."""
+    reports = with_newest_peer(reports)
     machines = sorted(
         {
             (report["machine"]["gpu"], result["num_ranks"])
@@ -115,8 +122,34 @@ Made by `python -m benchmarks.plot` from the reports in `benchmarks/results/`. A
 of 20 calls or more, of the slowest rank. *Floor*: what reading the weights, the products or the
 links alone would take. *Best peer*: the fastest of those that were timed and of the published
 figures (`benchmarks/published.json`). *Asked*: how many times as fast as the best peer we want to
-be, and the microseconds that were set as the goal.
+be, and the microseconds that this comes to.
 """
+
+
+def with_newest_peer(reports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The reports, without times of other versions of the peer than the newest.
+
+    >>> made = [{"peer": f"p {version}", "results": [{"peer": 1}]} for version in ("0.10.0", "0.9")]
+    >>> [report["results"] for report in with_newest_peer(made)]
+    [[{'peer': 1}], [{}]]
+    """
+
+    def version(report: Mapping[str, Any]) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", report.get("peer") or "")]
+
+    newest = max(map(version, reports), default=[])
+    return [
+        report
+        if version(report) == newest
+        else {
+            **report,
+            "results": [
+                {name: value for name, value in result.items() if name != "peer"}
+                for result in report["results"]
+            ],
+        }
+        for report in reports
+    ]
 
 
 def picture_path(machine: Machine) -> Path:
@@ -149,7 +182,9 @@ def timed(
             and (path == "fused" or path in result)
         }
         if results:
-            found.append(Timed(dict(sorted(results.items())), report["machine"]))
+            found.append(
+                Timed(dict(sorted(results.items())), report["machine"], report.get("peer"))
+            )
     return max(found, key=lambda t: (len(t.results), t.machine["date"]), default=None)
 
 
@@ -187,10 +222,11 @@ def picture(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
         for path in ("unfused", "peer", "fused"):
             of = timed(reports, machine, model, path)
             if of is not None:
-                curves.append(Curve(LABELS[path], of.us(path), STYLES[path]))
-        goal = asked(gpu, num_ranks)
-        if goal is not None and model in goal.us:
-            curves.append(Curve("asked", goal.us[model], STYLES["goal"]))
+                curves.append(Curve(of.label(path), of.us(path), STYLES[path]))
+        comparisons = {n: compared(result, gpu) or {} for n, result in own.results.items()}
+        goals = {n: c["goal_us"] for n, c in comparisons.items() if "goal_us" in c}
+        if goals:
+            curves.append(Curve("asked", goals, STYLES["goal"]))
         panels.append(Panel(model, curves))
     newest = max(facts, key=lambda machine: machine["date"])
     title = (
@@ -269,12 +305,12 @@ def readme_table(reports: Sequence[Mapping[str, Any]]) -> str:
         f"| {README_MODEL}, tokens/rank | {' | '.join(map(str, README_TOKENS))} |",
         "|---|" + "---:|" * len(README_TOKENS),
     ]
-    for path, label in LABELS.items():
+    for path in LABELS:
         of = timed(reports, README_MACHINE, README_MODEL, path)
         us = of.us(path) if of is not None else {}
-        if any(n in us for n in README_TOKENS):
+        if of is not None and any(n in us for n in README_TOKENS):
             cells = [f"{us[n]:.0f}" if n in us else "" for n in README_TOKENS]
-            lines.append(f"| {label}, µs | {' | '.join(cells)} |")
+            lines.append(f"| {of.label(path)}, µs | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.comparison import Comparison, compare
-from deep_moe.formats import dequantize_e2m1_ue8m0
+from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import NUMERICS, Numerics, combine_slots, expert_output, valid_slots
-from deep_moe.synthetic import Tokens
-from deep_moe.weights import LayerWeights, weight_arch
-from deep_moe.workload import expert_layer
+from deep_moe.targets import target_of_device
+from deep_moe.trial.bounds import Bounds, SlotBounds, combined_bounds, expert_bounds
+from deep_moe.trial.comparison import Comparison, compare
+from deep_moe.trial.real_size import expert_layer
+from deep_moe.trial.reference import Numerics
+from deep_moe.trial.synthetic import Tokens
 
 FP4_BYTES_PER_WEIGHT = 17 / 32  # a nibble, and a scale byte for 32
 
@@ -25,25 +27,26 @@ def reference_sample(
     seed: int,
     numerics: Numerics,
     activation_clamp: float | None,
-) -> torch.Tensor:
-    """The reference of some tokens; the experts they name are made again one by one."""
-    idx, weights = tokens.topk_idx[rows], tokens.topk_weights[rows]
+) -> Bounds:
+    """The bounds of some tokens' outputs on a GPU; the experts they name are made again one by
+    one."""
     x = numerics.tokens(tokens.x[rows], tokens.x_sf[rows])
-    contributions = torch.zeros(
-        (*idx.shape, shape.hidden), dtype=torch.bfloat16, device=tokens.x.device
-    )
-    for expert_idx in idx.unique().tolist():
-        token, slot = (idx == expert_idx).nonzero(as_tuple=True)
+
+    def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
         layer = expert_layer(shape, expert_idx, seed, tokens.x.device)
-        contributions[token, slot] = expert_output(
-            x[token],
-            weights[token, slot],
+        return expert_bounds(
+            x[token_idx],
+            weights,
             (layer.l1.weight[0], layer.l1.sf[0]),
             (layer.l2.weight[0], layer.l2.sf[0]),
-            activation_clamp=activation_clamp,
             numerics=numerics,
+            sum_bits=numerics.sum_bits,
+            activation_clamp=activation_clamp,
         )
-    return combine_slots(contributions, valid_slots(idx, shape.num_experts))
+
+    return combined_bounds(
+        tokens.topk_idx[rows], tokens.topk_weights[rows], shape.num_experts, shape.hidden, of_expert
+    )
 
 
 def checked_sample(
@@ -57,10 +60,10 @@ def checked_sample(
     """Some tokens of a call's result beside the reference. RuntimeError if they differ."""
     count = min(num_checked_tokens, tokens.num_tokens)
     rows = torch.linspace(0, tokens.num_tokens - 1, count, device=y.device).long()
-    numerics = NUMERICS[weight_arch(y.device)]
+    numerics = target_of_device(y.device).weights_of().numerics
     expected = reference_sample(shape, tokens, rows, seed, numerics, activation_clamp)
     comparison = compare(y[rows], expected)
-    if not comparison.is_good(exact=False, sum_bits=numerics.sum_bits):
+    if not comparison.is_right:
         raise RuntimeError(f"the result differs from the reference: {comparison}")
     return comparison
 

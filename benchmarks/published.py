@@ -31,12 +31,12 @@ class Figures:
 @dataclass(frozen=True)
 class Asked:
     """What is asked of our layer on a machine: `times` as fast as the best peer by tokens per
-    rank (first, last, times), and microseconds where they are said."""
+    rank (first, last, times). model: as results name it."""
 
     gpu: str
     num_ranks: int
+    model: str
     times: tuple[tuple[int, int, float], ...]
-    us: Mapping[str, Mapping[int, float]]
 
     def times_at(self, num_tokens: int) -> float | None:
         """At one number of tokens; None between the ranges that are named."""
@@ -54,10 +54,15 @@ def figures(model: str, gpu: str, num_ranks: int) -> list[Figures]:
     ]
 
 
-def asked(gpu: str, num_ranks: int) -> Asked | None:
-    """What is asked on such a machine."""
+def asked(model: str, gpu: str, num_ranks: int) -> Asked | None:
+    """What is asked of a model on such a machine."""
     return next(
-        (goal for goal in _read()[1] if (goal.gpu, goal.num_ranks) == (gpu, num_ranks)), None
+        (
+            goal
+            for goal in _read()[1]
+            if (goal.model, goal.gpu, goal.num_ranks) == (model, gpu, num_ranks)
+        ),
+        None,
     )
 
 
@@ -84,13 +89,15 @@ def compared(
     result: Mapping[str, Any], gpu: str, elsewhere: Mapping[str, float] | None = None
 ) -> dict[str, Any] | None:
     """A result beside the best peer at its size, the one timed in the same run among them, and
-    beside what is asked. None where there is nothing to compare with.
+    beside what is asked. None where there is nothing to compare with: for problems that are not
+    even, and for sizes of others than published models of which nothing is asked.
 
     elsewhere: microseconds of peers timed in other runs, by name.
     """
-    if not is_standard(result):
-        return None
     num_tokens, num_ranks = result["tokens_per_rank"], result["num_ranks"]
+    goal = asked(result["model"], gpu, num_ranks)
+    if not is_even(result) or (goal is None and not is_standard(result)):
+        return None
     curves = figures(result["model"], gpu, num_ranks)
     peers = {curve.name: curve.us[num_tokens] for curve in curves if num_tokens in curve.us}
     peers |= elsewhere or {}
@@ -104,11 +111,9 @@ def compared(
         "best_peer_us": peers[best],
         "times_slower": peers[best] / result["us"],
     }
-    goal = asked(gpu, num_ranks)
     times = goal and goal.times_at(num_tokens)
-    if goal is not None and times is not None:
-        us = goal.us.get(result["model"], {}).get(num_tokens, peers[best] / times)
-        comparison |= {"asked_times": times, "goal_us": us}
+    if times is not None:
+        comparison |= {"asked_times": times, "goal_us": peers[best] / times}
     return comparison
 
 
@@ -133,12 +138,7 @@ def _read() -> tuple[list[Figures], list[Asked]]:
 
     curves = [Figures(**{**curve, "us": by_tokens(curve["us"])}) for curve in document["figures"]]
     goals = [
-        Asked(
-            gpu=goal["gpu"],
-            num_ranks=goal["num_ranks"],
-            times=tuple(tuple(row) for row in goal["times"]),
-            us={model: by_tokens(us) for model, us in goal["us"].items()},
-        )
+        Asked(**{**goal, "times": tuple(tuple(row) for row in goal["times"])})
         for goal in document["asked"]
     ]
     return curves, goals

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats import dequantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import swiglu
-from deep_moe.synthetic import Layer, Tokens
+from deep_moe.trial.reference import swiglu
+from deep_moe.trial.synthetic import Layer, Tokens
 
 from .problem import fp8_weights
 

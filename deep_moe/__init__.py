@@ -5,13 +5,13 @@ Public names are imported when they are first used: `import deep_moe` loads neit
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import names_on_use
 
 if TYPE_CHECKING:
-    from .buffer import SymmBuffer, get_symm_buffer_for_mega_moe
-    from .emulated_ranks import EmulatedRanks
+    from . import checkpoint, compat
     from .errors import (
         CacheError,
         CheckpointError,
@@ -21,33 +21,48 @@ if TYPE_CHECKING:
         MegaMoETimeoutError,
         MissingPackageError,
     )
-    from .input_preparation import prepare_inputs
-    from .mega_moe import fp8_fp4_mega_moe
-    from .weights import transform_weights_for_mega_moe
+    from .formats.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
+    from .formats.weights import (
+        MegaMoEWeights,
+        empty_weights_for_mega_moe,
+        inverse_transform_weights,
+        transform_weights_for_mega_moe,
+    )
+    from .fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+    from .fused.emulated_ranks import EmulatedRanks
+    from .fused.input_preparation import prepare_inputs
+    from .fused.mega_moe import fp8_fp4_mega_moe
 
 __version__ = "0.1.0"
 
-_SOURCE_ROOT = Path(__file__).resolve().parent.parent
-if (_SOURCE_ROOT / "jit" / "template").is_dir() and not (Path(__file__).parent / "jit").is_dir():
-    # A source checkout keeps jit, heuristics and emulator beside this folder; installed, they are
-    # inside it.
-    __path__.append(str(_SOURCE_ROOT))
+if not (Path(__file__).parent / "jit").is_dir():
+    from .source_checkout import path_entry
+
+    __path__.append(path_entry(Path(__file__).resolve().parent.parent))
 
 _MODULES = {
     "CacheError": "errors",
     "CheckpointError": "errors",
     "CompileError": "errors",
     "DeepMoEError": "errors",
-    "EmulatedRanks": "emulated_ranks",
+    "EmulatedRanks": "fused.emulated_ranks",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
+    "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
-    "SymmBuffer": "buffer",
-    "fp8_fp4_mega_moe": "mega_moe",
-    "get_symm_buffer_for_mega_moe": "buffer",
-    "prepare_inputs": "input_preparation",
-    "transform_weights_for_mega_moe": "weights",
+    "SymmBuffer": "fused.buffer",
+    "dequantize_mxfp4": "formats.mx",
+    "dequantize_mxfp8": "formats.mx",
+    "empty_weights_for_mega_moe": "formats.weights",
+    "fp8_fp4_mega_moe": "fused.mega_moe",
+    "get_symm_buffer_for_mega_moe": "fused.buffer",
+    "inverse_transform_weights": "formats.weights",
+    "prepare_inputs": "fused.input_preparation",
+    "quantize_mxfp4": "formats.mx",
+    "quantize_mxfp8": "formats.mx",
+    "transform_weights_for_mega_moe": "formats.weights",
 }
+_SUBMODULES = ("checkpoint", "compat")
 
 __all__ = [
     "CacheError",
@@ -57,22 +72,21 @@ __all__ = [
     "EmulatedRanks",
     "MegaMoEError",
     "MegaMoETimeoutError",
+    "MegaMoEWeights",
     "MissingPackageError",
     "SymmBuffer",
+    "checkpoint",
+    "compat",
+    "dequantize_mxfp4",
+    "dequantize_mxfp8",
+    "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
+    "inverse_transform_weights",
     "prepare_inputs",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
     "transform_weights_for_mega_moe",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names_on_use(__name__, _MODULES, _SUBMODULES)

@@ -14,14 +14,17 @@ from .errors import (
     Uninitialized,
     Unsupported,
 )
+from .findings import Finding, Involved
 from .machine import Machine, Module, NamedArray, Statistics, supported_instructions
 
 __all__ = [
     "BarrierMisuse",
     "Deadlock",
     "EmulatorError",
+    "Finding",
     "InvalidOperation",
     "InvalidPtx",
+    "Involved",
     "KernelTrap",
     "LaunchError",
     "Machine",

@@ -5,11 +5,21 @@ and lane."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deep_moe.errors import DeepMoEError
+
+if TYPE_CHECKING:
+    from .findings import Finding
 
 
 class EmulatorError(DeepMoEError):
-    """Base of the errors below; raised itself for faults of the emulator."""
+    """Base of the errors below; raised itself for faults of the emulator.
+
+    finding: the same as data, if it came from the emulator's library.
+    """
+
+    finding: Finding | None = None
 
 
 class InvalidPtx(EmulatorError):
@@ -70,4 +80,20 @@ BY_KIND: dict[int, type[EmulatorError]] = {
     10: LaunchError,
     11: RaceDetected,
     12: EmulatorError,
+}
+
+# Of the same numbers, as findings call them.
+KIND_NAMES: dict[int, str] = {
+    1: "invalid_ptx",
+    2: "unsupported",
+    3: "out_of_bounds",
+    4: "misaligned",
+    5: "uninitialized",
+    6: "barrier_misuse",
+    7: "deadlock",
+    8: "trap",
+    9: "invalid_operation",
+    10: "launch",
+    11: "race",
+    12: "internal",
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 LIBRARY_NAME = "libdeep_moe_emulator.so"
 SOURCES = Path(__file__).parent / "src"
+EXPORTED_NAMES = SOURCES / "exported_names.map"
 CHECKOUT_BUILDS = Path(__file__).parents[1] / "build" / "emulator"
 
 # No flag that depends on the building machine: hot loops choose their instructions at load time.
@@ -35,7 +36,13 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Wno-format-security",
+    "-include",
+    "glibc_2_28.h",
 )
+# The C++ library is linked in, for that of another machine may be older. libgcc comes from that
+# machine: each finds its handlers of exceptions by means of the glibc that it was built for. Unused
+# parts go: the C++ library's random numbers alone need glibc 2.36.
+LINK_FLAGS = ("-shared", "-static-libstdc++", "-Wl,--gc-sections")
 NUM_COMPILERS = 2
 
 
@@ -63,7 +70,7 @@ def build(output: Path, *, kept_units: Path | None = None) -> None:
             kept = kept_units and kept_units / f"{headers}-{source_digest(source.name)}.o"
             if kept and kept.exists():
                 return kept
-            _run([compiler, *FLAGS, "-c", str(source), "-o", str(unit)])
+            _run([compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", str(unit)])
             return unit.replace(kept) if kept else unit
 
         if kept_units:
@@ -73,8 +80,8 @@ def build(output: Path, *, kept_units: Path | None = None) -> None:
         with ThreadPoolExecutor(NUM_COMPILERS) as pool:
             units = [str(unit) for unit in pool.map(compile_unit, sources)]
         linked = Path(folder) / LIBRARY_NAME
-        runtime = ["-static-libstdc++", "-static-libgcc"]
-        _run([compiler, "-shared", *runtime, *units, "-o", str(linked)])
+        exports = f"-Wl,--version-script={EXPORTED_NAMES}"
+        _run([compiler, *LINK_FLAGS, exports, *units, "-o", str(linked)])
         linked.replace(output)
 
 
@@ -85,8 +92,8 @@ def _run(command: list[str]) -> None:
 
 
 def source_digest(pattern: str = "*.*") -> str:
-    """Digest of the compiler's flags and of the sources whose names match."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    """Digest of all flags and of the sources whose names match."""
+    digest = hashlib.sha256(" ".join(FLAGS + LINK_FLAGS).encode())
     for source in sorted(SOURCES.glob(pattern)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
@@ -124,13 +131,14 @@ def load() -> ctypes.CDLL:
         "dm_create": (handle, [u64, integer, integer]),
         "dm_destroy": (None, [handle]),
         "dm_error": (text, [handle]),
+        "dm_error_finding": (text, [handle]),
         "dm_set_residency": (None, [handle, u32]),
         "dm_set_hopper_fp8_sums": (None, [handle, integer]),
         "dm_set_strict_tcgen05": (None, [handle, integer]),
         "dm_set_schedule": (None, [handle, integer]),
         "dm_set_collects_findings": (None, [handle, integer]),
         "dm_num_findings": (u32, [handle]),
-        "dm_finding": (text, [handle, u32, ctypes.POINTER(integer)]),
+        "dm_finding": (text, [handle, u32]),
         "dm_add_memory": (integer, [handle, u32, u64, u64, text, integer]),
         "dm_name_memory": (integer, [handle, u32, u64, text, u64, u64, u64_out, u32]),
         "dm_remove_memory": (integer, [handle, u32, u64]),

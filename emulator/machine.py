@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import BY_KIND, EmulatorError, LaunchError
+from .findings import Finding, decode_finding
 from .library import load
 
 Size = tuple[int, int, int]
 # Of a kernel: bytes, a number, or an array or tensor, which stands for its address.
 Argument: TypeAlias = Any
-Schedule = Literal["random", "round_robin", "late_copies", "slow_rank", "starved_role"]
+Schedule = Literal["random", "round_robin", "late_copies", "slow_rank", "starved_role", "last_warp"]
 # In the order of the enum in machine.h.
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -79,17 +81,19 @@ class Machine:
     """Runs PTX for any number of ranks on one host thread.
 
     seed: picks the interleaving of warps and the moments at which asynchronous operations complete;
-    the same seed gives the same run. schedule: "random"; "round_robin"; "late_copies" completes
-    asynchronous operations only when nothing else can go on; "slow_rank" and "starved_role" hardly
-    ever run one rank, or the warps of one index in all CTAs, which the seed picks. checks: look for
-    data races, missing fences, reads of memory that nobody wrote and the like. stop_at_findings:
-    such a finding is an error; otherwise the run goes on and `findings` has them, each pair of
-    source lines once. strict_tcgen05: ask for tcgen05 fences also where a release and an acquire
-    order finished tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not,
-    and for the warp's quadrant in addresses of tensor memory.
-    clock: "virtual"
-    counts instructions, and time leaps when everything waits; "real" is the host's, for kernels
-    that talk to other processes. max_resident_ctas: how many CTAs of one grid are there at once.
+    the same seed gives the same run.
+    schedule: "random"; "round_robin"; "late_copies" completes asynchronous operations only when
+    nothing else can go on; "slow_rank" and "starved_role" hardly ever run one rank, or the warps of
+    one index in all CTAs, which the seed picks; "last_warp" runs one warp, which the seed picks,
+    only when nobody else can go on.
+    checks: look for data races, missing fences, reads of memory that nobody wrote and the like.
+    stop_at_findings: such a finding is an error; otherwise the run goes on and `findings` has them.
+    strict_tcgen05: ask for tcgen05 fences also where a release and an acquire order finished
+    tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not, and for the
+    warp's quadrant in addresses of tensor memory.
+    clock: "virtual" counts instructions, and time leaps when everything waits; "real" is the
+    host's, for kernels that talk to other processes.
+    max_resident_ctas: how many CTAs of one grid are there at once.
     hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
     rounding the exact sum once.
 
@@ -200,11 +204,10 @@ class Machine:
         cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
         args: one per parameter: a number, an array or tensor for its address, or the parameter's
         `bytes` (a struct, a tensor map); or all of them as one block of `bytes`.
-        registers: per thread at the
-        start, as the compiler reports them; by default as ptxas takes them: the most that launch
-        bounds allow, but no more than its largest setmaxnreg. For findings,
-        roles: which warps of a CTA do what, by name; shared_arrays: what lies in dynamic shared
-        memory.
+        registers: per thread at the start, as the compiler reports them; by default as ptxas takes
+        them: the most that launch bounds allow, but no more than its largest setmaxnreg.
+        roles: which warps of a CTA do what, by name, for findings.
+        shared_arrays: what lies in dynamic shared memory, for findings.
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
@@ -305,13 +308,17 @@ class Machine:
         self._check(status)
 
     @property
-    def findings(self) -> list[EmulatorError]:
-        """What the checks found so far, where `stop_at_findings` is off."""
-        kind, found = ctypes.c_int(), []
-        for index in range(self._library.dm_num_findings(self._handle)):
-            text = self._library.dm_finding(self._handle, index, ctypes.byref(kind))
-            found.append(BY_KIND.get(kind.value, EmulatorError)(text.decode(errors="replace")))
-        return found
+    def findings(self) -> list[Finding]:
+        """What the checks found so far where `stop_at_findings` is off, each cause once: one check
+        at one source line, or at one pair of them."""
+        return [
+            decode_finding(self._library.dm_finding(self._handle, index).decode(errors="replace"))
+            for index in range(self._library.dm_num_findings(self._handle))
+        ]
+
+    def findings_as_json(self) -> str:
+        """`findings` as a JSON list, see `Finding.as_dict`."""
+        return json.dumps([finding.as_dict() for finding in self.findings])
 
     @property
     def stall(self) -> str:
@@ -330,7 +337,10 @@ class Machine:
     def _check(self, status: int) -> None:
         if status:
             text = self._library.dm_error(self._handle).decode(errors="replace")
-            raise BY_KIND.get(status, EmulatorError)(text)
+            error = BY_KIND.get(status, EmulatorError)(text)
+            found = self._library.dm_error_finding(self._handle).decode(errors="replace")
+            error.finding = decode_finding(found)
+            raise error
 
 
 def _argument_bytes(value: Argument, num_bytes: int, is_floating: bool) -> bytes:

@@ -1,17 +1,27 @@
-"""From the shape of an MoE layer to the configuration of its kernel. Pure Python."""
+"""From the shape of an MoE layer to the configuration of its kernel. Pure Python.
 
-from .config import ARCHITECTURES, Decision, MegaMoEConfig, choose_config
-from .expected_tokens import expected_tokens_per_rank
-from .explain import Explanation, explain
-from .prepare_inputs import PrepareInputsConfig
-from .presets import PRESETS, preset_shape
-from .segments import Layout, Segment
-from .shape import MoEShape
-from .symm_buffer_layout import symm_buffer_layout
-from .tuning import Tuning, TuningTable
+Shapes, layouts and the choosers of fields (sm90.py, sm100.py and what they import) are below the
+targets (deep_moe/targets), which use them; config.py and what builds on it stand above and ask the
+targets. So names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.lazy import names_on_use
+
+if TYPE_CHECKING:
+    from .config import Decision, MegaMoEConfig, choose_config
+    from .expected_tokens import expected_tokens_per_rank
+    from .explain import Explanation
+    from .prepare_inputs import PrepareInputsConfig
+    from .presets import PRESETS, preset_shape
+    from .segments import Layout, Segment
+    from .shape import MoEShape
+    from .tuning import Tuning, TuningTable
 
 __all__ = [
-    "ARCHITECTURES",
     "PRESETS",
     "Decision",
     "Explanation",
@@ -24,7 +34,24 @@ __all__ = [
     "TuningTable",
     "choose_config",
     "expected_tokens_per_rank",
-    "explain",
     "preset_shape",
-    "symm_buffer_layout",
 ]
+
+__getattr__, __dir__ = names_on_use(
+    __name__,
+    {
+        "PRESETS": "presets",
+        "Decision": "config",
+        "Explanation": "explain",
+        "Layout": "segments",
+        "MegaMoEConfig": "config",
+        "MoEShape": "shape",
+        "PrepareInputsConfig": "prepare_inputs",
+        "Segment": "segments",
+        "Tuning": "tuning",
+        "TuningTable": "tuning",
+        "choose_config": "config",
+        "expected_tokens_per_rank": "expected_tokens",
+        "preset_shape": "presets",
+    },
+)

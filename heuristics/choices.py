@@ -176,8 +176,8 @@ def choose_waves(
     num_more: int = 0,
     alternating: bool = False,
 ) -> None:
-    """Experts per wave and per turn of Linear1 and Linear2 (include/deep_moe/scheduler.cuh); needs
-    num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert, not of a whole wave."""
+    """Experts per wave and per turn of Linear1 and Linear2 (experts/scheduler.cuh);
+    needs num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert."""
     fields = choices.fields
     if expected < 1:
         reason = "less than one token per expert expected: all local experts in one wave"

@@ -6,12 +6,13 @@ The field names are the C++ names: the JIT renders each field into the kernel's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from . import sm90, sm100
+from deep_moe.targets import EMULATED, Target, target_of
+
 from .segments import Layout
 from .shape import MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
@@ -59,6 +60,7 @@ class MegaMoEConfig:
     # tile
     block_m: int
     block_m_step: int
+    min_block_m: int
     block_n: int
     block_k: int
     store_block_m: int
@@ -74,7 +76,7 @@ class MegaMoEConfig:
     activation_clamp: float  # +inf: none
     fast_math: bool
     # recording
-    trace: bool  # time stamps, see include/deep_moe/trace.cuh
+    trace: bool  # time stamps, see include/deep_moe/trace/tracer.cuh
     # pool
     num_max_pool_tokens: int
     num_max_pool_blocks: int
@@ -88,7 +90,7 @@ class MegaMoEConfig:
     num_combine_chunks: int
 
     # not rendered
-    arch: str = field(default="sm_100a", kw_only=True)
+    arch: str = field(kw_only=True)
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
@@ -99,6 +101,11 @@ class MegaMoEConfig:
             for entry in fields(self)
             if entry.name not in not_rendered
         }
+
+    @property
+    def target(self) -> Target:
+        """What the kernel is compiled for."""
+        return target_of(self.arch)
 
     @property
     def shape(self) -> MoEShape:
@@ -113,32 +120,32 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        return _architecture(self.arch).smem_layout(self.kernel_fields())
+        return self.target.smem_layout(self.kernel_fields())
 
     @property
     def tunable(self) -> dict[str, int]:
         """The fields that tuning may choose, with their values."""
-        return {name: getattr(self, name) for name in _architecture(self.arch).tunable}
+        return {name: getattr(self, name) for name in self.target.tunable}
 
     @property
     def candidates(self) -> dict[str, tuple[int, ...]]:
         """Other values of each tunable field that are worth measuring beside this config's."""
-        return _architecture(self.arch).candidates(self.shape, self.tunable)
+        return self.target.candidates(self.shape, self.tunable)
 
     @property
     def roles(self) -> tuple[str, str, str]:
         """What the warps do that have dispatch, loader and epilogue registers."""
-        return _architecture(self.arch).roles
+        return self.target.roles
 
     @property
     def warp_roles(self) -> dict[str, range]:
         """The warps of a CTA by what they do."""
-        return _architecture(self.arch).warp_roles(self.kernel_fields())
+        return self.target.warp_roles(self.kernel_fields())
 
     @property
     def tmem_layout(self) -> Layout | None:
         """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
-        return _architecture(self.arch).tmem_layout(self.kernel_fields())
+        return self.target.tmem_layout(self.kernel_fields())
 
     def explain(self) -> Explanation:
         """Every choice with its reason, the memory maps, and what the schedule amounts to."""
@@ -147,68 +154,12 @@ class MegaMoEConfig:
         return explain(self)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What differs between targets."""
-
-    choose_fields: Callable[..., tuple[dict[str, int], dict[str, str]]]
-    heeds_uneven: bool  # whether what is chosen depends on is_uneven
-    smem_layout: Callable[[Mapping[str, int | float | bool]], Layout]
-    tmem_layout: Callable[[Mapping[str, int | float | bool]], Layout | None]
-    overridable: tuple[str, ...]
-    tunable: tuple[str, ...]  # those whose best value differs from layer to layer
-    candidates: Callable[[MoEShape, Mapping[str, int]], dict[str, tuple[int, ...]]]
-    smem_capacity: int
-    default_num_sms: int
-    cluster_size: int
-    roles: tuple[str, str, str]  # of the warps with dispatch, loader and epilogue registers
-    warp_roles: Callable[[Mapping[str, int | float | bool]], dict[str, range]]
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "sm_100a": Architecture(
-        sm100.choose_fields,
-        False,
-        sm100.smem_layout,
-        sm100.tmem_layout,
-        sm100.OVERRIDABLE,
-        sm100.TUNABLE,
-        sm100.candidates,
-        sm100.SMEM_CAPACITY,
-        sm100.DEFAULT_NUM_SMS,
-        sm100.CLUSTER_SIZE,
-        sm100.ROLES,
-        sm100.warp_roles,
-    ),
-    "sm_90a": Architecture(
-        sm90.choose_fields,
-        True,
-        sm90.smem_layout,
-        sm90.tmem_layout,
-        sm90.OVERRIDABLE,
-        sm90.TUNABLE,
-        sm90.candidates,
-        sm90.SMEM_CAPACITY,
-        sm90.DEFAULT_NUM_SMS,
-        sm90.CLUSTER_SIZE,
-        sm90.ROLES,
-        sm90.warp_roles,
-    ),
-}
-
-
-def _architecture(arch: str) -> Architecture:
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
-    return ARCHITECTURES[arch]
-
-
 def choose_config(
     shape: MoEShape,
     num_tokens: int,
     *,
     is_uneven: bool = False,
-    arch: str = "sm_100a",
+    arch: str | None = None,
     num_sms: int | None = None,
     smem_capacity: int | None = None,
     activation_clamp: float | None = None,
@@ -220,21 +171,21 @@ def choose_config(
     """The kernel for `num_tokens` tokens per rank of `shape`.
 
     is_uneven: the experts' counts differ by more than chance makes them; SM90's tiles are then for
-    such. num_sms: CTAs of the launch, one per SM, even on SM100; by default 148 for sm_100a (B200),
-    132 for sm_90a (H100, H200). smem_capacity: bytes of shared memory that a CTA may ask for; by
-    default what the architecture allows (232448, that is 227 KiB).
-    activation_clamp: positive bound of gate and up, None for none. trace: the kernel records
-    time stamps (deep_moe.trace). overrides: values by field name, taken instead of the heuristic's;
-    `block_m` brings along the rest of its table row. A value that breaks a limit is a ValueError
-    that names the limit. tuning: measurements on the device of the call, which come before the
-    formula and after `overrides`.
+    such. arch: a name of `deep_moe.targets.TARGETS`, by default what a CPU emulates. num_sms: CTAs
+    of the launch, one per SM, in whole clusters; by default the SMs of a GPU of that architecture.
+    smem_capacity: bytes of shared memory that a CTA may ask for; by default what the architecture
+    allows (232448, that is 227 KiB). activation_clamp: positive bound of gate and up, None for
+    none. trace: the kernel records time stamps (deep_moe.trial.trace). overrides: values by field
+    name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
+    value that breaks a limit is a ValueError that names the limit. tuning: measurements on the
+    device of the call, which come before the formula and after `overrides`.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
     >>> config.num_stages, config.num_experts_per_wave, config.num_epilogue_warps
     (7, 8, 8)
     """
-    architecture = _architecture(arch)
+    target = EMULATED if arch is None else target_of(arch)
     if not isinstance(shape, MoEShape):
         raise TypeError(f"shape must be a MoEShape; got {type(shape).__name__}")
     allowed_tokens = f"0 to num_max_tokens_per_rank ({shape.num_max_tokens_per_rank})"
@@ -242,20 +193,20 @@ def choose_config(
     if not 0 <= num_tokens <= shape.num_max_tokens_per_rank:
         raise ValueError(f"num_tokens must be {allowed_tokens}; got {num_tokens}")
     if smem_capacity is None:
-        smem_capacity = architecture.smem_capacity
+        smem_capacity = target.smem_capacity
     require_int("smem_capacity", smem_capacity, "a number of bytes")
     for name, flag in (("fast_math", fast_math), ("is_uneven", is_uneven)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool; got {flag!r}")
     clamp = _checked_clamp(activation_clamp)
-    overrides = _checked_overrides(overrides, architecture.overridable)
+    overrides = _checked_overrides(overrides, target.overridable)
     if num_sms is None:
-        num_sms = architecture.default_num_sms
+        num_sms = target.default_num_sms
     num_sms = overrides.get("num_sms", num_sms)
     require_int("num_sms", num_sms, "a number of CTAs")
 
     choose_fields = partial(
-        architecture.choose_fields,
+        target.choose_fields,
         shape,
         num_tokens,
         is_uneven=is_uneven,
@@ -265,8 +216,8 @@ def choose_config(
     chosen, reasons = choose_fields(overrides=overrides)
     tuning_result = TuningResult("formula: no device is named")
     if tuning is not None:
-        key = TunedLayerKey.of(shape, device=tuning.device, arch=arch, num_sms=num_sms)
-        formula = {name: chosen[name] for name in architecture.tunable}
+        key = TunedLayerKey.of(shape, device=tuning.device, arch=target.name, num_sms=num_sms)
+        formula = {name: chosen[name] for name in target.tunable}
         tuning_result = tuning.look_up(key, num_tokens, formula, overrides)
     if tuning_result.overrides:
         try:
@@ -283,7 +234,7 @@ def choose_config(
         reasons[name] = "set by the caller"
     reasons["activation_clamp"] = "argument of the call"
     reasons["fast_math"] = "argument of the call"
-    reasons["trace"] = "on while a call is recorded (deep_moe.trace)"
+    reasons["trace"] = "on while a call is recorded (deep_moe.trial.trace)"
     problem = {
         "num_ranks": shape.num_ranks,
         "num_experts": shape.num_experts,
@@ -303,10 +254,12 @@ def choose_config(
         activation_clamp=clamp,
         fast_math=fast_math,
         trace=trace,
-        arch=arch,
+        arch=target.name,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 
+
+MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal positive numbers
 
 _SHAPE_REASONS = {
     "num_ranks": "problem",
@@ -317,8 +270,7 @@ _SHAPE_REASONS = {
     "hidden": "problem",
     "intermediate_hidden": "problem",
     "num_max_pool_tokens": (
-        "ranks * max tokens * min(topk, local experts) + 191 per local expert, up to a multiple "
-        "of 384"
+        "ranks * max tokens * topk + 191 per local expert, up to a multiple of 384"
     ),
     "num_max_pool_blocks": "pool tokens / 8, the smallest block of any architecture",
     "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
@@ -326,12 +278,12 @@ _SHAPE_REASONS = {
 
 
 def _checked_clamp(activation_clamp: float | None) -> float:
-    allowed = "None or a positive number"
+    allowed = "None or a positive number that float32 holds"
     if activation_clamp is None:
         return math.inf
     if isinstance(activation_clamp, bool) or not isinstance(activation_clamp, (int, float)):
         raise TypeError(f"activation_clamp must be {allowed}; got {activation_clamp!r}")
-    if not activation_clamp > 0:
+    if not (activation_clamp == math.inf or MIN_FLOAT32 <= activation_clamp <= MAX_FLOAT32):
         raise ValueError(f"activation_clamp must be {allowed}; got {activation_clamp}")
     return float(activation_clamp)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+
+from deep_moe.targets import target_of
 
 VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
-ARCHS = ("sm_100a", "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class PrepareInputsConfig:
     has_int32_topk_idx: else int64. has_bf16_topk_weights: else float32. num_chunks_per_lane: loads
     of 16 bytes that each lane has under way at once.
 
-    >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4)
+    >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
     [2, 4, 14336]
     """
@@ -24,11 +25,10 @@ class PrepareInputsConfig:
     has_bf16_topk_weights: bool = False
     num_threads: int = 128
     num_chunks_per_lane: int = 4
-    arch: str = "sm_100a"
+    arch: str = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.arch not in ARCHS:
-            raise ValueError(f"arch must be one of {', '.join(ARCHS)}; got {self.arch!r}")
+        target_of(self.arch)  # or an error
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""

@@ -49,6 +49,11 @@ class Segment:
         """Offset of the first byte behind the segment."""
         return self.offset + self.num_bytes
 
+    @property
+    def stride(self) -> int:
+        """Distance between neighbours along the first dimension, in the units of `offset`."""
+        return self.num_bytes // self.shape[0]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -71,10 +76,32 @@ class Layout:
         return dict(self.marks)[name]
 
     def constants(self) -> dict[str, int]:
-        """What the kernel's `Config` gets: `<segment>_offset` for each segment, the marks, and
-        `num_bytes`."""
-        offsets = {f"{segment.name}_offset": segment.offset for segment in self.segments}
-        return {**offsets, **dict(self.marks), "num_bytes": self.num_bytes}
+        """What the kernel's `Config` gets, beside the dimensions and types: `<segment>_offset` and
+        `<segment>_stride` for each segment, the marks, and `num_bytes`."""
+        return {**self._places("offset"), **dict(self.marks), "num_bytes": self.num_bytes}
+
+    def _places(self, word_for_offset: str) -> dict[str, int]:
+        return {
+            f"{segment.name}_{word}": value
+            for segment in self.segments
+            for word, value in ((word_for_offset, segment.offset), ("stride", segment.stride))
+        }
+
+    def dimensions(self) -> dict[str, int]:
+        """`<segment>_dim<i>`: the elements along each dimension of each segment.
+
+        >>> Layout((Segment("x", 0, 24, "u32", (2, 3), "tokens"),), 24).dimensions()
+        {'x_dim0': 2, 'x_dim1': 3}
+        """
+        return {
+            f"{segment.name}_dim{i}": size
+            for segment in self.segments
+            for i, size in enumerate(segment.shape)
+        }
+
+    def element_types(self) -> dict[str, str]:
+        """`<segment>_element`: the dtype of each segment."""
+        return {f"{segment.name}_element": segment.dtype for segment in self.segments}
 
     def rows(self) -> Iterator[Segment]:
         """The segments with alignment gaps as rows named `padding`: the sizes of all rows add up

@@ -11,7 +11,7 @@ MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
 MAX_TOPK = 32  # one warp lane per slot of a token
 K_BLOCK = 128  # hidden and intermediate sizes are cut into blocks of this many elements
 MAX_CANDIDATE_BLOCK_M = 192
-CANDIDATE_BLOCK_M_LCM = 384  # least common multiple of 8, 16, 32, 64, 96, 128 and 192
+POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
 
 
@@ -115,16 +115,17 @@ class MoEShape:
 
     @property
     def num_max_pool_tokens(self) -> int:
-        """Rows of the token pool: every rank may send everything here, each expert starts on a
-        block boundary, and the pool divides evenly by every candidate block size.
+        """Rows of the token pool: every rank may send all slots of all its tokens here, for a token
+        may name an expert in several slots, and each expert starts on a block boundary, so that
+        behind its last token there are up to 191 rows with the largest blocks. The sum is rounded
+        up, and the same for all block sizes.
 
         >>> MoEShape(8, 256, 8, 7168, 2048, 256).num_max_pool_tokens  # 2048*8 + 32*191, to 384
         22656
         """
-        num_received = self.num_ranks * self.num_max_tokens_per_rank
-        num_copies = min(self.num_topk, self.num_experts_per_rank)
+        num_received = self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
         padding = self.num_experts_per_rank * (MAX_CANDIDATE_BLOCK_M - 1)
-        return align_up(num_received * num_copies + padding, CANDIDATE_BLOCK_M_LCM)
+        return align_up(num_received + padding, POOL_ROUNDING)
 
     @property
     def num_max_pool_blocks(self) -> int:

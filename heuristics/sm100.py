@@ -73,7 +73,7 @@ ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
 
 def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
-    """Which warps of a CTA do what, as the role table of sm100/mega_moe.cuh has it."""
+    """Which warps of a CTA do what, as the role table of kernels/sm100_mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
     epilogue = loader + NUM_TENSOR_WARPS
     return {
@@ -121,13 +121,11 @@ def choose_fields(
     shape: MoEShape,
     num_tokens: int,
     *,
-    is_uneven: bool,
     num_sms: int,
     smem_capacity: int,
     overrides: Mapping[str, int],
 ) -> tuple[dict[str, int], dict[str, str]]:
     """All fields that are not given by the problem, and the reason of each."""
-    del is_uneven  # nothing is known of how fast tiles are there
     choices = FieldChoices(overrides)
     choose = choices.choose
 
@@ -165,6 +163,7 @@ def choose_fields(
     _choose_registers(shape, num_epilogue_warps, choices)
 
     choose("block_m_step", block_m, "all m-blocks have the same size")
+    choose("min_block_m", block_m, "all m-blocks have the same size")
     choose("num_mmas_per_group", 0, "SM100's tensor core needs no weights in registers")
     choose("num_block_slots", 0, "each role works out for itself which block comes next")
     choose("num_tmem_stages", NUM_TMEM_STAGES, "an epilogue overlaps the next block's MMA")

@@ -40,30 +40,37 @@ NUM_MATH_WARPS = 8
 # Tokens per tile, which is the N of wgmma. With more, accumulators leave the main loop too few
 # registers, and the compiler no longer overlaps the products with anything else.
 BLOCK_MS = tuple(range(8, 184, 8))
-# Tiles of different sizes in one kernel: from half of block_m up to block_m, in such steps. Each
-# size is a main loop of its own, for which there have to be registers.
-MIXED_BLOCK_M, MIXED_STEP = 128, 32
+# Tiles of different sizes in one kernel, from min_block_m up to block_m in such steps: an expert
+# gets what fits its tokens. Each size is a main loop of its own, for which there have to be
+# registers: ptxas overlaps the products in four of up to 88 rows, or in 64, 96 and 128.
+FITTED_TILES, NUM_FITTED_SIZES = ((64, 8), (72, 8), (80, 8), (88, 8)), 4
+UNEVEN_TILE = (128, 32)  # for experts whose counts differ by more than chance makes them
 # block_m and block_m_step of all tiles, those of one size first.
 TILES: tuple[tuple[int, int], ...] = (
     *((block_m, block_m) for block_m in BLOCK_MS),
-    (MIXED_BLOCK_M, MIXED_STEP),
+    *FITTED_TILES,
+    UNEVEN_TILE,
 )
 # Registers of a math thread, and what is left for one of the other warps, by the former.
 NUM_MATH_REGISTERS, NUM_MORE_MATH_REGISTERS = 216, 224
 NUM_OTHER_REGISTERS = {NUM_MATH_REGISTERS: 72, NUM_MORE_MATH_REGISTERS: 56}
 # What the main loop needs beside a register for each row of the tile, to start products in pairs.
-# One by one it needs 48 (sm90/main_loop.cuh).
+# One by one it needs 48 (experts/sm90/main_loop.cuh).
 PAIRED_LOOP_REGISTERS = 64
 # What tiles cost, fitted to times of an H200 (2026-11-21, benchmarks/LOG.md) with 3 to 768 tokens
 # per expert of both DeepSeek-V4 shapes. At each of 27 numbers of tokens, 11 of them measured after
 # the fit, it takes the fastest of the tiles of one size that were measured, or one at most 0.8 %
 # slower; with tiles of 160 rows and more, measured later at 9 numbers of tokens, one at most 1.1 %.
 # A tile takes 1 + rows / 150: decoding its weights, and products. A further tile of the same expert
-# takes less, because its weights do not come from HBM. Tiles of different sizes take several copies
-# each, and have fewer products in flight. So have those whose products go one by one.
+# takes less, because its weights do not come from HBM. Kernels with a main loop for each size are
+# longer, and have fewer products in flight; so have those whose products go one by one. Rows that
+# no token fills are zeros, which take less power than others: leaving them out gains less than
+# their share. Tiles fitted in steps of 8 lead by 1.8 to 3.1 % with 36 to 64 tokens per expert, and
+# lag by 1.9 % with 76 (H200, 2026-11-22).
 TILE_ROWS_PER_UNIT = 150
 FURTHER_TILE_COST = 0.6
 MIXED_TILES_COST = 1.04
+FITTED_TILES_COST = 1.055
 SINGLE_PRODUCTS_COST = 1.03
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
@@ -94,7 +101,7 @@ ROLES = ("dispatch", "loaders", "math and epilogue")
 
 
 def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
-    """Which warps of a CTA do what, as the role table of sm90/mega_moe.cuh has it."""
+    """Which warps of a CTA do what, as the role table of kernels/sm90_mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
     math_warps = loader + NUM_LOADER_WARPS
     return {
@@ -114,7 +121,7 @@ def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
     the expert's weights again.
 
     >>> [choose_tile(Fraction(m))[0] for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
-    [8, 8, 16, 16, 24, 24, 32, 40, 64, 80, 152, 160]
+    [8, 8, 16, 16, 24, 24, 32, 40, 64, 88, 152, 160]
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
     """
@@ -129,7 +136,8 @@ def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def _choose_tile(expected: Fraction, is_uneven: bool) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    return min(TILES, key=lambda tile: _expected_cost(tile, counts))
+    tiles = [tile for tile in TILES if not (is_uneven and tile in FITTED_TILES)]
+    return min(tiles, key=lambda tile: _expected_cost(tile, counts))
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -163,9 +171,22 @@ def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> fl
     block_m, step = tile
     cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
     if step != block_m:
-        return cost * MIXED_TILES_COST
+        return cost * (MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST)
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
     return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
+
+
+def smallest_rows(block_m: int, step: int) -> int:
+    """min_block_m of a tile.
+
+    >>> [smallest_rows(*tile) for tile in ((112, 112), (80, 8), (128, 32))]
+    [112, 56, 64]
+    """
+    if step == block_m:
+        return block_m
+    if (block_m, step) == UNEVEN_TILE:
+        return block_m // 2
+    return block_m - (NUM_FITTED_SIZES - 1) * step
 
 
 def num_math_registers(block_m: int, step: int) -> int:
@@ -174,7 +195,8 @@ def num_math_registers(block_m: int, step: int) -> int:
     >>> [num_math_registers(*tile) for tile in ((8, 8), (152, 152), (160, 160), (128, 32))]
     [216, 216, 224, 224]
     """
-    is_enough = step == block_m and block_m + PAIRED_LOOP_REGISTERS <= NUM_MATH_REGISTERS
+    widest = NUM_MATH_REGISTERS - PAIRED_LOOP_REGISTERS
+    is_enough = block_m <= widest and (block_m, step) != UNEVEN_TILE
     return NUM_MATH_REGISTERS if is_enough else NUM_MORE_MATH_REGISTERS
 
 
@@ -195,7 +217,7 @@ def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
     True
     """
     num_tiles = ceil_div(num_tokens, block_m)
-    num_steps = max(ceil_div(num_tokens, step), num_tiles * ceil_div(block_m // 2, step))
+    num_steps = max(ceil_div(num_tokens, step), num_tiles * smallest_rows(block_m, step) // step)
     first = ceil_div(num_steps, num_tiles) * step
     further = num_steps * step - first
     return (
@@ -277,7 +299,14 @@ def choose_fields(
             f"block_m_step must be {' or '.join(map(str, steps))} with block_m {block_m}; "
             f"got {block_m_step}"
         )
-    is_mixed = block_m_step != block_m
+    min_block_m = choose(
+        "min_block_m",
+        smallest_rows(block_m, block_m_step),
+        "all m-blocks have the same size"
+        if block_m_step == block_m
+        else "as many sizes as one kernel has registers for",
+    )
+    is_mixed = min_block_m != block_m
     choose("store_block_m", block_m, "block_m: the epilogue stores whole tiles")
     choose_blocks(
         shape,

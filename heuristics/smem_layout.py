@@ -86,9 +86,9 @@ def sm100_smem_layout(
     )
     add(
         "amax_exchange",
-        "f32",
+        "u32",
         (num_epilogue_warps, store_block_m),
-        "group maxima between neighbouring epilogue warps",
+        "bits of group maxima, between neighbouring epilogue warps",
         alignment=16,
     )
     builder.mark("barriers_offset", alignment=16)

@@ -31,8 +31,7 @@ class TmemLayout(Layout):
     unit = "u32"
 
     def constants(self) -> dict[str, int]:
-        columns = {f"{segment.name}_column": segment.offset for segment in self.segments}
-        return {**columns, "num_columns": self.num_bytes}
+        return {**self._places("column"), "num_columns": self.num_bytes}
 
 
 def column_layout(

@@ -12,7 +12,7 @@ other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
-`compile_seconds`, `created` (UTC), `files` (bytes and SHA-256 of each).
+`compile_seconds`, `created` (UTC), `files` (bytes and SHA-256 of each), `digest` (of all of these).
 
 KernelCache(folder=None) lists (`entries`), checks and clears a cache; see cache.py, which also says
 where the folder is.

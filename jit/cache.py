@@ -2,15 +2,23 @@
 
 One entry is one folder, named after its key:
 
+    <cache>/deep_moe_cache.txt             the mark: it says that the folder is such a cache
     <cache>/<key>/kernel.cubin, kernel.ptx, kernel.cu, manifest.json
     <cache>/locks/<key>.lock
     <cache>/temporary/<key>-<random>/      an entry being written, or a damaged one on its way out
 
 A reader takes no lock: an entry appears by one atomic rename and is never changed afterwards. Its
-files are compared with the SHA-256 sums in the manifest, so that a truncated or altered entry is
-noticed and compiled again. Writers of one key wait for each other on a file lock, which the
-operating system drops if its holder is killed; what such a writer left behind is removed by the
-next one.
+files are compared with the SHA-256 sums in the manifest, and the manifest with a digest of itself
+and the key, so that a truncated or altered entry is noticed and compiled again. That finds
+accidents and edits by hand. It is no signature: who writes a whole new entry with this code is
+believed, so the folder must be writable only by those whose kernels may run. Writers of one key
+wait for each other on a file lock, which the operating system drops if its holder is killed; what
+such a writer left behind is removed by the next one.
+
+Nothing is deleted but what is the cache's own: what is in it and named as keys are. Links are
+removed, never followed; the cache's folder itself may be one. A folder is cleared only if it has
+the mark, which the first writer puts there, or if it is a cache from before there were marks: then
+it holds nothing else, and each entry's manifest names its own folder.
 
 The folder is the argument, else `DEEP_MOE_CACHE_DIR`, else the user's cache folder as platformdirs
 knows it (`~/.cache/deep_moe` on most machines).
@@ -21,7 +29,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +43,16 @@ from typing import Any
 from deep_moe.errors import CacheError, MissingPackageError
 
 # Part of every key: raise it when the files of an entry or the manifest's fields change.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_SCHEMA_WITHOUT_DIGEST = 1
 
 FOLDER_VARIABLE = "DEEP_MOE_CACHE_DIR"
+MARK = "deep_moe_cache.txt"
+_MARK_TEXT = """\
+This folder holds kernels that deep_moe has compiled.
+`deep-moe cache clear` deletes them, and leaves everything else in this folder alone.
+"""
+_KEY = re.compile(r"sm_[0-9]+[a-z]?-[0-9a-f]{40}")
 _MANIFEST = "manifest.json"
 _LOCKS = "locks"
 _TEMPORARY = "temporary"
@@ -49,6 +66,10 @@ class DamagedEntryWarning(UserWarning):
 
 class _DamagedEntryError(Exception):
     """Why an entry cannot be used."""
+
+
+class _OtherSchemaError(_DamagedEntryError):
+    """Another version of deep_moe wrote the entry."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +98,19 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class EntryReport:
-    """One entry as `KernelCache.entries` sees it. `problem` is None if its files are intact."""
+    """One entry as `KernelCache.entries` sees it.
+
+    manifest: empty unless the entry is intact. problem: None if it is, or if nothing can be said of
+    it, because another version of deep_moe wrote it (is_of_other_version), which this one never
+    loads.
+    """
 
     key: str
     folder: Path
     num_bytes: int
     manifest: Mapping[str, Any]
     problem: str | None
+    is_of_other_version: bool = False
 
 
 def default_folder() -> Path:
@@ -116,7 +143,11 @@ class KernelCache:
         self.folder = Path(folder) if folder is not None else default_folder()
 
     def load(self, key: str) -> CompiledKernel | None:
-        """The entry, or None if there is none. A damaged one counts as none, with a warning."""
+        """The entry, or None if there is none. A damaged one counts as none, with a warning.
+
+        key: from `make_key`; ValueError for any other text.
+        """
+        _check_key(key)
         try:
             return self._read(key)
         except _DamagedEntryError as damage:
@@ -152,67 +183,125 @@ class KernelCache:
             raise CacheError(f"{self.folder / key} vanished while it was being written")
         return kernel
 
-    def entries(self) -> Iterator[EntryReport]:
-        """Every entry, each with its files checked against the manifest."""
-        if not self.folder.is_dir():
+    @property
+    def is_marked(self) -> bool:
+        """Whether the folder says of itself that it is a cache."""
+        try:
+            return _read_file(self.folder / MARK) == _MARK_TEXT.encode()
+        except (OSError, _DamagedEntryError):
+            return False
+
+    def check_is_cache(self) -> None:
+        """Raise CacheError unless the folder is a cache, or absent, or empty."""
+        names = self._names()
+        if not names or self.is_marked:
             return
-        for folder in sorted(self.folder.iterdir()):
-            if not folder.is_dir() or folder.name in (_LOCKS, _TEMPORARY):
-                continue
+        foreign = [name for name in names if not self._is_own(name)]
+        if foreign:
+            named = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise CacheError(
+                f"{self.folder} is not a kernel cache: it lacks {MARK} and holds {named}; nothing "
+                "in it was touched"
+            )
+
+    def entries(self) -> Iterator[EntryReport]:
+        """Every entry, each with its files checked against the manifest. What is not named as keys
+        are is no entry.
+
+        Raises CacheError if the folder is a file or cannot be read.
+        """
+        for key in self._keys():
             manifest: Mapping[str, Any] = {}
-            problem = None
+            problem, is_of_other_version = None, False
             try:
-                kernel = self._read(folder.name)
+                kernel = self._read(key)
                 if kernel is None:
                     continue  # removed meanwhile
                 manifest = kernel.manifest
+            except _OtherSchemaError:
+                is_of_other_version = True
             except _DamagedEntryError as damage:
                 problem = str(damage)
-            num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-            yield EntryReport(folder.name, folder, num_bytes, manifest, problem)
+            folder = self.folder / key
+            yield EntryReport(
+                key, folder, _num_bytes(folder), manifest, problem, is_of_other_version
+            )
 
     def remove(self, key: str) -> None:
-        """Delete one entry."""
+        """Delete one entry. Raises CacheError if the folder is not a cache."""
+        _check_key(key)
+        self.check_is_cache()
         with self._exclusive(key):
             self._discard(key)
 
     def clear(self) -> int:
         """Delete every entry and return how many there were. Processes that compile meanwhile are
-        not disturbed: their entries appear afterwards."""
-        keys = [entry.key for entry in self.entries()]
+        not disturbed: their entries appear afterwards.
+
+        Raises CacheError, with nothing deleted, if the folder is not a cache.
+        """
+        self.check_is_cache()
+        keys = self._keys()
         for key in keys:
             self.remove(key)
         return len(keys)
 
+    def _names(self) -> list[str]:
+        """What the folder holds; nothing if it is not there."""
+        try:
+            return sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise CacheError(
+                f"{self.folder} is not a kernel cache: it, or a part of its path, is not a folder"
+            ) from None
+        except OSError as error:
+            raise CacheError(
+                f"the kernel cache folder {self.folder} cannot be read ({error.strerror})"
+            ) from error
+
+    def _keys(self) -> list[str]:
+        return [name for name in self._names() if _KEY.fullmatch(name)]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether something in a folder without a mark is a cache's from before there were marks.
+        Of an entry, its manifest says so."""
+        if not _KEY.fullmatch(name):
+            # The tuning table is the user's own and stands beside the kernels by default.
+            return name in (_LOCKS, _TEMPORARY, "tuning.json")
+        folder = self.folder / name
+        try:
+            manifest = _parse_manifest(_read_file(folder / _MANIFEST))
+        except (OSError, _DamagedEntryError):
+            return False
+        return manifest.get("key") == name and not folder.is_symlink()
+
     def _read(self, key: str) -> CompiledKernel | None:
         folder = self.folder / key
         try:
-            text = (folder / _MANIFEST).read_bytes()
+            mode = os.lstat(folder).st_mode
         except (FileNotFoundError, NotADirectoryError):
-            if folder.is_dir():
-                raise _DamagedEntryError(f"{_MANIFEST} is missing") from None
             return None
         except OSError as error:
-            raise _DamagedEntryError(f"{_MANIFEST} cannot be read: {error}") from None
+            raise _DamagedEntryError(f"it cannot be read: {error.strerror}") from None
+        if not stat.S_ISDIR(mode):
+            raise _DamagedEntryError("it is not a folder")
         try:
-            manifest = json.loads(text)
-            sums = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-            written_for = manifest["key"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise _DamagedEntryError(f"{_MANIFEST} is not a manifest") from None
-        if written_for != key:
-            raise _DamagedEntryError(f"{_MANIFEST} belongs to {written_for}")
+            text = _read_file(folder / _MANIFEST)
+        except FileNotFoundError:
+            raise _DamagedEntryError(f"{_MANIFEST} is missing") from None
+        except OSError as error:
+            raise _DamagedEntryError(f"{_MANIFEST} cannot be read: {error.strerror}") from None
+        manifest = _checked_manifest(text, key)
         contents = {}
-        for name, expected in sums.items():
+        for name, sums in manifest["files"].items():
             try:
-                contents[name] = (folder / name).read_bytes()
+                contents[name] = _read_file(folder / name)
             except OSError as error:
                 raise _DamagedEntryError(f"{name} cannot be read: {error.strerror}") from None
-            if hashlib.sha256(contents[name]).hexdigest() != expected:
+            if hashlib.sha256(contents[name]).hexdigest() != sums["sha256"]:
                 raise _DamagedEntryError(f"{name} does not match its SHA-256 sum")
-        missing = {"kernel.cubin", "kernel.ptx", "kernel.cu"} - contents.keys()
-        if missing:
-            raise _DamagedEntryError(f"{_MANIFEST} does not list {', '.join(sorted(missing))}")
         return CompiledKernel(
             key=key,
             folder=folder,
@@ -229,6 +318,7 @@ class KernelCache:
             for name, content in files.items()
         }
         document = {"schema": SCHEMA_VERSION, "key": key, **manifest, "files": sums}
+        document["digest"] = _manifest_digest(document)
         with self._writable():
             temporary = self._temporary_folder(key)
             for name, content in files.items():
@@ -242,27 +332,53 @@ class KernelCache:
         with self._writable():
             doomed = self._temporary_folder(key)
             with suppress(FileNotFoundError):
-                (self.folder / key).rename(doomed / "entry")
+                (self.folder / key).rename(doomed / "entry")  # of a link, the link itself
             shutil.rmtree(doomed)
 
     def _temporary_folder(self, key: str) -> Path:
-        parent = self.folder / _TEMPORARY
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{key}-", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self._own_folder(_TEMPORARY)))
+
+    def _own_folder(self, name: str) -> Path:
+        """A folder of the cache's own, made if need be. OSError is the caller's to translate."""
+        path = self.folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise CacheError(f"{path} must be a folder, not a link: remove the link")
+        return path
+
+    def _mark(self) -> None:
+        """Say that the folder is a cache."""
+        if self.is_marked:
+            return
+        handle, temporary = tempfile.mkstemp(dir=self._own_folder(_TEMPORARY))
+        with os.fdopen(handle, "w") as file:
+            file.write(_MARK_TEXT)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, self.folder / MARK)
 
     def _remove_leftovers(self, key: str) -> None:
         """Delete what a killed writer of this key left behind. The caller holds its lock."""
-        for leftover in (self.folder / _TEMPORARY).glob(f"{key}-*"):
-            shutil.rmtree(leftover)
+        for leftover in self._own_folder(_TEMPORARY).glob(f"{key}-*"):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
     @contextmanager
     def _exclusive(self, key: str) -> Iterator[None]:
         """Hold the key's lock, and start from a clean state."""
-        from filelock import FileLock, Timeout  # 15 ms that a cached kernel does not need
+        try:
+            from filelock import FileLock, Timeout  # 15 ms that a cached kernel does not need
+        except ImportError as error:
+            raise MissingPackageError(
+                "the package that locks cache entries is not installed; run: pip install filelock"
+            ) from error
 
-        path = self.folder / _LOCKS / f"{key}.lock"
         with self._writable():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = self._own_folder(_LOCKS) / f"{key}.lock"
+            if path.is_symlink():
+                raise CacheError(f"{path} must be a file, not a link: remove the link")
+            self._mark()
             lock = FileLock(path)
             try:
                 lock.acquire(timeout=_LOCK_TIMEOUT_S)
@@ -288,3 +404,72 @@ class KernelCache:
                 f"the kernel cache folder {self.folder} cannot be written ({error}); "
                 f"set {FOLDER_VARIABLE} to a folder that can"
             ) from error
+
+
+def _check_key(key: str) -> None:
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"key must be one that make_key gives; got {key!r}")
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of every field but the digest itself; the key is one of them."""
+    fields = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _parse_manifest(text: bytes) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _DamagedEntryError(f"{_MANIFEST} is not JSON") from None
+    if not isinstance(manifest, dict):
+        raise _DamagedEntryError(f"{_MANIFEST} is not a manifest")
+    return manifest
+
+
+def _checked_manifest(text: bytes, key: str) -> dict[str, Any]:
+    """The manifest of an entry of this version: every field is as it was written."""
+    manifest = _parse_manifest(text)
+    schema = manifest.get("schema")
+    if schema == _SCHEMA_WITHOUT_DIGEST and "digest" not in manifest:
+        raise _OtherSchemaError(f"{_MANIFEST} is of schema {schema}")
+    try:
+        digest = _manifest_digest(manifest)
+    except RecursionError:
+        digest = ""
+    if manifest.get("digest") != digest:
+        raise _DamagedEntryError(f"{_MANIFEST} does not match its digest")
+    if schema != SCHEMA_VERSION:
+        raise _OtherSchemaError(f"{_MANIFEST} is of schema {schema}")
+    if manifest.get("key") != key:
+        raise _DamagedEntryError(f"{_MANIFEST} belongs to {manifest.get('key')}")
+    return manifest
+
+
+def _read_file(path: Path) -> bytes:
+    """The content of a regular file. A link is not followed, a pipe not waited for."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _DamagedEntryError(f"{path.name} is not a file")
+        return file.read()
+
+
+def _num_bytes(entry: Path) -> int:
+    """Of an entry's files, as far as they can be seen. Nothing is followed out of it."""
+    if entry.is_symlink():
+        return 0
+    try:
+        paths = list(entry.iterdir())
+    except NotADirectoryError:
+        paths = [entry]
+    except OSError:
+        return 0
+    num_bytes = 0
+    for path in paths:
+        with suppress(OSError):
+            num_bytes += path.lstat().st_size
+    return num_bytes

@@ -45,7 +45,7 @@ class KernelArgs(ctypes.Structure):
     rank_buffers: base of every rank's symmetric buffer as this rank sees it. y: bf16
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
     status: this rank's WaitStatus. num_tokens: rows of y. trace: for a kernel with `trace`, its
-    trace buffer (deep_moe/trace.py) of trace_capacity records per track; else null.
+    trace buffer (deep_moe/trial/trace.py) of trace_capacity records per track; else null.
     """
 
     _fields_ = (
@@ -92,7 +92,7 @@ class WaitStatus(ctypes.Structure):
 
 
 class TraceRecord(ctypes.Structure):
-    """What begins on a track, and when; see trace.cuh."""
+    """What begins on a track, and when; see trace/tracer.cuh."""
 
     _fields_ = (
         ("ticks", ctypes.c_uint64),

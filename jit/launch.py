@@ -72,10 +72,9 @@ def run_emulated(
     waited for what, if all came to wait.
 
     seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
-    (slower). clock: "real" if
-    other processes take part, else "virtual", where waiting costs nothing. progress: told now and
-    then how many warp instructions have been executed. hopper_fp8_sums: drop the low bits of FP8
-    sums as an H200 does.
+    (slower). clock: "real" if other processes take part, else "virtual", where waiting costs
+    nothing. progress: told now and then how many warp instructions have been executed.
+    hopper_fp8_sums: drop the low bits of FP8 sums as an H200 does.
     """
     from deep_moe.emulator import Machine
 

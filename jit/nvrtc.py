@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from deep_moe.errors import CompileError, MissingPackageError
@@ -77,13 +77,24 @@ def compile_to_ptx(
     include_paths: Sequence[Path] = (),
     kernel: str = "kernel",
     context: str = "",
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
 ) -> str:
     """The PTX that `compile_source` gives, without the time that ptxas takes for the cubin.
 
-    It is all that the emulator needs. `kernel` names the source in messages.
+    It is all that the emulator needs. `kernel` names the source in messages. options: NVRTC's, such
+    as "-DNUM=4", "--pre-include=FILE" or "-std=c++17"; they come behind COMPILE_OPTIONS, and of two
+    that name one thing theirs holds. headers: text by the name in `#include`; it goes before what
+    the folders have. Raises CompileError with NVRTC's log, ValueError for an option that is no
+    string.
     """
+    for option in options:
+        if not isinstance(option, str) or isinstance(options, str):
+            raise ValueError(f"options must be a sequence of strings; got {options!r}")
     virtual = arch.replace("sm_", "compute_", 1)
-    (ptx,), _, _ = _compile(source, virtual, include_paths, kernel, context, ("PTX",))
+    (ptx,), _, _ = _compile(
+        source, virtual, include_paths, kernel, context, ("PTX",), options, headers or {}
+    )
     return _decoded(ptx)
 
 
@@ -94,15 +105,30 @@ def _compile(
     kernel: str,
     context: str,
     results: Sequence[str],
+    more_options: Sequence[str] = (),
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[bytes], str, float]:
     """The results that are asked for by NVRTC's names, the log, and the seconds that it took."""
     nvrtc = _load_nvrtc()
-    options = [f"--gpu-architecture={arch}", *COMPILE_OPTIONS]
+    # NVRTC refuses an option that is given twice.
+    replaced = {option.partition("=")[0] for option in more_options}
+    options = [f"--gpu-architecture={arch}"]
+    options += [o for o in COMPILE_OPTIONS if o.partition("=")[0] not in replaced]
     options += [f"-I{path}" for path in include_paths]
+    options += more_options
     encoded = [option.encode() for option in options]
     # An absolute name keeps the working folder of this process out of the PTX.
     name = f"/deep_moe/{kernel}.cu"
-    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    program = _checked(
+        nvrtc,
+        nvrtc.nvrtcCreateProgram(
+            source.encode(),
+            name.encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [header.encode() for header in headers],
+        ),
+    )
     started = time.perf_counter()
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -128,12 +154,18 @@ def compiler_version() -> str:
     try:
         return f"nvidia-cuda-nvrtc {importlib.metadata.version('nvidia-cuda-nvrtc')}"
     except importlib.metadata.PackageNotFoundError:
-        nvrtc = _load_nvrtc()
-        major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
+        major, minor = nvrtc_version()
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         library = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "libnvrtc").resolve()
         return f"nvrtc {major}.{minor} {library.name}"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of the CUDA that the NVRTC in use is of."""
+    nvrtc = _load_nvrtc()
+    major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
+    return major, minor
 
 
 def parse_resources(log: str, kernel: str) -> Resources:

@@ -24,12 +24,21 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+    from deep_moe.heuristics.segments import Layout
 
 KERNEL_NAME = "mega_moe_kernel"
 PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
 
-# Folder and namespace of each target's kernel in the header library.
-_NAMESPACES = {"sm_100a": "sm100", "sm_90a": "sm90"}
+# As the header library names them, which the translation unit includes first.
+_CPP_TYPES = {
+    "u8": "uint8_t",
+    "bf16": "uint16_t",
+    "u32": "uint32_t",
+    "i32": "int32_t",
+    "f32": "float",
+    "u64": "uint64_t",
+    "i64": "int64_t",
+}
 
 
 @dataclass(frozen=True)
@@ -43,21 +52,22 @@ class _Constant:
 class _LayoutStruct:
     name: str
     constants: tuple[_Constant, ...]
+    element_types: Mapping[str, str]  # C++ type by name
 
 
 def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the Mega MoE kernel for `config`."""
-    namespace = _NAMESPACES[config.arch]
+    target = config.target
     layouts = [
-        _layout_struct("Symm", config.symm_buffer_layout.constants(), "unsigned long long"),
-        _layout_struct("Smem", config.smem_layout.constants(), "unsigned int"),
+        _layout_struct("Symm", config.symm_buffer_layout, "unsigned long long"),
+        _layout_struct("Smem", config.smem_layout, "unsigned int"),
     ]
     if config.tmem_layout is not None:
-        layouts.append(_layout_struct("Tmem", config.tmem_layout.constants(), "unsigned int"))
+        layouts.append(_layout_struct("Tmem", config.tmem_layout, "unsigned int"))
     return _template("mega_moe.cu.j2").render(
         arch=config.arch,
-        header=f"deep_moe/{namespace}/mega_moe.cuh",
-        namespace=namespace,
+        header=target.header,
+        namespace=target.kernel,
         kernel=KERNEL_NAME,
         has_clusters=config.cluster_size > 1,
         constants=_constants(config.kernel_fields()),
@@ -91,12 +101,15 @@ def _template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def _layout_struct(name: str, constants: Mapping[str, int], type_name: str) -> _LayoutStruct:
-    suffix = "ull" if type_name == "unsigned long long" else "u"
-    return _LayoutStruct(
-        name,
-        tuple(_Constant(key, type_name, f"{value}{suffix}") for key, value in constants.items()),
+def _layout_struct(name: str, layout: Layout, offset_type: str) -> _LayoutStruct:
+    """Offsets and strides are of `offset_type`, dimensions are unsigned int."""
+    suffix = "ull" if offset_type == "unsigned long long" else "u"
+    places = (
+        _Constant(key, offset_type, f"{value}{suffix}") for key, value in layout.constants().items()
     )
+    dimensions = (_constant(key, value) for key, value in layout.dimensions().items())
+    element_types = {key: _CPP_TYPES[dtype] for key, dtype in layout.element_types().items()}
+    return _LayoutStruct(name, (*places, *dimensions), element_types)
 
 
 def _constants(fields: Mapping[str, int | float | bool]) -> list[_Constant]:

@@ -123,7 +123,8 @@ class TensorMapSpec:
     """A tiled tensor map.
 
     address: of element 0, in bytes. dims: elements, innermost first. strides: bytes, of dims 1 and
-    up. box: elements copied at once. element_strides: step within a box, all 1 by default.
+    up, 0 or less than a row's bytes where rows share memory. box: elements copied at once.
+    element_strides: step within a box, all 1 by default.
     """
 
     data_type: DataType
@@ -170,18 +171,10 @@ class TensorMapSpec:
         _require(self.dims[0] % grain == 0, "dims[0]", self.dims[0], f"a multiple of {grain}")
         for i, stride in enumerate(self.strides):
             _require(
-                stride % alignment == 0 and 0 < stride < MAX_STRIDE,
+                stride % alignment == 0 and 0 <= stride < MAX_STRIDE,
                 f"strides[{i}]",
                 stride,
                 f"a multiple of {alignment} bytes below 2**40",
-            )
-        if self.strides:
-            row_bytes = self.dims[0] * self.data_type.bits // 8
-            _require(
-                self.strides[0] >= row_bytes,
-                "strides[0]",
-                self.strides[0],
-                f"at least the {row_bytes} bytes of dims[0]",
             )
 
     def _check_box(self) -> None:

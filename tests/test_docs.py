@@ -1,9 +1,18 @@
 """What the documents name exists, and what they must list is listed."""
 
+import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from deep_moe.heuristics import preset_shape
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.targets import target_of
+from docs import generate_api, generate_memory
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -57,3 +66,104 @@ def test_every_test_named_in_a_document_exists():
         if f"def {name}(" not in (ROOT / path).read_text()
     ]
     assert missing == []
+
+
+def test_the_api_reference_is_what_the_docstrings_say():
+    written = generate_api.OUTPUT.read_text(encoding="utf-8")
+    assert written == generate_api.reference(), "run python -m docs.generate_api"
+
+
+def test_the_api_reference_leaves_out_only_what_exists():
+    for name in sorted(generate_api.NOT_CALLED):
+        owner, member = name.split(".")
+        assert callable(getattr(getattr(generate_api.module_of(owner), owner), member))
+
+
+def test_a_docstring_becomes_lists_code_and_text():
+    def function(rows: int, columns: int) -> int:
+        """The product, 2*3 or `2*3`.
+
+        rows: how many there
+            are. columns: likewise.
+
+        >>> 2 * 3
+        6
+        """
+        return rows * columns
+
+    page = generate_api.entry(function)
+    assert page.split("```")[1] == "text\nfunction(rows: int, columns: int) -> int\n"
+    assert "The product, 2\\*3 or `2*3`.\n" in page
+    assert "\n- `rows`: how many there are.\n- `columns`: likewise.\n" in page
+    assert "```pycon\n>>> 2 * 3\n6\n```" in page
+
+
+def program(document: Path, *, gpu: bool) -> str:
+    """A document's blocks of Python one behind the other, on the lines where they stand there. A
+    block that needs a GPU begins with ```python gpu."""
+    text = document.read_text(encoding="utf-8")
+    result = ""
+    for block in re.finditer(r"^```python( gpu)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if gpu or not block[1]:
+            line = text.count("\n", 0, block.start(2))
+            result += "\n" * (line - result.count("\n")) + block[2]
+    return result
+
+
+PROGRAMS = [path for path in DOCUMENTS if program(path, gpu=True)]
+
+
+def run_program(document: Path, folder: Path, *, gpu: bool) -> None:
+    path = folder / f"{document.stem}_md.py"
+    path.write_text(program(document, gpu=gpu), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
+def test_the_code_in_a_document_runs(document: Path, tmp_path: Path):
+    run_program(document, tmp_path, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
+def test_the_code_in_a_document_runs_on_a_gpu(document: Path, tmp_path: Path):
+    run_program(document, tmp_path, gpu=True)
+
+
+def test_the_table_of_memory_is_what_buffers_and_weights_take():
+    text = generate_memory.OUTPUT.read_text(encoding="utf-8")
+    assert text == generate_memory.page(), "run python -m docs.generate_memory"
+
+
+@pytest.mark.parametrize("num_max_tokens", [128, 8192])
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_the_formulas_of_memory_hold(num_ranks: int, num_max_tokens: int):
+    """Those of docs/memory.md: exactly for weights, and all but a little for the buffer."""
+    shape = preset_shape(
+        "deepseek-v4-pro", num_ranks=num_ranks, num_max_tokens_per_rank=num_max_tokens
+    )
+    hidden, intermediate, topk = shape.hidden, shape.intermediate_hidden, shape.num_topk
+    experts, tokens = shape.num_experts_per_rank, num_max_tokens
+    weights = target_of("sm_100a").weights_of().tensors(shape).values()
+    assert sum(math.prod(sizes) * dtype.itemsize for dtype, sizes in weights) == (
+        experts * 3 * hidden * intermediate * 17 // 32
+    )
+    pool = -(-(num_ranks * tokens * topk + experts * 191) // 384) * 384
+    num_bytes = (
+        pool * (hidden + intermediate) * 5 // 4
+        + 2 * topk * tokens * hidden
+        + 4 * experts * num_ranks * tokens * topk
+        + tokens * (hidden + hidden // 32 + 12 * topk)
+    )
+    assert 0 <= symm_buffer_layout(shape).num_bytes - num_bytes < 0.01 * num_bytes

@@ -1,22 +1,29 @@
 """The command line `deep-moe`: each command parses its options, calls the library and prints.
 
 Nothing heavy is imported until a command runs, so `deep-moe --help` answers at once, and nothing is
-probed but by `deep-moe doctor`. Every failure ends with a non-zero exit status.
+probed but by `deep-moe doctor`. Every failure ends with a non-zero exit status, and with --json it
+is one JSON document on standard output, {"error": ...}.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import Annotated
 
 import typer
 
-from ..errors import DeepMoEError
+from deep_moe import __version__
+from deep_moe.errors import DeepMoEError
+
 from . import cache, config, doctor, fuzz, run, trace, tune, warmup
-from .output import print_error
+from .options import MODELS
+from .output import print_error, print_json
+from .packages import remedy
 
 app = typer.Typer(
     name="deep-moe",
-    help="Run, inspect and prepare fused mixture-of-experts layers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -30,11 +37,67 @@ app.command("warmup")(warmup.warmup)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
 
+# Typer brings this class along or takes it from click, and exports only what derives from it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"deep-moe {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=f"Models, for --model: {MODELS}.")
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run, inspect and prepare fused mixture-of-experts layers."""
+
 
 def main() -> None:
-    """Entry point. What the library refuses is shown as one line; anything else is a traceback."""
+    """Entry point. What is refused is said in words; anything else is a traceback."""
+    words = sys.argv[1:]
+    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
-        app()
-    except (DeepMoEError, ValueError, OSError) as error:
-        print_error(str(error))
-        sys.exit(1)
+        status = app(standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads our output has gone. What is still in Python's buffer has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except _UsageError as error:
+        error.show()  # type: ignore[attr-defined]
+        if as_json:
+            print_json({"error": error.format_message()})  # type: ignore[attr-defined]
+        status = 2
+    except Exception as error:
+        text = _refusal(error)
+        if text is None:
+            raise
+        print_error(text)
+        if as_json:
+            print_json({"error": text})
+        status = 1
+    sys.exit(status)
+
+
+def _refusal(error: Exception) -> str | None:
+    """What to say of an error, None if it is a fault of this program."""
+    if isinstance(error, ImportError):
+        return remedy(error)
+    if (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        # PyTorch's errors: of its own type on a GPU, told by their text on a CPU.
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    ):
+        return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no details'}"
+    if isinstance(error, (DeepMoEError, ValueError, OSError)):
+        return str(error)
+    return None

@@ -21,6 +21,7 @@ from .options import (
     OverrideOption,
     RanksOption,
     TopkOption,
+    find_measurements,
     make_shape,
     parse_overrides,
 )
@@ -42,7 +43,7 @@ def config(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
-    arch: ArchOption = "sm_100a",
+    arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
     clamp: ClampOption = None,
@@ -58,8 +59,8 @@ def config(
     """Print the chosen config, the reason of each field, what was measured of the layer, the memory
     maps and the schedule."""
     from deep_moe.heuristics import choose_config
-    from deep_moe.tuning_tables import read_tuning
 
+    arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -77,7 +78,7 @@ def config(
         num_sms=num_sms,
         activation_clamp=clamp,
         overrides=parse_overrides(override),
-        tuning=read_tuning(gpu) if gpu else None,
+        tuning=tuning,
     ).explain()
     if as_json:
         print_json(explanation.to_dict())

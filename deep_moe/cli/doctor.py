@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import platform
 import shutil
 import sys
@@ -12,9 +14,10 @@ import typer
 
 from .options import JsonOption
 from .output import new_table, print_json, stdout
+from .packages import REQUIREMENTS, remedy
 
-# What the fused kernel exists for: architecture by compute capability.
-SUPPORTED_CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+# The driver that runs a cubin of this CUDA, of any of its minor versions.
+MIN_DRIVER_OF_CUDA = {12: "525", 13: "580"}
 DIGEST_LENGTH = 64  # of SHA-256 in hexadecimal
 SMALLEST_KERNEL = 'extern "C" __global__ void mega_moe_kernel() {}'
 
@@ -49,11 +52,13 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def _guarded(check: Callable[[], Finding]) -> Finding:
-    """The check's answer; what it raises is an answer too, and the errors carry their remedy."""
+    """The check's answer; what it raises, whatever that is, is an answer too, and our own errors
+    carry their remedy."""
     try:
         return check()
-    except (RuntimeError, ImportError, OSError) as error:
-        return Finding(check.__name__.lstrip("_").replace("_", " "), "missing", str(error))
+    except Exception as error:
+        text = (isinstance(error, ImportError) and remedy(error)) or str(error) or repr(error)
+        return Finding(check.__name__.lstrip("_").replace("_", " "), "missing", text)
 
 
 def _python() -> Finding:
@@ -66,6 +71,20 @@ def _torch() -> Finding:
     except ImportError as error:
         return Finding("torch", "missing", str(error), "pip install 'torch>=2.9'")
     return Finding("torch", "ok", torch.__version__)
+
+
+def _packages() -> Finding:
+    """Imports them: what is found need not be whole."""
+    problems, names = [], []
+    for module, requirement in REQUIREMENTS.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            problems.append(f"{module}: {error}")
+            names.append(f"'{requirement}'")
+    if problems:
+        return Finding("packages", "missing", "; ".join(problems), f"pip install {' '.join(names)}")
+    return Finding("packages", "ok", f"all {len(REQUIREMENTS)} can be imported")
 
 
 def _headers() -> Finding:
@@ -82,19 +101,23 @@ def _headers() -> Finding:
 def _compiler() -> Finding:
     """Compiles the smallest kernel: finding the library is not the same as its working."""
     from deep_moe.jit.nvrtc import compile_source, compiler_version
+    from deep_moe.targets import TARGETS
 
-    compile_source(SMALLEST_KERNEL, arch="sm_100a")
-    return Finding("compiler", "ok", f"{compiler_version()} compiles for sm_100a")
+    for arch in TARGETS:
+        compile_source(SMALLEST_KERNEL, arch=arch)
+    return Finding("compiler", "ok", f"{compiler_version()} compiles for {', '.join(TARGETS)}")
 
 
 def _kernel_cache() -> Finding:
     from deep_moe.jit.cache import KernelCache
 
-    entries = list(KernelCache().entries())
+    cache = KernelCache()
+    entries = list(cache.entries())
     damaged = sum(entry.problem is not None for entry in entries)
-    detail = f"{KernelCache().folder}: {len(entries)} kernels, {damaged} damaged"
+    detail = f"{cache.folder}: {len(entries)} kernels, {damaged} damaged"
     if damaged:
-        return Finding("kernel cache", "absent", detail, "deep-moe cache clear")
+        remedy = "nothing needs to be done: what is damaged is compiled again when it is needed"
+        return Finding("kernel cache", "absent", detail, remedy)
     return Finding("kernel cache", "ok", detail)
 
 
@@ -116,23 +139,60 @@ def _host_compiler() -> Finding:
 def _gpu() -> Finding:
     import torch
 
+    from deep_moe.targets import target_of_capability
+
     if not torch.cuda.is_available():
         return Finding("GPU", "absent", "no CUDA device; calls run in the emulator")
     names = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        kernel = SUPPORTED_CAPABILITIES.get(capability, "no fused kernel")
+        target = target_of_capability(capability)
+        kernel = "no fused kernel" if target is None else target.name
         names.append(f"{torch.cuda.get_device_name(index)} ({kernel})")
     return Finding("GPU", "ok", "; ".join(names))
+
+
+def _driver() -> Finding:
+    """Whether kernels as the compiler makes them can be loaded. A driver takes those of its own
+    major version of CUDA, whatever the minor one, and of older ones."""
+    supported = driver_cuda_version()
+    if supported is None:
+        return Finding("driver", "absent", "no NVIDIA driver; calls run in the emulator")
+    from deep_moe.jit.nvrtc import nvrtc_version
+
+    major, minor = nvrtc_version()
+    release = MIN_DRIVER_OF_CUDA.get(major)
+    needed = f"one for CUDA {major}" + (f", {release} or newer" if release else "")
+    detail = (
+        f"for CUDA {supported[0]}.{supported[1]}; kernels of NVRTC {major}.{minor} need {needed}"
+    )
+    if supported[0] < major:
+        return Finding("driver", "missing", detail, f"update the NVIDIA driver: {needed}")
+    return Finding("driver", "ok", detail)
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """Major and minor version of CUDA that the driver supports; None without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    status = library.cuDriverGetVersion(ctypes.byref(version))
+    if status != 0:
+        raise RuntimeError(f"the NVIDIA driver does not tell its version: error {status}")
+    return version.value // 1000, version.value % 1000 // 10
 
 
 CHECKS = (
     _python,
     _torch,
+    _packages,
     _headers,
     _compiler,
     _kernel_cache,
     _emulator,
     _host_compiler,
+    _driver,
     _gpu,
 )

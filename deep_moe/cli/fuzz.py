@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import stdout
+from .checks import check_output_file
+from .options import MAX_SEED, JsonOption
+from .output import new_table, print_json, stdout
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def fuzz(
     hours: Annotated[float, typer.Option("--hours", min=0, help="How long to go on.")] = 0,
     minutes: Annotated[float, typer.Option("--minutes", min=0, help="Added to --hours.")] = 0,
-    first: Annotated[int, typer.Option("--first", min=0, help="Number of the first case.")] = 0,
+    first: Annotated[
+        int, typer.Option("--first", min=0, max=MAX_SEED, help="Number of the first case.")
+    ] = 0,
     count: Annotated[
         int | None, typer.Option("--count", min=1, help="Stop after this many cases.")
     ] = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Cases of this architecture only.")
     ] = None,
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
+    ] = False,
     corpus: Annotated[
         Path | None,
         typer.Option(
@@ -31,41 +42,82 @@ def fuzz(
             help="A file of case numbers, one per line: they come first; what fails is added.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Run cases one after the other; each failure ends with the line that repeats it."""
-    from deep_moe.fuzzing import ARCHS, FuzzCase
+    """Run cases one after the other; each failure ends with the line that repeats it, and the whole
+    with what the cases were."""
+    from deep_moe.trial.fuzzing import ARCHS, Coverage, FuzzCase, grid_size
 
-    if not hours and not minutes and count is None:
-        raise typer.BadParameter("say how long: --hours, --minutes or --count")
+    if not hours and not minutes and count is None and not grid:
+        raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
+    if grid and corpus is not None:
+        raise typer.BadParameter("--corpus is for cases outside of the grid")
     if arch is not None and arch not in ARCHS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}; got {arch!r}")
     known = [] if corpus is None else _numbers(corpus)
     ends = time.monotonic() + 3600 * hours + 60 * minutes
-    num_run = num_failed = 0
-    for number in itertools.chain(known, _without(first, known)):
-        if num_run == count or ((hours or minutes) and time.monotonic() >= ends):
+    failures: list[dict[str, Any]] = []
+    coverage = Coverage()
+    later = iter(range(first, grid_size())) if grid else _without(first, known)
+    for number in itertools.chain(known, later):
+        if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
-        case = FuzzCase.of(number)
+        case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
         if arch not in (None, case.arch):
             continue
-        num_run += 1
         failure = case.run()
+        coverage.add(case, failure)
         if failure:
-            num_failed += 1
-            stdout().print(f"{case}\n{failure}", markup=False, highlight=False)
-            stdout().print(f"repeat: deep-moe fuzz --first {number} --count 1", highlight=False)
+            words = "fuzz --grid" if grid else "fuzz"
+            only = "" if arch is None else f" --arch {arch}"
+            repeat = f"deep-moe {words} --first {number} --count 1{only}"
+            failures.append({"case": str(case), "failure": failure, "repeat": repeat})
+            if not as_json:
+                stdout().print(f"{case}\n{failure}\nrepeat: {repeat}", markup=False)
             if corpus is not None and number not in known:
                 with corpus.open("a") as file:
                     file.write(f"{number}\n")
-    stdout().print(f"{num_run} cases, {num_failed} failed", highlight=False)
-    if num_failed:
+    covered = {axis: dict(counts) for axis, counts in coverage.values.items()}
+    if as_json:
+        print_json(
+            {
+                "num_cases": coverage.num_cases,
+                "failures": failures,
+                "covered": covered,
+                "num_pairs": coverage.num_pairs,
+                "num_all_pairs": coverage.num_all_pairs,
+            }
+        )
+    else:
+        stdout().print(_coverage_table(covered))
+        stdout().print(
+            f"{coverage.num_cases} cases, {coverage.num_failed} failed; "
+            f"{coverage.num_pairs} of {coverage.num_all_pairs} pairs of values met"
+        )
+    if failures:
         raise typer.Exit(1)
+
+
+MAX_VALUES_SHOWN = 8
+
+
+def _coverage_table(covered: Mapping[str, Mapping[str, int]]) -> Table:
+    table = new_table("what the cases were", "axis", "value: cases", whole=("axis",))
+    for name, counts in covered.items():
+        if len(counts) <= MAX_VALUES_SHOWN:
+            text = ", ".join(f"{value}: {count}" for value, count in counts.items())
+        else:
+            values = list(counts)
+            text = f"{len(values)} values, {values[0]} to {values[-1]}"
+        table.add_row(name, text)
+    return table
 
 
 def _numbers(corpus: Path) -> list[int]:
     """Those in the file, each once. A file that does not exist yet has none."""
-    words = corpus.read_text().split() if corpus.exists() else []
-    if not all(word.isdecimal() for word in words):
+    check_output_file("--corpus", corpus)
+    words = corpus.read_text(errors="replace").split() if corpus.exists() else []
+    if not all(word.isdecimal() and len(word) < 20 and int(word) <= MAX_SEED for word in words):
         raise typer.BadParameter(f"--corpus must hold one case number per line: {corpus}")
     return list(dict.fromkeys(map(int, words)))
 

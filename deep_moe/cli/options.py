@@ -7,26 +7,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.heuristics.presets import PRESETS
+
 if TYPE_CHECKING:
-    from deep_moe.heuristics import MoEShape
+    from deep_moe.heuristics import MoEShape, Tuning
+
+MODELS = ", ".join(PRESETS)
+MAX_SEED = 2**63 - 1  # as large as ranks can still be added to in 64 bits
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-ArchOption = Annotated[str, typer.Option("--arch", help="Architecture the kernel is made for.")]
+ArchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--arch", help="Architecture the kernel is made for; default: that of --gpu, or sm_100a."
+    ),
+]
 NumSmsOption = Annotated[
     int | None,
-    typer.Option("--num-sms", help="CTAs of the launch; default: 148 on sm_100a, 132 on sm_90a."),
+    typer.Option("--num-sms", help="CTAs of the launch; default: the SMs of a GPU of --arch."),
 ]
 GpuOption = Annotated[
     str | None,
     typer.Option(
-        "--gpu", help='Use the tuning tables of this GPU: "NVIDIA H200". Default: no table.'
+        "--gpu", help='Use what was measured on this GPU: "NVIDIA H200". Default: nothing.'
     ),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="Take experts, top-k and sizes of a published model."),
+    typer.Option("--model", help=f"Take experts, top-k and sizes of a published model: {MODELS}."),
 ]
-RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that share the experts.")]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")]
+SeedOption = Annotated[
+    int,
+    typer.Option("--seed", min=0, max=MAX_SEED, help="Of weights, tokens and routing."),
+]
 HiddenOption = Annotated[int | None, typer.Option("--hidden", help="Width of a token.")]
 IntermediateOption = Annotated[
     int | None, typer.Option("--intermediate", help="Width between the two linear layers.")
@@ -44,7 +58,9 @@ OverrideOption = Annotated[
 ]
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option("--max-tokens", help="Capacity of the buffer per rank; default: the tokens."),
+    typer.Option(
+        "--max-tokens", min=1, help="Capacity of the buffer per rank; default: the tokens."
+    ),
 ]
 FolderOption = Annotated[
     Path | None,
@@ -67,7 +83,7 @@ def make_shape(
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
-    from deep_moe.heuristics import PRESETS, MoEShape
+    from deep_moe.heuristics import MoEShape
 
     if model is None:
         sizes = {"num_experts": 4 * ranks, **SMALL_LAYER}
@@ -75,7 +91,7 @@ def make_shape(
         names = ("num_experts", "num_topk", "hidden", "intermediate_hidden")
         sizes = dict(zip(names, PRESETS[model], strict=True))
     else:
-        raise typer.BadParameter(f"--model must be one of {', '.join(PRESETS)}; got {model!r}")
+        raise typer.BadParameter(f"--model must be one of {MODELS}; got {model!r}")
     given = {
         "num_experts": experts,
         "num_topk": topk,
@@ -105,19 +121,48 @@ def parse_tokens(text: str, num_ranks: int) -> list[int]:
     return counts
 
 
+def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tuning | None]:
+    """The architecture that --arch or --gpu names, None if neither does, and what was measured on
+    that GPU."""
+    from deep_moe.fused.tuning_tables import read_tuning
+    from deep_moe.heuristics.tuning import shipped_devices
+
+    if gpu is None:
+        return arch, None
+    tuning = read_tuning(gpu)
+    keys = [layer.key for table in tuning.tables for layer in table.layers]
+    archs = sorted({key.arch for key in keys if key.device == gpu})
+    if not archs:
+        devices = sorted({key.device for key in keys}.union(shipped_devices()))
+        raise typer.BadParameter(
+            f"--gpu must name a GPU that there are measurements of, {', '.join(devices)}; got "
+            f"{gpu!r}: leave it out for what is chosen by formula, or measure with deep-moe tune"
+        )
+    if arch is not None and arch not in archs:
+        raise typer.BadParameter(
+            f"--arch must be {' or '.join(archs)} with --gpu {gpu}; got {arch}"
+        )
+    return arch or archs[0], tuning
+
+
 def parse_overrides(texts: list[str] | None) -> dict[str, int]:
     """Config fields by name.
 
     >>> parse_overrides(["block_m=64", "num_stages=3"])
     {'block_m': 64, 'num_stages': 3}
     """
-    overrides = {}
+    overrides: dict[str, int] = {}
     for text in texts or []:
-        name, separator, value = text.partition("=")
+        name, _, digits = (part.strip() for part in text.partition("="))
         try:
-            overrides[name.strip()] = int(value)
+            value = int(digits)
         except ValueError:
-            separator = ""
-        if not separator or not name.strip():
+            name = ""
+        if not name:
             raise typer.BadParameter(f"--override must be FIELD=NUMBER; got {text!r}")
+        if abs(value) > MAX_SEED:
+            raise typer.BadParameter(f"--override must be a number of 64 bits; got {text!r}")
+        if name in overrides:
+            raise typer.BadParameter(f"--override must name a field once; got {name} again")
+        overrides[name] = value
     return overrides

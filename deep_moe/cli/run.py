@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .checks import check_call
 from .options import (
+    MAX_SEED,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -20,7 +22,7 @@ from .options import (
     MaxTokensOption,
     ModelOption,
     OverrideOption,
-    RanksOption,
+    SeedOption,
     TopkOption,
     make_shape,
     parse_overrides,
@@ -29,10 +31,8 @@ from .options import (
 from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    import torch
-
     from deep_moe.heuristics import MoEShape
-    from deep_moe.synthetic import Layer, Tokens
+    from deep_moe.trial.synthetic import Layer, Tokens
 
 
 class Device(str, Enum):
@@ -47,8 +47,15 @@ def run(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Take the experts from this checkpoint.")
     ] = None,
-    layer: Annotated[int, typer.Option("--layer", help="Which layer of the checkpoint.")] = 0,
-    ranks: RanksOption = 2,
+    layer: Annotated[
+        int, typer.Option("--layer", min=0, help="Which layer of the checkpoint.")
+    ] = 0,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=1, help="Ranks that share the experts; default: 2, or 1 on a lone GPU."
+        ),
+    ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
     ] = "16",
@@ -60,14 +67,31 @@ def run(
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights, tokens and routing.")] = 0,
+    seed: SeedOption = 0,
     clamp: ClampOption = None,
+    calls: Annotated[
+        int,
+        typer.Option("--calls", min=1, help="Calls in the same buffers, each with other tokens."),
+    ] = 1,
+    unused_slots: Annotated[
+        int, typer.Option("--unused-slots", min=0, help="Slots of each token that are -1.")
+    ] = 0,
+    duplicates: Annotated[
+        bool, typer.Option("--duplicates", help="Every other token names an expert twice.")
+    ] = False,
+    nan_tokens: Annotated[
+        int, typer.Option("--nan-tokens", min=0, help="Tokens of each rank that hold a NaN.")
+    ] = 0,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
     ] = None,
     device: Annotated[
-        Device, typer.Option("--device", help="cpu: in the emulator; cuda: rank r on GPU r.")
-    ] = Device.cpu,
+        Device | None,
+        typer.Option(
+            "--device",
+            help="cpu: in the emulator; cuda: rank r on GPU r. Default: GPUs, if there are enough.",
+        ),
+    ] = None,
     processes: Annotated[
         bool, typer.Option("--processes", help="A process per rank, on a CPU too.")
     ] = False,
@@ -76,45 +100,69 @@ def run(
     ] = None,
     override: OverrideOption = None,
     schedule_seed: Annotated[
-        int, typer.Option("--schedule-seed", help="Which interleaving the emulator takes.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--schedule-seed", min=0, max=MAX_SEED, help="Which interleaving the emulator takes."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run one call on all ranks and compare each rank's output with the reference."""
+    """Run calls on all ranks and compare each rank's outputs with the reference."""
     import torch
 
-    from deep_moe import trial
-    from deep_moe.comparison import FP32_SUM_BITS, compare, judge
-    from deep_moe.reference import NUMERICS, reference_mega_moe
-    from deep_moe.synthetic import exact_tokens, random_tokens
-    from deep_moe.weights import weight_arch
+    from deep_moe.targets import TARGETS
+    from deep_moe.trial import calls as trial
+    from deep_moe.trial.bounds import reference_bounds
+    from deep_moe.trial.comparison import compare
+    from deep_moe.trial.reference import FP32_SUM_BITS
+    from deep_moe.trial.synthetic import received
 
+    if device is None:
+        device = Device.cpu if schedule_seed is not None else _default_device(ranks, arch)
+    if ranks is None:
+        ranks = 1 if device == Device.cuda and torch.cuda.device_count() == 1 else 2
     if arch is None:
-        has_gpu = device == Device.cuda and torch.cuda.is_available()
-        arch = weight_arch(torch.device("cuda" if has_gpu else "cpu"))
-    if arch not in NUMERICS:
-        raise typer.BadParameter(f"--arch must be one of {', '.join(NUMERICS)}; got {arch!r}")
-    numerics = NUMERICS[arch]
+        arch = arch_of(device)
+    if arch not in TARGETS:
+        raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
+    numerics = TARGETS[arch].weights_of().numerics
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
-    capacity = max(1, max(counts) if max_tokens is None else max_tokens)
+    capacity = max(1, *counts) if max_tokens is None else max_tokens
+    overrides = parse_overrides(override)
+    call: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "overrides": overrides}
     if checkpoint is None:
         shape = make_shape(model=model, ranks=ranks, max_tokens=capacity, **sizes)
+        check_call(shape, counts, clamp=clamp, **call)
         whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
         shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity)
-    make_tokens = exact_tokens if exact else random_tokens
-    inputs = [make_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)]
+        check_call(shape, counts, clamp=clamp, **call)
+    if unused_slots > shape.num_topk:
+        raise typer.BadParameter(
+            f"--unused-slots must be at most the {shape.num_topk} slots; got {unused_slots}"
+        )
+    if duplicates and shape.num_topk < 2:
+        raise typer.BadParameter("--duplicates needs at least 2 slots per token")
+    inputs = [
+        [
+            _made_tokens(
+                shape,
+                count,
+                exact=exact,
+                seed=seed + 1 + call_idx * ranks + rank,
+                unused_slots=unused_slots,
+                duplicates=duplicates,
+                nan_tokens=nan_tokens,
+            )
+            for rank, count in enumerate(counts)
+        ]
+        for call_idx in range(calls)
+    ]
 
-    call: dict[str, Any] = {
-        "activation_clamp": clamp,
-        "arch": arch,
-        "num_sms": num_sms,
-        "overrides": parse_overrides(override),
-        "schedule_seed": schedule_seed,
-    }
+    call |= {"activation_clamp": clamp, "schedule_seed": schedule_seed or 0}
     started = time.perf_counter()
     with stderr().status("running the fused kernel") as status:
         if processes or device == Device.cuda:
@@ -126,47 +174,43 @@ def run(
 
             outputs = trial.run_emulated_ranks(shape, whole_layer, inputs, progress=show, **call)
     seconds = time.perf_counter() - started
-    with stderr().status("computing the reference"):
-        expected = [
-            reference_mega_moe(
-                own.x,
-                own.x_sf,
-                own.topk_idx,
-                own.topk_weights,
-                whole_layer.l1,
-                whole_layer.l2,
-                activation_clamp=clamp,
-                numerics=numerics,
-            )
-            for own in inputs
-        ]
     # The emulator adds products exactly.
     sum_bits = numerics.sum_bits if device == Device.cuda else FP32_SUM_BITS
-    comparisons = [
-        compare(output.y, reference) for output, reference in zip(outputs, expected, strict=True)
-    ]
-    verdicts = judge(comparisons, exact=exact, sum_bits=sum_bits)
-    stats_agree = [
-        torch.equal(output.stats, counted)
-        for output, counted in zip(outputs, _received(shape, inputs), strict=True)
-    ]
-    rows = [
-        {
-            "rank": rank,
-            "num_tokens": counts[rank],
-            "num_received": int(outputs[rank].stats.sum()),
-            "stats_agree": stats_agree[rank],
-            **asdict(comparison),
-            "passed": stats_agree[rank] and verdicts[rank],
-        }
-        for rank, comparison in enumerate(comparisons)
-    ]
+    rows = []
+    with stderr().status("computing the reference"):
+        for call_idx, (tokens_of_call, of_call) in enumerate(zip(inputs, outputs, strict=True)):
+            sent = received(shape, tokens_of_call).split(shape.num_experts_per_rank)
+            for rank, (own, output) in enumerate(zip(tokens_of_call, of_call, strict=True)):
+                bounds = reference_bounds(
+                    own.x,
+                    own.x_sf,
+                    own.topk_idx,
+                    own.topk_weights,
+                    whole_layer.l1,
+                    whole_layer.l2,
+                    activation_clamp=clamp,
+                    numerics=numerics,
+                    sum_bits=sum_bits,
+                )
+                comparison = compare(output.y, bounds.y if exact else bounds)
+                stats_agree = torch.equal(output.stats, sent[rank])
+                rows.append(
+                    {
+                        "call": call_idx,
+                        "rank": rank,
+                        "num_received": int(output.stats.sum()),
+                        "stats_agree": stats_agree,
+                        **asdict(comparison),
+                        "passed": stats_agree and comparison.is_right,
+                    }
+                )
     passed = all(row["passed"] for row in rows)
     if as_json:
         print_json(
             {
                 "shape": asdict(shape),
                 "arch": arch,
+                "device": device.value,
                 "exact": exact,
                 "seconds": round(seconds, 3),
                 "ranks": rows,
@@ -174,13 +218,44 @@ def run(
             }
         )
     else:
-        _print_rows(shape, rows, demand=_demand(exact, sum_bits), seconds=seconds)
+        stdout().print(
+            f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
+            f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
+            f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
+        )
+        _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")
     if not passed:
         raise typer.Exit(1)
 
 
+def arch_of(device: Device) -> str:
+    """What is run there if no architecture is named."""
+    import torch
+
+    from deep_moe.targets import target_of_device
+
+    has_gpu = device == Device.cuda and torch.cuda.is_available()
+    return target_of_device(torch.device("cuda" if has_gpu else "cpu")).name
+
+
+def _default_device(ranks: int | None, arch: str | None) -> Device:
+    """cuda if there is a GPU for each rank, and a kernel for it: that of `arch`, if given."""
+    import torch
+
+    from deep_moe.targets import target_of_capability
+
+    num_needed = ranks or 1
+    if not torch.cuda.is_available() or torch.cuda.device_count() < num_needed:
+        return Device.cpu
+    for index in range(num_needed):
+        target = target_of_capability(torch.cuda.get_device_capability(index))
+        if target is None or arch not in (None, target.name):
+            return Device.cpu
+    return Device.cuda
+
+
 def _made_layer(shape: MoEShape, *, exact: bool, seed: int, sum_bits: int) -> Layer:
-    from deep_moe.synthetic import exact_layer, random_layer
+    from deep_moe.trial.synthetic import exact_layer, random_layer
 
     if exact:
         return exact_layer(shape, seed=seed, sum_bits=sum_bits)
@@ -191,9 +266,9 @@ def _loaded_layer(
     checkpoint: Path, layer: int, num_ranks: int, num_topk: int | None, max_tokens: int
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
-    from deep_moe.checkpoint import load_experts
+    from deep_moe.checkpoint.experts import load_experts
     from deep_moe.heuristics import MoEShape
-    from deep_moe.synthetic import Layer
+    from deep_moe.trial.synthetic import Layer
 
     l1, l2 = load_experts(checkpoint, layer)
     num_experts, num_l1_rows, num_packed = l1.weight.shape
@@ -208,38 +283,27 @@ def _loaded_layer(
     return shape, Layer(l1, l2)
 
 
-def _received(shape: MoEShape, inputs: Sequence[Tokens]) -> list[torch.Tensor]:
-    """Tokens that each local expert of each rank must have received."""
-    import torch
+def _made_tokens(
+    shape: MoEShape,
+    num_tokens: int,
+    *,
+    exact: bool,
+    seed: int,
+    unused_slots: int,
+    duplicates: bool,
+    nan_tokens: int,
+) -> Tokens:
+    """Of one rank and call."""
+    from deep_moe.trial.synthetic import exact_tokens, name_twice, put_nan, random_tokens
 
-    named = torch.cat([own.topk_idx.flatten() for own in inputs])
-    counts = torch.bincount(named[named >= 0], minlength=shape.num_experts).int()
-    return list(counts.split(shape.num_experts_per_rank))
-
-
-def _demand(exact: bool, sum_bits: int) -> str:
-    from deep_moe import comparison
-
-    if exact:
-        return "bit for bit"
-    if sum_bits >= comparison.FP32_SUM_BITS:
-        return (
-            f"{comparison.MIN_NEAR_SHARE:.1%} at most 1 BF16 unit away, "
-            f"cosine distance < {comparison.MAX_COSINE_DISTANCE:.0e}"
-        )
-    return (
-        f"errors of tokens below {comparison.MAX_TOKEN_ERROR:.1%}, "
-        f"half of them below {comparison.MAX_MEDIAN_TOKEN_ERROR:.0%}"
-    )
+    make = exact_tokens if exact else random_tokens
+    tokens = make(shape, num_tokens, seed=seed, num_unused_slots=unused_slots)
+    if duplicates:
+        tokens = name_twice(tokens)
+    return put_nan(tokens, nan_tokens, seed=seed) if nan_tokens else tokens
 
 
-def _print_rows(
-    shape: MoEShape, rows: Sequence[dict[str, Any]], *, demand: str, seconds: float
-) -> None:
-    stdout().print(
-        f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
-        f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}: {seconds:.1f} s"
-    )
+def _print_rows(rows: Sequence[dict[str, Any]], *, demand: str) -> None:
     numbers = (
         "tokens",
         "received",
@@ -247,18 +311,20 @@ def _print_rows(
         "equal",
         "within\n1 unit",
         "max\nunits",
-        "cosine\ndistance",
+        "wrong",
     )
     table = new_table(
         f"fused kernel against the reference: {demand}",
+        "call",
         "rank",
         *numbers,
         "verdict",
-        right=("rank", *numbers),
+        right=("call", "rank", *numbers),
         whole=("verdict",),
     )
     for row in rows:
         table.add_row(
+            str(row["call"]),
             str(row["rank"]),
             str(row["num_tokens"]),
             str(row["num_received"]),
@@ -266,7 +332,7 @@ def _print_rows(
             str(row["num_equal"]),
             str(row["num_near"]),
             f"{row['max_units']:g}",
-            f"{row['cosine_distance']:.1e}",
+            str(row["num_wrong"]),
             "[green]ok[/]" if row["passed"] else "[red]DIFFERENT[/]",
         )
     stdout().print(table)

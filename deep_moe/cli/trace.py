@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .checks import check_call, check_output_file
 from .options import (
     ClampOption,
     ExpertsOption,
@@ -18,18 +19,22 @@ from .options import (
     ModelOption,
     OverrideOption,
     RanksOption,
+    SeedOption,
     TopkOption,
     make_shape,
     parse_overrides,
     parse_tokens,
 )
 from .output import print_json, stderr, stdout
-from .run import Device
+from .run import Device, arch_of
 
 
 def trace(
     file: Annotated[
-        Path, typer.Argument(help="Where the Chrome trace goes; compressed if it ends in .gz.")
+        Path,
+        typer.Argument(
+            dir_okay=False, help="Where the Chrome trace goes; compressed if it ends in .gz."
+        ),
     ],
     model: ModelOption = None,
     ranks: RanksOption = 2,
@@ -41,7 +46,7 @@ def trace(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights, tokens and routing.")] = 0,
+    seed: SeedOption = 0,
     clamp: ClampOption = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
@@ -63,19 +68,30 @@ def trace(
     In the emulator a nanosecond is a warp instruction: the order of things is real, their durations
     are not. Open the file at ui.perfetto.dev or chrome://tracing.
     """
-    from deep_moe import trial
-    from deep_moe.synthetic import random_layer, random_tokens
-    from deep_moe.trace import aligned, breakdown, table, write_chrome_trace
+    from deep_moe.trial import calls as trial
+    from deep_moe.trial.synthetic import random_layer, random_tokens
+    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
 
+    check_output_file("FILE", file)
     counts = parse_tokens(tokens, ranks)
     shape = make_shape(
         model=model,
         ranks=ranks,
-        max_tokens=max(1, max(counts) if max_tokens is None else max_tokens),
+        max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         experts=experts,
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
+    )
+    overrides = parse_overrides(override)
+    arch = arch or arch_of(device)
+    check_call(
+        shape,
+        counts,
+        arch=arch,
+        num_sms=num_sms,
+        clamp=clamp,
+        overrides=overrides,
     )
     layer = random_layer(shape, seed=seed)
     inputs = [
@@ -85,7 +101,7 @@ def trace(
         "activation_clamp": clamp,
         "arch": arch,
         "num_sms": num_sms,
-        "overrides": parse_overrides(override),
+        "overrides": overrides,
     }
     with stderr().status("running the fused kernel"):
         if device == Device.cuda:

@@ -18,7 +18,7 @@ from .options import (
     TopkOption,
     make_shape,
 )
-from .output import new_table, print_json, stderr, stdout
+from .output import new_table, print_error, print_json, stderr, stdout
 
 DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
@@ -26,7 +26,8 @@ DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
 def tune(
     model: ModelOption = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="GPUs that share the experts; default: all.")
+        int | None,
+        typer.Option("--ranks", min=1, help="GPUs that share the experts; default: all."),
     ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
@@ -63,21 +64,18 @@ def tune(
             "deep-moe tune measures kernels on GPUs, and PyTorch finds none on this machine; "
             "the emulator's times say nothing about a GPU's"
         )
-    if ranks is not None and not 1 <= ranks <= num_gpus:
+    if ranks is not None and ranks > num_gpus:
         raise typer.BadParameter(f"--ranks must be 1 to the number of GPUs ({num_gpus})")
 
     from rich.progress import Progress
 
-    from deep_moe.gpu import gpu_of
-    from deep_moe.heuristics import ARCHITECTURES
-    from deep_moe.tuning import TuningPlan, compile_candidates
-    from deep_moe.tuning import tune as measure
-    from deep_moe.tuning_tables import user_table_path
+    from deep_moe.fused.gpu import gpu_of
+    from deep_moe.fused.tuning_tables import user_table_path
+    from deep_moe.trial.tuning import TuningPlan, compile_candidates
+    from deep_moe.trial.tuning import tune as measure
 
     gpu = gpu_of(torch.device("cuda", 0))
     assert gpu is not None
-    if gpu.arch not in ARCHITECTURES:
-        raise ValueError(f"there is no fused kernel for {gpu.name} ({gpu.arch})")
     path = table or user_table_path()
     with tempfile.TemporaryDirectory(prefix="deep_moe_tune_") as folder:
         plan = TuningPlan(
@@ -94,7 +92,7 @@ def tune(
             ends=started + budget,
             table=path,
             results=Path(folder, "results.json"),
-            arch=gpu.arch,
+            arch=gpu.target.name,
             num_sms=gpu.num_sms,
             clamp=clamp,
             commit=commit,
@@ -104,13 +102,17 @@ def tune(
             num_kernels = compile_candidates(plan, lambda: progress.advance(task))
             progress.update(task, total=num_kernels)
         results = measure(plan)
+    left = sizes[len(results) :]
     if as_json:
-        print_json({"table": str(path), "results": results})
+        print_json({"table": str(path), "results": results, "not_measured": left})
     else:
         _print_results(results, path)
-    if len(results) < len(sizes):
-        left = ", ".join(map(str, sizes[len(results) :]))
-        raise ValueError(f"--budget {budget:g} ended before these tokens were measured: {left}")
+    if left:
+        print_error(
+            f"--budget {budget:g} ended before these tokens were measured: "
+            f"{', '.join(map(str, left))}"
+        )
+        raise typer.Exit(1)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -22,13 +22,14 @@ from .options import (
     OverrideOption,
     RanksOption,
     TopkOption,
+    find_measurements,
     make_shape,
     parse_overrides,
 )
 from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    from deep_moe.deployment import DeploymentKernel
+    from deep_moe.fused.deployment import DeploymentKernel
     from deep_moe.heuristics import MegaMoEConfig
 
 
@@ -36,13 +37,13 @@ def warmup(
     model: ModelOption = None,
     ranks: RanksOption = 8,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Most tokens of one call per rank.")
+        int, typer.Option("--max-tokens", min=1, help="Most tokens of one call per rank.")
     ] = 256,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
-    arch: ArchOption = "sm_100a",
+    arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
     clamp: ClampOption = None,
@@ -58,10 +59,10 @@ def warmup(
     tuning tables."""
     from rich.progress import Progress
 
-    from deep_moe.deployment import build_deployment, deployment_configs
-    from deep_moe.heuristics import ARCHITECTURES, choose_config
-    from deep_moe.tuning_tables import read_tuning
+    from deep_moe.fused.deployment import build_deployment, deployment_configs
+    from deep_moe.heuristics import choose_config
 
+    arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -72,8 +73,6 @@ def warmup(
         max_tokens=max_tokens,
     )
     overrides = parse_overrides(override)
-
-    tuning = read_tuning(gpu) if gpu else None
 
     def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(
@@ -87,12 +86,13 @@ def warmup(
             tuning=tuning,
         )
 
-    configs = deployment_configs(choose, max_tokens)
-    if ARCHITECTURES[arch].heeds_uneven:
-        # Of calls whose experts received uneven numbers of tokens in the call before.
-        known = {config for _, _, config in configs}
-        uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
-        configs += [use for use in uneven if use[2] not in known]
+    with stderr().status("choosing kernels"):
+        configs = deployment_configs(choose, max_tokens)
+        if configs[0][2].target.heeds_uneven:
+            # Of calls whose experts received uneven numbers of tokens in the call before.
+            known = {config for _, _, config in configs}
+            uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
+            configs += [use for use in uneven if use[2] not in known]
     with Progress(console=stderr()) as progress:
         task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(
@@ -104,9 +104,9 @@ def warmup(
     if as_json:
         print_json([_as_dict(kernel) for kernel in kernels])
         return
-    num_ctas = configs[0][2].num_sms
+    first = configs[0][2]
     table = new_table(
-        f"{arch}, {num_ctas} SMs",
+        f"{first.arch}, {first.num_sms} SMs",
         "tokens",
         "block_m",
         "kernel",

@@ -3,18 +3,18 @@
 #include <string>
 #include <vector>
 
+#include "engine.h"
 #include "instruction_table.h"
-#include "machine.h"
 
 using namespace deep_moe::emulator;
 
 namespace {
 
 struct Handle {
-    Machine machine;
+    Engine machine;
     std::vector<std::unique_ptr<Module>> modules;
-    std::string error;
-    std::string text;  // what dm_kernels returned last
+    std::string error, error_finding;
+    std::string text;  // what dm_kernels or dm_finding returned last
 };
 
 template <class F>
@@ -24,9 +24,14 @@ int guarded(Handle* h, F f) {
         return 0;
     } catch (const Fault& fault) {
         h->error = fault.what();
+        Finding finding;
+        finding.kind = fault.kind;
+        finding.text = fault.what();
+        h->error_finding = (fault.finding ? *fault.finding : finding).json();
         return int(fault.kind);
     } catch (const std::exception& e) {
         h->error = e.what();
+        h->error_finding = Finding{FaultKind::internal, e.what(), "", 0, {}}.json();
         return int(FaultKind::internal);
     }
 }
@@ -53,6 +58,11 @@ EXPORT const char* dm_error(Handle* h) {
     return h->error.c_str();
 }
 
+// The same as JSON, as `Finding::json` makes it.
+EXPORT const char* dm_error_finding(Handle* h) {
+    return h->error_finding.c_str();
+}
+
 EXPORT void dm_set_residency(Handle* h, uint32_t ctas) {
     h->machine.max_resident_ctas = ctas;
 }
@@ -77,10 +87,9 @@ EXPORT uint32_t dm_num_findings(Handle* h) {
     return uint32_t(h->machine.findings.all().size());
 }
 
-EXPORT const char* dm_finding(Handle* h, uint32_t index, int* kind) {
-    const Finding& finding = h->machine.findings.all().at(index);
-    *kind = int(finding.kind);
-    return finding.text.c_str();
+EXPORT const char* dm_finding(Handle* h, uint32_t index) {
+    h->text = h->machine.findings.all().at(index).json();
+    return h->text.c_str();
 }
 
 EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -25,11 +27,24 @@ enum class FaultKind : int {
     internal = 12,
 };
 
+struct Finding;
+
 struct Fault : std::runtime_error {
     FaultKind kind;
     int lane;
+    const char* space = "";  // of the access, if it is about one
+    uint64_t address = 0;
+    std::shared_ptr<const Finding> finding;  // the same as data, once somebody knows who did it
     Fault(FaultKind kind, const std::string& text, int lane = -1)
         : std::runtime_error(text), kind(kind), lane(lane) {}
+    // The same with more text behind.
+    Fault(const Fault& fault, const std::string& more)
+        : std::runtime_error(fault.what() + more),
+          kind(fault.kind),
+          lane(fault.lane),
+          space(fault.space),
+          address(fault.address),
+          finding(fault.finding) {}
 };
 
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(FaultKind kind,

@@ -1,11 +1,68 @@
 #include "findings.h"
 
+#include <algorithm>
+
 #include "machine.h"
 
 namespace deep_moe::emulator {
 
-bool Findings::is_new(FaultKind kind, Place place, Place other) {
-    return known_.emplace(kind, line_of(place), line_of(other)).second;
+namespace {
+
+std::string quoted(const std::string& text) {
+    std::string result = "\"";
+    for (const char c : text) {
+        if (c == '"' || c == '\\')
+            result += {'\\', c};
+        else if (static_cast<unsigned char>(c) < 0x20)
+            result += format("\\u%04x", c);
+        else
+            result += c;
+    }
+    return result + "\"";
+}
+
+std::string json_of(const Involved& i) {
+    return "{\"access\":" + quoted(i.access) +
+           format(",\"rank\":%u,\"cta\":%u,\"warp\":%u,\"lane\":%d", i.rank, i.cta, i.warp,
+                  i.lane) +
+           ",\"role\":" + quoted(i.role) + ",\"file\":" + quoted(i.file) +
+           format(",\"line\":%d,\"ptx_line\":%d", i.line, i.ptx_line) +
+           ",\"kernel\":" + quoted(i.kernel) + ",\"instruction\":" + quoted(i.instruction) + "}";
+}
+
+}  // namespace
+
+std::string Finding::json() const {
+    std::string list;
+    for (const Involved& i : involved) list += (list.empty() ? "" : ",") + json_of(i);
+    return format("{\"kind\":%d", int(kind)) + ",\"text\":" + quoted(text) +
+           ",\"space\":" + quoted(space) +
+           format(",\"address\":%llu", (unsigned long long)address) + ",\"involved\":[" + list +
+           "]}";
+}
+
+Involved involved_at(const Where& where, int lane, std::string access) {
+    const OpInfo& info = where.program->infos[where.pc];
+    Involved i;
+    i.access = std::move(access);
+    i.rank = where.grid->rank->index;
+    i.cta = where.cta;
+    i.warp = where.warp;
+    i.lane = lane;
+    i.role = role_of(*where.grid, where.warp);
+    if (info.source >= 0) {
+        i.file = where.program->source_lines[size_t(info.source)].file;
+        i.line = where.program->source_lines[size_t(info.source)].line;
+    }
+    i.ptx_line = info.ptx_line;
+    i.kernel = readable_name(where.program->name);
+    i.instruction = ptx_of(*where.program, where.pc);
+    return i;
+}
+
+bool Findings::is_new(const void* check, Place place, Place other) {
+    const auto [low, high] = std::minmax({line_of(place), line_of(other)});
+    return known_.emplace(check, low, high).second;
 }
 
 uint32_t Findings::line_of(Place place) {

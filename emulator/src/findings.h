@@ -1,4 +1,5 @@
-// What the checks found in a run that does not stop at findings, each pair of source lines once.
+// What the checks found, as data. In a run that does not stop at findings each cause is listed
+// once.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +14,30 @@
 
 namespace deep_moe::emulator {
 
-struct Finding {
-    FaultKind kind;
-    std::string text;
+struct Where;
+
+// One of the instructions that a finding is about, and who executed it.
+struct Involved {
+    std::string access;  // such as "asynchronous write"; "" if it is not about memory
+    uint32_t rank = 0, cta = 0, warp = 0;
+    int lane = -1;  // -1: no single one
+    std::string role;
+    std::string file;  // of the source, "" without line information
+    int line = 0, ptx_line = 0;
+    std::string kernel, instruction;
 };
+
+struct Finding {
+    FaultKind kind = FaultKind::internal;
+    std::string text;
+    std::string space;  // of the memory that it is about: a state space, "tensor", or "" for none
+    uint64_t address = 0;
+    std::vector<Involved> involved;  // in the order in which they came; the last one was caught
+
+    std::string json() const;
+};
+
+Involved involved_at(const Where& where, int lane, std::string access = "");
 
 // One instruction of one program; without a program, none.
 struct Place {
@@ -26,17 +47,17 @@ struct Place {
 
 class Findings {
  public:
-    // Whether no finding of this kind at these two instructions is known. Instructions of one
-    // source line, which an unrolled loop makes many of, count as one.
-    bool is_new(FaultKind kind, Place place, Place other);
-    void add(FaultKind kind, std::string text) { all_.push_back({kind, std::move(text)}); }
+    // Whether no finding by this check at these two instructions, whichever came first, is known.
+    // Instructions of one source line, which an unrolled loop makes many of, count as one.
+    bool is_new(const void* check, Place place, Place other);
+    void add(Finding finding) { all_.push_back(std::move(finding)); }
     const std::vector<Finding>& all() const { return all_; }
 
  private:
     uint32_t line_of(Place place);
 
     std::vector<Finding> all_;
-    std::set<std::tuple<FaultKind, uint32_t, uint32_t>> known_;
+    std::set<std::tuple<const void*, uint32_t, uint32_t>> known_;
     std::map<std::string, uint32_t> line_ids_;
     std::map<const Program*, std::vector<uint32_t>> lines_;  // by instruction, 0 until asked for
 };

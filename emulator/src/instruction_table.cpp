@@ -11,12 +11,13 @@ const InstructionTable& all_instructions() {
     static const InstructionTable table = [] {
         InstructionTable all;
         for (auto family :
-             {integer_instructions, float_instructions, convert_instructions, move_instructions,
-              memory_instructions, control_instructions, warp_instructions, barrier_instructions,
-              mbarrier_instructions, bulk_copy_instructions, matrix_instructions,
-              tcgen05_instructions, wgmma_instructions, launch_control_instructions,
-              copy_instructions, tensormap_instructions, remote_instructions, wmma_instructions,
-              simd_instructions}) {
+             {integer_instructions,        logic_instructions,    comparison_instructions,
+              float_instructions,          convert_instructions,  move_instructions,
+              memory_instructions,         control_instructions,  warp_instructions,
+              barrier_instructions,        mbarrier_instructions, bulk_copy_instructions,
+              matrix_instructions,         tcgen05_instructions,  wgmma_instructions,
+              launch_control_instructions, copy_instructions,     tensormap_instructions,
+              remote_instructions,         wmma_instructions,     simd_instructions}) {
             InstructionTable rows = family();
             all.insert(all.end(), rows.begin(), rows.end());
         }

@@ -25,9 +25,8 @@
 //          }
 //      What is left unconsumed is reported as unsupported, with mnemonic and PTX line.
 //   3. Add it to the family's table: {"my.op", decode_my, "one line for the listing"}. The longest
-//   matching name
-//      wins, so "cp.async.bulk.tensor" is found before "cp.async.bulk". Collectives say
-//      d.op.meeting = ...
+//      matching name wins, so "cp.async.bulk.tensor" is found before "cp.async.bulk". Collectives
+//      say d.op.meeting = ...
 #pragma once
 
 #include <initializer_list>
@@ -154,6 +153,8 @@ using InstructionTable = std::vector<Instruction>;
 
 // One per family, each in its instructions_<family>.cpp.
 InstructionTable integer_instructions();
+InstructionTable logic_instructions();
+InstructionTable comparison_instructions();
 InstructionTable float_instructions();
 InstructionTable convert_instructions();
 InstructionTable move_instructions();

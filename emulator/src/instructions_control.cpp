@@ -284,7 +284,6 @@ void decode_breakpoint(Decoder& d) {
 
 Flow sleep(Warp& w, const Op& op) {
     if (w.current.token) return Flow::next;
-    ++w.polls;
     w.current.token = 1;
     uint64_t ns = std::min(w.uniform<uint32_t>(op.operands[0]), 1'000'000u);
     return w.block(w.machine->sleepers, "the end of nanosleep", 0, 0, w.machine->now_ns() + ns + 1);

@@ -196,6 +196,15 @@ std::array<Cta*, 2> participants(Warp& w, int cta_group, const char* what) {
                                    : std::array<Cta*, 2>{w.cta, &peer};
 }
 
+MatrixDescriptor shared_operand(Warp& w, const Operand& operand, int lane) {
+    const uint64_t bits = w.in<uint64_t>(operand)[lane];
+    if (w.machine->checks) {
+        const std::string wrong = MatrixDescriptor::wrong_constants_sm100(bits);
+        if (!wrong.empty()) w.machine->find(FaultKind::invalid_operation, [&] { return wrong; });
+    }
+    return MatrixDescriptor::sm100(bits);
+}
+
 // ---- mma
 
 struct MmaForm {
@@ -241,8 +250,8 @@ Flow mma(Warp& w, const Op& op) {
         if (form.a_in_tensor_memory)
             mma.a_address = uint32_t(w.address(op.operands[1], lane));
         else
-            mma.a = MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[1])[lane]);
-        mma.b = MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[2])[lane]);
+            mma.a = shared_operand(w, op.operands[1], lane);
+        mma.b = shared_operand(w, op.operands[2], lane);
         mma.d_address = uint32_t(w.address(op.operands[0], lane));
         mma.num_scale_blocks = form.num_scale_blocks;
         if (is_block_scaled(form.kind)) {
@@ -350,8 +359,7 @@ Flow copy(Warp& w, const Op& op) {
     const CopyShape shape = CopyShape(op.aux >> 8);
     w.for_each_lane([&](int lane) {
         const uint32_t address = uint32_t(w.address(op.operands[0], lane));
-        const MatrixDescriptor source =
-            MatrixDescriptor::sm100(w.in<uint64_t>(op.operands[1])[lane]);
+        const MatrixDescriptor source = shared_operand(w, op.operands[1], lane);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.cp.cta_group::2");
         const Queued queued = next_in_queue(w, lane);
         enqueue_in_order(w, lane, cta_group, "tcgen05.cp", [=] {
@@ -547,7 +555,12 @@ Flow load(Warp& w, const Op& op) {
             return memory.read(row, column, count, check_written);
         } catch (const Fault& fault) {
             if (fault.kind != FaultKind::uninitialized) throw;
-            w.machine->find(fault.kind, [&] { return std::string(fault.what()); });
+            w.machine->find(
+                fault.kind, [&] { return std::string(fault.what()); }, {},
+                [&](Finding& finding) {
+                    finding.space = "tensor";
+                    finding.address = uint64_t(row) << 16 | column;
+                });
             check_written = false;  // of this instruction that is known now
             return memory.read(row, column, count, check_written);
         }

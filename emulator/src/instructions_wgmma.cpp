@@ -88,6 +88,15 @@ struct WgmmaForm {
     }
 };
 
+MatrixDescriptor shared_operand(Warp& w, const Operand& operand) {
+    const uint64_t bits = w.uniform<uint64_t>(operand);
+    if (w.machine->checks) {
+        const std::string wrong = MatrixDescriptor::wrong_constants_sm90(bits);
+        if (!wrong.empty()) w.machine->find(FaultKind::invalid_operation, [&] { return wrong; });
+    }
+    return MatrixDescriptor::sm90(bits);
+}
+
 // b, scale-d, a descriptor or 4 registers, accumulators
 Flow mma_async(Warp& w, const Op& op) {
     WgmmaForm form = WgmmaForm::unpack(op.aux);
@@ -98,7 +107,7 @@ Flow mma_async(Warp& w, const Op& op) {
     }
     form.unit.accumulate = scale_d != 0;
     if (w.machine->hopper_fp8_sums) form.unit.numerics = WgmmaNumerics::hopper_fp8;
-    const MatrixDescriptor b = MatrixDescriptor::sm90(w.uniform<uint64_t>(op.operands[0]));
+    const MatrixDescriptor b = shared_operand(w, op.operands[0]);
     MatrixDescriptor a;
     const uint32_t* fragment[4];
     const int first_d = 2 + (form.a_in_registers ? 4 : 1);
@@ -106,7 +115,7 @@ Flow mma_async(Warp& w, const Op& op) {
         for (int r = 0; r < 4; ++r)
             fragment[r] = reinterpret_cast<const uint32_t*>(w.data(op.operands[2 + r]));
     } else {
-        a = MatrixDescriptor::sm90(w.uniform<uint64_t>(op.operands[2]));
+        a = shared_operand(w, op.operands[2]);
     }
     uint32_t* accumulators[128];
     for (int i = first_d; i < op.num_operands; ++i) {
@@ -217,12 +226,24 @@ Flow wait_group(Warp& w, const Op& op) {
     while (groups.size() > op.aux) {
         for (const Operands& o : groups.front()) {
             if (digest_of(*w.cta, o) == o.digest) continue;
-            w.machine->find(FaultKind::race, [&] {
-                return format(
-                    "shared memory read by a wgmma changed before its group was waited for; the "
-                    "operand starts at 0x%x\n  wgmma: %s",
-                    o.descriptor.start, describe_instruction(*w.program, o.pc).c_str());
-            });
+            w.machine->find(
+                FaultKind::race,
+                [&] {
+                    return format(
+                        "shared memory read by a wgmma changed before its group was waited for; "
+                        "the "
+                        "operand starts at 0x%x\n  wgmma: %s",
+                        o.descriptor.start, describe_instruction(*w.program, o.pc).c_str());
+                },
+                {w.program, o.pc},
+                [&](Finding& finding) {
+                    finding.space = name_of(Space::shared);
+                    finding.address = o.descriptor.start;
+                    const Where now = w.machine->here();
+                    finding.involved = {
+                        involved_at({now.grid, now.program, o.pc, now.cta, now.warp}, -1),
+                        involved_at(now, -1)};
+                });
         }
         groups.pop_front();
     }

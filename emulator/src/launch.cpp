@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "async_units.h"
-#include "machine.h"
+#include "engine.h"
 #include "race_detector.h"
 #include "register_watch.h"
 
@@ -33,13 +33,75 @@ void broadcast(std::byte* to, int bits, uint64_t low, uint64_t high) {
     }
 }
 
+// What the compiler may use at launch, 0 if the module does not say; from launch bounds, ptxas
+// takes no more than the largest setmaxnreg asks for. That one moves registers between warpgroups
+// of this sum.
+uint32_t registers_at_launch(const Grid& g) {
+    const Program& program = *g.program;
+    if (program.max_registers) return program.max_registers;
+    if (!program.max_threads && !program.required_threads[0]) return 0;
+    const uint32_t threads = (g.num_threads + 127) / 128 * 128;
+    const uint32_t each = std::min(65536 / threads / 8 * 8, 255u);
+    return program.largest_budget ? std::min(each, program.largest_budget) : each;
+}
+
+// position: of the CTA in the grid.
+void fill_special_registers(Warp& w, const uint32_t position[3]) {
+    const Grid& g = *w.grid;
+    const Cta& c = *w.cta;
+    auto row = [&](Special s) { return w.special.data() + size_t(s) * warp_size; };
+    auto fill = [&](Special s, uint32_t value) { std::fill_n(row(s), warp_size, value); };
+    for (uint32_t lane = 0; lane < warp_size; ++lane) {
+        const uint32_t t = w.index * warp_size + lane;
+        row(Special::tid_x)[lane] = t % g.block[0];
+        row(Special::tid_y)[lane] = t / g.block[0] % g.block[1];
+        row(Special::tid_z)[lane] = t / g.block[0] / g.block[1];
+        row(Special::laneid)[lane] = lane;
+        row(Special::lanemask_eq)[lane] = 1u << lane;
+        row(Special::lanemask_lt)[lane] = (1u << lane) - 1;
+        row(Special::lanemask_le)[lane] = ((1u << lane) - 1) | 1u << lane;
+        row(Special::lanemask_gt)[lane] = ~(((1u << lane) - 1) | 1u << lane);
+        row(Special::lanemask_ge)[lane] = ~((1u << lane) - 1);
+    }
+    for (uint32_t d = 0; d < 3; ++d) {
+        auto fill_dimension = [&](Special x, uint32_t value) {
+            fill(Special(uint32_t(x) + d), value);
+        };
+        fill_dimension(Special::ntid_x, g.block[d]);
+        fill_dimension(Special::ctaid_x, position[d]);
+        fill_dimension(Special::nctaid_x, g.grid[d]);
+        fill_dimension(Special::clusterid_x, position[d] / g.cluster[d]);
+        fill_dimension(Special::nclusterid_x, g.grid[d] / g.cluster[d]);
+        fill_dimension(Special::cluster_ctaid_x, position[d] % g.cluster[d]);
+        fill_dimension(Special::cluster_nctaid_x, g.cluster[d]);
+    }
+    const uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
+    fill(Special::warpid, w.index);
+    fill(Special::nwarpid, g.num_warps);
+    fill(Special::smid, c.index);
+    fill(Special::nsmid, g.num_ctas);
+    fill(Special::gridid, g.id);
+    fill(Special::cluster_ctarank, c.cluster_rank);
+    fill(Special::cluster_nctarank, cluster_ctas);
+    fill(Special::is_explicit_cluster, cluster_ctas > 1 || g.program->cluster[0] ? full_mask : 0);
+    fill(Special::dynamic_smem_size, g.dynamic_shared_bytes);
+    fill(Special::total_smem_size, c.shared_end);
+    fill(Special::aggr_smem_size, c.shared_end);
+    fill(Special::reserved_smem_offset_begin, 0);
+    fill(Special::reserved_smem_offset_cap, shared_base);
+    fill(Special::reserved_smem_offset_1, runtime_shared_base);
+    const auto workspace = reinterpret_cast<uint64_t>(g.workspace.get());
+    fill(Special::envreg1, uint32_t(workspace >> 32));
+    fill(Special::envreg2, uint32_t(workspace));
+}
+
 [[noreturn]] void refuse(const Program& program, const std::string& why) {
     throw Fault(FaultKind::launch, "launch of " + program.name + ": " + why);
 }
 
 }  // namespace
 
-Rank& Machine::rank(uint32_t index) {
+Rank& Engine::rank(uint32_t index) {
     auto& slot = ranks[index];
     if (!slot) {
         slot = std::make_unique<Rank>();
@@ -48,7 +110,7 @@ Rank& Machine::rank(uint32_t index) {
     return *slot;
 }
 
-ModuleMemory& Machine::module_memory(const Module& module, Rank& rank) {
+ModuleMemory& Engine::module_memory(const Module& module, Rank& rank) {
     auto [found, is_new] = rank.modules.try_emplace(&module);
     ModuleMemory& memory = found->second;
     if (!is_new || module.variables.empty()) return memory;
@@ -92,7 +154,7 @@ ModuleMemory& Machine::module_memory(const Module& module, Rank& rank) {
     return memory;
 }
 
-void Machine::forget_module(const Module& module) {
+void Engine::forget_module(const Module& module) {
     for (auto& [index, rank] : ranks) {
         auto found = rank->modules.find(&module);
         if (found == rank->modules.end()) continue;
@@ -102,10 +164,10 @@ void Machine::forget_module(const Module& module) {
     }
 }
 
-void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t grid_size[3],
-                     const uint32_t block_size[3], const uint32_t cluster_size[3],
-                     uint32_t shared_bytes, const std::vector<std::byte>& parameters,
-                     bool in_order) {
+void Engine::launch(const Program& program, uint32_t rank_index, const uint32_t grid_size[3],
+                    const uint32_t block_size[3], const uint32_t cluster_size[3],
+                    uint32_t shared_bytes, const std::vector<std::byte>& parameters,
+                    bool in_order) {
     auto grid = std::make_unique<Grid>();
     Grid& g = *grid;
     g.machine = this;
@@ -183,7 +245,7 @@ void Machine::launch(const Program& program, uint32_t rank_index, const uint32_t
     grids.push_back(std::move(grid));
 }
 
-void Machine::set_registers(Grid& g, uint32_t num_registers) {
+void Engine::set_registers(Grid& g, uint32_t num_registers) {
     constexpr uint32_t per_sm = 65536;
     const uint32_t allocated = (num_registers + 7) / 8 * 8 * warp_size * g.num_warps;
     if (num_registers > 255 || allocated > per_sm)
@@ -194,138 +256,98 @@ void Machine::set_registers(Grid& g, uint32_t num_registers) {
 
 // Creates clusters as long as the grid's residency allows it. Clusters are taken in order of their
 // first CTA.
-void Machine::admit_ctas(Grid& g) {
+void Engine::admit_ctas(Grid& g) {
     if (g.previous && !g.previous->has_ended()) return;
-    const Program& program = *g.program;
-    uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
-    uint32_t num_clusters[3] = {g.grid[0] / g.cluster[0], g.grid[1] / g.cluster[1],
-                                g.grid[2] / g.cluster[2]};
+    const uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
     while (g.next_cta < g.num_ctas &&
-           (g.live_ctas == 0 || g.live_ctas + cluster_ctas <= max_resident_ctas)) {
-        uint32_t ci = g.next_cta / cluster_ctas;
-        uint32_t cx = ci % num_clusters[0], cy = ci / num_clusters[0] % num_clusters[1],
-                 cz = ci / num_clusters[0] / num_clusters[1];
-        auto cluster = std::make_unique<Cluster>();
-        cluster->index = ci;
-        for (uint32_t r = 0; r < cluster_ctas; ++r) {
-            uint32_t rx = r % g.cluster[0], ry = r / g.cluster[0] % g.cluster[1],
-                     rz = r / g.cluster[0] / g.cluster[1];
-            uint32_t x = cx * g.cluster[0] + rx, y = cy * g.cluster[1] + ry,
-                     z = cz * g.cluster[2] + rz;
-            uint32_t index = x + g.grid[0] * (y + g.grid[1] * z);
-            auto cta = std::make_unique<Cta>();
-            Cta& c = *cta;
-            c.machine = this;
-            c.grid = &g;
-            c.cluster = cluster.get();
-            c.index = index;
-            c.cluster_rank = r;
-            c.live_threads = g.num_threads;
-            c.shared_end = program.dynamic_shared_offset + g.dynamic_shared_bytes;
-            c.shared = aligned(c.shared_storage, c.shared_end, 1024);
-            c.shadow.assign(c.shared_end, 0);
-            // What CUDA's headers keep below the kernel's own memory is zero at the start.
-            std::fill(c.shadow.begin() + program.shared_begin, c.shadow.begin() + shared_base, 1);
-            if (program.max_registers || program.max_threads || program.required_threads[0]) {
-                // What the compiler may use at launch; from launch bounds, ptxas takes no more than
-                // the largest setmaxnreg asks for. That one moves registers between warpgroups of
-                // this sum.
-                uint32_t threads = (g.num_threads + 127) / 128 * 128;
-                uint32_t each = program.max_registers ? program.max_registers
-                                                      : std::min(65536 / threads / 8 * 8, 255u);
-                if (program.largest_budget && !program.max_registers)
-                    each = std::min(each, program.largest_budget);
-                c.launch_registers = each;
-            }
-            if (g.num_registers) c.launch_registers = g.num_registers;
-            for (uint32_t wi = 0; wi < g.num_warps; ++wi) {
-                auto warp = std::make_unique<Warp>();
-                Warp& w = *warp;
-                w.machine = this;
-                w.grid = &g;
-                w.cta = &c;
-                w.program = &program;
-                w.index = wi;
-                w.num_registers = c.launch_registers;
-                if (races) races->add_warp(w);
-                if (checks && program.register_plan)
-                    w.watch = std::make_shared<RegisterWatch>(*program.register_plan);
-                uint32_t lanes = std::min<uint32_t>(warp_size, g.num_threads - wi * warp_size);
-                w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
-                w.current.lanes = w.live;
-                w.registers.assign(program.register_bytes, std::byte{0xcb});
-                w.local_stride = program.local_bytes;
-                w.local.assign(size_t(w.local_stride) * warp_size, std::byte{0xcb});
-                w.stack_tops.fill(program.callables[0].frame_bytes);
-                w.special.assign(size_t(Special::count) * warp_size, 0);
-                auto row = [&](Special s) { return w.special.data() + size_t(s) * warp_size; };
-                auto fill = [&](Special s, uint32_t value) {
-                    std::fill_n(row(s), warp_size, value);
-                };
-                for (uint32_t lane = 0; lane < warp_size; ++lane) {
-                    uint32_t t = wi * warp_size + lane;
-                    row(Special::tid_x)[lane] = t % g.block[0];
-                    row(Special::tid_y)[lane] = t / g.block[0] % g.block[1];
-                    row(Special::tid_z)[lane] = t / g.block[0] / g.block[1];
-                    row(Special::laneid)[lane] = lane;
-                    row(Special::lanemask_eq)[lane] = 1u << lane;
-                    row(Special::lanemask_lt)[lane] = (1u << lane) - 1;
-                    row(Special::lanemask_le)[lane] = ((1u << lane) - 1) | 1u << lane;
-                    row(Special::lanemask_gt)[lane] = ~(((1u << lane) - 1) | 1u << lane);
-                    row(Special::lanemask_ge)[lane] = ~((1u << lane) - 1);
-                }
-                uint32_t values[][3] = {{g.block[0], g.block[1], g.block[2]},
-                                        {x, y, z},
-                                        {g.grid[0], g.grid[1], g.grid[2]},
-                                        {cx, cy, cz},
-                                        {num_clusters[0], num_clusters[1], num_clusters[2]},
-                                        {rx, ry, rz},
-                                        {g.cluster[0], g.cluster[1], g.cluster[2]}};
-                Special firsts[] = {Special::ntid_x,          Special::ctaid_x,
-                                    Special::nctaid_x,        Special::clusterid_x,
-                                    Special::nclusterid_x,    Special::cluster_ctaid_x,
-                                    Special::cluster_nctaid_x};
-                for (size_t k = 0; k < 7; ++k)
-                    for (uint32_t d = 0; d < 3; ++d)
-                        fill(Special(uint32_t(firsts[k]) + d), values[k][d]);
-                fill(Special::warpid, wi);
-                fill(Special::nwarpid, g.num_warps);
-                fill(Special::smid, index);
-                fill(Special::nsmid, g.num_ctas);
-                fill(Special::gridid, g.id);
-                fill(Special::cluster_ctarank, r);
-                fill(Special::cluster_nctarank, cluster_ctas);
-                fill(Special::is_explicit_cluster,
-                     cluster_ctas > 1 || program.cluster[0] ? full_mask : 0);
-                fill(Special::dynamic_smem_size, g.dynamic_shared_bytes);
-                fill(Special::total_smem_size, c.shared_end);
-                fill(Special::aggr_smem_size, c.shared_end);
-                fill(Special::reserved_smem_offset_begin, 0);
-                fill(Special::reserved_smem_offset_cap, shared_base);
-                fill(Special::reserved_smem_offset_1, runtime_shared_base);
-                const auto workspace = reinterpret_cast<uint64_t>(g.workspace.get());
-                fill(Special::envreg1, uint32_t(workspace >> 32));
-                fill(Special::envreg2, uint32_t(workspace));
-                w.bases[int(Base::registers)] = w.registers.data();
-                w.bases[int(Base::constants)] = g.constants[r].data();
-                w.bases[int(Base::special)] = reinterpret_cast<std::byte*>(w.special.data());
-                c.warps.push_back(std::move(warp));
-            }
-            cluster->live_threads += g.num_threads;
-            cluster->ctas.push_back(&c);
-            g.ctas[index] = std::move(cta);
-            ++g.live_ctas;
-        }
-        for (Cta* c : cluster->ctas)
-            for (auto& w : c->warps) make_ready(*w);
-        g.clusters.push_back(std::move(cluster));
-        g.next_cta += cluster_ctas;
+           (g.live_ctas == 0 || g.live_ctas + cluster_ctas <= max_resident_ctas))
+        admit_cluster(g);
+}
+
+void Engine::admit_cluster(Grid& g) {
+    const uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
+    auto cluster = std::make_unique<Cluster>();
+    cluster->index = g.next_cta / cluster_ctas;
+    uint32_t first[3];
+    uint32_t number = cluster->index;
+    for (int i = 0; i < 3; ++i) {
+        const uint32_t num_clusters = g.grid[i] / g.cluster[i];
+        first[i] = number % num_clusters * g.cluster[i];
+        number /= num_clusters;
     }
+    for (uint32_t r = 0; r < cluster_ctas; ++r) {
+        const uint32_t position[3] = {first[0] + r % g.cluster[0],
+                                      first[1] + r / g.cluster[0] % g.cluster[1],
+                                      first[2] + r / g.cluster[0] / g.cluster[1]};
+        auto cta = make_cta(g, *cluster, position);
+        cluster->live_threads += g.num_threads;
+        cluster->ctas.push_back(cta.get());
+        g.ctas[cta->index] = std::move(cta);
+        ++g.live_ctas;
+    }
+    for (Cta* c : cluster->ctas)
+        for (auto& w : c->warps) make_ready(*w);
+    g.clusters.push_back(std::move(cluster));
+    g.next_cta += cluster_ctas;
+}
+
+// The next CTA of `cluster`.
+std::unique_ptr<Cta> Engine::make_cta(Grid& g, Cluster& cluster, const uint32_t position[3]) {
+    const Program& program = *g.program;
+    auto cta = std::make_unique<Cta>();
+    Cta& c = *cta;
+    c.machine = this;
+    c.grid = &g;
+    c.cluster = &cluster;
+    c.index = position[0] + g.grid[0] * (position[1] + g.grid[1] * position[2]);
+    c.cluster_rank = uint32_t(cluster.ctas.size());
+    c.live_threads = g.num_threads;
+    c.shared_end = program.dynamic_shared_offset + g.dynamic_shared_bytes;
+    c.shared = aligned(c.shared_storage, c.shared_end, 1024);
+    c.shadow.assign(c.shared_end, 0);
+    // What CUDA's headers keep below the kernel's own memory is zero at the start.
+    std::fill(c.shadow.begin() + program.shared_begin, c.shadow.begin() + shared_base, 1);
+    c.launch_registers = g.num_registers ? g.num_registers : registers_at_launch(g);
+    for (uint32_t i = 0; i < g.num_warps; ++i) {
+        auto warp = make_warp(c, i);
+        fill_special_registers(*warp, position);
+        c.warps.push_back(std::move(warp));
+    }
+    return cta;
+}
+
+std::unique_ptr<Warp> Engine::make_warp(Cta& c, uint32_t index) {
+    Grid& g = *c.grid;
+    const Program& program = *g.program;
+    auto warp = std::make_unique<Warp>();
+    Warp& w = *warp;
+    w.machine = this;
+    w.grid = &g;
+    w.cta = &c;
+    w.program = &program;
+    w.index = index;
+    w.turns = std::make_shared<Turns>();
+    w.num_registers = c.launch_registers;
+    if (races) races->add_warp(w);
+    if (checks && program.register_plan)
+        w.watch = std::make_shared<RegisterWatch>(*program.register_plan);
+    const uint32_t lanes = std::min<uint32_t>(warp_size, g.num_threads - index * warp_size);
+    w.live = lanes == warp_size ? full_mask : (1u << lanes) - 1;
+    w.current.lanes = w.live;
+    w.registers.assign(program.register_bytes, std::byte{0xcb});
+    w.local_stride = program.local_bytes;
+    w.local.assign(size_t(w.local_stride) * warp_size, std::byte{0xcb});
+    w.stack_tops.fill(program.callables[0].frame_bytes);
+    w.special.assign(size_t(Special::count) * warp_size, 0);
+    w.bases[int(Base::registers)] = w.registers.data();
+    w.bases[int(Base::constants)] = g.constants[c.cluster_rank].data();
+    w.bases[int(Base::special)] = reinterpret_cast<std::byte*>(w.special.data());
+    return warp;
 }
 
 // The CTA's threads have all exited. Its memory goes; the objects stay until the run ends, because
 // queues and timers may still name its warps, and without checks so may copies in flight.
-void Machine::retire_cta(Cta& cta) {
+void Engine::retire_cta(Cta& cta) {
     Grid& g = *cta.grid;
     if (checks) check_units_at_exit(cta);
     for (auto& w : cta.warps) {
@@ -341,7 +363,7 @@ void Machine::retire_cta(Cta& cta) {
         if (next->previous == &g) admit_ctas(*next);
 }
 
-void Machine::reset() {
+void Engine::reset() {
     ready.clear();
     timers.clear();
     async_queues.clear();

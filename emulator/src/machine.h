@@ -1,15 +1,14 @@
-// The state of a run: machine, ranks, grids, clusters, CTAs and warps, and what an instruction body
-// may do with them. Bodies get a `Warp&`; everything else is reached from there.
+// What instruction bodies see of a run: the warp that executes them, its CTA, cluster, grid and
+// rank, and what a machine does for them. Bodies get a `Warp&`; everything else is reached from
+// there. Who runs when is the engine's (engine.h), which no body includes.
 #pragma once
 
 #include <array>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "clocks.h"
@@ -27,8 +26,8 @@ struct Warp;
 struct TensorMemory;  // tensor_memory.h
 struct WarpClock;     // race_detector.h
 class RaceDetector;
-struct View;        // clocks.h
-struct AsyncState;  // async_state.h: bulk groups, mbarriers and the like, per CTA
+struct View;   // clocks.h
+struct Turns;  // engine.h
 
 // Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address
 // is offset + (cluster rank << 24); generic addresses of shared and local memory lie in windows of
@@ -42,7 +41,6 @@ constexpr uint32_t shared_offset_mask = (1u << shared_rank_shift) - 1;
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 
 // ---- operands as 32 lanes
-// ---------------------------------------------------------------------------------
 
 template <class T>
 constexpr size_t lane_stride = sizeof(T) <= 4 ? 4 : 8;
@@ -124,7 +122,6 @@ enum class Special : uint32_t {
 };
 
 // ---- waiting
-// ------------------------------------------------------------------------------------------------
 
 // Warps that wait for one thing (or one kind of thing). Whoever changes it calls `Machine::wake`;
 // every woken warp runs its instruction again, which looks for itself whether it may go on.
@@ -159,10 +156,9 @@ struct Wait {
 struct Group {
     uint32_t pc = 0;
     uint32_t lanes = 0;
-    bool blocked = false;  // at `pc`, until the warp is woken
-    bool meeting = false;  // at `pc`, until the other lanes of a collective come
-    uint64_t token =
-        0;  // kept for the body between the runs of one blocked instruction, 0 at first
+    bool blocked = false;   // at `pc`, until the warp is woken
+    bool meeting = false;   // at `pc`, until the other lanes of a collective come
+    uint64_t token = 0;     // the body's, between the runs of one blocked instruction; 0 at first
     uint64_t deadline = 0;  // virtual ns at which a blocked group is woken anyway, 0 = never
     Wait wait;
 };
@@ -244,12 +240,11 @@ struct Warp {
     Flow jump(uint32_t pc);
     void exit_lanes(uint32_t lanes);
 
-    // Engine.
+    // ---- what the engine, the checks and the bodies of their own kind keep here
     std::vector<Group> others;                    // groups of lanes besides `current`
     std::shared_ptr<WarpClock> clock;             // if races are looked for
     std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
-    bool ready = false;                           // in the machine's ready list
-    uint64_t last_turn = 0;                       // scheduling at which it ran last
+    std::shared_ptr<Turns> turns;
     uint64_t polls = 0;  // loads that may be polls, failed waits, clock reads
     Awaited last_poll;
     struct FailedWait {  // by parity, of a phase that has not been seen to end since
@@ -257,8 +252,6 @@ struct Warp {
         uint64_t phase = 0;
     } failed_wait;
     uint64_t progress_at_poll = 0;
-    uint32_t quanta_since_merge = 0;
-    uint64_t steps_since_progress = 0;
     std::vector<std::byte> registers;
     std::vector<uint32_t> special;
     std::vector<std::byte> local;  // lane-major: a stack of frames per lane
@@ -270,8 +263,7 @@ struct Warp {
     uint64_t last_region_version = 0;
     uint32_t num_registers = 0;              // per thread, as setmaxnreg sees it (0: unknown)
     std::vector<uint64_t> register_changes;  // what it asked setmaxnreg for
-    uint32_t cluster_arrived =
-        0;  // lanes that have arrived at the cluster barrier and not waited yet
+    uint32_t cluster_arrived = 0;  // lanes that have arrived at the cluster barrier, not waited yet
     uint64_t cluster_generation = 0;  // phase in which they arrived
 };
 
@@ -327,8 +319,8 @@ struct Cta {
     uint32_t launch_registers = 0;  // per thread, 0 if the module does not say
     int64_t free_registers = 0;     // setmaxnreg pool
 
-    std::shared_ptr<void> units[size_t(
-        Unit::count)];  // state of functional units, by `Unit`; created by them on first use
+    // State of functional units, by `Unit`; created by them on first use.
+    std::shared_ptr<void> units[size_t(Unit::count)];
 
     // Threads have exited: barriers that wait for nobody else complete.
     void threads_exited();
@@ -363,8 +355,8 @@ struct Grid {
     uint32_t num_ctas = 0, next_cta = 0, live_ctas = 0;
     uint32_t dynamic_shared_bytes = 0;
     uint32_t num_registers = 0;  // per thread at the start; 0: what the compiler may use
-    std::vector<std::vector<std::byte>>
-        constants;  // by cluster rank: addresses of shared variables differ
+    // By cluster rank: addresses of shared variables differ.
+    std::vector<std::vector<std::byte>> constants;
     std::byte* parameters = nullptr;
     std::vector<std::byte> parameter_storage;
     std::unique_ptr<std::array<uint32_t, 4>> workspace;  // of a barrier over the whole grid
@@ -384,36 +376,31 @@ struct Where {  // of an instruction, kept with asynchronous work for messages
     bool operator==(const Where&) const = default;
 };
 
-struct AsyncOperation {
-    const char* kind;
-    Where where;
-    std::function<void()> complete;
-};
+struct AsyncOperation;  // engine.h
 
-// Which warp runs next, and when asynchronous operations complete.
-enum class Schedule : int {
-    random,
-    round_robin,   // the warp that has waited longest
-    late_copies,   // asynchronous operations only complete when nothing else can go on
-    slow_rank,     // one rank, which the seed picks, hardly ever runs
-    starved_role,  // the same for the warps of one index in all CTAs
-};
-
+// What a machine does for instruction bodies, functional units and checks.
 struct Machine {
-    // ---- what bodies use
     bool checks = true;
     std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
     bool strict_tcgen05 = false;          // PTX's canonical patterns and addresses are asked for
     bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
+    uint64_t steps = 0;                   // warp instructions so far
+    WaitQueue sleepers;                   // nanosleep
+
     // What a check found that execution does not depend on: thrown, or collected. `text` makes the
-    // message; `other` is the instruction besides the one that runs, if there is one.
-    template <class Text>
-    void find(FaultKind kind, Text text, Place other = {}) {
-        if (!collects_findings) throw Fault(kind, text());
-        if (findings.is_new(kind, place(), other)) findings.add(kind, text() + context());
+    // message; `other` is the instruction besides the one that runs, if there is one; `fill` says
+    // of the finding what is known besides.
+    template <class Text, class Fill = void (*)(Finding&)>
+    void find(FaultKind kind, Text text, Place other = {}, Fill fill = [](Finding&) {}) {
+        static const char check = 0;  // one for each check, since each has a text of its own type
+        if (collects_findings && !findings.is_new(&check, place(), other)) return;
+        Finding finding;
+        finding.kind = kind;
+        finding.text = text();
+        fill(finding);
+        report(std::move(finding));
     }
-    bool collects_findings = false;  // rather than stop at the first one
-    Findings findings;               // since the machine was made
+    void report(Finding finding);
     // Work that completes later, at a moment that the seed chooses. Operations with the same
     // non-zero key complete in the order in which they were enqueued; key 0 has no order.
     // `complete` may throw Fault and may enqueue more.
@@ -422,70 +409,34 @@ struct Machine {
     // A fresh key, never equal to another one.
     uint64_t new_order_key() { return ++last_order_key; }
     void wake(WaitQueue& queue);
-    // Tells the scheduler that something changed that others may wait for (memory, a barrier's
-    // phase).
+    // Something changed that others may wait for: memory, a barrier's phase.
     void note_progress() { ++progress; }
     uint64_t now_ns() const;  // %globaltimer
+    Where here() const;       // the instruction that runs or completes
+    Place place() const;      // the same
 
-    // ---- engine
+ protected:
+    friend struct Warp;
+    Machine() = default;
+    ~Machine() = default;
+    std::string context() const;     // `here` in words
+    bool collects_findings = false;  // rather than stop at the first one
+    Findings findings;               // since the machine was made
     uint64_t last_order_key = 0;
     uint64_t progress = 0;
     const Warp* running = nullptr;               // now, or none
     const AsyncOperation* completing = nullptr;  // now, or none
-    Where here() const;                          // the instruction that runs or completes
-    Place place() const;                         // the same
-    std::string context() const;                 // the same in words
-    uint64_t seed = 0;
-    uint64_t random_state = 0;
-    Schedule schedule = Schedule::random;
-    bool victims_run = false;  // of slow_rank and starved_role: nobody else gets on
-    uint64_t random();
     bool real_clock = false;
     uint64_t virtual_ns = 1'000'000'000'000ull;
-    uint64_t steps = 0;                 // warp instructions
-    uint64_t lane_steps = 0;            // lane instructions
-    uint32_t max_resident_ctas = 4096;  // per grid
-    std::map<uint32_t, std::unique_ptr<Rank>> ranks;
-    std::deque<std::unique_ptr<Grid>> grids;  // running
-    std::vector<Warp*> ready;
-    struct Queue {
-        uint64_t key;
-        std::deque<AsyncOperation> operations;
-    };
-    std::vector<std::unique_ptr<Queue>> async_queues;  // none is empty
-    std::unordered_map<uint64_t, Queue*> async_by_key;
-    std::multimap<uint64_t, Warp*> timers;
-    WaitQueue sleepers;  // nanosleep
-
-    Rank& rank(uint32_t index);
-    void launch(const Program& program, uint32_t rank, const uint32_t grid[3],
-                const uint32_t block[3], const uint32_t cluster[3], uint32_t shared_bytes,
-                const std::vector<std::byte>& parameters, bool in_order);
-    void set_registers(Grid& grid, uint32_t num_registers);  // before it runs
-    void run(const std::function<bool(uint64_t steps)>& progress_callback);
-    void make_ready(Warp& warp);
-    size_t pick_ready();
-    void run_warp(Warp& warp, uint64_t budget);
-    bool complete_one_async();
-    void admit_ctas(Grid& grid);
-    void retire_cta(Cta& cta);
-    bool advance_clock();
-    std::string deadlock_report(const char* reason) const;
-    std::string stall;  // a report of this run, made when nothing changed for a while
-    void reset();       // forgets all launches
-    ModuleMemory& module_memory(const Module& module, Rank& rank);
-    void forget_module(const Module& module);
-
- private:
-    uint32_t last_grid_id = 0;
 };
 
-std::string describe_source(const Program& program, int index);
 inline void Warp::note_poll(const Awaited& awaited) {
     last_poll = awaited;
     progress_at_poll = machine->progress;
 }
 
+std::string describe_source(const Program& program, int index);
+std::string ptx_of(const Program& program, uint32_t pc);  // the line of the instruction
 std::string describe_instruction(const Program& program, uint32_t pc);
 std::string describe(const Where& where, int lane);
 std::string describe_site(const Where& where);  // CTA, warp and source line

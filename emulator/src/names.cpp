@@ -133,6 +133,12 @@ std::string describe_shared(const Cta& cta, uint32_t offset) {
     return name.empty() ? place : name + " (" + place + ")";
 }
 
+std::string role_of(const Grid& grid, uint32_t warp) {
+    for (const WarpRole& role : grid.roles)
+        if (std::count(role.warps.begin(), role.warps.end(), warp)) return role.name;
+    return "";
+}
+
 std::string describe_warp(const Grid& grid, uint32_t warp) {
     for (const WarpRole& role : grid.roles) {
         auto found = std::find(role.warps.begin(), role.warps.end(), warp);

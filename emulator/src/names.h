@@ -44,5 +44,6 @@ std::string describe_global(const Rank& rank, uint64_t address);
 std::string describe_shared(const Cta& cta, uint32_t offset);
 // "math warp 5 (warp 9)", or "warp 9".
 std::string describe_warp(const Grid& grid, uint32_t warp);
+std::string role_of(const Grid& grid, uint32_t warp);  // "" without a name
 
 }  // namespace deep_moe::emulator

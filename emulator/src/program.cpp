@@ -184,14 +184,18 @@ std::string describe_source(const Program& program, int index) {
     return text;
 }
 
+std::string ptx_of(const Program& program, uint32_t pc) {
+    const int number = program.infos[pc].ptx_line;
+    if (number < 1 || size_t(number) > program.lines->size()) return "";
+    const std::string& line = (*program.lines)[size_t(number) - 1];
+    const size_t start = line.find_first_not_of(" \t");
+    return shorten_lists(start == std::string::npos ? line : line.substr(start));
+}
+
 std::string describe_instruction(const Program& program, uint32_t pc) {
     const OpInfo& info = program.infos[pc];
-    std::string line = info.ptx_line >= 1 && size_t(info.ptx_line) <= program.lines->size()
-                           ? (*program.lines)[size_t(info.ptx_line) - 1]
-                           : "";
-    size_t start = line.find_first_not_of(" \t");
     std::string text = format("%s, PTX line %d: ", program.module_name.c_str(), info.ptx_line);
-    text += shorten_lists(start == std::string::npos ? line : line.substr(start));
+    text += ptx_of(program, pc);
     std::string source = describe_source(program, info.source);
     if (!source.empty()) text += "\n    source " + source;
     return text;

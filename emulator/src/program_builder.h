@@ -15,6 +15,17 @@
 
 namespace deep_moe::emulator {
 
+// Of a register or constant: in one lane, and in all of them.
+inline uint8_t storage_bits(Type type) {
+    if (type == Type::pred) return 1;
+    int bits = num_bits(type);
+    return uint8_t(bits <= 32 ? 32 : bits);
+}
+
+inline uint32_t storage_bytes(int bits) {
+    return bits == 1 ? 4 : uint32_t(bits) / 8 * warp_size;
+}
+
 class ProgramBuilder {
  public:
     ProgramBuilder(const ParsedModule& module,
@@ -85,8 +96,7 @@ class ProgramBuilder {
     std::vector<int> live_at_entry_;        // registers that may be read before they are written
     std::map<std::pair<uint64_t, std::pair<uint64_t, int>>, Operand> constant_operands_;
     std::map<std::string, uint32_t> call_targets_;
-    std::vector<std::pair<uint32_t, uint32_t>> branches_;  // op, statement of the target
-    std::vector<std::vector<size_t>> table_statements_;    // per branch table
+    std::vector<std::vector<size_t>> table_statements_;  // per branch table
     std::vector<size_t> table_ranges_;
     std::vector<PendingBranch> pending_;
     std::map<std::string, uint32_t> callables_;  // index into Program::callables

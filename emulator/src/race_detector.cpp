@@ -10,10 +10,6 @@ constexpr uint64_t page_bytes = 4096;
 constexpr uint32_t tensor_columns = 512;
 constexpr const char* barrier_bytes = "copies counted by";  // what such an agent is
 
-uint32_t scope_flags(Scope scope) {
-    return Record::strong | uint32_t(scope) << 2;
-}
-
 }  // namespace
 
 void Clock::join(const Clock& other) {
@@ -836,7 +832,12 @@ void RaceDetector::check_unwritten(Warp& w, uint64_t address, uint32_t bytes, in
                        ": ld.global.nc reads what is written while kernels run\n  first: " +
                        describe(write, true) + "\n  then: " + describe(now, false);
             },
-            instruction_of(write));
+            instruction_of(write),
+            [&](Finding& finding) {
+                finding.space = name_of(Space::global);
+                finding.address = address + i;
+                finding.involved = {involved(write, true), involved(now, false)};
+            });
         return;
     }
 }
@@ -1001,23 +1002,50 @@ Place RaceDetector::instruction_of(const Record& record) const {
     return {found->second, record.site - found->first};
 }
 
+std::string RaceDetector::access_of(const Record& record, bool is_write) const {
+    return std::string(record.is_async() ? "asynchronous " : "") +
+           (record.is_strong() ? "atomic or volatile " : "") + (is_write ? "write" : "read");
+}
+
+// The warp that made an access or issued it, and the lane if it is known.
+std::pair<uint32_t, int> RaceDetector::thread_of(const Record& record) const {
+    const Agent& agent = agents_[record.agent()];
+    if (agent.warp) return {agent.number, int(record.lane())};
+    if (agent.issuer) return {agent.number / warp_size, int(agent.number % warp_size)};
+    return {agent.what == barrier_bytes ? record.lane() : agent.number, -1};
+}
+
+Involved RaceDetector::involved(const Record& record, bool is_write) const {
+    const Cta& cta = *agents_[record.agent()].cta;
+    const auto [warp, lane] = thread_of(record);
+    const Place at = instruction_of(record);
+    if (at.program)
+        return involved_at({cta.grid, at.program, at.pc, cta.index, warp}, lane,
+                           access_of(record, is_write));
+    Involved i;
+    i.access = access_of(record, is_write);
+    i.rank = cta.grid->rank->index;
+    i.cta = cta.index;
+    i.warp = warp;
+    i.lane = lane;
+    return i;
+}
+
 std::string RaceDetector::describe(const Record& record, bool is_write) const {
     const Agent& agent = agents_[record.agent()];
-    std::string text = std::string(record.is_async() ? "asynchronous " : "") +
-                       (record.is_strong() ? "atomic or volatile " : "") +
-                       (is_write ? "write" : "read");
-    text += format(" by rank %u, CTA %u, ", agent.cta->grid->rank->index, agent.cta->index);
+    const auto [warp, lane] = thread_of(record);
+    const std::string who =
+        describe_warp(*agent.cta->grid, warp) + (lane < 0 ? "" : format(", lane %d", lane));
+    std::string text =
+        access_of(record, is_write) +
+        format(" by rank %u, CTA %u, ", agent.cta->grid->rank->index, agent.cta->index);
     if (agent.warp)
-        text += describe_warp(*agent.cta->grid, agent.number) + format(", lane %u", record.lane());
-    else if (agent.issuer)  // a thread
-        text += agent.what + (" " + describe_warp(*agent.cta->grid, agent.number / warp_size)) +
-                format(", lane %u", agent.number % warp_size);
+        text += who;
     else if (agent.what != barrier_bytes)
-        text += agent.what + (" " + describe_warp(*agent.cta->grid, agent.number));
+        text += agent.what + (" " + who);
     else
         text += agent.what + (" " + describe_shared(*agent.cta, agent.number)) + ", issued by " +
-                describe_warp(*agent.cta->grid, record.lane()) +
-                (agent.cta->cluster->ctas.size() > 1 ? " of a CTA of the cluster" : "");
+                who + (agent.cta->cluster->ctas.size() > 1 ? " of a CTA of the cluster" : "");
     const Place at = instruction_of(record);
     if (at.program) text += "\n    " + describe_instruction(*at.program, at.pc);
     return text;
@@ -1027,7 +1055,12 @@ void RaceDetector::report(const Record& old, bool old_is_write, const Record& re
                           const Location& at) {
     machine_.find(
         FaultKind::race, [&] { return race_text(old, old_is_write, record, is_write, at); },
-        instruction_of(old));
+        instruction_of(old),
+        [&](Finding& finding) {
+            finding.space = at.space == Space::local ? "tensor" : name_of(at.space);
+            finding.address = at.address;
+            finding.involved = {involved(old, old_is_write), involved(record, is_write)};
+        });
 }
 
 std::string RaceDetector::race_text(const Record& old, bool old_is_write, const Record& record,

@@ -1,28 +1,48 @@
-// Finds pairs of conflicting accesses that nothing orders, by vector clocks.
+// Finds data races: two accesses to one place, one of them a write, that nothing orders. It looks
+// at the order that the program asks for, not at what happened to come first, so that one run tells
+// of most races, whatever its schedule.
 //
-// Who accesses is an *agent* with a clock of its own: a warp; an mbarrier, for the bytes that
-// copies bring in its phases; the tcgen05 operations of a thread; the tcgen05.ld and .st of a warp;
-// the reads and the writes of a thread's bulk groups; the wgmma groups of a warp. What completes
-// together and is waited for together is one moment of an agent, so that a wait for it says exactly
-// what it waited for.
+// **Agents and moments.** Who accesses memory is an *agent*: a warp; the tcgen05.ld and .st of a
+// warp; the tcgen05 operations of a thread; the reads and the writes of a thread's bulk groups; the
+// wgmma groups of a warp; an mbarrier, for the bytes that copies bring in its phases. Each agent
+// counts *moments*. A warp's go on at every release; what completes together and is waited for
+// together is one moment of the others, so that a wait says exactly what it waited for. Every
+// access leaves a `Record` (agent, moment, lane, how) in the `Cell` of the word that it touches:
+// the last write, and the reads since.
 //
-// A *view* says up to which moment of every agent something is ordered before whoever holds the
-// view. There is one for ordinary accesses and one each for what needs more than an order: access
-// through the async proxy (fence.proxy.async), and tensor memory (tcgen05 fences). Barriers,
-// mbarriers and released words hold views too, and hand them over.
+// **Clocks and views.** A `Clock` says of each agent up to which moment its accesses come before
+// whoever holds the clock. Two accesses are ordered if the later one's clock covers the earlier
+// one's record. A `View` is the clocks that one holder needs, because order alone is not enough for
+// every kind of access:
+//   seen           ordinary accesses
+//   async_shared,  accesses through the async proxy: what lies before a fence.proxy.async
+//   async_global
+//   tensor         tensor memory: finished tcgen05 operations behind their fences
+//   overwritable   reads that are over, so that copies may overwrite what they read
+// Lanes have views, and so have barriers, mbarriers and words in memory that were written with
+// release. To release is to join one's view into theirs, to acquire is to join theirs into one's
+// own.
 //
-// PTX's canonical patterns put tcgen05 fences around relaxed mbarrier operations. Where a release
-// and an acquire order finished operations (committed, or waited for by tcgen05.wait), CUTLASS
-// leaves the fences out, and PTX says that the usual ways to synchronize hold for tcgen05 too. So a
-// release stands for fence::before_thread_sync of finished operations and an acquire for
-// fence::after_thread_sync, unless the machine is strict.
+// **Proxies.** An asynchronous access (bulk and tensor copies, wgmma, tcgen05) takes the view of
+// its issuer at the issue (`Issue`). It needs a fence.proxy.async somewhere between an ordinary
+// access and itself, by the writer or by whoever comes after it; ordinary accesses need none behind
+// it once they have waited for it.
 //
-// Lanes of a warp share its clock, and as a rule what they know: a LaneOrder is what lanes with one
-// history know, and there is one for the whole warp unless some lanes alone have waited, acquired
-// or fenced since bar.warp.sync or a wider barrier brought all together. What a lane releases is
-// its own accesses and what all lanes did before the last such barrier. Where another lane has
-// accessed memory since, the releasing lane gets an agent of its own, which shares the warp's
-// moments.
+// **Lanes.** Lanes of a warp share its clock, and as a rule what they know: a `LaneOrder` is what
+// lanes with one history know, and there is one for the whole warp unless some lanes alone have
+// waited, acquired or fenced since bar.warp.sync or a wider barrier brought all together. What a
+// lane releases is its own accesses and what all lanes did before the last such barrier. Where
+// another lane has accessed memory since, the releasing lane gets an agent of its own, which shares
+// the warp's moments.
+//
+// **Not a race.** Relaxed, volatile and atomic accesses of both sides whose scopes reach each
+// other; lanes that store the same value by one instruction.
+//
+// **tcgen05 without its fences.** PTX's canonical patterns put tcgen05 fences around relaxed
+// mbarrier operations. Where a release and an acquire order finished operations (committed, or
+// waited for by tcgen05.wait), CUTLASS leaves the fences out, and PTX says that the usual ways to
+// synchronize hold for tcgen05 too. So a release stands for fence::before_thread_sync of finished
+// operations and an acquire for fence::after_thread_sync, unless the machine is strict.
 #pragma once
 
 #include <array>
@@ -280,6 +300,9 @@ class RaceDetector {
                      bool is_write) const;
     bool before_issue(const Record& old, bool old_is_write, bool is_write, bool is_global) const;
     Place instruction_of(const Record& record) const;
+    std::string access_of(const Record& record, bool is_write) const;
+    std::pair<uint32_t, int> thread_of(const Record& record) const;
+    Involved involved(const Record& record, bool is_write) const;
     std::string describe(const Record& record, bool is_write) const;
     std::string race_text(const Record& old, bool old_is_write, const Record& record, bool is_write,
                           const Location& at) const;

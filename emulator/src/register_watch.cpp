@@ -144,10 +144,14 @@ class Check {
         const uint32_t missing = state(r).unwritten & lanes_;
         if (!missing) return;
         state(r).unwritten &= ~lanes_;
-        w_.machine->find(FaultKind::uninitialized, [&] {
-            return format("register %s is used, but no instruction has written it in lanes 0x%08x",
-                          name(r), missing);
-        });
+        w_.machine->find(
+            FaultKind::uninitialized,
+            [&] {
+                return format(
+                    "register %s is used, but no instruction has written it in lanes 0x%08x",
+                    name(r), missing);
+            },
+            {}, [](Finding& finding) { finding.space = "register"; });
     }
 
     void mark_written() {
@@ -175,12 +179,19 @@ class Check {
     }
 
     [[gnu::noinline]] void report(uint32_t r, const char* what, uint32_t pc, const char* other) {
-        w_.machine->find(FaultKind::race,
-                         [&] {
-                             return format("register %s is %s\n  %s: ", name(r), what, other) +
-                                    describe_instruction(*w_.program, pc);
-                         },
-                         {w_.program, pc});
+        w_.machine->find(
+            FaultKind::race,
+            [&] {
+                return format("register %s is %s\n  %s: ", name(r), what, other) +
+                       describe_instruction(*w_.program, pc);
+            },
+            {w_.program, pc},
+            [&](Finding& finding) {
+                finding.space = "register";
+                const Where now = w_.machine->here();
+                finding.involved = {involved_at({now.grid, now.program, pc, now.cta, now.warp}, -1),
+                                    involved_at(now, -1)};
+            });
     }
 
     void check_read(uint32_t r) {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "machine.h"
+#include "engine.h"
 #include "race_detector.h"
 #include "register_watch.h"
 
@@ -19,6 +19,10 @@ constexpr uint64_t deadlock_ns =
 // so many polls, and suspends in each, needs many leaps to do so.
 constexpr uint64_t max_leap_ns = deadlock_ns / 256;
 constexpr uint64_t stall_ns = 10'000'000;  // the same, worth a report
+// Time never leaps past the waking of a warp that only sleeps: it counts its naps, as others
+// compute. One that polls between its naps most likely waits for others, and surely when it has had
+// its share of so many without a change.
+constexpr uint64_t max_polling_naps = 1 << 14;
 constexpr uint32_t patience =
     4;  // quanta in which the lowest program counter goes first before another group may
 
@@ -37,9 +41,20 @@ Where where_of(const Warp& w) {
     return {w.grid, w.program, w.current.pc, w.cta->index, w.index};
 }
 
-[[noreturn]] void rethrow(const Fault& fault, const Where& where) {
-    throw Fault(fault.kind, std::string(fault.what()) + "\n" + describe(where, fault.lane),
-                fault.lane);
+// With the instruction that it came from.
+[[noreturn]] void rethrow(const Fault& fault, const Where& where, const std::string& context) {
+    Fault located(fault, context);
+    Finding finding;
+    if (fault.finding) finding = *fault.finding;
+    finding.kind = fault.kind;
+    finding.text = located.what();
+    if (!fault.finding) {
+        finding.space = fault.space;
+        finding.address = fault.address;
+        finding.involved.push_back(involved_at(where, fault.lane));
+    }
+    located.finding = std::make_shared<Finding>(std::move(finding));
+    throw located;
 }
 
 std::string in_operation(const AsyncOperation& operation) {
@@ -53,14 +68,15 @@ bool runnable(const Group& g) {
 
 // Puts a group that can run into `current`; the lowest program counter, or one at random. False:
 // all wait.
-bool choose_group(Warp& w, bool at_random) {
+template <class Random>
+bool choose_group(Warp& w, bool at_random, Random random) {
     int best = -1;
     uint32_t count = 0;
     for (size_t i = 0; i < w.others.size(); ++i) {
         if (!runnable(w.others[i])) continue;
         ++count;
         if (at_random) {
-            if (w.machine->random() % count == 0) best = int(i);
+            if (random() % count == 0) best = int(i);
         } else if (best < 0 || w.others[i].pc < w.others[size_t(best)].pc) {
             best = int(i);
         }
@@ -68,7 +84,7 @@ bool choose_group(Warp& w, bool at_random) {
     bool current_runs = w.current.lanes && runnable(w.current);
     if (best < 0) return current_runs;
     if (current_runs && !at_random && w.current.pc <= w.others[size_t(best)].pc) return true;
-    if (current_runs && at_random && w.machine->random() % (count + 1) == 0) return true;
+    if (current_runs && at_random && random() % (count + 1) == 0) return true;
     std::swap(w.current, w.others[size_t(best)]);
     if (!w.others[size_t(best)].lanes) {
         w.others[size_t(best)] = w.others.back();
@@ -91,7 +107,7 @@ bool merge(Warp& w) {
             ++i;
         }
     }
-    if (merged) w.quanta_since_merge = 0;
+    if (merged) w.turns->quanta_since_merge = 0;
     return merged;
 }
 
@@ -192,7 +208,7 @@ Met meet_member_mask(Warp& w, const Op& op, uint32_t exec) {
 }  // namespace
 
 // xorshift64*
-uint64_t Machine::random() {
+uint64_t Engine::random() {
     random_state ^= random_state >> 12;
     random_state ^= random_state << 25;
     random_state ^= random_state >> 27;
@@ -203,40 +219,42 @@ uint64_t Machine::now_ns() const {
     return real_clock ? host_ns() : virtual_ns;
 }
 
-void Machine::make_ready(Warp& w) {
-    if (w.ready || !w.live) return;
-    w.ready = true;
+void Engine::make_ready(Warp& w) {
+    if (w.turns->ready || !w.live) return;
+    w.turns->ready = true;
     ready.push_back(&w);
 }
 
 void Machine::wake(WaitQueue& queue) {
+    Engine& engine = engine_of(*this);
     for (Warp* w : queue.warps) {
         if (!w->live) continue;
         if (w->current.blocked) w->current.blocked = false;
         for (Group& g : w->others) g.blocked = false;
-        make_ready(*w);
+        engine.make_ready(*w);
     }
     queue.warps.clear();
 }
 
 void Machine::enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
                             std::function<void()> complete) {
+    Engine& engine = engine_of(*this);
     AsyncOperation operation{kind, where_of(issuer), std::move(complete)};
     if (order_key) {
-        auto found = async_by_key.find(order_key);
-        if (found != async_by_key.end()) {
+        auto found = engine.async_by_key.find(order_key);
+        if (found != engine.async_by_key.end()) {
             found->second->operations.push_back(std::move(operation));
             return;
         }
     }
-    auto queue = std::make_unique<Queue>();
+    auto queue = std::make_unique<Engine::Queue>();
     queue->key = order_key;
     queue->operations.push_back(std::move(operation));
-    if (order_key) async_by_key[order_key] = queue.get();
-    async_queues.push_back(std::move(queue));
+    if (order_key) engine.async_by_key[order_key] = queue.get();
+    engine.async_queues.push_back(std::move(queue));
 }
 
-bool Machine::complete_one_async() {
+bool Engine::complete_one_async() {
     if (async_queues.empty()) return false;
     size_t pick = random() % async_queues.size();
     Queue& queue = *async_queues[pick];
@@ -252,7 +270,7 @@ bool Machine::complete_one_async() {
     try {
         operation.complete();
     } catch (const Fault& fault) {
-        throw Fault(fault.kind, fault.what() + in_operation(operation));
+        rethrow(fault, operation.where, in_operation(operation));
     }
     completing = nullptr;
     return true;
@@ -271,11 +289,26 @@ std::string Machine::context() const {
     return completing ? in_operation(*completing) : "\n" + describe(where_of(*running), -1);
 }
 
-void Machine::run_warp(Warp& w, uint64_t budget) {
+void Machine::report(Finding finding) {
+    if (finding.involved.empty()) finding.involved.push_back(involved_at(here(), -1));
+    if (collects_findings) {
+        finding.text += context();
+        findings.add(std::move(finding));
+        return;
+    }
+    Fault fault(finding.kind, finding.text);
+    fault.finding = std::make_shared<Finding>(std::move(finding));
+    throw fault;
+}
+
+void Engine::run_warp(Warp& w, uint64_t budget) {
     const Op* ops = w.program->ops.data();
     bool lowest_first = true;
+    const auto choose_group = [this](Warp& warp, bool at_random) {
+        return emulator::choose_group(warp, at_random, [this] { return random(); });
+    };
     if (!w.others.empty()) {
-        lowest_first = ++w.quanta_since_merge <= patience;
+        lowest_first = ++w.turns->quanta_since_merge <= patience;
         choose_group(w, !lowest_first);
     }
     uint64_t executed = 0, lanes = 0;
@@ -348,14 +381,14 @@ void Machine::run_warp(Warp& w, uint64_t budget) {
         }
     } catch (const Fault& fault) {
         account();
-        rethrow(fault, where_of(w));
+        rethrow(fault, where_of(w), "\n" + describe(where_of(w), fault.lane));
     }
     account();
     make_ready(w);
 }
 
 // Nothing is ready: lets time pass until the next deadline. False when there is none.
-bool Machine::advance_clock() {
+bool Engine::advance_clock() {
     while (!timers.empty()) {
         auto [deadline, w] = *timers.begin();
         uint64_t now = now_ns();
@@ -384,41 +417,93 @@ bool Machine::advance_clock() {
     return false;
 }
 
+bool Engine::leap(uint64_t ns) {
+    for (const auto& [deadline, w] : timers) {
+        if (deadline >= virtual_ns + ns) break;
+        const auto is_asleep = [at = deadline](const Group& g) {
+            return g.blocked && g.deadline == at;
+        };
+        const bool sleeps = w->live && (is_asleep(w->current) ||
+                                        std::any_of(w->others.begin(), w->others.end(), is_asleep));
+        const Turns::Naps& naps = w->turns->naps;
+        const bool waits_for_others = naps.polls && naps.progress == progress &&
+                                      naps.count > max_polling_naps / timers.size();
+        if (!sleeps || waits_for_others) continue;
+        virtual_ns = std::max(virtual_ns, deadline);
+        return false;
+    }
+    virtual_ns += ns;
+    return true;
+}
+
+// Whether the schedule holds this warp back.
+bool Engine::is_victim(const Warp& w) const {
+    switch (schedule) {
+        case Schedule::slow_rank:
+            return w.grid->rank->index == seed % ranks.size();
+        case Schedule::starved_role:
+            return w.index == seed % w.grid->num_warps;
+        case Schedule::last_warp:
+            return w.grid->id == victim.grid && w.cta->index == victim.cta &&
+                   w.index == victim.warp;
+        default:
+            return false;
+    }
+}
+
+// The warp with the seed's number, over all grids that wait to run.
+void Engine::pick_victim() {
+    uint64_t num_warps = 0;
+    for (const auto& g : grids) num_warps += uint64_t(g->num_ctas) * g->num_warps;
+    if (!num_warps) return;
+    uint64_t number = seed % num_warps;
+    for (const auto& g : grids) {
+        const uint64_t own = uint64_t(g->num_ctas) * g->num_warps;
+        if (number < own) {
+            victim = {g->id, uint32_t(number / g->num_warps), uint32_t(number % g->num_warps)};
+            return;
+        }
+        number -= own;
+    }
+}
+
 // Index in `ready` of the warp to run.
-size_t Machine::pick_ready() {
+size_t Engine::pick_ready() {
     if (schedule == Schedule::round_robin) {
         auto first = std::min_element(ready.begin(), ready.end(), [](const Warp* a, const Warp* b) {
-            return a->last_turn < b->last_turn;
+            return a->turns->last < b->turns->last;
         });
         return size_t(first - ready.begin());
     }
     size_t pick = random() % ready.size();
+    // When nobody else gets on, it is the turn of those that are held back.
+    if (victims_run) return pick;
+    if (schedule == Schedule::last_warp)
+        return is_victim(*ready[pick]) ? (pick + 1) % ready.size() : pick;
     if (schedule != Schedule::slow_rank && schedule != Schedule::starved_role) return pick;
-    auto is_victim = [&](const Warp& w) {
-        return schedule == Schedule::slow_rank ? w.grid->rank->index == seed % ranks.size()
-                                               : w.index == seed % w.grid->num_warps;
-    };
-    // Now and then it runs: others that poll are always ready, and would wait for it in vain.
+    // Now and then they run: others that poll are always ready, and would wait for them in vain.
     constexpr int num_tries = 24, turns_of_others = 64;
-    // When nobody else gets on, it is its turn.
-    if (victims_run || random() % turns_of_others == 0) return pick;
+    if (random() % turns_of_others == 0) return pick;
     for (int i = 0; i < num_tries && is_victim(*ready[pick]); ++i) pick = random() % ready.size();
     return pick;
 }
 
-void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
+void Engine::run(const std::function<bool(uint64_t)>& progress_callback) {
     random_state = seed * 0x9E3779B97F4A7C15ull + 0x1234567890ABCDEFull;
     for (int i = 0; i < 8; ++i) random();
     // Launches of one run may overlap; what came before it is over.
     if (checks) races = std::make_shared<RaceDetector>(*this, !real_clock);
     stall.clear();
     victims_run = false;
+    pick_victim();
     for (auto& grid : grids) admit_ctas(*grid);
 
-    uint64_t seen_progress = progress, idle_quanta = 0, leap = 1000, last_change_ns = now_ns();
+    uint64_t seen_progress = progress, idle_quanta = 0, leap_ns = 1000, last_change_ns = now_ns();
     uint64_t next_report = steps + 5'000'000;
     uint64_t turns = 0;
     uint32_t async_odds = 4, schedulings = 0;
+    const bool holds_back = schedule == Schedule::slow_rank || schedule == Schedule::starved_role ||
+                            schedule == Schedule::last_warp;
     const auto look_for_stall = [&] {
         if (progress != seen_progress) return;
         const uint64_t idle_ns = virtual_ns - last_change_ns;
@@ -453,11 +538,15 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             if (ready.empty()) continue;
         }
         size_t pick = pick_ready();
+        if (schedule == Schedule::last_warp && !victims_run && is_victim(*ready[pick])) {
+            // Nobody else can run: copies and sleepers go before it, too.
+            if (complete_one_async() || advance_clock()) continue;
+        }
         Warp& w = *ready[pick];
-        w.last_turn = ++turns;
+        w.turns->last = ++turns;
         ready[pick] = ready.back();
         ready.pop_back();
-        w.ready = false;
+        w.turns->ready = false;
         uint64_t dice = random();
         const bool is_short = dice % 8 == 0;
         uint64_t budget = is_short ? 1 + (dice >> 8) % 16 : 64 + (dice >> 8) % 1024;
@@ -469,8 +558,7 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             try {
                 retire_cta(cta);
             } catch (const Fault& fault) {
-                throw Fault(fault.kind,
-                            std::string(fault.what()) + "\n" + describe(where_of(w), -1));
+                rethrow(fault, where_of(w), "\n" + describe(where_of(w), -1));
             }
         }
 
@@ -478,23 +566,21 @@ void Machine::run(const std::function<bool(uint64_t)>& progress_callback) {
             seen_progress = progress;
             victims_run = false;
             idle_quanta = 0;
-            leap = 1000;
+            leap_ns = 1000;
             last_change_ns = now_ns();
-        } else if (w.polls == polls && w.ready) {
+        } else if (w.polls == polls && w.turns->ready) {
             if (!is_short) idle_quanta = 0;  // it computes; a short turn may end between two polls
         } else if (++idle_quanta > 4 * ready.size() + 16) {
             idle_quanta = 0;
             if (complete_one_async()) continue;
-            if (!victims_run &&
-                (schedule == Schedule::slow_rank || schedule == Schedule::starved_role)) {
+            if (!victims_run && holds_back) {
                 victims_run = true;
                 continue;
             }
             if (real_clock) {
                 host_sleep(50'000);
             } else {
-                virtual_ns += leap;
-                leap = std::min(leap * 2, max_leap_ns);
+                if (leap(leap_ns)) leap_ns = std::min(leap_ns * 2, max_leap_ns);
                 look_for_stall();
             }
         }

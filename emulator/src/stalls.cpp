@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "async_units.h"
-#include "machine.h"
+#include "engine.h"
 
 namespace deep_moe::emulator {
 
@@ -90,7 +90,7 @@ std::string describe(const Awaited& awaited) {
     return "";
 }
 
-std::string Machine::deadlock_report(const char* reason) const {
+std::string Engine::deadlock_report(const char* reason) const {
     // Warps of one role that stand at the same instruction differ in numbers only: the first is
     // shown, the others are counted.
     struct Stand {
@@ -102,9 +102,8 @@ std::string Machine::deadlock_report(const char* reason) const {
     auto add = [&](const Warp& w, const Group& g) {
         if (!g.lanes) return;
         const Grid& grid = *w.grid;
-        std::string role = describe_warp(grid, w.index);
-        for (const WarpRole& r : grid.roles)
-            if (std::count(r.warps.begin(), r.warps.end(), w.index)) role = r.name;
+        std::string role = role_of(grid, w.index);
+        if (role.empty()) role = describe_warp(grid, w.index);
         const std::string who =
             format("rank %u, CTA %u, ", grid.rank->index, w.cta->index) +
             describe_warp(grid, w.index) +

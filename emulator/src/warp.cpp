@@ -2,12 +2,16 @@
 // checked memory access.
 #include <algorithm>
 
-#include "machine.h"
+#include "engine.h"
 
 namespace deep_moe::emulator {
 
 std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
     const uint32_t begin = grid->program->shared_begin;
+    const auto fill = [&](Finding& finding) {
+        finding.space = name_of(Space::shared);
+        finding.address = offset;
+    };
     if (offset < begin || offset >= shared_end || bytes > shared_end - offset) {
         throw Fault(
             FaultKind::out_of_bounds,
@@ -15,24 +19,30 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
                    what, bytes, describe_shared(*this, offset).c_str(), begin, shared_end));
     }
     if (machine->checks && std::memchr(shadow.data() + offset, 2, bytes)) {
-        machine->find(FaultKind::barrier_misuse, [&] {
-            const void* at = std::memchr(shadow.data() + offset, 2, bytes);
-            const auto first = uint32_t(static_cast<const uint8_t*>(at) - shadow.data());
-            return format("%s of %u bytes at %s touches the mbarrier ", what, bytes,
-                          describe_shared(*this, offset).c_str()) +
-                   describe_shared(*this, first / 8 * 8) +
-                   ", which is in use: only mbarrier instructions may";
-        });
+        machine->find(
+            FaultKind::barrier_misuse,
+            [&] {
+                const void* at = std::memchr(shadow.data() + offset, 2, bytes);
+                const auto first = uint32_t(static_cast<const uint8_t*>(at) - shadow.data());
+                return format("%s of %u bytes at %s touches the mbarrier ", what, bytes,
+                              describe_shared(*this, offset).c_str()) +
+                       describe_shared(*this, first / 8 * 8) +
+                       ", which is in use: only mbarrier instructions may";
+            },
+            {}, fill);
     }
     if (access == Access::write) {
         std::memset(shadow.data() + offset, 1, bytes);
     } else if (machine->checks) {
         for (uint32_t i = 0; i < bytes; ++i) {
             if (shadow[offset + i]) continue;
-            machine->find(FaultKind::uninitialized, [&] {
-                return format("%s of %u bytes at %s: byte 0x%x was never written", what, bytes,
-                              describe_shared(*this, offset).c_str(), offset + i);
-            });
+            machine->find(
+                FaultKind::uninitialized,
+                [&] {
+                    return format("%s of %u bytes at %s: byte 0x%x was never written", what, bytes,
+                                  describe_shared(*this, offset).c_str(), offset + i);
+                },
+                {}, fill);
             break;
         }
     }
@@ -113,6 +123,10 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
         }
     } catch (Fault& fault) {
         fault.lane = lane;
+        if (!fault.finding) {
+            fault.space = name_of(space);
+            fault.address = address;
+        }
         throw;
     }
 }
@@ -149,7 +163,12 @@ Flow Warp::block(WaitQueue& queue, const char* text, uint64_t a, uint64_t b, uin
     current.wait = {text, a, b, {}};
     current.deadline = deadline;
     queue.warps.push_back(this);
-    if (deadline) machine->timers.emplace(deadline, this);
+    if (deadline) {
+        engine_of(*machine).timers.emplace(deadline, this);
+        Turns::Naps& naps = turns->naps;
+        if (naps.progress != machine->progress) naps.count = 0;
+        naps = {naps.count + 1, machine->progress, polls, polls != naps.polls_before};
+    }
     return Flow::blocked;
 }
 

@@ -11,7 +11,7 @@ import pytest
 import benchmarks.mega_moe
 from benchmarks.mega_moe import line, parse_arguments, run_rank, summary, tokens_of_ranks
 from benchmarks.problem import CallCosts
-from deep_moe.rank_processes import run_on_ranks
+from deep_moe.trial.rank_processes import run_on_ranks
 
 SMALL = ["--experts", "8", "--topk", "3", "--hidden", "256", "--intermediate", "256"]
 

@@ -16,6 +16,7 @@ from benchmarks.plot import (
     readme_table,
     table,
     timed,
+    with_newest_peer,
 )
 
 MACHINE = ("NVIDIA H200", 4)
@@ -86,14 +87,28 @@ def test_other_sizes_are_in_the_tables_and_in_a_picture_that_has_no_others(has_o
     assert "| 75 |  | 1.50× |  |  |  |" in text
 
 
-def test_a_table_has_the_comparison_and_the_goal():
-    text = table(MACHINE, [report("2026-11-20", result(512, 1000.0, peer=1500.0, unfused=4000.0))])
+def test_a_table_has_the_comparison_and_what_is_asked():
+    asked = {"model": README_MODEL, "num_ranks": 2}
+    machine = ("NVIDIA H200", 2)
+    timed_here = result(512, 1000.0, peer=1665.0, unfused=4000.0, **asked)
+    text = table(machine, [report("2026-11-20", timed_here)])
     assert text.splitlines()[-1] == (
-        "| 512 | 1000.0 | 999.0 to 1002.0 | 7 | 3.00 | 50% | 4000 | 1500 | "
-        "1500 (sgl-deep-gemm, this run) | 1.50× | 1.8× | 920 | +9% |"
+        "| 512 | 1000.0 | 999.0 to 1002.0 | 7 | 3.00 | 50% | 4000 | 1665 | "
+        "1665 (sgl-deep-gemm, this run) | 1.67× | 1.85× | 900 | +11% |"
     )
-    text = table(MACHINE, [report("2026-11-20", result(512, 900.0))])
-    assert text.splitlines()[-1].endswith("1.86× | 1.8× | 920 | reached |")
+    text = table(machine, [report("2026-11-20", result(512, 900.0, peer=1665.0, **asked))])
+    assert text.splitlines()[-1].endswith("1.85× | 1.85× | 900 | reached |")
+
+
+def test_only_the_newest_version_of_the_peer_is_shown_and_named():
+    old = report("2026-11-21", result(8, 300.0, peer=700.0)) | {"peer": "sgl-deep-gemm 0.1.4"}
+    new = report("2026-11-22", result(8, 301.0, peer=600.0)) | {"peer": "sgl-deep-gemm 0.2.5"}
+    text = documents([old, new])[picture_path(MACHINE)]
+    assert "sgl-deep-gemm 0.2.5, FP8 weights" in text
+    assert "0.1.4" not in text
+    counts = with_newest_peer([old, new])
+    assert [("peer" in report["results"][0]) for report in counts] == [False, True]
+    assert old["results"][0]["peer"] == {"us": 700.0}
 
 
 def test_a_peer_of_another_report_is_named_by_its_date():

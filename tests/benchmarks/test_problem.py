@@ -13,10 +13,11 @@ from benchmarks.problem import (
     fp8_weights,
     reference_sample,
 )
-from deep_moe.formats import dequantize_e2m1_ue8m0
+from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0
 from deep_moe.heuristics import MoEShape, preset_shape
-from deep_moe.reference import NUMERICS, reference_mega_moe
-from deep_moe.workload import rank_layer, rank_tokens
+from deep_moe.targets import target_of
+from deep_moe.trial.real_size import rank_layer, rank_tokens
+from deep_moe.trial.reference import reference_mega_moe
 
 SHAPE = MoEShape(2, 6, 2, 256, 128, 20)
 CPU = torch.device("cpu")
@@ -35,12 +36,12 @@ def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str):
         for name in ("l1", "l2")
     )
     tokens = rank_tokens(SHAPE, 20, 1, 3, CPU)
-    numerics = NUMERICS[arch]
+    numerics = target_of(arch).weights_of().numerics
     expected = reference_mega_moe(
         tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, l1, l2, numerics=numerics
     )
     rows = torch.tensor([0, 7, 19])
-    assert torch.equal(reference_sample(SHAPE, tokens, rows, 3, numerics, None), expected[rows])
+    assert torch.equal(reference_sample(SHAPE, tokens, rows, 3, numerics, None).y, expected[rows])
     assert 0.05 < expected.float().std() < 5  # not lost in rounding, nor clamped away
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import published
+from benchmarks.mega_moe import TOKENS
 from benchmarks.published import FILE, asked, compared, figures, is_standard, words
 from deep_moe.heuristics import PRESETS
 
@@ -34,13 +35,11 @@ def result(num_tokens: int, us: float, **changes) -> dict:
 def test_the_best_published_figure_at_the_size_counts():
     comparison = compared(result(512, 1000.0), GPU)
     assert comparison == {
-        "best_peer": "sgl-deep-gemm 0.1.4, earlier run",
-        "best_peer_us": 1673,
-        "times_slower": 1.673,
-        "asked_times": 1.8,
-        "goal_us": 920,
+        "best_peer": "FlashInfer pull, published",
+        "best_peer_us": 1686,
+        "times_slower": 1.686,
     }
-    assert words(comparison) == "best peer 1673.0 us (1.67x of 1.8x)  goal 920 us (+9%)"
+    assert words(comparison) == "best peer 1686.0 us (1.69x)"
     assert compared(result(8192, 6935.0), GPU)["best_peer"] == "FlashInfer pull, published"
 
 
@@ -48,11 +47,20 @@ def test_a_faster_peer_of_the_same_run_counts():
     comparison = compared(result(512, 1000.0, peer={"us": 1500.0}), GPU)
     assert (comparison["best_peer"], comparison["times_slower"]) == (published.PEER_HERE, 1.5)
     slower = compared(result(512, 1000.0, peer={"us": 1700.0}), GPU)
-    assert slower["best_peer_us"] == 1673
+    assert slower["best_peer_us"] == 1686
 
 
-def test_where_no_goal_is_said_it_follows_from_the_best_peer():
-    assert compared(result(64, 800.0), GPU)["goal_us"] == pytest.approx(1495 / 1.8)
+def test_what_is_asked_follows_from_the_peer_of_the_same_run():
+    """Also of a model with other sizes than published, if it is asked of that one."""
+    two = {"num_ranks": 2, "tokens_of_ranks": [512] * 2, "layer": PRO | {"num_experts": 192}}
+    here = result(512, 900.0, model="deepseek-v4-pro, experts 192", peer={"us": 1665.0}, **two)
+    comparison = compared(here, GPU)
+    assert (comparison["asked_times"], comparison["goal_us"]) == (1.85, pytest.approx(900.0))
+    assert words(comparison) == "best peer 1665.0 us (1.85x of 1.85x)  goal 900 us (+0%)"
+    assert compared({**here, "routing": "zipf"}, GPU) is None
+    assert (
+        compared({**here, "peer": {"us": 1665.0}, "model": "deepseek-v4-pro, topk 8"}, GPU) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_another_gpu_has_its_own_figures():
 def test_results_before_there_were_options_are_of_the_plain_model():
     old = {"model": "deepseek-v4-pro", "num_ranks": 4, "tokens_per_rank": 8, "us": 372.0}
     assert is_standard(old)
-    assert compared(old, GPU)["goal_us"] == 410
+    assert compared(old, GPU)["best_peer_us"] == 760
 
 
 def test_the_file_is_whole():
@@ -90,11 +98,8 @@ def test_the_file_is_whole():
             assert curve.formats
             assert all(us > 0 for us in curve.us.values())
             assert list(curve.us) == sorted(curve.us)
-    goal = asked(GPU, 4)
-    assert goal is not None
-    for model, goals in goal.us.items():
-        for num_tokens, us in goals.items():
-            best = min(c.us.get(num_tokens, 1e9) for c in figures(model, GPU, 4))
-            # At least as hard as the factor asks, up to the rounding of the goals.
-            assert us <= 1.02 * best / goal.times_at(num_tokens)
+    for model in ("deepseek-v4-pro, experts 192", "deepseek-v4-flash, experts 128"):
+        goal = asked(model, GPU, 2)
+        assert goal is not None
+        assert all(goal.times_at(num_tokens) > 1 for num_tokens in TOKENS)
     json.loads(FILE.read_text())

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from benchmarks.problem import reference_sample
 from benchmarks.unfused import UnfusedLayer
-from deep_moe.comparison import compare
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import NUMERICS
-from deep_moe.workload import rank_layer, rank_tokens
+from deep_moe.targets import target_of
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.real_size import rank_layer, rank_tokens
 
 SHAPE = MoEShape(2, 6, 3, 256, 128, 30)
 COUNTS = (30, 7)
@@ -26,10 +26,9 @@ def run_rank(rank: int, folder: str) -> None:
     unfused = UnfusedLayer(SHAPE, rank_layer(SHAPE, rank, 5, cpu), dist.group.WORLD)
     tokens = rank_tokens(SHAPE, COUNTS[rank], rank, 5, cpu)
     y = unfused(*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights, 10.0)
-    expected = reference_sample(
-        SHAPE, tokens, torch.arange(COUNTS[rank]), 5, NUMERICS["sm_90a"], 10.0
-    )
-    Path(folder, str(rank)).write_text(str(compare(y, expected).cosine_distance))
+    numerics = target_of("sm_90a").weights_of().numerics
+    expected = reference_sample(SHAPE, tokens, torch.arange(COUNTS[rank]), 5, numerics, 10.0)
+    Path(folder, str(rank)).write_text(str(compare(y, expected.y).cosine_distance))
     dist.destroy_process_group()
 
 

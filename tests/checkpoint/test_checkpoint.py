@@ -6,19 +6,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deep_moe import checkpoint
-from deep_moe.checkpoint import (
+from deep_moe.checkpoint import experts as checkpoint
+from deep_moe.checkpoint.experts import (
+    CONFIG_NAME,
     DEFAULT_NAMING,
     INDEX_NAME,
     NAMINGS,
     ExpertNaming,
     StackedNaming,
     load_experts,
+    load_transformed_experts,
     save_experts,
 )
 from deep_moe.errors import CheckpointError
-from deep_moe.formats import unpack_ue8m0
-from deep_moe.weights import transform_weights_for_mega_moe
+from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.formats.weights import transform_weights_for_mega_moe
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 6, 256, 128, 3
 
@@ -26,8 +28,8 @@ NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 6, 256, 128, 3
 def random_layer(num_rows: int, num_columns: int):
     shape = (NUM_EXPERTS, num_rows, num_columns // 2)
     weight = torch.randint(-128, 128, shape, dtype=torch.int8)
-    sf = torch.randint(-(2**31), 2**31 - 1, (NUM_EXPERTS, num_rows, num_columns // 128))
-    return weight, sf.to(torch.int32)
+    sf = torch.randint(0, 255, (NUM_EXPERTS, num_rows, num_columns // 32), dtype=torch.uint8)
+    return weight, sf.view(torch.int32)
 
 
 @pytest.fixture
@@ -200,7 +202,11 @@ class TestStackedExperts:
         ("name", "change", "message"),
         [
             ("gate_up_proj_blocks", lambda t: t.flatten(1), "must have shape .experts, rows, K/32"),
-            ("down_proj_scales", lambda t: t[:4], "must have an entry per expert; got 4"),
+            (
+                "down_proj_scales",
+                lambda t: t[:4],
+                "must have an entry for each of the 6 experts .*; got 4",
+            ),
             (
                 "down_proj_blocks",
                 lambda t: t[:, :, :2],
@@ -217,7 +223,204 @@ class TestStackedExperts:
             load_experts(tmp_path, LAYER)
 
 
+class TestNumberOfExperts:
+    """It comes from config.json or the caller, never from the tensors that happen to be there."""
+
+    GATE_OF_3 = "model.layers.3.mlp.experts.3.gate_proj.weight"
+
+    @pytest.fixture
+    def folder(self, tmp_path, weights):
+        save_experts(tmp_path, {LAYER: weights}, experts_per_file=2)
+        return tmp_path
+
+    def lose_expert_3(self, folder):
+        index = json.loads((folder / INDEX_NAME).read_text())
+        for name in list(index["weight_map"]):
+            if ".experts.3." in name:
+                del index["weight_map"][name]
+        (folder / INDEX_NAME).write_text(json.dumps(index))
+
+    def write_config(self, folder, **config):
+        (folder / CONFIG_NAME).write_text(json.dumps(config))
+
+    @pytest.mark.parametrize("rank_idx", [0, 1, 2])
+    def test_an_expert_that_the_index_lacks_is_named_on_every_rank(self, folder, rank_idx):
+        self.lose_expert_3(folder)
+        with pytest.raises(
+            CheckpointError, match=rf"lacks expert 3 of the 6 of layer 3, .*tensor {self.GATE_OF_3}"
+        ):
+            load_experts(folder, LAYER, rank_idx=rank_idx, num_ranks=3)
+
+    def test_a_shard_lost_without_an_index_is_named(self, folder):
+        (folder / INDEX_NAME).unlink()
+        (folder / "model-00003-of-00003.safetensors").unlink()
+        with pytest.raises(
+            CheckpointError,
+            match=r"lacks experts 4, 5 of the 6 .* and 4 more; there is no file "
+            r"model-00003-of-00003.safetensors",
+        ):
+            load_experts(folder, LAYER)
+
+    def test_the_first_expert_may_be_the_missing_one(self, folder):
+        (folder / INDEX_NAME).unlink()
+        (folder / "model-00001-of-00003.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"lacks experts 0, 1 of the 6"):
+            load_experts(folder, LAYER)
+
+    def test_a_shard_lost_with_an_index_is_named_with_a_tensor(self, folder):
+        file = folder / "model-00002-of-00003.safetensors"
+        file.unlink()
+        with pytest.raises(CheckpointError, match=rf"{file} is missing; .* holds .*experts\.2\."):
+            load_experts(folder, LAYER)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"n_routed_experts": 6, "n_shared_experts": 1},
+            {"num_experts": 6, "num_experts_per_tok": 2},
+            {"num_local_experts": 6},
+            {"moe_num_experts": 6},
+            {"num_experts": None, "n_routed_experts": 6},
+            {"model_type": "vlm", "text_config": {"n_routed_experts": 6}, "vision": {"depth": 2}},
+            {"num_local_experts": 6, "draft": {"num_local_experts": 4}},
+        ],
+    )
+    def test_names_that_published_models_use(self, folder, weights, config):
+        self.write_config(folder, **config)
+        assert_equal(load_experts(folder, LAYER), weights)
+        self.lose_expert_3(folder)
+        with pytest.raises(CheckpointError, match=r"lacks expert 3 of the 6 .*config\.json"):
+            load_experts(folder, LAYER)
+
+    def test_the_caller_comes_before_the_config(self, folder, weights):
+        self.write_config(folder, num_experts=8)
+        assert_equal(load_experts(folder, LAYER, num_experts=6), weights)
+        with pytest.raises(CheckpointError, match=r"lacks experts 6, 7 of the 8 .*config\.json"):
+            load_experts(folder, LAYER)
+        with pytest.raises(CheckpointError, match=r"lacks expert 6 of the 7 .*that of num_experts"):
+            load_experts(folder, LAYER, num_experts=7)
+
+    def test_experts_beyond_the_number_are_not_dropped(self, folder):
+        with pytest.raises(CheckpointError, match=r"experts 4, 5 of layer 3, .*4 experts as num_e"):
+            load_experts(folder, LAYER, num_experts=4)
+
+    def test_nothing_says_how_many(self, folder, weights):
+        for config in (None, {}, {"hidden_size": 256}):
+            (folder / CONFIG_NAME).unlink(missing_ok=True)
+            if config is not None:
+                self.write_config(folder, **config)
+            with pytest.raises(
+                CheckpointError,
+                match=r"does not say how many .*n_routed_experts.*; give num_experts. There are "
+                r"tensors of experts 0, 1, 2, 3, 4, 5",
+            ):
+                load_experts(folder, LAYER)
+            assert_equal(load_experts(folder, LAYER, num_experts=6), weights)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "must hold a JSON object"),
+            ("[6]", "must hold a JSON object; got list"),
+            ('{"num_experts": "6"}', "experts as a positive int; got num_experts '6'"),
+            ('{"num_experts": [6, 6]}', "experts as a positive int"),
+            ('{"num_experts": 0}', "experts as a positive int"),
+            (
+                '{"num_experts": 6, "num_local_experts": 3}',
+                "one number of experts; got num_local_experts 3, num_experts 6: give num_experts",
+            ),
+        ],
+    )
+    def test_a_config_that_is_no_help(self, folder, weights, text, message):
+        (folder / CONFIG_NAME).write_text(text)
+        with pytest.raises(CheckpointError, match=rf"config\.json must {message}|{message}"):
+            load_experts(folder, LAYER)
+        assert_equal(load_experts(folder, LAYER, num_experts=6), weights)
+
+    def test_no_experts_at_all(self, folder):
+        with pytest.raises(ValueError, match="num_experts must be at least 1, or None; got 0"):
+            load_experts(folder, LAYER, num_experts=0)
+
+    def test_stacked_experts_are_as_many_as_the_config_says(self, tmp_path, weights):
+        save_file(stacked_tensors(weights), tmp_path / "model.safetensors")
+        self.write_config(tmp_path, num_local_experts=8)
+        with pytest.raises(
+            CheckpointError, match=r"gate_up_proj_blocks must have an entry for each of the 8 .* 6"
+        ):
+            load_experts(tmp_path, LAYER)
+        assert_equal(load_experts(tmp_path, LAYER, num_experts=6), weights)
+
+    def test_a_stack_that_is_missing_is_named(self, tmp_path, weights):
+        tensors = stacked_tensors(weights)
+        del tensors[f"model.layers.{LAYER}.mlp.experts.down_proj_scales"]
+        save_file(tensors, tmp_path / "model-1-of-2.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"no tensor .*down_proj_scales; there is no file model-2-of-2"
+        ):
+            load_experts(tmp_path, LAYER)
+
+    def test_what_is_saved_says_how_many(self, tmp_path, weights):
+        self.write_config(tmp_path, hidden_size=HIDDEN)
+        save_experts(tmp_path, {LAYER: weights})
+        config = json.loads((tmp_path / CONFIG_NAME).read_text())
+        assert config == {"hidden_size": HIDDEN, "num_experts": NUM_EXPERTS}
+        half = tuple((weight[:3], sf[:3]) for weight, sf in weights)
+        with pytest.raises(ValueError, match=r"layers must have the 6 experts of .*; got 3"):
+            save_experts(tmp_path, {LAYER: half})
+        with pytest.raises(ValueError, match=r"one number of experts; got \{0: 6, 1: 3\}"):
+            save_experts(tmp_path, {0: weights, 1: half})
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+class TestTransformed:
+    @pytest.fixture
+    def weights(self):
+        torch.manual_seed(0)
+        layers = random_layer(2 * INTERMEDIATE, HIDDEN), random_layer(HIDDEN, INTERMEDIATE)
+        return tuple((w, (sf.view(torch.uint8) % 16 + 100).view(torch.int32)) for w, sf in layers)
+
+    @pytest.mark.parametrize("is_stacked", [False, True])
+    def test_it_is_the_transformation_of_what_is_loaded(self, tmp_path, weights, arch, is_stacked):
+        if is_stacked:
+            save_file(stacked_tensors(weights), tmp_path / "model.safetensors")
+        else:
+            save_experts(tmp_path, {LAYER: weights})
+        expected = transform_weights_for_mega_moe(
+            *load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2), arch=arch
+        )
+        loaded = load_transformed_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2, arch=arch)
+        assert_equal(loaded, expected)
+
+    def test_one_expert_at_a_time(self, tmp_path, weights, arch, monkeypatch):
+        save_experts(tmp_path, {LAYER: weights})
+        sizes = []
+        real = checkpoint.transform_weights_for_mega_moe
+
+        def recorded(l1, l2, *args, **kwargs):
+            sizes.append(l1.weight.untyped_storage().nbytes())
+            return real(l1, l2, *args, **kwargs)
+
+        monkeypatch.setattr(checkpoint, "transform_weights_for_mega_moe", recorded)
+        load_transformed_experts(tmp_path, LAYER, arch=arch)
+        assert sizes == [2 * INTERMEDIATE * HIDDEN // 2] * NUM_EXPERTS
+
+
+def test_what_a_target_cannot_hold_is_named_by_expert(tmp_path, weights):
+    save_experts(tmp_path, {LAYER: weights})  # scales of all sizes
+    with pytest.raises(CheckpointError, match=r"expert 3 of layer 3 by itself: l1_weights: .* row"):
+        load_transformed_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2, arch="sm_90a")
+
+
 class TestRefusals:
+    def test_a_scale_that_is_nan(self, single_file):
+        def with_nan(scales):
+            scales[77, 2] = 255
+            return scales
+
+        self.rewrite(single_file, self.SCALE, with_nan)
+        with pytest.raises(CheckpointError, match=rf"{self.SCALE} must .* NaN .* in row 77"):
+            load_experts(single_file, LAYER)
+
     @pytest.fixture
     def single_file(self, tmp_path, weights):
         save_experts(tmp_path, {LAYER: weights}, experts_per_file=NUM_EXPERTS)
@@ -266,17 +469,21 @@ class TestRefusals:
             load_experts(single_file, LAYER)
 
     def test_sizes_that_no_kernel_takes(self, tmp_path):
-        name = DEFAULT_NAMING.gate.format(layer=0, expert=0)
         save_file(
-            {f"{name}.weight": torch.zeros(100, 64, dtype=torch.uint8)}, tmp_path / "a.safetensors"
+            {
+                template.format(layer=0, expert=0) + suffix: torch.zeros(100, 64, dtype=torch.uint8)
+                for template in (DEFAULT_NAMING.gate, DEFAULT_NAMING.up, DEFAULT_NAMING.down)
+                for suffix in (DEFAULT_NAMING.weight, DEFAULT_NAMING.scale)
+            },
+            tmp_path / "a.safetensors",
         )
         with pytest.raises(CheckpointError, match=r"multiples of 128; .* has 128 and 100"):
-            load_experts(tmp_path, 0)
+            load_experts(tmp_path, 0, num_experts=1)
 
     def test_a_layer_that_is_not_there(self, single_file):
         with pytest.raises(CheckpointError, match=r"no experts of layer 9 .*experts\.0\.gate_proj"):
             load_experts(single_file, 9)
-        with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.9\."):
+        with pytest.raises(CheckpointError, match=r"layer 9 under the name given; .*layers\.9\."):
             load_experts(single_file, 9, naming=DEFAULT_NAMING)
 
     def test_experts_that_do_not_divide_among_the_ranks(self, single_file):

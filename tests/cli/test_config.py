@@ -1,15 +1,16 @@
 """`deep-moe config`: the design's worked cases, reproduced by options, and what it prints."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.fused.tuning_tables import add_to_table
 from deep_moe.heuristics import choose_config, preset_shape
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
-from deep_moe.tuning_tables import add_to_table
 
 WORKED_CASE = ["--model", "deepseek-v3", "--ranks", "8", "--tokens", "1024"]
 
@@ -134,10 +135,17 @@ def test_without_a_gpu_the_formula_is_printed_and_named(measured: TunedEntry):
         "outcome": "formula: no device is named",
         "rows": [],
     }
-    assert fields(*MEASURED_CASE) == fields(*MEASURED_CASE, "--gpu", "Another GPU")
     assert "tuning: formula: no device is named (--gpu)" in run_config(*MEASURED_CASE).stdout
-    other = " ".join(run_config(*MEASURED_CASE, "--gpu", "Another GPU").stdout.split())
-    assert "has been measured on Another GPU with 132 SMs" in other
+
+
+def test_the_architecture_is_that_of_the_measured_gpu(measured: TunedEntry):
+    assert explained(*MEASURED_CASE[:-2], "--gpu", "Some GPU")["arch"] == "sm_90a"
+
+
+def test_a_gpu_without_measurements_is_refused(measured: TunedEntry):
+    result = run_config(*MEASURED_CASE, "--gpu", "Another GPU")
+    assert result.exit_code == 2
+    assert "NVIDIA H200, Some GPU; got" in " ".join(re.findall(r"[^\s│]+", result.output))
 
 
 def test_of_another_number_of_ranks_it_is_said_what_was_measured(measured: TunedEntry, monkeypatch):

@@ -1,11 +1,20 @@
 """`deep-moe doctor`: a working installation passes, a broken one fails with the way to mend it."""
 
+import importlib
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.cli.doctor import Finding, _guarded, _packages
+from deep_moe.cli.packages import REQUIREMENTS
+from deep_moe.jit.cache import make_key
+
+doctor = importlib.import_module("deep_moe.cli.doctor")  # the package's name is the command
 
 
 def findings(exit_code: int) -> dict[str, dict[str, str]]:
@@ -28,11 +37,76 @@ def test_absent_cutlass_headers_fail_and_say_what_to_install(monkeypatch: pytest
 
 
 def test_a_damaged_kernel_is_reported_but_is_no_failure(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "sm_100a-broken").mkdir()
+    (tmp_path / make_key("sm_100a", {})).mkdir()
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
     finding = findings(exit_code=0)["kernel cache"]
     assert "1 damaged" in finding["detail"]
-    assert finding["remedy"] == "deep-moe cache clear"
+    assert "compiled again when it is needed" in finding["remedy"]
+
+
+def test_folders_that_are_no_kernels_are_not_called_damaged(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("Documents", ".ssh", "sm_100a-notes"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
+    finding = findings(exit_code=0)["kernel cache"]
+    assert "0 kernels, 0 damaged" in finding["detail"]
+    assert (finding["state"], finding["remedy"]) == ("ok", "")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "filelock", "safetensors", "platformdirs"])
+def test_a_missing_package_fails_and_says_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    finding = _guarded(_packages)
+    assert finding.state == "missing"
+    assert package in finding.detail
+    assert finding.remedy == f"pip install '{package}'"
+
+
+def test_every_python_package_that_is_depended_on_is_checked():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    dependencies = re.search(r"^dependencies = \[(.*?)\]", text, re.M | re.S)
+    assert dependencies is not None
+    # Packages of headers and libraries are looked for by the checks that use them.
+    python = {line for line in re.findall(r'"(.+?)"', dependencies[1]) if "nvidia-" not in line}
+    assert python == set(REQUIREMENTS.values())
+
+
+@pytest.mark.parametrize(
+    ("supported", "state"),
+    [((12, 8), "missing"), ((13, 0), "ok"), ((13, 2), "ok"), ((14, 0), "ok"), (None, "absent")],
+)
+def test_the_driver_must_be_of_the_compiler_s_cuda(
+    supported: tuple[int, int] | None, state: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(doctor, "driver_cuda_version", lambda: supported)
+    monkeypatch.setattr("deep_moe.jit.nvrtc.nvrtc_version", lambda: (13, 1))
+    finding = _guarded(doctor._driver)
+    assert finding.state == state
+    if supported is not None:
+        assert "kernels of NVRTC 13.1 need one for CUDA 13, 580 or newer" in finding.detail
+    assert bool(finding.remedy) == (state == "missing")
+
+
+def test_the_driver_s_version_is_read(monkeypatch: pytest.MonkeyPatch):
+    class Library:
+        @staticmethod
+        def cuDriverGetVersion(pointer):  # noqa: N802
+            pointer._obj.value = 13020
+            return 0
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Library)
+    assert doctor.driver_cuda_version() == (13, 2)
+
+
+def test_a_check_that_fails_in_any_way_is_a_finding():
+    def _some_check() -> Finding:
+        raise AttributeError("a broken package")
+
+    assert _guarded(_some_check) == Finding("some check", "missing", "a broken package")
 
 
 def test_the_table_names_every_check():

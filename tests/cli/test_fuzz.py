@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
-from deep_moe.fuzzing import FuzzCase
+from deep_moe.trial import fuzzing
+from deep_moe.trial.fuzzing import FuzzCase
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
@@ -19,9 +23,36 @@ def test_some_cases_pass(arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_cases_pass() -> None:
-    result = CliRunner().invoke(app, ["fuzz", "--first", "1000", "--count", "200"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
+    result = CliRunner().invoke(
+        app, ["fuzz", "--count", str(fuzzing.CASES_PER_ROUND), "--arch", arch]
+    )
     assert result.exit_code == 0, result.output
+    num_pairs, num_all = re.search(r"(\d+) of (\d+) pairs", result.output).groups()
+    assert num_pairs == num_all
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(12 * 3600)
+def test_the_grid_passes() -> None:
+    result = CliRunner().invoke(app, ["fuzz", "--grid"])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_grid_is_all_kernels_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[FuzzCase] = []
+    monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "")
+    size = fuzzing.grid_size()
+    first = size - 2 * fuzzing.CASES_PER_ROUND
+    result = CliRunner().invoke(app, ["fuzz", "--grid", "--first", str(first)])
+    assert result.exit_code == 0
+    assert [case.number for case in cases] == list(range(first, size))
+    kernels = {tuple(map(str, list(case.values.values())[:5])) for case in cases}
+    assert len(kernels) == 2
+    with pytest.raises(ValueError, match=f"must be below {size}"):
+        FuzzCase.of_grid(size)
 
 
 def test_a_failure_ends_with_the_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +80,26 @@ def test_a_corpus_comes_first_and_grows(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (numbers, corpus.read_text()) == ([40, 1, 0], "40\n1\n")
     corpus.write_text("-3\n")
     assert CliRunner().invoke(app, command).exit_code == 2
+
+
+def test_it_ends_with_what_the_cases_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FuzzCase, "run", lambda case: "broken" if case.number == 3 else "")
+    cases = [FuzzCase.of(number) for number in range(20)]
+    result = CliRunner().invoke(app, ["fuzz", "--count", "20", "--json"])
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["num_cases"] == 20
+    (failure,) = document["failures"]
+    assert failure["failure"] == "broken"
+    assert failure["repeat"] == "deep-moe fuzz --first 3 --count 1"
+    covered = document["covered"]
+    assert covered["arch"] == Counter(case.arch for case in cases)
+    assert covered["slots"] == Counter(case.values["slots"] for case in cases)
+    assert 0 < document["num_pairs"] < document["num_all_pairs"]
+    printed = CliRunner().invoke(app, ["fuzz", "--first", "4", "--count", "2"]).stdout
+    assert "what the cases were" in printed
+    assert "schedule" in printed
+    assert "2 cases, 0 failed" in printed
 
 
 def test_a_number_names_one_case() -> None:

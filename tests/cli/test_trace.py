@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deep_moe import trial
 from deep_moe.cli import app
+from deep_moe.trial import calls as trial
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
 

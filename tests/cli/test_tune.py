@@ -10,11 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import deep_moe.gpu
-import deep_moe.tuning
+import deep_moe.fused.gpu
+import deep_moe.trial.tuning
 from deep_moe.cli import app
-from deep_moe.gpu import Gpu
-from deep_moe.tuning import Finalist, Gain, SizeResult, TuningPlan
+from deep_moe.fused.gpu import Gpu
+from deep_moe.targets.sm90 import SM90A
+from deep_moe.trial.tuning import Finalist, Gain, SizeResult, TuningPlan
 
 
 def run_tune(*options: str):
@@ -50,10 +51,10 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
         return [asdict(result) for result in results if result.num_tokens in plan.tokens]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    h200 = Gpu(torch.device("cuda", 0), "NVIDIA H200", "sm_90a", 132)
-    monkeypatch.setattr(deep_moe.gpu, "gpu_of", lambda device: h200)
-    monkeypatch.setattr(deep_moe.tuning, "compile_candidates", lambda plan, on_built: 0)
-    monkeypatch.setattr(deep_moe.tuning, "tune", measure)
+    h200 = Gpu(torch.device("cuda", 0), "NVIDIA H200", SM90A, 132)
+    monkeypatch.setattr(deep_moe.fused.gpu, "gpu_of", lambda device: h200)
+    monkeypatch.setattr(deep_moe.trial.tuning, "compile_candidates", lambda plan, on_built: 0)
+    monkeypatch.setattr(deep_moe.trial.tuning, "tune", measure)
     monkeypatch.setenv("DEEP_MOE_TUNING_TABLE", str(tmp_path / "mine.json"))
     return made
 
@@ -93,6 +94,9 @@ def test_more_ranks_than_gpus_are_refused(plans: list[TuningPlan]):
 
 def test_sizes_left_out_for_want_of_time_are_named_and_a_failure(plans: list[TuningPlan]):
     result = run_tune("--tokens", "8,64,512", "--budget", "5")
-    assert result.exit_code != 0
+    assert result.exit_code == 1
     assert "2 sizes measured" in result.stdout
-    assert "--budget 5 ended before these tokens were measured: 512" in str(result.exception)
+    assert "--budget 5 ended before these tokens were measured: 512" in result.stderr
+    result = run_tune("--tokens", "8,64,512", "--budget", "5", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["not_measured"] == [512]

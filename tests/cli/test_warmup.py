@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import deep_moe.deployment
+import deep_moe.fused.deployment
 import deep_moe.heuristics
 from deep_moe.cli import app
+from deep_moe.fused.tuning_tables import add_to_table
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
 from deep_moe.jit import KernelCache
-from deep_moe.tuning_tables import add_to_table
 
 TWO_KERNELS = ["--ranks", "2", "--max-tokens", "12", "--experts", "4", "--num-sms", "4"]
 
@@ -61,7 +61,7 @@ def test_configs_are_chosen_for_uneven_routing_only_where_that_matters(
         return choose_config(shape, num_tokens, **options)
 
     monkeypatch.setattr(deep_moe.heuristics, "choose_config", choose)
-    monkeypatch.setattr(deep_moe.deployment, "build_deployment", lambda *_, **options: [])
+    monkeypatch.setattr(deep_moe.fused.deployment, "build_deployment", lambda *_, **options: [])
     result = CliRunner().invoke(app, ["warmup", "--max-tokens", "20", "--arch", arch])
     assert result.exit_code == 0, result.output
     assert sorted(asked) == sorted([*range(21)] * num_times)

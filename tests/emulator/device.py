@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from deep_moe.emulator import EmulatorError, Machine
+from deep_moe.emulator import Finding, Machine
+from deep_moe.emulator.machine import Schedule
 from deep_moe.jit.headers import find_headers
 from deep_moe.jit.nvrtc import compile_to_ptx
 
@@ -95,7 +96,8 @@ def run_kernel(
     checks: bool = True,
     strict_tcgen05: bool = False,
     stop_at_findings: bool = True,
-) -> list[EmulatorError]:
+    schedule: Schedule = "random",
+) -> list[Finding]:
     """Compile and run; arrays among the arguments, and those in `memory`, are its global memory.
 
     What was found, where that does not stop the run.
@@ -106,6 +108,7 @@ def run_kernel(
         hopper_fp8_sums=hopper_fp8_sums,
         strict_tcgen05=strict_tcgen05,
         stop_at_findings=stop_at_findings,
+        schedule=schedule,
     )
     for index, array in enumerate(
         [a for a in arguments if isinstance(a, np.ndarray)] + list(memory)

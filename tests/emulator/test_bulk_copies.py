@@ -12,6 +12,7 @@ from deep_moe.emulator import (
     Misaligned,
     RaceDetected,
 )
+from deep_moe.jit.tensor_map import DataType, TensorMapSpec
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map
@@ -66,6 +67,18 @@ def test_tensor_load_swizzles_absolute_addresses(swizzle, corner):
             at = (linear ^ (linear >> 3 & mask)) - SHARED_START
             expected[at : at + 2] = np.array([value], np.uint16).view(np.uint8)
     assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("stride", [0, 16, 48])
+def test_rows_of_a_tensor_may_overlap(stride):
+    row = aligned(np.random.default_rng(1).integers(1, 255, 64 + 15 * 48, dtype=np.uint8))
+    spec = TensorMapSpec(DataType.UINT8, row.ctypes.data, (64, 16), (stride,), (64, 8))
+    out = np.zeros(8192, np.uint8)
+    run_kernel(load_source(0), spec.encode_emulated(), out, 0, 10, 512, memory=(row,))
+    expected = np.zeros((8, 64), np.uint8)
+    for j in range(6):  # the tensor ends there
+        expected[j] = row[stride * (10 + j) :][:64]
+    assert np.array_equal(out[:512].reshape(8, 64), expected)
 
 
 def fp4_case() -> tuple[np.ndarray, bytes]:

@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from deep_moe.emulator import RaceDetected
+from deep_moe.emulator import Machine, RaceDetected
+from deep_moe.jit.headers import find_headers
+from deep_moe.jit.nvrtc import compile_to_ptx
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map
@@ -125,7 +127,7 @@ KERNEL()(int* out) {
     assert (out == np.arange(128) // 64).all()
     assert findings
     for finding in findings:
-        assert isinstance(finding, RaceDetected)
+        assert finding.error is RaceDetected
         assert "cooperative_groups.h" in str(finding)
         assert re.search(r"then: read by .*, lane [1-9]", str(finding))
 
@@ -282,3 +284,28 @@ KERNEL()(const __grid_constant__ Map original, void* edited, const u16* other, u
         for chunk in range(4):
             at = chunk ^ row // 2 % 4  # 64-byte swizzle
             assert (out[row, at] == expected[row, 8 * chunk : 8 * chunk + 8]).all()
+
+
+def test_code_on_cute_with_options_of_its_own():
+    """As docs/emulator.md shows it."""
+    source = """
+#include <iostream>
+#include "cute/tensor.hpp"
+extern "C" __global__ void scale(float* data) {
+    auto tensor = cute::make_tensor(cute::make_gmem_ptr(data), cute::Int<NUM>{});
+    tensor(threadIdx.x) *= 2;
+}
+"""
+    ptx = compile_to_ptx(
+        source,
+        arch="sm_90a",
+        include_paths=find_headers().include_paths,
+        options=["-std=c++17", "-DNUM=32"],
+        headers={"iostream": ""},
+    )
+    data = np.ones(32, np.float32)
+    machine = Machine()
+    machine.add_array(data, "data")
+    machine.launch(machine.load(ptx), grid=(1, 1, 1), block=(32, 1, 1), args=[data])
+    machine.run()
+    assert (data == 2).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from deep_moe.emulator import Machine, RaceDetected, Uninitialized
+from deep_moe.emulator import EmulatorError, LaunchError, Machine, RaceDetected, Uninitialized
 
-from .device import ptx_of
+from .device import PRELUDE, ptx_of
+from .raw_ptx import run_body
 
 # Two warps write the same words, at eight instructions that share a line, and read shared memory
 # that nobody wrote.
@@ -35,6 +38,7 @@ def run(**options: bool) -> tuple[Machine, np.ndarray]:
             block=(64, 1, 1),
             shared_bytes=1024,
             args=[data.ctypes.data.to_bytes(8, "little")],
+            roles={"left": [0], "right": [1]},
         )
         machine.run()
     return machine, data
@@ -42,14 +46,76 @@ def run(**options: bool) -> tuple[Machine, np.ndarray]:
 
 def test_findings_are_collected_once_per_source_line():
     machine, data = run(stop_at_findings=False)
-    race, uninitialized = sorted(machine.findings, key=lambda f: type(f).__name__)
-    assert isinstance(race, RaceDetected)
+    race, uninitialized = sorted(machine.findings, key=lambda f: f.kind)
+    assert race.error is RaceDetected
     assert "nothing orders them" in str(race)
     assert str(race).count("st.global") == 3  # the first one, the other, and where the run was
-    assert isinstance(uninitialized, Uninitialized)
+    assert uninitialized.error is Uninitialized
     assert "was never written" in str(uninitialized)
     assert "ld.shared" in str(uninitialized)
     assert (data[:8] == np.arange(8)).all()
+
+
+def test_findings_are_data():
+    machine, data = run(stop_at_findings=False)
+    race, uninitialized = sorted(machine.findings, key=lambda f: f.kind)
+    assert (race.kind, race.space) == ("race", "global")
+    assert 0 <= race.address - data.ctypes.data < 32
+    first, then = race.involved
+    assert (first.access, then.access) == ("write", "write")
+    assert {first.warp, then.warp} == {0, 1}
+    assert {first.role, then.role} == {"left", "right"}
+    assert (race.role, race.file, race.line) == (then.role, then.file, then.line)
+    assert race.file == "/deep_moe/kernel.cu"
+    lines = (PRELUDE + SOURCE).splitlines()
+    assert lines[race.line - 1].strip() == "data[i] = i;"
+    assert then.instruction.startswith("st.global")
+    assert (uninitialized.kind, uninitialized.space) == ("uninitialized", "shared")
+    assert uninitialized.address >= 1024
+    assert "words[threadIdx.x]" in lines[uninitialized.line - 1]
+    assert str(race) == race.text
+    assert json.loads(machine.findings_as_json()) == [
+        json.loads(finding.to_json()) for finding in machine.findings
+    ]
+    assert json.loads(race.to_json())["involved"][0]["role"] == first.role
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_race_is_one_finding_whichever_access_comes_first(seed):
+    source = """
+KERNEL()(volatile u32* data) {
+    if (threadIdx.x < 32) *(u32*)data = 1;
+    else if (threadIdx.x < 64) *(u32*)data = 2;
+}
+"""
+    machine = Machine(seed=seed, stop_at_findings=False)
+    data = np.zeros(1, np.uint32)
+    machine.add_array(data, "data")
+    module = machine.load(ptx_of(source, "sm_100a"))
+    for _ in range(8):
+        machine.launch(module, grid=(1, 1, 1), block=(64, 1, 1), args=[data])
+        machine.run()
+    assert [finding.kind for finding in machine.findings] == ["race"]
+
+
+def test_a_raised_error_has_its_finding():
+    body = "mov.u64 %rd0, 64; LINE"
+    for line, kind, space, address in (
+        ("ld.global.u32 %r0, [%rd0];", "out_of_bounds", "global", 64),
+        ("ld.shared.u32 %r0, [66];", "misaligned", "shared", 66),
+        ("trap;", "trap", "", None),
+    ):
+        with pytest.raises(EmulatorError) as caught:
+            run_body(body.replace("LINE", line))
+        finding = caught.value.finding
+        assert (finding.kind, finding.space, finding.address) == (kind, space, address)
+        assert finding.error is type(caught.value)
+        assert finding.text == str(caught.value)
+        assert finding.involved[-1].instruction.endswith(line)
+    with pytest.raises(LaunchError) as launch:
+        run_body("", threads=2000)
+    assert launch.value.finding.kind == "launch"
+    assert launch.value.finding.involved == ()
 
 
 def test_the_first_finding_ends_a_run_by_default():

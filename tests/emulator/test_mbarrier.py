@@ -119,7 +119,7 @@ def test_a_run_can_go_on_behind_a_phase_that_nobody_has_seen():
     machine.launch(module, grid=(1, 1, 1), block=(1, 1, 1), shared_bytes=64, args=[data])
     machine.run()
     found = machine.findings
-    assert [type(finding) for finding in found] == [BarrierMisuse, BarrierMisuse]
+    assert [finding.error for finding in found] == [BarrierMisuse, BarrierMisuse]
     assert "completes phase 1 although nobody has seen" in str(found[0])
     assert "completes phase 2 although nobody has seen" in str(found[1])
     assert data[0] == 7

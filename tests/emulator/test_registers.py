@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deep_moe.emulator import RaceDetected, Uninitialized
+from deep_moe.emulator import InvalidOperation, RaceDetected, Uninitialized
 
 from .raw_ptx import run_body
 
@@ -92,6 +92,12 @@ OTHER_MMA = MMA.replace("%r2", "%r3")
 ZERO_OTHER = "mov.b32 %r30, 0; mov.b32 %r31, 0; mov.b32 %r32, 0; mov.b32 %r33, 0;"
 READ = "add.u32 %r5, %r20, 1;"
 OVERWRITE_A = "add.u32 %r10, %r0, 1;"
+
+
+def test_an_sm100_descriptor_is_none_for_wgmma() -> None:
+    lines = ("or.b64 %rd0, %rd0, 0x400000000000;", FENCE, MMA, COMMIT, WAIT)
+    with pytest.raises(InvalidOperation, match="they are an SM100 constant"):
+        run_wgmma(*lines)
 
 
 def run_wgmma(*lines: str) -> None:

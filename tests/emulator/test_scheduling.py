@@ -399,3 +399,69 @@ KERNEL()(volatile u32* flag, u32* gave_up) {
     )
     machine.run()
     assert out.tolist() == [0, 0, 0, 0]
+
+
+# What a warp does between two naps of 1 us, and what the one that waits for it does.
+NAPPING = {
+    "blind": "__nanosleep(1000);",
+    "with polls": "__nanosleep(1000); if (flag[1]) break;",
+}
+WAITING = {
+    "poll": "while (flag[0] == 0) {}",
+    "poll and nap": "while (flag[0] == 0) __nanosleep(64);",
+    "suspend": "wait(base, 0);",
+    "an hour's patience": """
+        u64 start, now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+        do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        while (flag[0] == 0 && now - start < 3600000000000ull);
+        if (flag[0] == 0) flag[2] = 1;
+    """,
+}
+
+
+@pytest.mark.parametrize("waiting", WAITING)
+@pytest.mark.parametrize("napping", NAPPING)
+@pytest.mark.parametrize("schedule", ["random", "starved_role"])
+def test_time_does_not_leap_past_a_sleeper(schedule, napping, waiting):
+    source = f"""
+KERNEL()(volatile u32* flag) {{
+    u32 base = shared_address(dynamic_shared);
+    if (threadIdx.x == 0) init_barrier(base, 1);
+    __syncthreads();
+    if (threadIdx.x == 0) {{
+        for (u32 i = 0; i < 2000; ++i) {{ {NAPPING[napping]} }}
+        flag[0] = 1;
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(base) : "memory");
+    }} else if (threadIdx.x % 32 == 0) {{
+        {WAITING[waiting]}
+    }}
+}}
+"""
+    flag = np.zeros(4, np.uint32)
+    machine = Machine(schedule=schedule)
+    machine.add_array(flag, "flag")
+    module = machine.load(ptx_of(source, "sm_100a"))
+    machine.launch(
+        module,
+        "kernel",
+        grid=(1, 1, 1),
+        block=(96, 1, 1),
+        shared_bytes=1024,
+        args=[flag],
+    )
+    start_ns = machine.statistics.virtual_ns
+    machine.run()
+    assert flag.tolist() == [1, 0, 0, 0]
+    assert 2_000_000 < machine.statistics.virtual_ns - start_ns < 20_000_000
+
+
+def test_napping_between_polls_for_ever_is_a_deadlock_too():
+    source = """
+KERNEL()(volatile u32* flag) {
+    if (threadIdx.x < 32) while (flag[0] == 0) __nanosleep(100);
+    else while (flag[0] == 0) {}
+}
+"""
+    with pytest.raises(Deadlock, match="nothing changed for over an hour"):
+        run_kernel(source, np.zeros(1, np.uint32), threads=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -307,7 +309,7 @@ def test_a_run_can_go_on_behind_a_load_of_unwritten_memory():
     machine.launch(module, **shape, shared_bytes=4096, args=[given, out])
     machine.run()
     (found,) = machine.findings
-    assert isinstance(found, Uninitialized)
+    assert found.error is Uninitialized
     assert "column 0 is read but nobody has written it" in str(found)
     assert (out == 7).all()
 
@@ -325,9 +327,11 @@ COPY_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", COPY_SHAPES)
-def test_copies_to_tensor_memory(shape):
-    num_rows, num_chunks, lanes_of = COPY_SHAPES[shape]
+def run_copy(shape: str, *, constants: int = 0x0000400000000000, **options):
+    """What one tcgen05.cp brings to 8 columns, its source, and the findings.
+
+    constants: the bits of the descriptor that PTX fixes.
+    """
     vector, outputs = registers(8, "=r")
     zeros = ", ".join(["%1"] * 8)
     source = ONE_CTA.replace(
@@ -344,7 +348,8 @@ def test_copies_to_tensor_memory(shape):
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
     if (threadIdx.x == 0) {{
         // Rows of 16 bytes; 8 of them 128 bytes; the second chunk of a row 2048 bytes on.
-        u64 descriptor = 0x0000400800000000ull | 128ull << 16 | ((base + 1024) & 0x3FFFF) >> 4;
+        u64 descriptor = {constants}ull | 8ull << 32 | 128ull << 16;
+        descriptor |= ((base + 1024) & 0x3FFFF) >> 4;
         asm volatile("tcgen05.cp.cta_group::1.{shape} [%0], %1;"
             :: "r"(tmem), "l"(descriptor) : "memory");
         asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
@@ -361,13 +366,41 @@ def test_copies_to_tensor_memory(shape):
     )
     data = np.random.default_rng(2).integers(1, 2**32, 1024, dtype=np.uint32)
     out = np.zeros((128, 8), np.uint32)
-    run_kernel(source, data, out)
-    expected = np.zeros_like(out)
+    return out, data, run_kernel(source, data, out, **options)
+
+
+def copied(shape: str, data: np.ndarray) -> np.ndarray:
+    num_rows, num_chunks, lanes_of = COPY_SHAPES[shape]
+    expected = np.zeros((128, 8), np.uint32)
     for row in range(num_rows):
         for chunk in range(num_chunks):
             for lane in lanes_of(row):
                 expected[lane, 4 * chunk : 4 * chunk + 4] = data[512 * chunk + 4 * row :][:4]
-    assert np.array_equal(out, expected)
+    return expected
+
+
+@pytest.mark.parametrize("shape", COPY_SHAPES)
+def test_copies_to_tensor_memory(shape):
+    out, data, _ = run_copy(shape)
+    assert np.array_equal(out, copied(shape, data))
+
+
+@pytest.mark.parametrize(
+    ("constants", "text"),
+    [
+        (0, r"bits \[48:46\] must be 0b001"),
+        (1 << 46 | 1 << 53, r"bits \[60:53\] must be 0"),
+    ],
+)
+def test_a_run_can_go_on_behind_a_descriptor_without_its_constants(constants, text):
+    with pytest.raises(InvalidOperation, match=text):
+        run_copy("128x128b", constants=constants)
+    out, data, (found,) = run_copy("128x128b", constants=constants, stop_at_findings=False)
+    assert np.array_equal(out, copied("128x128b", data))
+    assert found.error is InvalidOperation
+    assert re.search(text, str(found))
+    assert "tcgen05.cp" in str(found)
+    run_copy("128x128b", constants=constants, checks=False)
 
 
 # 64 rows, of A and of the accumulator, take the lower half of each warp's 32 lanes.

@@ -232,8 +232,6 @@ def test_high_words_of_usual_descriptors(units):
 @pytest.mark.parametrize(
     ("bits", "sm", "text"),
     [
-        (0x40000040 << 32, 100, "bits [48:46]"),
-        (0x40004040 << 32, 90, "SM100 constant"),
         (3 << 61 | 1 << 46, 100, "swizzle code 3"),
         (1 << 49 | 1 << 46, 100, "base offset"),
     ],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_moe.formats import (
+from deep_moe.formats.block_scaled import (
     dequantize_e2m1_ue8m0,
     pack_e2m1_codes,
     pack_ue8m0,

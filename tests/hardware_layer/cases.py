@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_moe.formats import quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Layer, Tokens
-from deep_moe.weights import LayerWeights
+from deep_moe.trial.synthetic import Layer, Tokens
 
 
 @dataclass(frozen=True)

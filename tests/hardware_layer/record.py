@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 import deep_moe
-from deep_moe.buffer import SymmBuffer
-from deep_moe.emulated_ranks import EmulatedRanks
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.heuristics import MegaMoEConfig, choose_config
 from deep_moe.jit import find_headers
 from deep_moe.jit.nvrtc import compiler_version
-from deep_moe.trial import fill_inputs
+from deep_moe.trial.calls import fill_inputs
 from tests.hardware_layer.cases import CASES, RecordedCase
 from tests.layer.rank_layer import make_buffer
 from tests.layer.rank_pool import Place, Rank, RankPool

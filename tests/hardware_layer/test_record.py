@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from deep_moe.comparison import compare
-from deep_moe.reference import NUMERICS, reference_mega_moe
+from deep_moe.targets import target_of
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import reference_mega_moe
 from tests.hardware_layer import record
 from tests.hardware_layer.agreement import Agreement, agreement
 from tests.hardware_layer.cases import CASES, RecordedCase
@@ -46,7 +47,7 @@ def test_inputs_are_like_those_of_a_layer() -> None:
         tokens.topk_weights,
         layer.l1,
         layer.l2,
-        numerics=NUMERICS["sm_90a"],
+        numerics=target_of("sm_90a").weights_of().numerics,
     )
     result = compare(y, expected)
     assert result.cosine_distance < 1e-5, result

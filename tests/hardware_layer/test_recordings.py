@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from deep_moe.trial.bounds import reference_bounds
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import SM90
 from tests.hardware_layer import record
 from tests.hardware_layer.agreement import agreement
 from tests.hardware_layer.cases import CASES, RecordedCase
@@ -31,6 +36,28 @@ def test_the_emulator_agrees_with_the_hardware(case: RecordedCase) -> None:
     emulated = record.by_token(case, record.run_emulated(case))
     result = agreement(recorded, emulated, case.shape.num_ranks)
     assert result.is_good, (result, about["commit"], about["headers"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_the_hardware_made_is_within_the_bounds_of_its_sums(case: RecordedCase) -> None:
+    recorded, _ = record.read(RECORDINGS / f"{case.name}.npz")
+    layer = case.layer()
+    for rank in range(case.shape.num_ranks):
+        tokens = case.rank_tokens(rank)
+        y = torch.from_numpy(recorded[f"y{rank}"].view(np.int16)).view(torch.bfloat16)
+        bounds = reference_bounds(
+            tokens.x,
+            tokens.x_sf,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            layer.l1,
+            layer.l2,
+            numerics=SM90,
+            sum_bits=SM90.sum_bits,
+            activation_clamp=case.options.get("activation_clamp"),
+        )
+        result = compare(y, bounds)
+        assert result.is_right, result
 
 
 def test_there_is_no_other_recording() -> None:

@@ -6,12 +6,12 @@ import math
 import pytest
 
 from deep_moe.heuristics import (
-    ARCHITECTURES,
     MegaMoEConfig,
     MoEShape,
     choose_config,
     preset_shape,
 )
+from deep_moe.targets import TARGETS
 
 V3 = MoEShape(8, 256, 8, 7168, 2048, 4096)
 ONE_EXPERT_EACH = MoEShape(4, 4, 4, 256, 128, 4096)  # tokens per expert = 4 * tokens per rank
@@ -122,7 +122,7 @@ class TestCombineChunks:
         assert choose_config(shape, 64).num_combine_chunks == 3  # 7168/2 sums do not fit 80 * 32
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", TARGETS)
 def test_uneven_counts_change_choices_only_where_the_architecture_says_so(arch: str):
     sizes = [*range(0, 64, 3), *range(64, 4097, 211)]
     changed = [
@@ -131,7 +131,7 @@ def test_uneven_counts_change_choices_only_where_the_architecture_says_so(arch: 
         if choose_config(V3, num_tokens, arch=arch)
         != choose_config(V3, num_tokens, arch=arch, is_uneven=True)
     ]
-    assert bool(changed) == ARCHITECTURES[arch].heeds_uneven
+    assert bool(changed) == TARGETS[arch].heeds_uneven
 
 
 def test_numerics_are_taken_over():
@@ -243,7 +243,7 @@ class TestRefusals:
             choose_config(V3, num_tokens)
 
     def test_unknown_architecture(self):
-        with pytest.raises(ValueError, match=r"arch must be one of sm_100a.*; got 'sm_75'"):
+        with pytest.raises(ValueError, match=r"arch must be one of sm_90a, sm_100a.*; got 'sm_75'"):
             choose_config(V3, 1, arch="sm_75")
 
     @pytest.mark.parametrize("clamp", [0, -1.0, math.nan])

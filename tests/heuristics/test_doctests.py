@@ -1,4 +1,4 @@
-"""The worked examples in the docstrings of heuristics and formats hold."""
+"""The worked examples in the docstrings of heuristics, formats, checkpoints and stand-ins hold."""
 
 import doctest
 import importlib
@@ -14,7 +14,16 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*MODULES, "deep_moe.formats"])
+OTHERS = [
+    "deep_moe.checkpoint.experts",
+    "deep_moe.compat.deep_gemm",
+    "deep_moe.formats.block_scaled",
+    "deep_moe.formats.mx",
+    "deep_moe.formats.weights",
+]
+
+
+@pytest.mark.parametrize("name", [*MODULES, *OTHERS])
 def test_examples_hold(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
@@ -30,7 +39,7 @@ def test_examples_hold(name):
         "deep_moe.heuristics.sm90",
         "deep_moe.heuristics.symm_buffer_layout",
         "deep_moe.heuristics.tmem_layout",
-        "deep_moe.formats",
+        *OTHERS,
     ],
 )
 def test_the_worked_cases_are_there(name):

@@ -1,9 +1,13 @@
 """Memory maps: no overlap, right alignment, sums equal to declared sizes, golden sizes."""
 
+import dataclasses
+from math import prod
+
 import pytest
 
-from deep_moe.heuristics import MoEShape, Segment, choose_config, preset_shape, symm_buffer_layout
+from deep_moe.heuristics import MoEShape, choose_config, preset_shape
 from deep_moe.heuristics.segments import DTYPE_BYTES, LayoutBuilder
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.heuristics.tmem_layout import sm100_tmem_layout
 
 SMALL = MoEShape(2, 8, 3, 256, 128, 16)
@@ -13,7 +17,7 @@ def test_gaps_are_rows_of_their_own():
     builder = LayoutBuilder()
     builder.add("a", "u8", (3,), "", alignment=1)
     builder.mark("middle", alignment=4)
-    builder.add("b", "u64", (2,), "", alignment=16)
+    builder.add("b", "u64", (2, 1), "", alignment=16)
     layout = builder.build(alignment=64)
     assert [(row.name, row.offset, row.num_bytes) for row in layout.rows()] == [
         ("a", 0, 3),
@@ -21,10 +25,27 @@ def test_gaps_are_rows_of_their_own():
         ("b", 16, 16),
         ("padding", 32, 32),
     ]
-    assert layout.constants() == {"a_offset": 0, "b_offset": 16, "middle": 4, "num_bytes": 64}
     assert layout["b"].end == 32
     with pytest.raises(KeyError, match="no segment named 'c'; there are a, b"):
         layout["c"]
+
+
+def test_what_the_kernel_gets_of_a_layout():
+    builder = LayoutBuilder()
+    builder.add("a", "u8", (3,), "", alignment=1)
+    builder.mark("middle", alignment=4)
+    builder.add("b", "f32", (2, 3, 5), "", alignment=16)
+    layout = builder.build(alignment=64)
+    assert layout.constants() == {
+        "a_offset": 0,
+        "a_stride": 1,
+        "b_offset": 16,
+        "b_stride": 3 * 5 * 4,
+        "middle": 4,
+        "num_bytes": 192,
+    }
+    assert layout.dimensions() == {"a_dim0": 3, "b_dim0": 2, "b_dim1": 3, "b_dim2": 5}
+    assert layout.element_types() == {"a_element": "u8", "b_element": "f32"}
 
 
 def all_layouts():
@@ -48,14 +69,7 @@ def test_maps_have_no_overlap_and_add_up(config):
         assert len({segment.name for segment in layout.segments}) == len(layout.segments)
     for layout in (config.symm_buffer_layout, config.smem_layout):
         for segment in layout.segments:
-            assert segment.num_bytes == num_elements(segment) * DTYPE_BYTES[segment.dtype]
-
-
-def num_elements(segment: Segment) -> int:
-    count = 1
-    for size in segment.shape:
-        count *= size
-    return count
+            assert segment.num_bytes == prod(segment.shape) * DTYPE_BYTES[segment.dtype]
 
 
 @pytest.mark.parametrize("config", list(all_layouts()))
@@ -122,34 +136,54 @@ def test_the_words_that_each_call_zeroes_are_contiguous():
         ("deepseek-v3", 8, 256, 294_773_760),
         ("deepseek-v4-flash", 8, 1024, 486_668_288),
         ("deepseek-v4-pro", 32, 4096, 10_530_273_280),
+        ("deepseek-v3", 64, 16, 108_422_144),  # fewer local experts than slots
     ],
 )
 def test_golden_buffer_sizes(name, num_ranks, max_tokens, num_bytes):
-    """A factor counted twice shows here: the sum is written out once more, without alignment."""
     shape = preset_shape(name, num_ranks=num_ranks, num_max_tokens_per_rank=max_tokens)
-    experts, local, topk = shape.num_experts, shape.num_experts // num_ranks, shape.num_topk
-    hidden, inner = shape.hidden, shape.intermediate_hidden
-    pool = -(-(num_ranks * max_tokens * min(topk, local) + local * 191) // 384) * 384
-    control = 16 + 4 + 8 + 8 * (experts + num_ranks * local + local) + pool // 8 * (4 + 8)
-    source_table = 4 * local * num_ranks * max_tokens * topk + 12 * pool
-    inputs = max_tokens * (hidden + hidden // 32 + topk * (8 + 4))
-    pools = pool * (hidden + 4 + inner) + 8 * pool * (hidden + inner) // 32
-    combine = 2 * topk * max_tokens * hidden
-    unaligned = control + source_table + inputs + pools + combine
-    layout = symm_buffer_layout(shape)
-    assert layout.num_bytes == num_bytes
-    assert unaligned <= num_bytes < unaligned + 1024 * len(layout.segments)
+    assert symm_buffer_layout(shape).num_bytes == num_bytes
+
+
+def test_every_segment_grows_with_what_it_holds():
+    """A factor that is missing or counted twice shows here."""
+
+    def shapes(**changes):
+        layout = symm_buffer_layout(dataclasses.replace(base, **changes))
+        return {segment.name: segment.shape for segment in layout.segments}
+
+    def those_that_grow(**changes):
+        return {name for name, shape in shapes(**changes).items() if shape != shapes()[name]}
+
+    base = MoEShape(4, 32, 8, 1024, 512, 384)
+    pools = {"l1_tokens", "l1_token_sf", "l1_topk_weights", "l2_tokens", "l2_token_sf"}
+    of_pool = {*pools, "l1_arrival_count", "l2_arrival_mask", "token_src_metadata"}
+    inputs = {"input_x", "input_x_sf", "input_topk_idx", "input_topk_weights"}
+    of_tokens = {*inputs, *of_pool, "src_token_topk_idx", "combine"}
+    of_hidden = {"input_x", "input_x_sf", "l1_tokens", "l1_token_sf", "combine"}
+    assert those_that_grow(num_max_tokens_per_rank=768) == of_tokens
+    assert those_that_grow(hidden=2048) == of_hidden
+    assert those_that_grow(intermediate_hidden=1024) == {"l2_tokens", "l2_token_sf"}
+    assert those_that_grow(intermediate_hidden=8192) == {
+        "l2_tokens",
+        "l2_token_sf",
+        "l2_arrival_mask",
+    }
+    # The arrays by rank, expert and slot, element for element.
+    doubled = shapes(num_max_tokens_per_rank=768, hidden=2048)
+    for name in (*inputs, "src_token_topk_idx", "combine"):
+        factor = 4 if name in ("input_x", "input_x_sf", "combine") else 2
+        assert prod(doubled[name]) == factor * prod(shapes()[name])
 
 
 def test_the_worked_shared_memory_case():
-    """hidden 7168, 256 experts, BLOCK_M 128, 8 epilogue warps: 7 stages, by the sums of the
-    design."""
+    """hidden 7168, 256 experts, BLOCK_M 128, 8 epilogue warps: 7 stages."""
     shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     config = choose_config(shape, 1024, overrides={"block_m": 128})
-    fixed = 1024 + 4 * 7168 + 2 * 32 * 128 * 2 + 32 * 8 * 4 + (4 + 4 + 16) * 8 + 4
-    stage = 64 * 128 + 128 * 128 + 4 * 128 + 4 * 128 + 16
-    assert config.num_stages == (227 * 1024 - fixed) // stage == 7
-    assert 0 <= config.smem_bytes - (fixed + 7 * stage) < 16
+    assert config.num_stages == 7
+    fewer = choose_config(shape, 1024, overrides={"block_m": 128, "num_stages": 6})
+    # Half of 128 tokens and 128 weight rows of 128 bytes, their scales, two barriers.
+    assert config.smem_bytes - fewer.smem_bytes == 25616
+    assert config.smem_bytes <= 232448 < config.smem_bytes + 25616
     roomier = choose_config(shape, 1024, smem_capacity=232 * 1024, overrides={"block_m": 128})
     assert roomier.num_stages == 7
 
@@ -183,7 +217,10 @@ def test_tensor_memory_columns(block_m, num_used, num_allocated):
     assert layout.segments[-1].end == num_used
     assert layout.constants() == {
         "accumulator_column": 0,
+        "accumulator_stride": block_m,
         "activation_sf_column": 2 * block_m,
+        "activation_sf_stride": 1,
         "weight_sf_column": num_used - 4,
+        "weight_sf_stride": 1,
         "num_columns": num_allocated,
     }

@@ -22,20 +22,27 @@ def test_pool_of_the_worked_case():
     assert shape.num_padded_sf_pool_tokens == 22656 * 8
 
 
-def test_a_token_is_copied_at_most_once_per_local_expert():
+def test_every_slot_may_be_copied_even_if_there_are_more_than_local_experts():
     shape = MoEShape(**{**VALID, "num_experts": 16})  # 2 local experts, 8 slots
-    assert shape.num_max_pool_tokens == 4608  # 2048*2 + 2*191 = 4478
-    assert 4608 % 384 == 0
+    assert shape.num_max_pool_tokens == 16896  # 2048*8 + 2*191 = 16766
+    assert 16896 % 384 == 0
 
 
-@pytest.mark.parametrize("block_m", [8, 16, 32, 64, 96, 128, 192])
-def test_pool_divides_by_every_block_size(block_m):
-    for num_experts in (8, 72, 256):
-        for num_tokens in (1, 77, 4096):
-            shape = MoEShape(
-                **{**VALID, "num_experts": num_experts, "num_max_tokens_per_rank": num_tokens}
-            )
-            assert shape.num_max_pool_tokens % block_m == 0
+@pytest.mark.parametrize("block_m", [8, 16, 64, 96, 128, 168, 176, 192])
+@pytest.mark.parametrize("num_experts", [8, 72, 256])
+@pytest.mark.parametrize("num_tokens", [1, 77, 4096])
+def test_whatever_is_sent_fits_into_the_pool_with_every_tile(block_m, num_experts, num_tokens):
+    """As many tokens as can be, shared out so that all but one expert waste most of a block."""
+    shape = MoEShape(**{**VALID, "num_experts": num_experts, "num_max_tokens_per_rank": num_tokens})
+    num_local = shape.num_experts_per_rank
+    num_left = shape.num_ranks * num_tokens * min(shape.num_topk, num_local)
+    counts = []
+    for experts_left in range(num_local, 0, -1):
+        counts.append(min(num_left, num_left if experts_left == 1 else 1))
+        num_left -= counts[-1]
+    rows = sum(-(-count // block_m) * block_m for count in counts)
+    assert num_left == 0
+    assert rows <= shape.num_max_pool_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from deep_moe.heuristics import ARCHITECTURES, MoEShape, Tuning, TuningTable, choose_config
+from deep_moe.heuristics import MoEShape, Tuning, TuningTable, choose_config
 from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.tuning import (
     SHIPPED_FOLDER,
@@ -21,6 +21,7 @@ from deep_moe.heuristics.tuning import (
     shipped_devices,
     shipped_table,
 )
+from deep_moe.targets import TARGETS
 
 GPU = "NVIDIA H200"
 SHAPE = MoEShape(4, 256, 6, 4096, 2048, 8192)
@@ -424,7 +425,7 @@ class TestFile:
         assert shipped_devices(tmp_path) == [GPU]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("num_tokens", [1, 64, 1024, 8192])
 def test_candidates_are_other_values_of_tunable_fields(arch: str, num_tokens: int):
     config = choose_config(SHAPE, num_tokens, arch=arch)

@@ -1,7 +1,9 @@
 """The kernel cache: hits, keys, damage, and many processes at once (B19)."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deep_moe.errors import CacheError, MissingPackageError
-from deep_moe.jit.cache import DamagedEntryWarning, KernelCache, default_folder, make_key
+from deep_moe.jit.cache import MARK, DamagedEntryWarning, KernelCache, default_folder, make_key
 
 FILES = {
     "kernel.cubin": b"\x7fELF cubin",
@@ -20,6 +22,7 @@ FILES = {
     "kernel.cu": b"__global__ void kernel() {}\n",
 }
 KEY = make_key("sm_100a", {"source": "kernel"})
+OTHER_KEY = make_key("sm_100a", {"source": "other"})
 
 
 class CountingCompiler:
@@ -28,7 +31,8 @@ class CountingCompiler:
 
     def __call__(self):
         self.num_calls += 1
-        return FILES, {"arch": "sm_100a", "kernel": "kernel"}
+        resources = {"num_registers": 32}
+        return FILES, {"arch": "sm_100a", "kernel": "kernel", "resources": resources}
 
 
 @pytest.fixture
@@ -87,6 +91,82 @@ def remove_file(folder: Path) -> None:
     (folder / "kernel.cu").unlink()
 
 
+def edit(field: str, value: object):
+    """Another value in the manifest, or none."""
+
+    def change(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        if value is None:
+            del manifest[field]
+        else:
+            manifest[field] = value
+        path.write_text(json.dumps(manifest))
+
+    return change
+
+
+def alter_with_its_sum(folder: Path) -> None:
+    content = b"\x7fELF other"
+    (folder / "kernel.cubin").write_bytes(content)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["kernel.cubin"]["sha256"] = hashlib.sha256(content).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+def nest_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 200_000)
+
+
+def nest_a_field(folder: Path) -> None:
+    path = folder / "manifest.json"
+    depth = 900  # the parser takes it
+    nested = '{"a":' * depth + "1" + "}" * depth
+    path.write_text(path.read_text().replace("{", f'{{"nested": {nested},', 1))
+
+
+def manifest_of_another_entry(folder: Path) -> None:
+    other = KernelCache(folder.parent).load_or_compile(OTHER_KEY, CountingCompiler())
+    (folder / "manifest.json").write_bytes((other.folder / "manifest.json").read_bytes())
+    shutil.rmtree(other.folder)
+
+
+def list_as_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[1]")
+
+
+def pipe_as_file(folder: Path) -> None:
+    (folder / "kernel.cubin").unlink()
+    os.mkfifo(folder / "kernel.cubin")
+
+
+def link_as_file(folder: Path) -> None:
+    (folder / "kernel.cubin").rename(folder / "elsewhere")
+    (folder / "kernel.cubin").symlink_to("elsewhere")
+
+
+def file_as_entry(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+
+
+def pipe_as_entry(folder: Path) -> None:
+    shutil.rmtree(folder)
+    os.mkfifo(folder)
+
+
+def link_as_entry(folder: Path) -> None:
+    outside = folder.parent.parent / "outside"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+
+
+def dangling_link_as_entry(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.parent.parent / "nowhere")
+
+
 def truncate_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_bytes(path.read_bytes()[:40])
@@ -96,16 +176,14 @@ def remove_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
 
-def swap_key(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace(KEY, "sm_100a-other"))
-
-
 def forget_file(folder: Path) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["files"]["kernel.ptx"]
     path.write_text(json.dumps(manifest))
+
+
+NOT_AS_WRITTEN = "manifest.json does not match its digest"
 
 
 @pytest.mark.parametrize(
@@ -114,10 +192,29 @@ def forget_file(folder: Path) -> None:
         (truncate, "kernel.cubin does not match"),
         (alter, "kernel.ptx does not match"),
         (remove_file, "kernel.cu cannot be read"),
-        (truncate_manifest, "not a manifest"),
+        (pipe_as_file, "kernel.cubin is not a file"),
+        (link_as_file, "kernel.cubin cannot be read"),
+        (alter_with_its_sum, NOT_AS_WRITTEN),
+        (truncate_manifest, "not JSON"),
+        (nest_manifest, "not JSON"),
+        (nest_a_field, NOT_AS_WRITTEN),
+        (list_as_manifest, "not a manifest"),
         (remove_manifest, "manifest.json is missing"),
-        (swap_key, "belongs to sm_100a-other"),
-        (forget_file, "does not list kernel.ptx"),
+        (manifest_of_another_entry, "belongs to sm_100a-"),
+        (edit("key", "sm_100a-other"), NOT_AS_WRITTEN),
+        (edit("kernel", "other"), NOT_AS_WRITTEN),
+        (edit("resources", None), NOT_AS_WRITTEN),
+        (edit("resources", {}), NOT_AS_WRITTEN),
+        (edit("resources", {"num_registers": "many"}), NOT_AS_WRITTEN),
+        (edit("schema", 999), NOT_AS_WRITTEN),
+        (edit("files", []), NOT_AS_WRITTEN),
+        (edit("digest", None), NOT_AS_WRITTEN),
+        (edit("digest", 1), NOT_AS_WRITTEN),
+        (forget_file, NOT_AS_WRITTEN),
+        (file_as_entry, "not a folder"),
+        (pipe_as_entry, "not a folder"),
+        (link_as_entry, "not a folder"),
+        (dangling_link_as_entry, "not a folder"),
     ],
 )
 def test_a_damaged_entry_is_reported_and_compiled_again(
@@ -135,6 +232,31 @@ def test_a_damaged_entry_is_reported_and_compiled_again(
     (report,) = cache.entries()
     assert report.problem is None
     assert list((cache.folder / "temporary").iterdir()) == []
+
+
+def test_a_linked_entry_is_replaced_and_what_it_led_to_is_left(cache: KernelCache) -> None:
+    link_as_entry(cache.load_or_compile(KEY, CountingCompiler()).folder)
+    with pytest.warns(DamagedEntryWarning):
+        folder = cache.load_or_compile(KEY, CountingCompiler()).folder
+    assert not folder.is_symlink()
+    assert (cache.folder.parent / "outside" / "kernel.cubin").read_bytes() == FILES["kernel.cubin"]
+
+
+def test_a_key_that_make_key_does_not_give_is_refused(cache: KernelCache) -> None:
+    for key in ("../outside", "Documents", "sm_100a-first", KEY.upper(), KEY + "0", ""):
+        with pytest.raises(ValueError, match="key must be one that make_key gives"):
+            cache.load_or_compile(key, CountingCompiler())
+        with pytest.raises(ValueError, match="key must be one that make_key gives"):
+            cache.remove(key)
+    assert not cache.folder.exists()
+
+
+def test_an_entry_of_an_earlier_version_is_no_damage(cache: KernelCache) -> None:
+    folder = cache.load_or_compile(KEY, CountingCompiler()).folder
+    edit("digest", None)(folder)
+    edit("schema", 1)(folder)
+    (report,) = cache.entries()
+    assert (report.problem, report.is_of_other_version) == (None, True)
 
 
 def test_a_folder_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
@@ -155,10 +277,9 @@ def test_a_compiler_error_leaves_nothing_behind(cache: KernelCache) -> None:
 
 
 def test_clear_removes_entries_and_counts_them(cache: KernelCache) -> None:
-    other = make_key("sm_100a", {"source": "other"})
-    for key in (KEY, other):
+    for key in (KEY, OTHER_KEY):
         cache.load_or_compile(key, CountingCompiler())
-    assert {entry.key for entry in cache.entries()} == {KEY, other}
+    assert {entry.key for entry in cache.entries()} == {KEY, OTHER_KEY}
     assert all(entry.num_bytes > sum(map(len, FILES.values())) for entry in cache.entries())
     assert cache.clear() == 2
     assert list(cache.entries()) == []
@@ -169,6 +290,157 @@ def test_an_absent_cache_has_no_entries(cache: KernelCache) -> None:
     assert list(cache.entries()) == []
     assert cache.clear() == 0
     assert not cache.folder.exists()
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder that is somebody's, also a folder in it that is named as an entry is."""
+    home = tmp_path / "home"
+    for name in ("Documents/thesis.txt", ".ssh/id", f"{KEY}/photo", "locks/door", "temporary/a"):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).write_text(name)
+    return home
+
+
+def test_a_folder_that_is_not_a_cache_is_refused_by_name(foreign: Path) -> None:
+    before = tree(foreign)
+    cache = KernelCache(foreign)
+    for remove in (cache.clear, lambda: cache.remove(KEY)):
+        with pytest.raises(CacheError, match=rf"{foreign} is not a kernel cache.*\.ssh, Documents"):
+            remove()
+    assert tree(foreign) == before
+
+
+def test_a_folder_with_nothing_but_an_entry_s_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / KEY).mkdir()
+    (tmp_path / KEY / "photo").write_text("photo")
+    with pytest.raises(CacheError, match=rf"is not a kernel cache.*{KEY}"):
+        KernelCache(tmp_path).clear()
+    assert tree(tmp_path) == {f"{KEY}/photo": b"photo"}
+
+
+def test_what_is_foreign_stays_in_a_cache_too(foreign: Path) -> None:
+    shutil.rmtree(foreign / KEY)
+    before = tree(foreign)
+    cache = KernelCache(foreign)
+    cache.load_or_compile(KEY, CountingCompiler())
+    (foreign / "tuning.json").write_text("{}")
+    assert [entry.key for entry in cache.entries()] == [KEY]
+    assert cache.clear() == 1
+    after = tree(foreign)
+    assert before.items() <= after.items()
+    assert "tuning.json" in after
+    assert not any(name.startswith(KEY) for name in after)
+
+
+def test_the_mark_must_say_what_it_is(foreign: Path) -> None:
+    (foreign / MARK).write_text("my own notes")
+    with pytest.raises(CacheError, match="is not a kernel cache"):
+        KernelCache(foreign).clear()
+
+
+def test_an_empty_folder_may_be_cleared(tmp_path: Path) -> None:
+    assert KernelCache(tmp_path).clear() == 0
+
+
+def test_a_file_is_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        for ask in (KernelCache(path).clear, lambda path=path: list(KernelCache(path).entries())):
+            with pytest.raises(CacheError, match=r"file.* is not a kernel cache.*not a folder"):
+                ask()
+
+
+def test_a_cache_from_before_there_were_marks_may_be_cleared(cache: KernelCache) -> None:
+    cache.load_or_compile(KEY, CountingCompiler())
+    (cache.folder / "tuning.json").write_text("{}")
+    (cache.folder / MARK).unlink()
+    assert cache.clear() == 1
+    assert list(cache.entries()) == []
+    assert (cache.folder / "tuning.json").exists()
+
+
+def test_without_a_mark_a_linked_entry_is_refused(cache: KernelCache) -> None:
+    link_as_entry(cache.load_or_compile(KEY, CountingCompiler()).folder)
+    (cache.folder / MARK).unlink()
+    with pytest.raises(CacheError, match="is not a kernel cache"):
+        cache.clear()
+
+
+def test_clear_removes_a_link_and_not_what_it_leads_to(cache: KernelCache) -> None:
+    link_as_entry(cache.load_or_compile(KEY, CountingCompiler()).folder)
+    assert cache.clear() == 1
+    assert not (cache.folder / KEY).is_symlink()
+    assert set(tree(cache.folder.parent / "outside")) == {*FILES, "manifest.json"}
+
+
+def test_the_cache_s_own_folder_may_be_a_link(cache: KernelCache, tmp_path: Path) -> None:
+    cache.folder.parent.mkdir(exist_ok=True)
+    (tmp_path / "real").mkdir()
+    cache.folder.symlink_to(tmp_path / "real")
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert KernelCache(tmp_path / "real").clear() == 1
+    assert cache.folder.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["locks", "temporary"])
+def test_a_link_in_place_of_the_cache_s_own_folders_is_refused(
+    cache: KernelCache, tmp_path: Path, name: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / f"{KEY}-mine").write_text("mine")
+    cache.folder.mkdir()
+    (cache.folder / name).symlink_to(outside)
+    with pytest.raises(CacheError, match=f"{name} must be a folder, not a link"):
+        cache.load_or_compile(KEY, CountingCompiler())
+    assert set(tree(outside)) == {f"{KEY}-mine"}
+
+
+def test_a_lock_that_is_a_link_is_refused(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (cache.folder / "locks").mkdir(parents=True)
+    (cache.folder / "locks" / f"{KEY}.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(CacheError, match="must be a file, not a link"):
+        cache.load_or_compile(KEY, CountingCompiler())
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_leftovers_of_any_kind_are_removed(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    temporary = cache.folder / "temporary"
+    temporary.mkdir(parents=True)
+    (temporary / f"{KEY}-file").write_text("")
+    (temporary / f"{KEY}-link").symlink_to(tmp_path / "precious")
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert list(temporary.iterdir()) == []
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(CacheError, match=rf"{cache.folder} cannot be read \(Permission denied\)"):
+        list(cache.entries())
+
+
+def test_a_missing_filelock_is_named(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    with pytest.raises(MissingPackageError, match="pip install filelock"):
+        cache.load_or_compile(KEY, CountingCompiler())
 
 
 def test_the_folder_comes_from_the_environment(
@@ -228,7 +500,7 @@ def start_worker(cache: KernelCache, marks: Path, seconds: float) -> subprocess.
 def test_sixteen_processes_compile_once(cache: KernelCache, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     workers = [start_worker(cache, marks, 1.0) for _ in range(16)]
-    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    outputs = [worker.communicate()[0] for worker in workers]
     assert outputs == ["loaded\n"] * 16
     assert [worker.returncode for worker in workers] == [0] * 16
     assert marks.read_text() == "compiled\n"

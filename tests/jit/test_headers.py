@@ -37,7 +37,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_all_headers_are_found_here() -> None:
     found = find_headers()
     for folder, probe in (
-        (found.library, "deep_moe/kernel_args.cuh"),
+        (found.library, "deep_moe/layout/kernel_args.cuh"),
         (found.cutlass, "cute/tensor.hpp"),
         (found.cuda, "cuda_fp8.h"),
         (found.cccl, "cccl/cuda/std/cstdint"),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 # Copies its argument to y and the status to its end, through a grid barrier that only passes if
 # all CTAs are resident, and with all of its dynamic shared memory.
 SOURCE = """
-#include <deep_moe/kernel_args.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
 
 extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(128, 1)
     mega_moe_kernel(const __grid_constant__ deep_moe::KernelArgs args) {

@@ -1,6 +1,7 @@
 """NVRTC: one compile gives cubin, PTX, log and resources, for any architecture."""
 
 import importlib.metadata
+import re
 import sys
 
 import pytest
@@ -113,3 +114,26 @@ def test_a_second_compile_has_a_log_too() -> None:
     results = [compile_source(SOURCE, arch="sm_90a", kernel="add_one") for _ in range(2)]
     assert results[0].resources == results[1].resources
     assert "ptxas info" in results[1].log
+
+
+OPTIONS_SOURCE = """
+#include "numbers.h"
+extern "C" __global__ void kernel(int* p) {
+    *p = NUM + from_header();
+}
+static_assert(__cplusplus < 202002L);
+"""
+
+
+def test_options_and_headers_of_ones_own() -> None:
+    ptx = compile_to_ptx(
+        OPTIONS_SOURCE,
+        arch="sm_90a",
+        options=["-DNUM=40", "-std=c++17"],
+        headers={"numbers.h": "constexpr int from_header() { return 2; }"},
+    )
+    assert re.search(r"\b42;", ptx)
+    with pytest.raises(CompileError, match=r"-DNUM=40.*-std=c\+\+11"):
+        compile_to_ptx(SOURCE, arch="sm_90a", options=["-DNUM=40", "-std=c++11", "-no-such-flag"])
+    with pytest.raises(ValueError, match="options must be a sequence of strings; got '-DNUM=4'"):
+        compile_to_ptx(SOURCE, arch="sm_90a", options="-DNUM=4")

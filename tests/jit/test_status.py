@@ -75,7 +75,7 @@ def test_every_wait_site_has_a_text() -> None:
 
 
 def test_codes_are_those_of_the_kernel() -> None:
-    header = (INCLUDE / "kernel_args.cuh").read_text()
+    header = (INCLUDE / "layout" / "kernel_args.cuh").read_text()
     body = header.split("enum class WaitCode")[1].split("};")[0]
     kernel_codes = {name.upper(): int(n) for name, n in re.findall(r"(\w+) = (\d+),", body)}
     assert {

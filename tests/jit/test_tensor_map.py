@@ -46,8 +46,7 @@ BYTES = {
         (BYTES, {"strides": (264,)}, r"strides\[0\] must be a multiple of 16"),
         (FP4, {"strides": (144,)}, r"strides\[0\] must be a multiple of 32"),
         (BYTES, {"strides": (2**40,)}, r"strides\[0\] must be .* below 2\*\*40"),
-        (BYTES, {"strides": (0,)}, r"strides\[0\] must be"),
-        (BYTES, {"strides": (128,)}, r"strides\[0\] must be at least the 256 bytes"),
+        (BYTES, {"strides": (-16,)}, r"strides\[0\] must be a multiple of 16"),
         (BYTES, {"box": (0, 1)}, r"box\[0\] must be 1 to 256"),
         (BYTES, {"box": (16, 257)}, r"box\[1\] must be 1 to 256"),
         (BYTES, {"element_strides": (1, 9)}, r"element_strides\[1\] must be 1 to 8"),
@@ -147,6 +146,17 @@ def test_the_driver_gets_pointers_for_every_rank(tmp_path: Path) -> None:
         "1000 0 0 0 0 0 0 0 0",
         "1000 20 3 0 0 4096 81920 0 0",
     ]
+
+
+@pytest.mark.parametrize("strides", [(0,), (16,), (240,)])
+def test_rows_may_share_memory(strides: tuple[int, ...]) -> None:
+    assert TensorMapSpec(**{**BYTES, "strides": strides}).strides == strides
+
+
+def test_one_row_repeated_is_a_stride_of_zero() -> None:
+    tensor = torch.zeros(1, 256, dtype=torch.int8).expand(8, 256)
+    spec = TensorMapSpec.of_rows(tensor, DataType.UINT8, name="w", box=(16, 2))
+    assert (spec.dims, spec.strides) == ((256, 8), (0,))
 
 
 def test_rows_take_address_and_strides_from_the_tensor() -> None:

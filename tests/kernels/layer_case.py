@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe import jit
-from deep_moe.buffer import SymmBuffer
-from deep_moe.comparison import Comparison, compare
-from deep_moe.emulated_ranks import EmulatedRanks
-from deep_moe.formats import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.weights import transform_weights_for_mega_moe
+from deep_moe.fused.call_plan import EMULATED_NUM_SMS
+from deep_moe.fused.emulated_ranks import EmulatedRanks
+from deep_moe.fused.options import CallOptions
 from deep_moe.heuristics import MoEShape
-from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
-from deep_moe.jit.kernel_args import PrepareInputsArgs
-from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
-from deep_moe.mega_moe import EMULATED_NUM_SMS, CallOptions, finish_emulated, prepare_launch
-from deep_moe.reference import NUMERICS, reference_mega_moe
-from deep_moe.synthetic import Layer, Tokens
-from deep_moe.weights import transform_weights_for_mega_moe
+from deep_moe.targets import target_of
+from deep_moe.trial.bounds import Bounds, reference_bounds
+from deep_moe.trial.calls import call_in_a_row, model_inputs
+from deep_moe.trial.comparison import Comparison, compare
+from deep_moe.trial.reference import FP32_SUM_BITS, reference_mega_moe
+from deep_moe.trial.synthetic import Layer, Tokens
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
@@ -67,6 +65,7 @@ class LayerCase:
     def expected(
         self, tokens: Sequence[Tokens], *, activation_clamp: float | None = None
     ) -> list[torch.Tensor]:
+        """What each rank's y has to equal where no sum is rounded."""
         return [
             reference_mega_moe(
                 mine.x,
@@ -76,7 +75,30 @@ class LayerCase:
                 self.layer.l1,
                 self.layer.l2,
                 activation_clamp=activation_clamp,
-                numerics=NUMERICS[self.arch],
+                numerics=target_of(self.arch).weights_of().numerics,
+            )
+            for mine in tokens
+        ]
+
+    def bounds(
+        self,
+        tokens: Sequence[Tokens],
+        *,
+        activation_clamp: float | None = None,
+        sum_bits: int = FP32_SUM_BITS,
+    ) -> list[Bounds]:
+        """Of each rank's y, by default for the emulator's sums."""
+        return [
+            reference_bounds(
+                mine.x,
+                mine.x_sf,
+                mine.topk_idx,
+                mine.topk_weights,
+                self.layer.l1,
+                self.layer.l2,
+                activation_clamp=activation_clamp,
+                numerics=target_of(self.arch).weights_of().numerics,
+                sum_bits=sum_bits,
             )
             for mine in tokens
         ]
@@ -84,10 +106,17 @@ class LayerCase:
     def compare_call(
         self, tokens: Sequence[Tokens], *, activation_clamp: float | None = None, **options: Any
     ) -> list[Comparison]:
-        """Call, and each rank's distance to the reference."""
+        """Call, and each rank's y beside the reference."""
         ys = self.call(tokens, activation_clamp=activation_clamp, **options)
-        expected = self.expected(tokens, activation_clamp=activation_clamp)
-        return [compare(y, e) for y, e in zip(ys, expected, strict=True)]
+        sum_bits = FP32_SUM_BITS
+        if options.get("hopper_fp8_sums"):
+            sum_bits = target_of(self.arch).weights_of().numerics.sum_bits
+        bounds = self.bounds(
+            tokens,
+            activation_clamp=activation_clamp,
+            sum_bits=sum_bits,
+        )
+        return [compare(y, b) for y, b in zip(ys, bounds, strict=True)]
 
     def compare_calls_in_a_row(
         self,
@@ -103,83 +132,40 @@ class LayerCase:
 
         num_sms: of the calls, in turn.
         """
-        stats = [
-            torch.zeros(self.shape.num_experts_per_rank, dtype=torch.int32)
-            for _ in self.ranks.buffers
-        ]
-        launches: list[RankLaunch] = []
-        xs, ys, expected = [], [], []  # kept until all is over: a launch has only addresses
-        for call_idx, tokens in enumerate(calls):
-            options = CallOptions(
+        options = [
+            CallOptions(
                 arch=self.arch,
                 num_sms=num_sms[call_idx % len(num_sms)],
-                overrides=tuple((overrides or {}).items()),
+                overrides=overrides or {},
+                schedule_seed=schedule_seed,
             )
-            # As a model has them; quantized, the same numbers may have other codes and scales.
-            xs.append([dequantize_e4m3_ue8m0(mine.x, mine.x_sf).bfloat16() for mine in tokens])
-            ys.append([self._empty_y(mine.num_tokens) for mine in tokens])
-            expected.append(
-                self.expected(
-                    [
-                        Tokens(*quantize_e4m3_ue8m0(values), mine.topk_idx, mine.topk_weights)
-                        for values, mine in zip(xs[-1], tokens, strict=True)
-                    ]
-                )
-            )
-            for rank, buffer in enumerate(self.ranks.buffers):
-                if tokens[rank].num_tokens:
-                    launches.append(
-                        preparation_launch(xs[-1][rank], tokens[rank], buffer, self.arch)
-                    )
-                launches.append(
-                    prepare_launch(ys[-1][rank], *self.weights[rank], buffer, stats[rank], options)
-                )
-        run_emulated(launches, seed=schedule_seed, schedule=schedule, checks=True, clock="virtual")
-        for buffer in self.ranks.buffers:
-            finish_emulated(buffer, options)
+            for call_idx in range(len(calls))
+        ]
+        outputs = call_in_a_row(self.ranks, self.weights, calls, options, schedule=schedule)
+        stats = [sum(output.stats for output in of_rank) for of_rank in zip(*outputs, strict=True)]
         self._check_what_calls_leave(calls, stats)
         return [
-            [compare(y, e) for y, e in zip(*of_ranks, strict=True)]
-            for of_ranks in zip(ys, expected, strict=True)
+            [
+                compare(output.y, expected)
+                for output, expected in zip(
+                    of_ranks, self.expected([model_inputs(own)[1] for own in tokens]), strict=True
+                )
+            ]
+            for of_ranks, tokens in zip(outputs, calls, strict=True)
         ]
 
     def _check_what_calls_leave(
         self, calls: Sequence[Sequence[Tokens]], stats: Sequence[torch.Tensor]
     ) -> None:
         """Clean control words, and what each expert has received."""
-        for buffer in self.ranks.buffers:
-            layout = buffer.layout
-            words = buffer.memory.tensor[
-                layout.mark("zeroed_begin") : layout.mark("zeroed_end")
-            ].tolist()
-            assert not any(words), buffer.rank
+        self.check_control_words()
         slots = torch.cat([mine.topk_idx.flatten() for tokens in calls for mine in tokens])
         received = torch.bincount(slots[slots >= 0], minlength=self.shape.num_experts)
         assert torch.cat(list(stats)).tolist() == received.tolist()
 
-
-def preparation_launch(
-    x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str
-) -> RankLaunch:
-    """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
-    config = PrepareInputsConfig(arch=arch)
-    num_chunks = config.num_chunks(x.numel())
-    args = PrepareInputsArgs(
-        x.data_ptr(),
-        tokens.topk_idx.data_ptr(),
-        tokens.topk_weights.data_ptr(),
-        buffer.x.data_ptr(),
-        buffer.x_sf.data_ptr(),
-        buffer.topk_idx.data_ptr(),
-        buffer.topk_weights.data_ptr(),
-        num_chunks,
-        tokens.topk_idx.numel(),
-    )
-    # The call that follows names the memory that is written.
-    read = {"x": x, "topk_idx": tokens.topk_idx, "topk_weights": tokens.topk_weights}
-    memory = tuple(
-        MemoryRegion.of_tensor(name, tensor, is_writable=False) for name, tensor in read.items()
-    )
-    kernel = jit.build_prepare_inputs(config)
-    num_ctas = config.num_ctas(num_chunks)
-    return RankLaunch(buffer.rank, kernel, num_ctas, config.num_threads, 0, args, memory)
+    def check_control_words(self) -> None:
+        """A call leaves zero what the next one expects so."""
+        for buffer in self.ranks.buffers:
+            layout = buffer.layout
+            words = buffer.memory.tensor[layout.mark("zeroed_begin") : layout.mark("zeroed_end")]
+            assert not words.any(), buffer.rank

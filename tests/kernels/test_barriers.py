@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deep_moe.jit.status import site_text
+from deep_moe.jit.status import missing_ranks, site_text
 
 NUM_ROUNDS = 5
 SECOND = 1_000_000_000
@@ -140,18 +140,19 @@ def test_no_rank_passes_the_rank_barrier_before_all_have_arrived(
         assert ranks.segment(rank, "rank_barrier_signals").tolist() == [num_ranks, 0]
 
 
+@pytest.mark.parametrize(("num_ranks", "present"), [(4, [0, 2]), (70, [0, 66])])
 def test_ranks_that_never_arrive_are_named_by_those_that_wait(
-    make_config: Any, make_ranks: Any
+    make_config: Any, make_ranks: Any, num_ranks: int, present: list[int]
 ) -> None:
-    config = make_config(num_ranks=4, num_experts=4, num_topk=1)
+    config = make_config(num_ranks=num_ranks, num_experts=num_ranks, num_topk=1)
     ranks = make_ranks(config, output_bytes=4)
-    ranks.run(RANK_KERNEL, only=[0, 2], timeout_ns=SECOND)
-    for rank in (0, 2):
+    ranks.run(RANK_KERNEL, only=present, timeout_ns=SECOND)
+    for rank in present:
         status = ranks.statuses[rank]
         assert status.code == 1
         assert site_text(status.site) == "rank barrier before combine"
-        assert (status.expected, status.seen, status.peer_rank) == (4, 2, 1)
-        assert list(status.missing_ranks) == [0b1010, 0]
+        assert (status.expected, status.seen, status.peer_rank) == (num_ranks, len(present), 1)
+        assert missing_ranks(status) == sorted(set(range(num_ranks)) - set(present))
 
 
 def test_a_rank_with_a_cta_missing_names_itself(make_config: Any, make_ranks: Any) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.test_scheduler import experts_in_order
+from tests.kernels.test_block_walk import experts_in_order
 
 MAX_BLOCKS = 512
 NUM_SMS = 5
 SLOW_CTA = 3
 
 KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
 #include <deep_moe/layout/rank_buffers.cuh>
-#include <deep_moe/scheduler.cuh>
-#include <deep_moe/sm90/block_claims.cuh>
+#include <deep_moe/experts/block_walk.cuh>
+#include <deep_moe/experts/sm90/block_claims.cuh>
 #include <deep_moe/ptx/timer.cuh>
 
 using namespace deep_moe;
@@ -27,11 +27,12 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     auto* words = static_cast<uint32_t*>(args.y) + blockIdx.x * (1 + MAX_BLOCKS);
     const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
     Waiter waiter(args);
-    Scheduler<Config> scheduler(local, blockIdx.x);
-    if (!scheduler.fetch_expert_counts(waiter)) return;
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(local, waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
     sm90::BlockClaims<Config> claims(local, blockIdx.x);
     uint32_t num_blocks = 0;
-    for (Block block; scheduler.find(block); ++num_blocks) {
+    for (Block block; walk.find(block); ++num_blocks) {
         claims.claim();
         if (threadIdx.x == 0) {
             words[1 + num_blocks] = ((static_cast<uint32_t>(block.phase) * 256 + block.expert_idx)
@@ -40,7 +41,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
         if (blockIdx.x == SLOW_CTA) {
             for (uint32_t i = 0; i < 1000; ++i) ptx::globaltimer();
         }
-        scheduler.advance(claims.take());
+        walk.advance(claims.take());
     }
     if (threadIdx.x == 0) words[0] = num_blocks;
 }

@@ -8,7 +8,7 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES, Schedule
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_layer, exact_tokens
+from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
 
 from .layer_case import LayerCase
 

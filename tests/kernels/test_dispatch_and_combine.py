@@ -8,19 +8,22 @@ scales, which are compared in the pool.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from deep_moe.heuristics import MegaMoEConfig
 from deep_moe.jit.status import site_text
 
 SECOND = 1_000_000_000
 
 KERNEL = r"""
-#include <deep_moe/roles/combine.cuh>
-#include <deep_moe/roles/dispatch.cuh>
+#include <deep_moe/combine/combine.cuh>
+#include <deep_moe/dispatch/dispatch.cuh>
+#include <deep_moe/experts/block_walk.cuh>
 
 using namespace deep_moe;
 
@@ -45,9 +48,9 @@ __device__ bool send_back(const RankBuffers<Config>& buffers, const Block& block
     if (!arrived) return false;
     for (uint32_t row = warp_idx; row < block.num_valid_rows; row += Config::num_epilogue_warps) {
         const uint32_t pool_token_idx = block.pool_block_idx * Config::block_m + row;
-        const TokenSource source = *local.token_source(pool_token_idx);
-        const float weight = *local.l1_topk_weight(pool_token_idx);
-        const uint8_t* token = local.l1_token(pool_token_idx);
+        const TokenSource source = *local.token_src_metadata(pool_token_idx);
+        const float weight = *local.l1_topk_weights(pool_token_idx);
+        const uint8_t* token = local.l1_tokens(pool_token_idx);
         uint16_t* row_out =
             buffers.of(source.rank_idx).combine(source.topk_idx, source.token_idx);
         for (uint32_t i = ptx::lane_idx(); i < Config::hidden; i += warp_size) {
@@ -61,9 +64,10 @@ __device__ bool send_back(const RankBuffers<Config>& buffers, const Block& block
 
 __device__ void compute(const KernelArgs& args, uint32_t warp_idx, Waiter& waiter) {
     const RankBuffers<Config> buffers(args);
-    Scheduler<Config> scheduler(buffers.local(), blockIdx.x);
-    if (!scheduler.fetch_expert_counts(waiter)) return;
-    for (Block block; scheduler.next(block);) {
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(buffers.local(), waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+    for (Block block; walk.next(block);) {
         if (block.phase == Phase::linear1 && block.n_block_idx == 0 &&
             !send_back(buffers, block, warp_idx, waiter)) {
             return;
@@ -90,7 +94,7 @@ kernel(const __grid_constant__ KernelArgs args) {
     } else {
         Waiter waiter(args);
         if (warp_idx >= first_epilogue) compute(args, warp_idx - first_epilogue, waiter);
-        finish_compute<Config>(waiter);
+        sync_compute_done<Config>(waiter);
         if (warp_idx >= first_epilogue) {
             combine<Config>(args, shared_memory, warp_idx - first_epilogue, waiter);
         }
@@ -384,12 +388,29 @@ def test_slots_out_of_range_are_ignored_and_repeated_experts_count(
     assert not y[0].any()
 
 
+@pytest.mark.parametrize("bad", [-1, 4, 1 << 32, -(2**62)])
+@pytest.mark.parametrize("slots", [slice(None), slice(2, 3)])
+def test_slots_out_of_range_in_the_last_token_alone(
+    make_config: Any, make_ranks: Any, bad: int, slots: slice
+) -> None:
+    call = make_call(make_config, make_ranks, [5, 3], num_experts=4, num_topk=3)
+    for rank, num_tokens in enumerate(call.num_tokens):
+        call.ranks.segment(rank, "input_topk_idx")[num_tokens - 1, slots] = bad
+    call.run("sm_100a")
+    call.check_results()
+    call.check_pools()
+
+
 def test_an_overfull_pool_is_reported_and_nothing_is_written(
     make_config: Any, make_ranks: Any
 ) -> None:
-    # The pool is made for tokens that name an expert once. Here all name expert 0 twice.
+    """Everything that ranks can send fits, so the kernel is told of a pool that is too small."""
+
+    def make_smaller(*arguments: Any, **options: Any) -> MegaMoEConfig:
+        return replace(make_config(*arguments, **options), num_max_pool_tokens=768)
+
     call = make_call(
-        make_config,
+        make_smaller,
         make_ranks,
         [200, 200],
         num_experts=2,
@@ -397,7 +418,6 @@ def test_an_overfull_pool_is_reported_and_nothing_is_written(
         hidden=128,
         overrides={"block_m": 16},
     )
-    assert call.config.num_max_pool_tokens == 768
     for rank in range(2):
         call.ranks.segment(rank, "input_topk_idx")[:] = 0
     call.run("sm_100a", timeout_ns=SECOND)

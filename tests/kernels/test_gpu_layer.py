@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_moe.formats import pack_ue8m0
+from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.heuristics import MoEShape, sm90, sm100
-from deep_moe.synthetic import Tokens, exact_tokens, random_tokens
-from deep_moe.trial import fill_inputs
-from deep_moe.weights import weight_arch
+from deep_moe.targets import target_of_device
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.synthetic import Tokens, exact_tokens, random_tokens
 from tests.layer.rank_layer import RankLayer, this_gpu
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ TILES: dict[str, list[dict[str, int]]] = {
 
 
 def test_every_tile() -> None:
-    tiles = TILES[weight_arch(torch.device("cuda"))]
+    tiles = TILES[target_of_device(torch.device("cuda")).name]
     shape = one_rank(3 * max(tile["block_m"] for tile in tiles))
     case = RankLayer(this_gpu(), shape, exact=True)
     for tile in tiles:
@@ -151,7 +151,7 @@ def test_random_layer(
     result = random_case.compare_call(
         tokens, activation_clamp=activation_clamp, fast_math=fast_math
     )
-    assert random_case.is_good(result), result
+    assert result.is_right, result
 
 
 def test_repeated_random_calls_give_the_same_bits(random_case: RankLayer) -> None:
@@ -167,7 +167,7 @@ def test_groups_of_a_token_with_different_scales(random_case: RankLayer) -> None
     sf = torch.randint(105, 128, (100, RANDOM_SHAPE.hidden // 32), generator=generator)
     spread = Tokens(tokens.x, pack_ue8m0(sf.to(torch.uint8)), tokens.topk_idx, tokens.topk_weights)
     result = random_case.compare_call(spread)
-    assert random_case.is_good(result), result
+    assert result.is_right, result
 
 
 def test_nan_stays_in_its_token(random_case: RankLayer) -> None:
@@ -186,4 +186,4 @@ def test_nan_left_in_padding_rows_spoils_nothing(random_case: RankLayer) -> None
     poisoned.x.view(torch.uint8)[:, :] = 0x7F
     random_case.call(poisoned)
     result = random_case.compare_call(random_tokens(RANDOM_SHAPE, 33, seed=8))
-    assert random_case.is_good(result), result
+    assert result.is_right, result

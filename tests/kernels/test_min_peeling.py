@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
-#include <deep_moe/roles/min_peeling.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/dispatch/min_peeling.cuh>
 
 using namespace deep_moe;
 

@@ -7,7 +7,7 @@ import torch
 
 from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import exact_layer, exact_tokens
+from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
 from .layer_case import LayerCase
 

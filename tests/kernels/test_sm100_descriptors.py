@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
-#include <deep_moe/sm100/descriptors.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/experts/sm100/descriptors.cuh>
 
 using namespace deep_moe;
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_layer, exact_tokens
+from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
 
 from .layer_case import LayerCase
 
@@ -68,12 +68,17 @@ def test_number_of_ctas(num_sms: int) -> None:
     assert result.is_exact, result
 
 
-def test_more_than_64_linear1_blocks() -> None:
-    """One 64-bit word of arrival bits ends at intermediate 4096; this needs two."""
-    shape = one_rank(8, num_experts=1, num_topk=1, hidden=128, intermediate_hidden=4224)
-    tokens = exact_tokens(shape, 5)
-    (result,) = LayerCase(shape, exact_layer(shape)).compare_call([tokens])
-    assert result.is_exact, result
+@pytest.mark.parametrize("intermediate", [4224, 8320])
+def test_more_than_64_linear1_blocks(intermediate: int) -> None:
+    """Arrival bits of two and three words, and what the first call leaves in them. The buffer has
+    as many on both architectures, though SM90's blocks have twice the rows: there 4224 needs the
+    first word only, and 130 blocks are more than 64 with 8320."""
+    shape = one_rank(8, num_experts=1, num_topk=1, hidden=128, intermediate_hidden=intermediate)
+    case = LayerCase(shape, exact_layer(shape))
+    for seed in range(2):
+        (result,) = case.compare_call([exact_tokens(shape, 5, seed=seed)])
+        assert result.is_exact, result
+        case.check_control_words()
 
 
 @pytest.mark.parametrize("num_experts_per_wave", [1, 2, 4])

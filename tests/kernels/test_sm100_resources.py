@@ -37,8 +37,8 @@ def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bo
     resources = compilation.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
     assert resources.stack_bytes == 0
-    # setmaxnreg starts from here; the kernel computes the same number.
-    assert resources.num_registers == 65536 // config.num_threads // 8 * 8
+    # What the compiler hands out for so many threads, from which setmaxnreg starts.
+    assert resources.num_registers == {384: 168, 512: 128}[config.num_threads]
     assert "warning" not in compilation.log.lower(), compilation.log
 
 

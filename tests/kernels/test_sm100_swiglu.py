@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from deep_moe.formats import quantize_e4m3_ue8m0, unpack_ue8m0
-from deep_moe.reference import swiglu
+from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0, unpack_ue8m0
+from deep_moe.trial.reference import swiglu
 
 NUM_VALUES = 4096
 
 SCALE_KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
-#include <deep_moe/quantize.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/formats/quantize.cuh>
 
 using namespace deep_moe;
 
@@ -34,8 +34,8 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
 """
 
 SWIGLU_KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
-#include <deep_moe/swiglu.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/activations/swiglu.cuh>
 
 using namespace deep_moe;
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deep_moe.formats import (
+from deep_moe.formats.block_scaled import (
     dequantize_e2m1_ue8m0,
     dequantize_e4m3_ue8m0,
     quantize_e2m1_ue8m0,
@@ -19,11 +19,11 @@ from deep_moe.formats import (
 )
 
 KERNEL = r"""
-#include <deep_moe/kernel_args.cuh>
+#include <deep_moe/layout/kernel_args.cuh>
 #include <deep_moe/ptx/fence.cuh>
-#include <deep_moe/sm100/epilogue_warp.cuh>
-#include <deep_moe/sm100/mma.cuh>
-#include <deep_moe/sm100/shared_memory.cuh>
+#include <deep_moe/experts/sm100/epilogue_warp.cuh>
+#include <deep_moe/experts/sm100/mma.cuh>
+#include <deep_moe/experts/sm100/shared_memory.cuh>
 
 using namespace deep_moe;
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __cluster_dims__(2) kernel(const __grid_constant__ Ke
         tile += num_bytes / 4;
     };
     copy(smem.activations(1), Smem::activation_tile_bytes);
-    copy(smem.weights(1), Smem::weight_tile_bytes);
+    copy(smem.weights(1), Config::Smem::weights_stride);
     copy(smem.activation_sf(1), Smem::activation_sf_bytes);
     copy(smem.weight_sf(1), Smem::weight_sf_bytes);
     ptx::fence_proxy_async_shared_cta();
@@ -62,10 +62,10 @@ extern "C" __global__ void __cluster_dims__(2) kernel(const __grid_constant__ Ke
     if (rank == 0 && warp_idx == 0 && ptx::elect_sync()) {
         sm100::multiply_k_block(smem, 1, tmem, accumulator, NUM_TOKENS, true);
         sm100::multiply_k_block(smem, 1, tmem, accumulator, NUM_TOKENS, false);
-        ptx::tcgen05_commit_cta_group2_multicast(smem.tmem_full_barrier(1), 0b11);
+        ptx::tcgen05_commit_cta_group2_multicast(smem.tmem_full_barriers(1), 0b11);
     }
     Waiter waiter(args);
-    waiter.warp_mbarrier(WaitSite::accumulator_full, smem.tmem_full_barrier(1), 0);
+    waiter.warp_mbarrier(WaitSite::accumulator_full, smem.tmem_full_barriers(1), 0);
     ptx::tcgen05_fence_after_thread_sync();
     auto* out = static_cast<float*>(args.y) + 2 * TILE_WORDS + rank * 128 * Config::block_m;
     const sm100::Accumulator view{accumulator + (warp_idx * 32 << 16), 0};

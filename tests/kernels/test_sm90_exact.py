@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
+from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
 
 from .layer_case import FITTED, LayerCase
 
@@ -40,9 +40,18 @@ def test_every_tile(block_m: int) -> None:
     assert result.is_exact, result
 
 
-def test_experts_that_need_blocks_of_different_sizes() -> None:
-    """One to three m-blocks of 64, 96 or 128 rows, full, with one row, or with one row missing."""
-    counts = [1, 64, 65, 96, 97, 128, 129, 161, 0, 192, 193, 289]
+@pytest.mark.parametrize(
+    ("tile", "counts"),
+    [
+        (FITTED, [1, 64, 65, 96, 97, 128, 129, 161, 0, 192, 193, 289]),
+        ({"block_m": 64, "block_m_step": 8}, [1, 40, 41, 48, 56, 57, 64, 65, 0, 95, 128, 129]),
+    ],
+    ids=["64, 96, 128", "40 to 64"],
+)
+def test_experts_that_need_blocks_of_different_sizes(
+    tile: dict[str, int], counts: list[int]
+) -> None:
+    """One to three m-blocks, full, with one row, or with one row missing."""
     shape = one_rank(max(counts), num_experts=12, num_topk=12, hidden=128, intermediate_hidden=128)
     tokens = exact_tokens(shape, max(counts), seed=5)
     token_idx = torch.arange(max(counts)).unsqueeze(1)
@@ -50,7 +59,7 @@ def test_experts_that_need_blocks_of_different_sizes() -> None:
     topk_idx = torch.where(token_idx < torch.tensor(counts), experts, -1)
     (result,) = sm90_case(shape).compare_call(
         [Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)],
-        overrides=FITTED,
+        overrides=tile,
     )
     assert result.is_exact, result
 
@@ -92,12 +101,17 @@ def test_number_of_ctas(num_sms: int) -> None:
     assert result.is_exact, result
 
 
-def test_more_than_64_linear1_blocks() -> None:
-    """One 64-bit word of arrival bits ends at intermediate 8192; this needs two."""
-    shape = one_rank(8, num_experts=1, num_topk=1, hidden=128, intermediate_hidden=5376)
-    tokens = exact_tokens(shape, 5)
-    (result,) = sm90_case(shape).compare_call([tokens])
-    assert result.is_exact, result
+@pytest.mark.parametrize("intermediate", [4224, 8320])
+def test_more_than_64_linear1_blocks(intermediate: int) -> None:
+    """Arrival bits of two and three words, and what the first call leaves in them. The buffer has
+    as many on both architectures, though SM90's blocks have twice the rows: there 4224 needs the
+    first word only, and 65 blocks are more than 64 with 8320."""
+    shape = one_rank(8, num_experts=1, num_topk=1, hidden=128, intermediate_hidden=intermediate)
+    case = sm90_case(shape)
+    for seed in range(2):
+        (result,) = case.compare_call([exact_tokens(shape, 5, seed=seed)])
+        assert result.is_exact, result
+        case.check_control_words()
 
 
 @pytest.mark.parametrize(("wave", "turn"), [(1, 1), (2, 1), (2, 2), (4, 4)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_moe.formats import pack_ue8m0, quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Layer, Tokens, random_layer, random_tokens
-from deep_moe.weights import LayerWeights
+from deep_moe.trial.synthetic import Layer, Tokens, random_layer, random_tokens
 
 from .layer_case import FITTED, LayerCase
 
@@ -39,27 +39,27 @@ def random_values(num_tokens: int, *, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("fast_math", [True, False])
 @pytest.mark.parametrize("activation_clamp", [None, 0.3, 10.0])
-def test_random_layer_is_near(
+def test_random_layer_is_right(
     case: LayerCase, activation_clamp: float | None, fast_math: bool
 ) -> None:
     tokens = random_tokens(SHAPE, 50, seed=3)
     (result,) = case.compare_call([tokens], activation_clamp=activation_clamp, fast_math=fast_math)
-    assert result.is_near, result
+    assert result.is_right, result
 
 
 @pytest.mark.parametrize("tile", [{"block_m": 8}, {"block_m": 32}, {"block_m": 128}, FITTED])
-def test_random_layer_is_near_with_every_kind_of_tile(
+def test_random_layer_is_right_with_every_kind_of_tile(
     case: LayerCase, tile: dict[str, int]
 ) -> None:
     tokens = random_tokens(SHAPE, 50, seed=2)
     (result,) = case.compare_call([tokens], overrides=tile)
-    assert result.is_near, result
+    assert result.is_right, result
 
 
-def test_hopper_sums_stay_within_the_measure_for_gpus(case: LayerCase) -> None:
+def test_hopper_sums_stay_within_their_bounds(case: LayerCase) -> None:
     tokens = random_tokens(SHAPE, 50, seed=1)
     (result,) = case.compare_call([tokens], hopper_fp8_sums=True)
-    assert result.is_good(exact=False, sum_bits=13), result
+    assert result.is_right, result
     assert not result.is_exact
 
 
@@ -68,7 +68,7 @@ def test_tokens_of_any_size(case: LayerCase, exponent: int) -> None:
     x, _ = quantize_e4m3_ue8m0(random_values(17, seed=3))
     sf = torch.full((17, SHAPE.hidden // 32), 127 + exponent, dtype=torch.uint8)
     (result,) = case.compare_call([with_routing(x, pack_ue8m0(sf), seed=3)])
-    assert result.is_near, result
+    assert result.is_right, result
 
 
 def test_groups_that_lose_bits_to_the_largest(case: LayerCase) -> None:
@@ -77,7 +77,7 @@ def test_groups_that_lose_bits_to_the_largest(case: LayerCase) -> None:
     spread = torch.randint(-16, 1, (30, SHAPE.hidden // 32), generator=torch.Generator())
     values *= torch.exp2(spread.float()).repeat_interleave(32, dim=1)
     (result,) = case.compare_call([with_routing(*quantize_e4m3_ue8m0(values), seed=8)])
-    assert result.is_near, result
+    assert result.is_right, result
 
 
 @pytest.mark.parametrize("tile", [{"block_m": 40}, {"block_m": 128}, FITTED])
@@ -91,7 +91,7 @@ def test_blocks_of_linear2_with_very_different_scales(tile: dict[str, int]) -> N
     layer = Layer(LayerWeights(*quantize_e2m1_ue8m0(l1)), LayerWeights(*quantize_e2m1_ue8m0(l2)))
     case = LayerCase(SHAPE, layer, arch="sm_90a")
     (result,) = case.compare_call([random_tokens(SHAPE, 50, seed=9)], overrides=tile)
-    assert result.is_near, result
+    assert result.is_right, result
 
 
 def test_zero_tokens_give_zero(case: LayerCase) -> None:
@@ -124,4 +124,4 @@ def test_nan_left_in_padding_rows_spoils_nothing(case: LayerCase) -> None:
     poisoned.x.view(torch.uint8)[:, :] = 0x7F
     case.call([poisoned])
     (result,) = case.compare_call([random_tokens(SHAPE, 21, seed=7)])
-    assert result.is_near, result
+    assert result.is_right, result

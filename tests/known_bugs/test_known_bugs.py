@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.synthetic import (
+from deep_moe.trial.synthetic import (
     Layer,
     Tokens,
     exact_layer,
@@ -18,7 +19,6 @@ from deep_moe.synthetic import (
     random_layer,
     random_tokens,
 )
-from deep_moe.weights import LayerWeights
 from tests.kernels.layer_case import LayerCase
 
 TILES = (16, 32, 64, 96, 128, 192)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from deep_moe.deployment import build_deployment
+from deep_moe.fused.deployment import build_deployment
+from deep_moe.fused.tuning_tables import find_tuning
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
-from deep_moe.tuning_tables import find_tuning
-from deep_moe.weights import weight_arch
+from deep_moe.targets import target_of_device
 
 
 def gpu_config(
@@ -24,7 +24,7 @@ def gpu_config(
     return choose_config(
         shape,
         num_tokens,
-        arch=weight_arch(device),
+        arch=target_of_device(device).name,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         activation_clamp=activation_clamp,
         fast_math=fast_math,

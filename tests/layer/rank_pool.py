@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.symm_memory import gather_objects
-from deep_moe.weights import weight_arch
+from deep_moe.fused.symm_memory import gather_objects
+from deep_moe.targets import target_of_device
 
 # After the first rank has failed, the others have this long to fail as well: theirs may be the
 # more telling error.
 GRACE_S = 10.0
-START_S = 120.0
+START_S = 600.0  # of a busy machine
 MAX_RANKS = 8
 
 
@@ -76,7 +76,7 @@ class Rank:
     @property
     def arch(self) -> str:
         """Of the kernel that the rank runs; emulated ranks stand for Hopper's."""
-        return weight_arch(self.device) if self.is_gpu else "sm_90a"
+        return target_of_device(self.device).name if self.is_gpu else "sm_90a"
 
     def barrier(self) -> None:
         self.gather(None)
@@ -104,11 +104,16 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self, work: Callable[..., Any], *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
         """What work(rank, *args) returned on each rank.
 
-        timeout_s: for all of it. RankFailedError holds the tracebacks of all ranks that failed.
+        timeout_s: for all of it; by default 120 on GPUs, and 600 in the emulator, whose CPUs may be
+        busy. RankFailedError holds the tracebacks of all ranks that failed.
         """
+        if timeout_s is None:
+            timeout_s = 120.0 if self.place.is_gpu else 600.0
         if not all(process.is_alive() for process in self._processes):
             self._kill()
         if not self._processes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_tokens, random_tokens
+from deep_moe.trial.synthetic import Tokens, exact_tokens, random_tokens
 
 Routing = Callable[[MoEShape, int, torch.Generator], torch.Tensor]
 

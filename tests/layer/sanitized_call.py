@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 
 import deep_moe
-from deep_moe.comparison import compare
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import NUMERICS, reference_mega_moe
-from deep_moe.synthetic import Tokens, exact_layer, exact_tokens
-from deep_moe.trial import fill_inputs
-from deep_moe.weights import weight_arch
+from deep_moe.targets import target_of, target_of_device
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import reference_mega_moe
+from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
 
 BLOCK_M = 16
 NUM_SMS = 4
@@ -53,8 +53,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--full-tiles", action="store_true")
     arguments = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arch = weight_arch(device)
-    numerics = NUMERICS[arch]
+    arch = target_of_device(device).name
+    numerics = target_of(arch).weights_of().numerics
     # On the CPU, so that the tool has no kernels of PyTorch's to watch.
     layer = exact_layer(SHAPE, sum_bits=numerics.sum_bits)
     weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch=arch)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe.buffer import SymmBuffer
-from deep_moe.heuristics import MoEShape, symm_buffer_layout
-from deep_moe.symm_memory import GUARD_BYTE, GUARD_BYTES, DeviceMemory
-from deep_moe.synthetic import Tokens
-from deep_moe.trial import fill_inputs
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.fused.symm_memory import GUARD_BYTE, GUARD_BYTES, DeviceMemory
+from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.synthetic import Tokens
 from tests.layer import routing
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.kernels import compile_all, gpu_config

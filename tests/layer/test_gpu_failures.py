@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe import symm_memory
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
+from deep_moe.fused import symm_memory
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.status import StatusCode
 from tests.layer import routing

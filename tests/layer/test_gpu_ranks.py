@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe.comparison import FP32_SUM_BITS, Comparison, compare, judge
 from deep_moe.heuristics import MoEShape
-from deep_moe.reference import NUMERICS, reference_mega_moe
-from deep_moe.synthetic import exact_layer, exact_tokens
-from deep_moe.trial import run_processes
-from deep_moe.weights import weight_arch
+from deep_moe.targets import target_of_device
+from deep_moe.trial.calls import run_processes
+from deep_moe.trial.comparison import Comparison, compare
+from deep_moe.trial.reference import reference_mega_moe
+from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.layer import routing
 from tests.layer.conftest import RunRanks
 from tests.layer.kernels import compile_all, gpu_config
@@ -83,9 +83,7 @@ SKEWED = [problem for problem in PROBLEMS if problem.name in NAMES_OF_SKEWED]
 class Outcome:
     """What one rank saw of a problem."""
 
-    is_good: bool  # by itself
     comparison: Comparison
-    sum_bits: int  # of what computed it
     stats: list[int]  # tokens that its experts received
     sent: list[int]  # tokens that it sent to each expert of the layer
 
@@ -109,9 +107,7 @@ def solve(rank: Rank, problem: Problem) -> list[Outcome]:
         sent = routing.received(shape, [tokens])
         outcomes.append(
             Outcome(
-                layer.is_good(comparison),
                 comparison,
-                layer.sum_bits,
                 stats.tolist(),
                 sent.tolist(),
             )
@@ -121,16 +117,9 @@ def solve(rank: Rank, problem: Problem) -> list[Outcome]:
 
 
 def check(problem: Problem, outcomes: list[list[Outcome]]) -> None:
-    for exact, _ in outcomes:
-        assert exact.is_good, (problem.name, exact.comparison)
-    randoms = [random for _, random in outcomes]
-    comparisons = [random.comparison for random in randoms]
-    sum_bits = randoms[0].sum_bits
-    if sum_bits < FP32_SUM_BITS:  # half of a single token says nothing
-        verdicts = judge(comparisons, exact=False, sum_bits=sum_bits)
-    else:
-        verdicts = [random.is_good for random in randoms]
-    assert all(verdicts), (problem.name, comparisons)
+    for exact, random in outcomes:
+        assert exact.comparison.is_exact, (problem.name, exact.comparison)
+        assert random.comparison.is_right, (problem.name, random.comparison)
     for of_ranks in zip(*outcomes, strict=True):
         sent = torch.tensor([outcome.sent for outcome in of_ranks]).sum(dim=0)
         assert [count for outcome in of_ranks for count in outcome.stats] == sent.tolist()
@@ -180,11 +169,11 @@ def test_results_in_the_emulator(run_ranks: RunRanks, problem: Problem) -> None:
 def test_processes_of_a_trial() -> None:
     """What `deep-moe run --device cuda` does."""
     num_ranks = min(torch.cuda.device_count(), 2)
-    numerics = NUMERICS[weight_arch(torch.device("cuda"))]
+    numerics = target_of_device(torch.device("cuda")).weights_of().numerics
     shape = Problem("trial").shape(num_ranks)
     layer = exact_layer(shape, sum_bits=numerics.sum_bits)
     tokens = [exact_tokens(shape, 20 - rank, seed=rank) for rank in range(num_ranks)]
-    outputs = run_processes(shape, layer, tokens, device="cuda")
+    (outputs,) = run_processes(shape, layer, [tokens], device="cuda")
     for mine, output in zip(tokens, outputs, strict=True):
         inputs = (mine.x, mine.x_sf, mine.topk_idx, mine.topk_weights)
         expected = reference_mega_moe(*inputs, layer.l1, layer.l2, numerics=numerics)

@@ -8,11 +8,11 @@ import torch
 
 import deep_moe
 from benchmarks.problem import reference_sample
-from deep_moe.comparison import Comparison, compare
 from deep_moe.heuristics import MoEShape, preset_shape
-from deep_moe.reference import NUMERICS
-from deep_moe.trial import fill_inputs
-from deep_moe.workload import rank_layer, rank_tokens
+from deep_moe.targets import target_of
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.comparison import Comparison, compare
+from deep_moe.trial.real_size import rank_layer, rank_tokens
 from tests.layer import routing
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.kernels import compile_all, gpu_config
@@ -50,7 +50,7 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
     weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2)
     del layer
     buffer = make_buffer(rank, shape)
-    numerics = NUMERICS[rank.arch]
+    numerics = target_of(rank.arch).weights_of().numerics
     outcomes = []
     for call_idx, (num_tokens, route) in enumerate(CALLS):
         own = counts(num_tokens, rank.num_ranks)[rank.idx]
@@ -66,10 +66,9 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
         received = torch.stack(sent).sum(dim=0).view(rank.num_ranks, -1)[rank.idx]
         rows = torch.linspace(0, own - 1, min(NUM_CHECKED, own), device=rank.device).long()
         comparison = compare(y[rows], reference_sample(shape, tokens, rows, 0, numerics, CLAMP))
-        is_good = comparison.is_good(exact=False, sum_bits=numerics.sum_bits)
         outcomes.append(
             (
-                is_good and not bool(y.isnan().any()),
+                comparison.is_right and not bool(y.isnan().any()),
                 comparison,
                 torch.equal(received.int(), stats.cpu()),
             )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from deep_moe.comparison import Comparison
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens
-from deep_moe.trial import fill_inputs
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.comparison import Comparison
+from deep_moe.trial.synthetic import Tokens
 from tests.layer import routing
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.kernels import compile_all, gpu_config
@@ -58,7 +58,6 @@ class Repeats:
     """What one rank saw."""
 
     comparisons: list[Comparison]  # of the first results
-    are_good: list[bool]
     num_different: int  # later calls whose result was not bit for bit the first one
     is_control_as_new: bool
     stats: list[int]  # tokens that its experts received
@@ -135,7 +134,6 @@ def repeat(rank: Rank, num_calls: int, in_graphs: bool) -> Repeats:
     sent = torch.stack([routing.received(layer.shape, [tokens]).cpu() for tokens in inputs])
     repeats = Repeats(
         comparisons,
-        [layer.is_good(comparison) for comparison in comparisons],
         int(num_different),
         is_control_as_new(layer),
         call.stats.tolist(),
@@ -147,7 +145,7 @@ def repeat(rank: Rank, num_calls: int, in_graphs: bool) -> Repeats:
 
 def check(repeats: list[Repeats]) -> None:
     for rank_idx, seen in enumerate(repeats):
-        assert all(seen.are_good), (rank_idx, seen.comparisons)
+        assert all(c.is_right for c in seen.comparisons), (rank_idx, seen.comparisons)
         assert seen.num_different == 0, rank_idx
         assert seen.is_control_as_new, rank_idx
     received = [count for seen in repeats for count in seen.stats]

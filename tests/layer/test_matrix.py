@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deep_moe.heuristics import MoEShape
-from deep_moe.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
+from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
 from tests.kernels.layer_case import LayerCase
 
 TILES = (16, 32, 64, 96, 128, 192)

@@ -18,7 +18,7 @@ def fail_on_last(rank: Rank, how: str) -> None:
     if rank.is_last and how == "dies":
         os._exit(3)
     if how == "hangs":
-        time.sleep(100)
+        time.sleep(3600)  # longer than any test may take
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,8 @@ def test_a_failure_names_its_rank_and_the_next_run_works(
 
 
 def test_a_rank_that_hangs_is_ended(pool: RankPool) -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 0: no answer\nrank 1: no answer"):
         pool.run(fail_on_last, "hangs", timeout_s=1.0)
-    assert time.monotonic() - started < 60
 
 
 def test_a_pool_without_ranks_is_refused() -> None:

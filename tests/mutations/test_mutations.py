@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -14,17 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe import input_preparation, jit, mega_moe
+from deep_moe import jit
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.fused import call_plan, input_preparation
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit import headers
 from deep_moe.jit.nvrtc import Compilation, Resources
-from deep_moe.synthetic import exact_layer, exact_tokens
+from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
+from ..kernels.conftest import Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
-from .catalogue import MUTATIONS, PREPARATION, RENDERED, Mutation
+from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
+from .marks import find_marks
+
+ROOT = Path(__file__).parents[2]
+INCLUDE = ROOT / "include" / "deep_moe"
 
 SHAPE = MoEShape(
     num_ranks=2,
@@ -59,28 +67,73 @@ def name_of(mutation: Mutation) -> str:
     return f"{mutation.arch}-{mutation.name}"
 
 
-def mutated(mutation: Mutation, text: str) -> str:
-    assert text.count(mutation.pattern) == 1, f"{mutation.file}: pattern no longer matches once"
-    return text.replace(mutation.pattern, mutation.replacement)
+def with_text_edit(edit: TextEdit, text: str) -> str:
+    assert text.count(edit.old) == 1, f"{edit.file}: {edit.old!r} does not stand there once"
+    return text.replace(edit.old, edit.new)
+
+
+def new_statement(edit: Edit, statement: str) -> str:
+    """What stands in place of a mark's statement."""
+    if edit.old is None:
+        return edit.new
+    tokens = [re.escape(token) for token in re.findall(r"\w+|\S", edit.old)]
+    whole_words = [rf"\b{token}\b" if token[-1].isalnum() else token for token in tokens]
+    matches = list(re.finditer(r"\s*".join(whole_words), statement))
+    assert len(matches) == 1, f"mark {edit.mark}: {edit.old!r} does not stand there once"
+    return statement[: matches[0].start()] + edit.new + statement[matches[0].end() :]
+
+
+def with_edits(edits: Sequence[Edit], include: Path) -> dict[Path, str]:
+    """The new text of each header that the edits change."""
+    marks = find_marks(include)
+    pieces: dict[Path, list[tuple[int, int, str]]] = {}  # begin, end, what stands there
+    for edit in edits:
+        (place,) = marks[edit.mark]
+        statement = place.path.read_text()[place.begin : place.end]
+        pieces.setdefault(place.path, []).append(
+            (place.begin, place.end, new_statement(edit, statement))
+        )
+        if edit.behind is not None:
+            (other,) = marks[edit.behind]
+            assert other.path == place.path
+            assert other.begin >= place.end
+            pieces[place.path].append((other.end, other.end, f"\n{statement}"))
+    texts = {}
+    for path, changes in pieces.items():
+        text = path.read_text()
+        for begin, end, new in sorted(changes, reverse=True):
+            text = text[:begin] + new + text[end:]
+        texts[path] = text
+    return texts
+
+
+def header_edits(mutation: Mutation) -> list[Edit]:
+    return [edit for edit in mutation.edits if isinstance(edit, Edit)]
+
+
+def text_edit(mutation: Mutation) -> TextEdit:
+    (edit,) = mutation.edits
+    assert isinstance(edit, TextEdit)
+    return edit
 
 
 def plant_into_header(mutation: Mutation, folder: Path) -> headers.HeaderFolder:
     """A copy of the headers with the bug in it."""
     include = folder / "include"
     shutil.copytree(headers.find_library().path, include)
-    path = include / "deep_moe" / mutation.file
-    path.write_text(mutated(mutation, path.read_text()))
+    for path, text in with_edits(header_edits(mutation), include).items():
+        path.write_text(text)
     return headers.HeaderFolder(include, f"mutation {headers.tree_digest(include)}")
 
 
-def plant_into_module(mutation: Mutation) -> ModuleType:
+def plant_into_module(edit: TextEdit) -> ModuleType:
     """The module of the host's side, made anew with the bug in it."""
-    name = f"deep_moe.{mutation.file.removesuffix('.py').replace('/', '.')}"
+    name = edit.file.removesuffix(".py").replace("/", ".")
     path = importlib.import_module(name).__file__
     assert path is not None
     module = ModuleType(name)
     module.__package__ = name.rpartition(".")[0]
-    exec(compile(mutated(mutation, Path(path).read_text()), path, "exec"), module.__dict__)
+    exec(compile(with_text_edit(edit, Path(path).read_text()), path, "exec"), module.__dict__)
     return module
 
 
@@ -90,25 +143,53 @@ def compile_without_cubin(source: str, **options: Any) -> Compilation:
     return Compilation(b"", jit.compile_to_ptx(source, **options), "", of_any_number, 0.0)
 
 
-def preparation_outcome() -> str:
-    """The same of `prepare_inputs`."""
-    target = Target("cpu", "sm_90a")
-    x = torch.randn(13, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+def noticed_in(run: Callable[[], bool]) -> str:
+    """Who noticed something: "race", "misuse", "timeout", "result" or "" (nobody). `run` says
+    whether the results are right, or fails as a test does."""
     try:
-        target.check(target.buffer(), x, *routing(13, 2))
+        return "" if run() else "result"
     except AssertionError:
         return "result"
     except RaceDetected:
         return "race"
     except EmulatorError:
         return "misuse"
-    return ""
+    except RuntimeError as error:
+        if "waited" not in str(error):
+            raise
+        return "timeout"
+
+
+def preparation_outcome() -> str:
+    """Who noticed something in `prepare_inputs`."""
+    target = Target("cpu", "sm_90a")
+    x = torch.randn(13, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def run() -> bool:
+        target.check(target.buffer(), x, *routing(13, 2))
+        return True
+
+    return noticed_in(run)
+
+
+def outcome_of_test(test: str, arguments: Mapping[str, Any]) -> str:
+    """Who noticed something in a test of a piece of the kernel."""
+    module_name, _, function_name = test.partition("::")
+    function = getattr(importlib.import_module(f"tests.kernels.{module_name}"), function_name)
+    fixtures = {"make_config": small_config, "make_ranks": Ranks}
+    wanted = fixtures.keys() & inspect.signature(function).parameters.keys()
+
+    def run() -> bool:
+        function(**{name: fixtures[name] for name in wanted}, **arguments)
+        return True
+
+    return noticed_in(run)
 
 
 def outcome(
     arch: str, schedule: str = "random", *, in_a_row: bool = False, one_size: int = 0
 ) -> str:
-    """Who noticed something in two calls: "race", "misuse", "timeout", "result" or "" (nobody).
+    """Who noticed something in two calls.
 
     in_a_row: in four calls that ranks begin without a look at each other. one_size: m-blocks all
     have so many rows.
@@ -126,18 +207,18 @@ def outcome(
     ids = torch.cat([own.topk_idx.flatten() for own in tokens])
     received = torch.bincount(ids[ids >= 0], minlength=SHAPE.num_experts).int()
     case = LayerCase(SHAPE, exact_layer(SHAPE), arch=arch)
-    try:
-        if in_a_row:
-            few = [exact_tokens(SHAPE, 3, seed=3), exact_tokens(SHAPE, 5, seed=4)]
-            calls = case.compare_calls_in_a_row(
-                [few, tokens, few[::-1], few],
-                overrides=overrides,
-                num_sms=(setting.num_sms,),
-                schedule=schedule,
-            )
-            if not all(result.is_exact for results in calls for result in results):
-                return "result"
-            return ""
+
+    def run_in_a_row() -> bool:
+        few = [exact_tokens(SHAPE, 3, seed=3), exact_tokens(SHAPE, 5, seed=4)]
+        calls = case.compare_calls_in_a_row(
+            [few, tokens, few[::-1], few],
+            overrides=overrides,
+            num_sms=(setting.num_sms,),
+            schedule=schedule,
+        )
+        return all(result.is_exact for results in calls for result in results)
+
+    def run_twice() -> bool:
         for seed in range(2):
             # No call may count on zeros in the pools, nor on what the call before left there.
             for buffer in case.ranks.buffers:
@@ -152,26 +233,36 @@ def outcome(
                 schedule_seed=seed,
             )
             if not all(result.is_exact for result in results):
-                return "result"
+                return False
             if not torch.equal(torch.cat(stats), received):
-                return "result"
-    except RaceDetected:
-        return "race"
-    except EmulatorError:
-        return "misuse"
-    except RuntimeError as error:
-        if "waited" not in str(error):
-            raise
-        return "timeout"
-    return ""
+                return False
+        return True
+
+    return noticed_in(run_in_a_row if in_a_row else run_twice)
+
+
+def test_every_mark_stands_once_and_is_used() -> None:
+    marks = find_marks(INCLUDE)
+    used = {
+        mark
+        for mutation in MUTATIONS
+        for edit in header_edits(mutation)
+        for mark in (edit.mark, edit.behind)
+        if mark is not None
+    }
+    assert set(marks) == used
+    assert {mark: len(places) for mark, places in marks.items() if len(places) != 1} == {}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
-def test_pattern_stands_there_once(mutation: Mutation) -> None:
-    root = Path(__file__).parents[2]
-    if mutation.file.startswith("jit/"):
-        text = (root / mutation.file).read_text()
-    elif mutation.file == RENDERED:
+def test_edit_changes_the_source(mutation: Mutation) -> None:
+    edits = header_edits(mutation)
+    if edits:
+        for path, text in with_edits(edits, INCLUDE).items():
+            assert text != path.read_text()
+        return
+    edit = text_edit(mutation)
+    if edit.file == RENDERED:
         setting = SETTINGS[mutation.arch]
         text = jit.render_kernel(
             choose_config(
@@ -183,8 +274,8 @@ def test_pattern_stands_there_once(mutation: Mutation) -> None:
             )
         )
     else:
-        text = (root / "include" / "deep_moe" / mutation.file).read_text()
-    mutated(mutation, text)
+        text = (ROOT / edit.file).read_text()
+    assert with_text_edit(edit, text) != text
 
 
 @pytest.fixture
@@ -192,19 +283,23 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    if mutation.file == RENDERED:
-        render = jit.render_kernel
-        monkeypatch.setattr(jit, "render_kernel", lambda config: mutated(mutation, render(config)))
-        monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    elif mutation.file.startswith("jit/"):
-        for name, member in vars(plant_into_module(mutation)).items():
-            if isinstance(member, FunctionType) and hasattr(mega_moe, name):
-                monkeypatch.setattr(mega_moe, name, member)
-    else:
+    if header_edits(mutation):
         folder = plant_into_header(mutation, tmp_path)
         monkeypatch.setattr(headers, "find_library", lambda: folder)
         monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    kernels = (mega_moe._kernel, input_preparation._kernel)
+    elif (edit := text_edit(mutation)).file == RENDERED:
+        render = jit.render_kernel
+        monkeypatch.setattr(
+            jit, "render_kernel", lambda config: with_text_edit(edit, render(config))
+        )
+        monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
+    else:
+        planted_module = plant_into_module(edit)
+        sound = importlib.import_module(planted_module.__name__)
+        for name, member in vars(planted_module).items():
+            if isinstance(member, FunctionType):
+                monkeypatch.setattr(sound, name, member)
+    kernels = (call_plan.built_kernel, input_preparation._kernel)
     for kernel in kernels:
         kernel.cache_clear()
     yield mutation
@@ -233,19 +328,26 @@ def test_names_are_given_once() -> None:
     assert max(names.values()) == 1
 
 
+def concerns_preparation(mutation: Mutation) -> bool:
+    return any(
+        path.name == "prepare_inputs.cuh" for path in with_edits(header_edits(mutation), INCLUDE)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
-    noticed = (
-        preparation_outcome()
-        if planted.file == PREPARATION
-        else outcome(
+    if planted.test:
+        noticed = outcome_of_test(planted.test, planted.arguments)
+    elif concerns_preparation(planted):
+        noticed = preparation_outcome()
+    else:
+        noticed = outcome(
             planted.arch,
             planted.schedule,
             in_a_row=planted.in_a_row,
             one_size=planted.one_size,
         )
-    )
     if planted.catcher.startswith("harmless"):
         assert noticed == ""
     else:

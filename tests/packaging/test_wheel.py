@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+# Where the packages of the wheel come from.
+FOLDERS = {
+    "deep_moe": "deep_moe",
+    "jit": "deep_moe/jit",
+    "heuristics": "deep_moe/heuristics",
+    "emulator": "deep_moe/emulator",
+}
 NOT_SOURCE = shutil.ignore_patterns(
     ".venv", ".git", "build", "dist", "*.egg-info", ".*_cache", "__pycache__", "*.so"
 )
@@ -42,8 +52,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the source distribution, as an installer would."""
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel that was built from it alone."""
     output = tmp_path_factory.mktemp("dist")
     result = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(source)],
@@ -52,7 +62,12 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (path,) = output.glob("*.whl")
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
     return path
 
 
@@ -65,9 +80,104 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def metadata(installed: Path) -> email.message.Message:
+    return email.message_from_string(
+        (installed / "deep_moe-0.1.0.dist-info" / "METADATA").read_text(encoding="utf-8")
+    )
+
+
+def symbol_versions(library: Path) -> dict[str, set[tuple[int, ...]]]:
+    """The versions of symbols that a library needs, by the name before the number."""
+    listing = subprocess.run(
+        ["objdump", "-T", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    versions: dict[str, set[tuple[int, ...]]] = {}
+    for line in listing.splitlines():
+        if "*UND*" in line and (match := re.search(r"\(([A-Z]+)_([0-9.]+)\)", line)):
+            number = tuple(int(part) for part in match[2].split("."))
+            versions.setdefault(match[1], set()).add(number)
+    return versions
+
+
+def check_symbols(library: Path) -> None:
+    """That a library loads wherever glibc is 2.28 or newer."""
+    versions = symbol_versions(library)
+    assert set(versions) == {"GLIBC", "GCC"}  # no GLIBCXX, no CXXABI: the C++ library is inside
+    assert max(versions["GLIBC"]) <= (2, 28)
+    assert max(versions["GCC"]) <= (4, 2, 0)
+    needed = subprocess.run(
+        ["objdump", "-p", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert set(re.findall(r"NEEDED +(\S+)", needed)) <= {
+        "libc.so.6",
+        "libm.so.6",
+        "libgcc_s.so.1",
+        "ld-linux-x86-64.so.2",
+    }
+
+
+def test_the_emulators_library_needs_no_newer_glibc_than_the_wheel_says():
+    from deep_moe.emulator import library
+
+    check_symbols(library.library_path())
+
+
+def test_the_emulators_library_shows_its_c_abi_and_nothing_else():
+    from deep_moe.emulator import library
+
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library.library_path())],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = {line.split()[-1] for line in listing.splitlines()}
+    assert "dm_run" in names
+    assert {name for name in names if not name.startswith("dm_")} == set()
+
+
 @pytest.mark.slow
-def test_the_tag_says_any_python_3_on_linux(wheel: Path):
-    assert wheel.name == "deep_moe-0.1.0-py3-none-linux_x86_64.whl"
+def test_the_tag_says_any_python_3_on_linux_with_glibc_2_28(wheel: Path, installed: Path):
+    assert wheel.name == "deep_moe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    (library,) = (installed / "deep_moe" / "emulator").glob("*.so")
+    check_symbols(library)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git says what the repository holds")
+def test_the_source_distribution_holds_every_file_of_the_repository(distributions: Path):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    files = {name for name in listing.splitlines() if (ROOT / name).is_file()}
+    assert "tests/packaging/test_wheel.py" in files
+    assert files - names == set()
+
+
+@pytest.mark.slow
+def test_the_description_links_to_nothing_inside_the_repository(metadata: email.message.Message):
+    text = str(metadata.get_payload())
+    assert "make demo\nmake test" in text
+    assert "`docs/architecture.md`" in text
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+@pytest.mark.slow
+def test_any_minor_of_cuda_13_will_do(metadata: email.message.Message):
+    required = {
+        str(line).split(";")[0].strip() for line in metadata.get_all("Requires-Dist", failobj=[])
+    }
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "cuda-bindings"):
+        assert f"{package}<14,>=13" in required
 
 
 @pytest.mark.slow
@@ -81,7 +191,14 @@ def test_no_other_name_lands_in_site_packages(installed: Path):
 @pytest.mark.slow
 def test_every_part_is_inside(installed: Path, source: Path):
     package = installed / "deep_moe"
-    for name in ("py.typed", "cli/run.py", "jit/template/mega_moe.cu.j2", "heuristics/sm100.py"):
+    modules = {
+        str(Path(place) / path.relative_to(source / folder))
+        for folder, place in FOLDERS.items()
+        for path in (source / folder).rglob("*.py")
+    }
+    assert "deep_moe/heuristics/sm100.py" in modules
+    assert modules == {str(path.relative_to(installed)) for path in installed.rglob("*.py")}
+    for name in ("py.typed", "jit/template/mega_moe.cu.j2"):
         assert (package / name).is_file(), name
     tables = {path.name for path in (source / "heuristics" / "tables").glob("*.json")}
     assert {path.name for path in (package / "heuristics").glob("tables/*.json")} == tables

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.buffer import SymmBuffer
-from deep_moe.formats import quantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
+from deep_moe.fused.buffer import SymmBuffer
 
 VIEWS = ("x", "x_sf", "topk_idx", "topk_weights")
 FILL = 0x5A  # of every byte of the buffer's views, before a test writes

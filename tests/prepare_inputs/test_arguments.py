@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.bounded_cache import BoundedCache
-from deep_moe.input_preparation import check_inputs
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.input_preparation import check_inputs
 
 from .conftest import FILL, VIEWS, Target, bits
 
@@ -20,10 +20,10 @@ CPU = Target("cpu", None)
 @pytest.fixture(params=["first_call", "later_call"], autouse=True)
 def plans(request, monkeypatch: pytest.MonkeyPatch) -> BoundedCache:
     plans: BoundedCache = BoundedCache(64)
-    monkeypatch.setattr("deep_moe.input_preparation._plans", plans)
+    monkeypatch.setattr("deep_moe.fused.input_preparation._plans", plans)
     if request.param == "later_call":
         with monkeypatch.context() as patched:
-            patched.setattr("deep_moe.input_preparation.run_emulated", lambda *_, **__: None)
+            patched.setattr("deep_moe.fused.input_preparation.run_emulated", lambda *_, **__: None)
             for num_tokens in (4, 3):
                 inputs = {name: tensor[:num_tokens] for name, tensor in valid().items()}
                 deep_moe.prepare_inputs(**inputs, sym_buffer=CPU.buffer())
@@ -120,7 +120,7 @@ def shifted(num_elements: int) -> torch.Tensor:
             r"topk_weights must be contiguous; got strides \(4, 2\)",
         ),
         ("sym_buffer", None, TypeError, "sym_buffer must be a SymmBuffer; got NoneType"),
-        ("arch", "sm_80", ValueError, "arch must be one of sm_100a, sm_90a; got 'sm_80'"),
+        ("arch", "sm_80", ValueError, "arch must be one of sm_90a, sm_100a, sm_103a; got 'sm_80'"),
     ],
 )
 def test_refusals(name: str, value: Any, error: type[Exception], message: str) -> None:

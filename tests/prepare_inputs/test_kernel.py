@@ -14,7 +14,7 @@ from deep_moe.errors import CompileError
 from deep_moe.heuristics import PrepareInputsConfig
 from deep_moe.jit.kernel_args import PrepareInputsArgs, layout_checks
 
-HEADER = Path(__file__).parents[2] / "include/deep_moe/prepare_inputs.cuh"
+HEADER = Path(__file__).parents[2] / "include/deep_moe/kernels/prepare_inputs.cuh"
 THREADS_PER_SM, REGISTERS_PER_SM = 2048, 65536
 
 
@@ -55,7 +55,7 @@ def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, 
     wrong = replace(check, value=check.value + 8)
     monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))
     with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
-        compile_kernel(jit.render_prepare_inputs(PrepareInputsConfig()), "sm_90a")
+        compile_kernel(jit.render_prepare_inputs(PrepareInputsConfig(arch="sm_90a")), "sm_90a")
 
 
 def test_every_member_of_the_header_is_mirrored_in_order() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.bounded_cache import BoundedCache
+from deep_moe.fused.bounded_cache import BoundedCache
 
 from .conftest import Target, routing
 
@@ -25,13 +25,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         (launch,) = launches
         seen.append((bytes(launch.args), launch.kernel.key, launch.num_ctas, launch.memory))
 
-    monkeypatch.setattr("deep_moe.input_preparation.run_emulated", run)
+    monkeypatch.setattr("deep_moe.fused.input_preparation.run_emulated", run)
     return seen
 
 
 def use_cache(monkeypatch: pytest.MonkeyPatch, capacity: int = 64) -> BoundedCache:
     cache: BoundedCache = BoundedCache(capacity)
-    monkeypatch.setattr("deep_moe.input_preparation._plans", cache)
+    monkeypatch.setattr("deep_moe.fused.input_preparation._plans", cache)
     return cache
 
 
@@ -82,7 +82,7 @@ def test_a_later_launch_checks_nothing_again(launches, calls, monkeypatch) -> No
     def refuse(*_: object) -> None:
         pytest.fail("worked out a second time")
 
-    monkeypatch.setattr("deep_moe.input_preparation.check_inputs", refuse)
+    monkeypatch.setattr("deep_moe.fused.input_preparation.check_inputs", refuse)
     deep_moe.prepare_inputs(**calls[1])
     with pytest.raises(pytest.fail.Exception, match="second time"):
         deep_moe.prepare_inputs(**calls[2])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.buffer import SymmBuffer
-from deep_moe.formats import quantize_e4m3_ue8m0
-from deep_moe.synthetic import exact_layer
+from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.trial.synthetic import exact_layer
 
 from .conftest import VIEWS, Target, bits, routing
 

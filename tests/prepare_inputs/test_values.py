@@ -97,7 +97,7 @@ def test_no_tokens(target: Target) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 31, 33])
 @pytest.mark.parametrize("hidden", [128, 384, 1152])
 def test_counts_that_fill_no_cta_and_no_warp(target: Target, num_tokens: int, hidden: int) -> None:
-    config = PrepareInputsConfig()
+    config = PrepareInputsConfig(arch="sm_100a")
     chunks_per_cta = config.num_threads * config.num_chunks_per_lane
     assert config.num_chunks(num_tokens * hidden) % chunks_per_cta != 0
     buffer = target.buffer(max_tokens=40, num_topk=3, hidden=hidden)
@@ -106,7 +106,7 @@ def test_counts_that_fill_no_cta_and_no_warp(target: Target, num_tokens: int, hi
 
 def test_more_slots_than_threads(target: Target) -> None:
     """A token of 128 values is loaded by 16 lanes, of which 4 exist with 4 loads each."""
-    config = PrepareInputsConfig()
+    config = PrepareInputsConfig(arch="sm_100a")
     num_tokens, num_topk = 64, 32
     num_ctas = config.num_ctas(config.num_chunks(num_tokens * 128))
     assert num_tokens * num_topk > num_ctas * config.num_threads

@@ -4,7 +4,7 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 
 namespace deep_moe {

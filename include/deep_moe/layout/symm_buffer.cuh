@@ -1,5 +1,6 @@
-// Typed view of one rank's symmetric buffer. Offsets come from `Config::Symm`, where Python renders
-// the one declaration of the layout; shapes stand at the end of each line.
+// Typed view of one rank's symmetric buffer. Offsets, dimensions and element types come from
+// `Config::Symm`, where Python renders the one declaration of the layout; an accessor has the name
+// of its segment. Shapes stand at the end of each line.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -11,109 +12,116 @@ namespace deep_moe {
 template <class Config>
 class SymmBuffer {
     using Symm = typename Config::Symm;
-    static constexpr uint32_t num_sf_words = Config::hidden / 128;  // four UE8M0 scales per word
-    static constexpr uint32_t num_source_slots = Config::num_max_tokens_per_rank * Config::num_topk;
+    static_assert(sizeof(TokenSource) == Symm::token_src_metadata_stride);
 
  public:
     __device__ explicit SymmBuffer(uint64_t base) : base_(base) {}
 
     // Control part; zero between calls but for the barrier words.
     __device__ uint32_t* grid_gather_counter() const {
-        return at<uint32_t>(Symm::grid_gather_counter_offset);
+        return at<typename Symm::grid_gather_counter_element>(Symm::grid_gather_counter_offset);
     }
     __device__ uint32_t* rank_barrier_counter() const {
-        return at<uint32_t>(Symm::rank_barrier_counter_offset);
+        return at<typename Symm::rank_barrier_counter_element>(Symm::rank_barrier_counter_offset);
     }
-    __device__ int32_t* rank_barrier_signal(uint32_t phase) const {
-        return at<int32_t>(Symm::rank_barrier_signals_offset) + phase;  // [2]
+    __device__ int32_t* rank_barrier_signals(uint32_t phase) const {
+        return at<typename Symm::rank_barrier_signals_element>(Symm::rank_barrier_signals_offset) +
+               phase;  // [2]
     }
     // After a failed call, until the host zeroes the control part, in this rank's own send count of
     // expert 0 and sum of its first expert. No number of CTAs gets there.
     static constexpr uint64_t rank_gave_up = uint64_t{1} << 63;
     // High word: CTAs of this rank that reported; low word: tokens of this rank for the expert.
     __device__ uint64_t* expert_send_count(uint32_t expert_idx) const {
-        return at<uint64_t>(Symm::expert_send_count_offset) + expert_idx;  // [experts]
+        return at<typename Symm::expert_send_count_element>(Symm::expert_send_count_offset) +
+               expert_idx;  // [experts]
     }
     // As the source rank's send count, complete.
     __device__ uint64_t* expert_recv_count(uint32_t rank_idx, uint32_t local_expert_idx) const {
-        return at<uint64_t>(Symm::expert_recv_count_offset) +
-               rank_idx * Config::num_experts_per_rank + local_expert_idx;  // [ranks][E_local]
+        return at<typename Symm::expert_recv_count_element>(Symm::expert_recv_count_offset) +
+               rank_idx * Symm::expert_recv_count_dim1 + local_expert_idx;  // [ranks][E_local]
     }
     // High word: CTAs of all ranks that reported; low word: tokens of all ranks.
     __device__ uint64_t* expert_recv_sum(uint32_t local_expert_idx) const {
-        return at<uint64_t>(Symm::expert_recv_sum_offset) + local_expert_idx;  // [E_local]
+        return at<typename Symm::expert_recv_sum_element>(Symm::expert_recv_sum_offset) +
+               local_expert_idx;  // [E_local]
     }
     // Tokens of the block already in the L1 pool. On SM90 also, once Linear1 is done with them,
     // whether Linear2 has to look at their scales: has_own_scales.
     static constexpr uint32_t has_own_scales = 0x80000000;
     __device__ uint32_t* l1_arrival_count(uint32_t pool_block_idx) const {
-        return at<uint32_t>(Symm::l1_arrival_count_offset) + pool_block_idx;  // [pool_blocks]
+        return at<typename Symm::l1_arrival_count_element>(Symm::l1_arrival_count_offset) +
+               pool_block_idx;  // [pool_blocks]
     }
     // One bit per finished L1 n-block.
     __device__ uint64_t* l2_arrival_mask(uint32_t pool_block_idx, uint32_t word_idx = 0) const {
-        return at<uint64_t>(Symm::l2_arrival_mask_offset) +
-               pool_block_idx * Config::num_l2_mask_words + word_idx;  // [pool_blocks][words]
+        return at<typename Symm::l2_arrival_mask_element>(Symm::l2_arrival_mask_offset) +
+               pool_block_idx * Symm::l2_arrival_mask_dim1 + word_idx;  // [pool_blocks][words]
     }
     // SM90: blocks of the list that CTAs have claimed, beyond each one's first.
     __device__ uint32_t* num_claimed_blocks() const {
-        return at<uint32_t>(Symm::num_claimed_blocks_offset);
+        return at<typename Symm::num_claimed_blocks_element>(Symm::num_claimed_blocks_offset);
     }
 
     // Written before it is read in every call, so never cleaned.
     // token_idx * num_topk + topk_idx on the source rank.
     __device__ uint32_t* src_token_topk_idx(uint32_t local_expert_idx, uint32_t rank_idx,
                                             uint32_t slot_idx) const {
-        const uint64_t row = local_expert_idx * Config::num_ranks + rank_idx;
-        return at<uint32_t>(Symm::src_token_topk_idx_offset) + row * num_source_slots +
-               slot_idx;  // [E_local][ranks][tokens * topk]
+        const uint64_t row = local_expert_idx * Symm::src_token_topk_idx_dim1 + rank_idx;
+        return at<typename Symm::src_token_topk_idx_element>(Symm::src_token_topk_idx_offset) +
+               row * Symm::src_token_topk_idx_dim2 + slot_idx;  // [E_local][ranks][tokens * topk]
     }
-    __device__ TokenSource* token_source(uint32_t pool_token_idx) const {
+    __device__ TokenSource* token_src_metadata(uint32_t pool_token_idx) const {
         return at<TokenSource>(Symm::token_src_metadata_offset) + pool_token_idx;  // [pool_tokens]
     }
 
     // Data part: the caller's inputs.
     __device__ uint8_t* input_x(uint32_t token_idx) const {
-        return at<uint8_t>(Symm::input_x_offset) +
-               uint64_t{token_idx} * Config::hidden;  // [T][H] e4m3
+        return at<typename Symm::input_x_element>(Symm::input_x_offset) +
+               uint64_t{token_idx} * Symm::input_x_dim1;  // [T][H] e4m3
     }
     __device__ uint32_t* input_x_sf(uint32_t token_idx) const {
-        return at<uint32_t>(Symm::input_x_sf_offset) +
-               uint64_t{token_idx} * num_sf_words;  // [T][H/128]
+        return at<typename Symm::input_x_sf_element>(Symm::input_x_sf_offset) +
+               uint64_t{token_idx} * Symm::input_x_sf_dim1;  // [T][H/128]
     }
     __device__ int64_t* input_topk_idx(uint32_t token_topk_idx) const {
-        return at<int64_t>(Symm::input_topk_idx_offset) + token_topk_idx;  // [T * topk]
+        return at<typename Symm::input_topk_idx_element>(Symm::input_topk_idx_offset) +
+               token_topk_idx;  // [T * topk]
     }
-    __device__ float* input_topk_weight(uint32_t token_topk_idx) const {
-        return at<float>(Symm::input_topk_weights_offset) + token_topk_idx;  // [T * topk]
+    __device__ float* input_topk_weights(uint32_t token_topk_idx) const {
+        return at<typename Symm::input_topk_weights_element>(Symm::input_topk_weights_offset) +
+               token_topk_idx;  // [T * topk]
     }
 
     // Data part: pools of tokens for local experts.
-    __device__ uint8_t* l1_token(uint32_t pool_token_idx) const {
-        return at<uint8_t>(Symm::l1_tokens_offset) +
-               uint64_t{pool_token_idx} * Config::hidden;  // [pool_tokens][H] e4m3
+    __device__ uint8_t* l1_tokens(uint32_t pool_token_idx) const {
+        return at<typename Symm::l1_tokens_element>(Symm::l1_tokens_offset) +
+               uint64_t{pool_token_idx} * Symm::l1_tokens_dim1;  // [pool_tokens][H] e4m3
     }
     __device__ uint32_t* l1_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
-        return at<uint32_t>(Symm::l1_token_sf_offset) +
-               uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens +
+        return at<typename Symm::l1_token_sf_element>(Symm::l1_token_sf_offset) +
+               uint64_t{k_block_idx} * Symm::l1_token_sf_dim1 +
                sf_pool_token_idx;  // [H/128][padded_sf_pool]
     }
-    __device__ float* l1_topk_weight(uint32_t pool_token_idx) const {
-        return at<float>(Symm::l1_topk_weights_offset) + pool_token_idx;  // [pool_tokens]
+    __device__ float* l1_topk_weights(uint32_t pool_token_idx) const {
+        return at<typename Symm::l1_topk_weights_element>(Symm::l1_topk_weights_offset) +
+               pool_token_idx;  // [pool_tokens]
     }
-    __device__ uint8_t* l2_token(uint32_t pool_token_idx) const {
-        return at<uint8_t>(Symm::l2_tokens_offset) +
-               uint64_t{pool_token_idx} * Config::intermediate_hidden;  // [pool_tokens][I] e4m3
+    __device__ uint8_t* l2_tokens(uint32_t pool_token_idx) const {
+        return at<typename Symm::l2_tokens_element>(Symm::l2_tokens_offset) +
+               uint64_t{pool_token_idx} * Symm::l2_tokens_dim1;  // [pool_tokens][I] e4m3
     }
     __device__ uint32_t* l2_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
-        return at<uint32_t>(Symm::l2_token_sf_offset) +
-               uint64_t{k_block_idx} * Config::num_padded_sf_pool_tokens +
+        return at<typename Symm::l2_token_sf_element>(Symm::l2_token_sf_offset) +
+               uint64_t{k_block_idx} * Symm::l2_token_sf_dim1 +
                sf_pool_token_idx;  // [I/128][padded_sf_pool]
     }
 
     // Data part: contributions to this rank's tokens, one row per slot.
     __device__ uint16_t* combine(uint32_t topk_idx, uint32_t token_idx) const {
-        const uint64_t row = uint64_t{topk_idx} * Config::num_max_tokens_per_rank + token_idx;
-        return at<uint16_t>(Symm::combine_offset) + row * Config::hidden;  // [topk][T][H] bf16
+        const uint64_t row = uint64_t{topk_idx} * Symm::combine_dim1 + token_idx;
+        return at<typename Symm::combine_element>(Symm::combine_offset) +
+               row * Symm::combine_dim2;  // [topk][T][H] bf16
     }
 
  private:

@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* address, uint
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
                  : "=r"(old)
                  : "l"(address), "r"(value)
-                 : "memory");
+                 : "memory");  //~ atom_add_acq_rel
     return old;
 }
 
@@ -90,6 +90,7 @@ __device__ __forceinline__ void red_or_relaxed_sys(uint64_t* address, uint64_t b
 }
 
 __device__ __forceinline__ void red_or_release_gpu(uint64_t* address, uint64_t bits) {
+    //~ red_or_release
     asm volatile("red.or.release.gpu.global.b64 [%0], %1;" : : "l"(address), "l"(bits) : "memory");
 }
 

@@ -14,12 +14,12 @@ namespace deep_moe::ptx {
 // Together with a relaxed write at sys scope behind it, by the same thread, a release: one for any
 // number of such writes. It waits until the thread's own writes, remote ones too, have been done.
 __device__ __forceinline__ void fence_release_sys() {
-    asm volatile("fence.release.sys;" : : : "memory");
+    asm volatile("fence.release.sys;" : : : "memory");  //~ fence_release
 }
 
 // Together with a relaxed read at sys scope in front of it, by the same thread, an acquire.
 __device__ __forceinline__ void fence_acquire_sys() {
-    asm volatile("fence.acquire.sys;" : : : "memory");
+    asm volatile("fence.acquire.sys;" : : : "memory");  //~ fence_acquire
 }
 
 // Every state space.

@@ -45,6 +45,7 @@ __device__ __forceinline__ uint32_t ld_acquire_gpu(const uint32_t* address) {
 
 __device__ __forceinline__ uint64_t ld_acquire_gpu(const uint64_t* address) {
     uint64_t value;
+    //~ ld_acquire
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     return value;
 }
@@ -116,11 +117,6 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 value) {
                  :
                  : "r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
-}
-
-// Brings the cache line of a global address into L2; nothing waits for it.
-__device__ __forceinline__ void prefetch_global_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(address) : "memory");
 }
 
 }  // namespace deep_moe::ptx

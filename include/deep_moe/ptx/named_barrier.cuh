@@ -4,7 +4,7 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/named_barriers.cuh"
+#include "deep_moe/sync/named_barriers.cuh"
 
 namespace deep_moe::ptx {
 

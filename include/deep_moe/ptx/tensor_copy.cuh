@@ -5,7 +5,7 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
 
 namespace deep_moe::ptx {
 

@@ -24,8 +24,8 @@ template <uint32_t num_ctas>
 __device__ __forceinline__ bool grid_gather(uint32_t* counter, const Waiter& waiter) {
     bool is_last = false;
     if (!waiter.aborted() && ptx::lane_idx() == 0) {
-        is_last = ptx::atom_add_acq_rel_gpu(counter, 1) == num_ctas - 1;
-        if (is_last) ptx::red_add_relaxed_gpu(counter, -num_ctas);
+        is_last = ptx::atom_add_acq_rel_gpu(counter, 1) == num_ctas - 1;  //~ gather_last
+        if (is_last) ptx::red_add_relaxed_gpu(counter, -num_ctas);        //~ gather_reset
     }
     is_last = __any_sync(full_warp, is_last);
     __syncwarp();  // orders memory, which the vote does not

@@ -46,8 +46,8 @@ class RankBarrier {
         }
         __syncwarp();
         for (uint32_t rank = ptx::lane_idx(); rank < Config::num_ranks; rank += warp_size) {
-            ptx::red_add_release_sys(buffers_.of(rank).rank_barrier_signal(signal_idx()),
-                                     counts_up() ? 1 : -1);
+            ptx::red_add_release_sys(buffers_.of(rank).rank_barrier_signals(signal_idx()),
+                                     counts_up() ? 1 : -1);  //~ rank_arrives
         }
     }
 
@@ -56,8 +56,8 @@ class RankBarrier {
     __device__ bool wait(WaitSite site, bool has_arrived, Waiter& waiter) const {
         const SymmBuffer<Config> local = buffers_.local();
         const auto num_arrivals = [&] {
-            const auto signal =
-                static_cast<uint32_t>(ptx::ld_acquire_sys(local.rank_barrier_signal(signal_idx())));
+            const auto signal = static_cast<uint32_t>(
+                ptx::ld_acquire_sys(local.rank_barrier_signals(signal_idx())));  //~ rank_polls
             return counts_up() ? signal : Config::num_ranks - signal;
         };
         const auto late_ranks = [&] {

@@ -11,7 +11,7 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/kernel_args.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -47,12 +47,12 @@ struct RankSet {
         if (rank < 64) {
             low |= uint64_t{1} << rank;
         } else {
-            high |= uint64_t{1} << (rank - 64);
+            high |= uint64_t{1} << (rank - 64);  //~ high_rank
         }
     }
     __device__ uint32_t first() const {
         if (low != 0) return __ffsll(static_cast<long long>(low)) - 1;
-        if (high != 0) return __ffsll(static_cast<long long>(high)) + 63;
+        if (high != 0) return __ffsll(static_cast<long long>(high)) + 63;  //~ first_high_rank
         return no_peer_rank;
     }
 };
@@ -112,7 +112,7 @@ class Waiter {
     __device__ bool warp_agrees(bool arrived) {
         arrived = __all_sync(full_warp, arrived);
         aborted_ = aborted_ || !arrived;
-        __syncwarp();  // orders memory, which the vote does not
+        __syncwarp();  //~ vote_ordered: orders memory, which the vote does not
         return arrived;
     }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from deep_moe.emulator import EmulatorError, Machine
+from deep_moe.emulator import Finding, Machine
 from deep_moe.jit.headers import find_headers
 from deep_moe.jit.nvrtc import compiler_version
 
@@ -109,7 +109,7 @@ class Launch:
     cluster: tuple[int, ...]
     before: list[np.ndarray] = field(default_factory=list)
     after: list[np.ndarray] = field(default_factory=list)
-    findings: list[EmulatorError] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def run(example: Example, *arguments: int | str, seed: int = 0) -> tuple[int, list[Launch]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_moe.emulator import EmulatorError, Machine
+from deep_moe.emulator import Finding, Machine
 
 HERE = Path(__file__).parent
 SHARED_BYTES = 100 * 1024
@@ -22,7 +22,7 @@ NO_PROXY_FENCE = r"no fence\.proxy\.async stands between them\n  first: write by
 
 def launch(
     name: str, grid: tuple[int, int], arguments: list[torch.Tensor | int], seed: int
-) -> list[EmulatorError]:
+) -> list[Finding]:
     ptx = (HERE / f"{name}.ptx").read_text()
     entry = name.rpartition("_")[0]
     machine = Machine(seed=seed, stop_at_findings=False)
@@ -57,7 +57,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-2, 3, shape).to(dtype)
 
 
-def check_findings(findings: list[EmulatorError], *expected: str) -> None:
+def check_findings(findings: list[Finding], *expected: str) -> None:
     texts = [str(finding) for finding in findings]
     assert [t for t in texts if not any(re.search(e, t) for e in expected)] == []
     assert [e for e in expected if not any(re.search(e, t) for t in texts)] == []

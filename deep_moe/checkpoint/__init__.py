@@ -1,0 +1,5 @@
+"""Experts out of checkpoints."""
+
+from .experts import load_experts, load_transformed_experts, save_experts
+
+__all__ = ["load_experts", "load_transformed_experts", "save_experts"]

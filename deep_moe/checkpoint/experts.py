@@ -1,0 +1,693 @@
+"""Expert weights from safetensors checkpoints, for one rank at a time.
+
+Three ways to name the tensors are known (`NAMINGS`); others can be given. Whatever the naming, a
+rank opens only files that hold experts of its own and reads only their bytes.
+
+How many experts a layer has says config.json, or the caller: what is missing is then known to be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from deep_moe.errors import CheckpointError
+from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0, unpack_ue8m0
+from deep_moe.formats.weights import (
+    LayerWeights,
+    MegaMoEWeights,
+    Pair,
+    empty_weights_for_mega_moe,
+    transform_weights_for_mega_moe,
+)
+
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+# What published models call the number of routed experts of a layer.
+NUM_EXPERTS_KEYS = (
+    "n_routed_experts",
+    "num_routed_experts",
+    "num_local_experts",
+    "num_experts",
+    "moe_num_experts",
+)
+
+_WEIGHT_DTYPES = (torch.uint8, torch.int8)
+_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_NAN_BYTE = 255
+_MAX_NAMED = 8  # experts or files that an error lists
+
+
+@dataclass(frozen=True)
+class ExpertNaming:
+    """A tensor per expert and projection: packed E2M1 [rows, K/2], UE8M0 scales [rows, K/32].
+
+    The names contain {layer} and {expert}; `weight` and `scale` are appended to each.
+    """
+
+    gate: str
+    up: str
+    down: str
+    weight: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class StackedNaming:
+    """All experts of a layer in one tensor per projection: E2M1 blocks [experts, rows, K/32, 16] or
+    [experts, rows, K/2], scales [experts, rows, K/32].
+
+    The names contain {layer}. interleaved: rows of gate and up alternate, as opposed to all of gate
+    before all of up. bias: suffix of biases; no kernel adds them, so a layer that has some is
+    refused.
+    """
+
+    gate_up: str
+    down: str
+    weight: str
+    scale: str
+    bias: str
+    interleaved: bool
+
+
+DEFAULT_NAMING = ExpertNaming(
+    gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj",
+    up="model.layers.{layer}.mlp.experts.{expert}.up_proj",
+    down="model.layers.{layer}.mlp.experts.{expert}.down_proj",
+    weight=".weight",
+    scale=".weight_scale",
+)
+
+NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
+    "experts": DEFAULT_NAMING,
+    "numbered": ExpertNaming(
+        gate="layers.{layer}.ffn.experts.{expert}.w1",
+        up="layers.{layer}.ffn.experts.{expert}.w3",
+        down="layers.{layer}.ffn.experts.{expert}.w2",
+        weight=".weight",
+        scale=".scale",
+    ),
+    "stacked": StackedNaming(
+        gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
+        down="model.layers.{layer}.mlp.experts.down_proj",
+        weight="_blocks",
+        scale="_scales",
+        bias="_bias",
+        interleaved=True,
+    ),
+}
+
+
+def load_experts(
+    path: str | Path,
+    layer: int,
+    *,
+    num_experts: int | None = None,
+    rank_idx: int = 0,
+    num_ranks: int = 1,
+    naming: ExpertNaming | StackedNaming | None = None,
+    device: torch.device | str = "cpu",
+) -> MegaMoEWeights:
+    """The experts of one layer that rank `rank_idx` of `num_ranks` owns, not yet transformed.
+
+    path: a .safetensors file, or a folder with an index or with such files. num_experts: of the
+    layer, all ranks together; by default what config.json beside the files says
+    (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts. naming: by default
+    the one of `NAMINGS` that the checkpoint follows.
+
+    Returns l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before up rows, and
+    l2 = (int8 [E, H, I/2], int32 [E, H, I/128]).
+
+    Raises CheckpointError, which names tensor or file, for what is missing, of any rank's experts,
+    for another shape or type, for a scale that is NaN, and if nothing says how many experts there
+    are. Raises ValueError if the ranks cannot share them.
+
+    >>> from tempfile import mkdtemp
+    >>> from deep_moe import quantize_mxfp4, transform_weights_for_mega_moe
+    >>> w13, w2 = torch.randn(4, 2 * 128, 256), torch.randn(4, 256, 128)
+    >>> folder = mkdtemp()
+    >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
+    >>> l1, l2 = load_experts(folder, layer=7, rank_idx=1, num_ranks=2)
+    >>> l1.weight.shape, l2.sf.shape
+    (torch.Size([2, 256, 128]), torch.Size([2, 256, 1]))
+    >>> weights = transform_weights_for_mega_moe(l1, l2)
+    """
+    with _opened(path, layer, num_experts, rank_idx, num_ranks, naming) as (tensors, experts):
+        weights = _empty_weights(len(experts), *tensors.sizes(experts[0]), torch.device(device))
+        for local, expert in enumerate(experts):
+            tensors.read(expert, weights.expert(local))
+        return weights
+
+
+def load_transformed_experts(
+    path: str | Path,
+    layer: int,
+    *,
+    num_experts: int | None = None,
+    rank_idx: int = 0,
+    num_ranks: int = 1,
+    naming: ExpertNaming | StackedNaming | None = None,
+    arch: str | None = None,
+    device: torch.device | str = "cpu",
+) -> MegaMoEWeights:
+    """What `transform_weights_for_mega_moe` makes of `load_experts`, expert by expert: beside the
+    result there is never more than one expert's raw weights.
+
+    arch: the target; by default that of `device`. The others, and what is raised, are as in
+    `load_experts`; CheckpointError also for scales that the target cannot hold.
+
+    >>> from tempfile import mkdtemp
+    >>> from deep_moe import quantize_mxfp4
+    >>> w13, w2 = torch.randn(4, 2 * 128, 256), torch.randn(4, 256, 128)
+    >>> folder = mkdtemp()
+    >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
+    >>> l1, l2 = load_transformed_experts(folder, layer=7, rank_idx=1, num_ranks=2)
+    """
+    with _opened(path, layer, num_experts, rank_idx, num_ranks, naming) as (tensors, experts):
+        intermediate, hidden = tensors.sizes(experts[0])
+        raw = _empty_weights(1, intermediate, hidden, torch.device(device))
+        weights = empty_weights_for_mega_moe(
+            len(experts), hidden, intermediate, arch=arch, device=device
+        )
+        for local, expert in enumerate(experts):
+            tensors.read(expert, raw)
+            try:
+                transform_weights_for_mega_moe(*raw, arch, out=weights.expert(local))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path}: expert {expert} of layer {layer} by itself: {error}"
+                ) from error
+        return weights
+
+
+@contextmanager
+def _opened(
+    path: str | Path,
+    layer: int,
+    num_experts: int | None,
+    rank_idx: int,
+    num_ranks: int,
+    naming: ExpertNaming | StackedNaming | None,
+) -> Iterator[tuple[_LayerTensors, range]]:
+    """A layer's tensors, complete by name, and the experts of the rank."""
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1; got {num_ranks}")
+    if not 0 <= rank_idx < num_ranks:
+        raise ValueError(f"rank_idx must be 0 to {num_ranks - 1}; got {rank_idx}")
+    if num_experts is not None and num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, or None; got {num_experts}")
+    with _Tensors(Path(path)) as tensors:
+        own = _find_layer(tensors, layer, naming)
+        count = own.check(num_experts)
+        if count % num_ranks:
+            raise ValueError(
+                f"num_ranks must divide the {count} experts of layer {layer}; got {num_ranks}"
+            )
+        per_rank = count // num_ranks
+        yield own, range(rank_idx * per_rank, (rank_idx + 1) * per_rank)
+
+
+def save_experts(
+    folder: str | Path,
+    layers: Mapping[int, tuple[Pair, Pair]],
+    *,
+    naming: ExpertNaming = DEFAULT_NAMING,
+    experts_per_file: int = 8,
+) -> None:
+    """Write the experts of whole layers, by layer number, as a sharded checkpoint with an index.
+
+    The pairs are as `load_experts` returns them, of all ranks. config.json is made, or completed,
+    so that it says how many experts a layer has. Raises ValueError if layers, or an existing
+    config.json, differ in that.
+
+    >>> from tempfile import mkdtemp
+    >>> from deep_moe import quantize_mxfp4
+    >>> l1 = quantize_mxfp4(torch.randn(4, 2 * 128, 256))
+    >>> l2 = quantize_mxfp4(torch.randn(4, 256, 128))
+    >>> folder = mkdtemp()
+    >>> save_experts(folder, {0: (l1, l2)})
+    >>> load_experts(folder, layer=0).l1.weight.equal(l1.weight)
+    True
+    """
+    if experts_per_file < 1:
+        raise ValueError(f"experts_per_file must be at least 1; got {experts_per_file}")
+    counts = {layer: l1[0].shape[0] for layer, (l1, _) in layers.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"layers must have one number of experts; got {counts}, by layer")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for num_experts in set(counts.values()):
+        _write_config(folder / CONFIG_NAME, num_experts)
+    shards: list[dict[str, torch.Tensor]] = []
+    for layer, (l1, l2) in layers.items():
+        for expert in range(l1[0].shape[0]):
+            if expert % experts_per_file == 0:
+                shards.append({})
+            shards[-1].update(_expert_tensors(naming, layer, expert, l1, l2))
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name)
+        weight_map.update(dict.fromkeys(shard, name))
+    total_size = sum(t.numel() for shard in shards for t in shard.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _expert_tensors(
+    naming: ExpertNaming, layer: int, expert: int, l1: Pair, l2: Pair
+) -> Iterator[tuple[str, torch.Tensor]]:
+    gate_up, gate_up_sf = l1[0][expert].view(torch.uint8), unpack_ue8m0(l1[1][expert])
+    num_rows = gate_up.shape[0] // 2
+    parts = (
+        (naming.gate, gate_up[:num_rows], gate_up_sf[:num_rows]),
+        (naming.up, gate_up[num_rows:], gate_up_sf[num_rows:]),
+        (naming.down, l2[0][expert].view(torch.uint8), unpack_ue8m0(l2[1][expert])),
+    )
+    for template, weight, scale in parts:
+        name = template.format(layer=layer, expert=expert)
+        yield name + naming.weight, weight.clone()
+        yield name + naming.scale, scale.clone()
+
+
+_SHARD_NAME = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
+
+
+class _Tensors:
+    """Tensors of a checkpoint by name. Files are opened when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open_files: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        self._file_of = _file_of_tensors(path)
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> Iterable[str]:
+        return self._file_of
+
+    def lost_files(self) -> list[str]:
+        """Shards that the others' numbering speaks of, for a folder without an index."""
+        names = {file.name for file in self._file_of.values()}
+        lost: set[str] = set()
+        for name in names:
+            match = _SHARD_NAME.fullmatch(name)
+            if match is None:
+                continue
+            stem, number, count = match.groups()
+            width = len(number)
+            all_shards = (f"{i:0{width}d}-of-{count}" for i in range(1, int(count) + 1))
+            lost |= {f"{stem}{shard}.safetensors" for shard in all_shards} - names
+        return sorted(lost)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the header, without reading the tensor."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._file(name).get_tensor(name)
+
+    def read_entry(self, name: str, index: int) -> torch.Tensor:
+        """One entry of the first dimension as a matrix, its other dimensions joined."""
+        part = self._file(name).get_slice(name)
+        return part[index : index + 1].flatten(2)[0]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path} has no tensor {name}")
+        file = self._file_of[name]
+        if file not in self._open_files:
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing; the index says that it holds {name}")
+            self._open_files[file] = self._stack.enter_context(_open(file))
+        handle = self._open_files[file]
+        if name not in handle.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
+            raise CheckpointError(f"{file} has no tensor {name}, although the index says so")
+        return handle
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is no safetensors file: {error}") from error
+
+
+def _file_of_tensors(path: Path) -> dict[str, Path]:
+    """File of each tensor name: from the index, or from the headers if there is none."""
+    if (path / INDEX_NAME).is_file():
+        try:
+            weight_map = json.loads((path / INDEX_NAME).read_text())["weight_map"]
+            return {name: path / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path / INDEX_NAME} must hold a JSON object with a weight_map: {error!r}"
+            ) from error
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} must be a .safetensors file or a folder with such files")
+    file_of = {}
+    for file in files:
+        with _open(file) as handle:
+            file_of.update(dict.fromkeys(handle.keys(), file))
+    return file_of
+
+
+class _LayerTensors(ABC):
+    """The tensors of one layer's experts, by their naming."""
+
+    def __init__(self, tensors: _Tensors, layer: int) -> None:
+        self.tensors = tensors
+        self.layer = layer
+
+    @abstractmethod
+    def present(self) -> set[int]:
+        """Experts of which there is any tensor."""
+
+    @abstractmethod
+    def check(self, num_experts: int | None) -> int:
+        """How many experts there are, all of them complete. num_experts: what the caller says."""
+
+    @abstractmethod
+    def sizes(self, expert: int) -> tuple[int, int]:
+        """Intermediate and hidden size, by the tensors of this expert."""
+
+    @abstractmethod
+    def read(self, expert: int, target: MegaMoEWeights) -> None:
+        """Read one expert into tensors [1, ...]."""
+
+    def expected_count(self, num_experts: int | None) -> tuple[int | None, str]:
+        """The number of experts, if it is known, and who says so."""
+        if num_experts is not None:
+            return num_experts, "num_experts"
+        path = self.tensors.path
+        config = (path.parent if path.is_file() else path) / CONFIG_NAME
+        return _count_of_config(config), str(config)
+
+
+class _SeparateExperts(_LayerTensors):
+    def __init__(self, tensors: _Tensors, layer: int, naming: ExpertNaming) -> None:
+        super().__init__(tensors, layer)
+        self.naming = naming
+
+    def present(self) -> set[int]:
+        found = set()
+        for template in (self.naming.gate, self.naming.up, self.naming.down):
+            marked = template.format(layer=self.layer, expert="\0")
+            prefix, _, rest = marked.partition("\0")
+            suffixes = f"({re.escape(self.naming.weight)}|{re.escape(self.naming.scale)})"
+            pattern = re.compile(r"(\d+)" + re.escape(rest).replace("\0", r"\1") + suffixes)
+            for name in self.tensors.names():
+                if name.startswith(prefix):
+                    match = pattern.fullmatch(name, len(prefix))
+                    if match is not None:
+                        found.add(int(match.group(1)))
+        return found
+
+    def check(self, num_experts: int | None) -> int:
+        path = self.tensors.path
+        present = self.present()
+        count, source = self.expected_count(num_experts)
+        if count is None:
+            raise CheckpointError(
+                f"{path} does not say how many experts layer {self.layer} has: there is no "
+                f"{source} with one of {', '.join(NUM_EXPERTS_KEYS)}; give num_experts. There are "
+                f"tensors of {_numbers(present)}"
+            )
+        beyond = {expert for expert in present if expert >= count}
+        if beyond:
+            raise CheckpointError(
+                f"{path} has tensors of {_numbers(beyond)} of layer {self.layer}, which has "
+                f"{count} experts as {source} says"
+            )
+        missing = {
+            name: expert
+            for expert in range(count)
+            for name in self._names(expert)
+            if name not in self.tensors
+        }
+        if missing:
+            lost = self.tensors.lost_files()
+            files = f"; there is no file {_listed(lost)}" if lost else ""
+            raise CheckpointError(
+                f"{path} lacks {_numbers(set(missing.values()))} of the {count} of layer "
+                f"{self.layer}, whole or in part: has no tensor {_listed(list(missing))}{files} "
+                f"(the number of experts is that of {source})"
+            )
+        return count
+
+    def sizes(self, expert: int) -> tuple[int, int]:
+        first = self._names(expert)[0]
+        shape = self.tensors.shape(first)
+        if len(shape) != 2:
+            raise CheckpointError(f"{first} must have shape [rows, K/2]; got {shape}")
+        return shape[0], 2 * shape[1]
+
+    def read(self, expert: int, target: MegaMoEWeights) -> None:
+        (l1, l1_sf), (l2, l2_sf) = target
+        num_rows = l1.shape[1] // 2
+        targets = (
+            (l1[0, :num_rows], l1_sf[0, :num_rows]),
+            (l1[0, num_rows:], l1_sf[0, num_rows:]),
+            (l2[0], l2_sf[0]),
+        )
+        names = iter(self._names(expert))
+        for weight, sf in targets:
+            weight_name, scale_name = next(names), next(names)
+            weight.copy_(_as_e2m1(weight_name, self.tensors.read(weight_name), weight))
+            sf.copy_(_as_words(scale_name, self.tensors.read(scale_name), sf))
+
+    def _names(self, expert: int) -> list[str]:
+        """Weight and scale of gate, up and down."""
+        return [
+            template.format(layer=self.layer, expert=expert) + suffix
+            for template in (self.naming.gate, self.naming.up, self.naming.down)
+            for suffix in (self.naming.weight, self.naming.scale)
+        ]
+
+
+class _StackedExperts(_LayerTensors):
+    def __init__(self, tensors: _Tensors, layer: int, naming: StackedNaming) -> None:
+        super().__init__(tensors, layer)
+        self.naming = naming
+        self.gate_up = naming.gate_up.format(layer=layer)
+        self.down = naming.down.format(layer=layer)
+
+    def present(self) -> set[int]:
+        is_there = any(name in self.tensors for name in self._names())
+        return {0} if is_there else set()
+
+    def check(self, num_experts: int | None) -> int:
+        path = self.tensors.path
+        for name in (self.gate_up + self.naming.bias, self.down + self.naming.bias):
+            if name in self.tensors:
+                raise CheckpointError(f"{path} has {name}; no kernel adds biases of experts")
+        missing = [name for name in self._names() if name not in self.tensors]
+        if missing:
+            lost = self.tensors.lost_files()
+            files = f"; there is no file {_listed(lost)}" if lost else ""
+            raise CheckpointError(f"{path} has no tensor {_listed(missing)}{files}")
+        counts = {name: self.tensors.shape(name)[0] for name in self._names()}
+        count, source = self.expected_count(num_experts)
+        if count is None:
+            source = self._names()[0]
+            count = counts[source]
+        for name, own in counts.items():
+            if own != count:
+                raise CheckpointError(
+                    f"{name} must have an entry for each of the {count} experts that {source} "
+                    f"speaks of; got {own}"
+                )
+        return count
+
+    def sizes(self, expert: int) -> tuple[int, int]:
+        first = self.gate_up + self.naming.weight
+        shape = self.tensors.shape(first)
+        if len(shape) not in (3, 4):
+            raise CheckpointError(
+                f"{first} must have shape [experts, rows, K/32, 16] or [experts, rows, K/2]; "
+                f"got {shape}"
+            )
+        return shape[1] // 2, 2 * prod(shape[2:])
+
+    def read(self, expert: int, target: MegaMoEWeights) -> None:
+        for prefix, (weight, sf) in ((self.gate_up, target.l1), (self.down, target.l2)):
+            weight_name, scale_name = prefix + self.naming.weight, prefix + self.naming.scale
+            read = self.tensors.read_entry
+            packed = _as_e2m1(weight_name, read(weight_name, expert), weight[0])
+            words = _as_words(scale_name, read(scale_name, expert), sf[0])
+            is_mixed = self.naming.interleaved and prefix == self.gate_up
+            weight[0].copy_(_separate_rows(packed) if is_mixed else packed)
+            sf[0].copy_(_separate_rows(words) if is_mixed else words)
+
+    def _names(self) -> list[str]:
+        return [
+            prefix + suffix
+            for prefix in (self.gate_up, self.down)
+            for suffix in (self.naming.weight, self.naming.scale)
+        ]
+
+
+def _find_layer(
+    tensors: _Tensors, layer: int, naming: ExpertNaming | StackedNaming | None
+) -> _LayerTensors:
+    """The layer, by the given naming or by the known one that has any of its tensors."""
+    for candidate in NAMINGS.values() if naming is None else (naming,):
+        own: _LayerTensors
+        if isinstance(candidate, StackedNaming):
+            own = _StackedExperts(tensors, layer, candidate)
+        else:
+            own = _SeparateExperts(tensors, layer, candidate)
+        if own.present():
+            return own
+    looked_for = ", ".join(
+        own.gate_up if isinstance(own, StackedNaming) else own.gate
+        for own in (NAMINGS.values() if naming is None else (naming,))
+    ).format(layer=layer, expert=0)
+    kind = "a known name" if naming is None else "the name given"
+    raise CheckpointError(
+        f"{tensors.path} has no experts of layer {layer} under {kind}; looked for {looked_for}"
+    )
+
+
+def _count_of_config(config: Path) -> int | None:
+    """Experts of a layer by config.json, by its outermost part that speaks of them."""
+    parts = [_read_config(config)] if config.is_file() else []
+    while parts:
+        counts = {
+            key: part[key]
+            for part in parts
+            for key in NUM_EXPERTS_KEYS
+            if part.get(key) is not None
+        }
+        if counts:
+            return _one_count(counts, config)
+        parts = [value for part in parts for value in part.values() if isinstance(value, dict)]
+    return None
+
+
+def _one_count(counts: Mapping[str, Any], config: Path) -> int:
+    said = ", ".join(f"{key} {value!r}" for key, value in counts.items())
+    first, *others = counts.values()
+    if not isinstance(first, int) or isinstance(first, bool) or first < 1:
+        raise CheckpointError(f"{config} must give experts as a positive int; got {said}")
+    if any(other != first for other in others):
+        raise CheckpointError(
+            f"{config} must give one number of experts; got {said}: give num_experts"
+        )
+    return first
+
+
+def _read_config(config: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(config.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{config} must hold a JSON object: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{config} must hold a JSON object; got {type(document).__name__}")
+    return document
+
+
+def _write_config(config: Path, num_experts: int) -> None:
+    """Say in config.json how many experts a layer has, beside what it says already."""
+    count = _count_of_config(config)
+    if count is None:
+        document = _read_config(config) if config.is_file() else {}
+        document["num_experts"] = num_experts
+        config.write_text(json.dumps(document, indent=1) + "\n")
+    elif count != num_experts:
+        raise ValueError(f"layers must have the {count} experts of {config}; got {num_experts}")
+
+
+def _numbers(experts: set[int]) -> str:
+    """Words for some experts.
+
+    >>> _numbers({3}), _numbers({0, 2, 3})
+    ('expert 3', 'experts 0, 2, 3')
+    """
+    return f"expert{'s' if len(experts) > 1 else ''} {_listed(sorted(experts))}"
+
+
+def _listed(names: list[Any]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(map(str, names[:_MAX_NAMED])) + more
+
+
+def _separate_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Even rows (gate), then odd rows (up)."""
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _empty_weights(
+    num_experts: int, intermediate: int, hidden: int, device: torch.device
+) -> MegaMoEWeights:
+    if intermediate % 128 or hidden % 128 or not intermediate or not hidden:
+        raise CheckpointError(
+            "hidden and intermediate sizes must be positive multiples of 128; the checkpoint has "
+            f"{hidden} and {intermediate}"
+        )
+
+    def empty(num_rows: int, num_columns: int) -> LayerWeights:
+        return LayerWeights(
+            torch.empty((num_experts, num_rows, num_columns // 2), dtype=torch.int8, device=device),
+            torch.empty(
+                (num_experts, num_rows, num_columns // 128), dtype=torch.int32, device=device
+            ),
+        )
+
+    return MegaMoEWeights(empty(2 * intermediate, hidden), empty(hidden, intermediate))
+
+
+def _as_e2m1(name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A packed weight as int8, checked against where it goes."""
+    if tensor.dtype not in _WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{name} must be uint8 or int8, two E2M1 values per byte; got {tensor.dtype}"
+        )
+    _check_shape(name, tensor, tuple(like.shape))
+    return tensor.view(torch.int8)
+
+
+def _as_words(name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Scale bytes packed four to an int32, checked against where they go."""
+    if tensor.dtype not in _SCALE_DTYPES:
+        raise CheckpointError(
+            f"{name} must be uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values; "
+            f"got {tensor.dtype}"
+        )
+    _check_shape(name, tensor, (like.shape[0], 4 * like.shape[1]))
+    scales = tensor.view(torch.uint8)
+    nans = (scales.amax(dim=-1) == _NAN_BYTE).nonzero()
+    if nans.numel():
+        raise CheckpointError(
+            f"{name} must hold numbers; got NaN (UE8M0 byte {_NAN_BYTE}) in row {int(nans[0])}"
+        )
+    return pack_ue8m0(scales)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(
+            f"{name} must have shape {expected} to go with the other tensors; "
+            f"got {tuple(tensor.shape)}"
+        )

@@ -1,0 +1,64 @@
+"""Checks of a call before anything is made for it, so that what cannot work is refused at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from .output import format_bytes
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics import MoEShape
+
+
+def check_call(
+    shape: MoEShape,
+    tokens: Sequence[int],
+    *,
+    arch: str,
+    num_sms: int | None,
+    clamp: float | None,
+    overrides: Mapping[str, int],
+) -> None:
+    """ValueError unless there is a kernel for the ranks' tokens, and memory for random weights and
+    tokens."""
+    from deep_moe.heuristics import choose_config
+
+    choose_config(
+        shape,
+        max(tokens),
+        arch=arch,
+        num_sms=num_sms,
+        activation_clamp=clamp,
+        overrides=overrides,
+    )
+    needed = trial_bytes(shape, tokens)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ValueError(
+            f"the weights and tokens of this layer take at least {format_bytes(needed)}, and this "
+            f"machine has {format_bytes(memory)}: take fewer or smaller experts, or fewer tokens"
+        )
+
+
+def trial_bytes(shape: MoEShape, tokens: Sequence[int]) -> int:
+    """What a layer of all ranks and their tokens take at least while they are made: weights of four
+    bits as they are stored and as they are laid out, one expert's Linear1 and a token in FP32.
+
+    >>> from deep_moe.heuristics import MoEShape
+    >>> trial_bytes(MoEShape(2, 4, 2, 256, 128, 16), (16, 8))
+    679936
+    """
+    per_expert = 3 * shape.hidden * shape.intermediate_hidden
+    linear1 = 2 * shape.hidden * shape.intermediate_hidden
+    return shape.num_experts * per_expert + 4 * linear1 + 4 * sum(tokens) * shape.hidden
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """BadParameter if the folder of a file that a command writes at its end is not there."""
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{option} must lie in a folder that exists; got {path}")

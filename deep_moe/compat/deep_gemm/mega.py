@@ -1,0 +1,347 @@
+"""The buffer, the weights and the call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import deep_moe
+import deep_moe.fused.input_preparation  # defines the operator
+from deep_moe.formats.weights import MegaMoEWeights
+from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics.shape import K_BLOCK
+from deep_moe.targets import target_of_device
+
+from .operands import packed_weights
+from .utils import align
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MMA_TYPE = "fp8xfp4"
+ACTIVATION = "swiglu"
+RECIPE = (1, 1, 32)
+TOKEN_ALIGNMENT = 384  # the least number that every size of an m-block there divides
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_num_sms: int | None = None
+
+
+class SymmBuffer:
+    """One rank's inputs and work space, as DeepGEMM's class of this name.
+
+    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128].
+    topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
+    buffer: int8, all of the memory. handle: its buffer_ptrs say where every rank's lies.
+    own: the `deep_moe.SymmBuffer` that does the work; it has `reset()`, and
+    `deep_moe.prepare_inputs` takes it.
+
+    group and the sizes are what it was made with, but num_max_tokens_per_rank is rounded up to a
+    multiple of `get_token_alignment_for_mega_moe()`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_shared_experts: int = 0,
+        mma_type: str = MMA_TYPE,
+        activation: str = ACTIVATION,
+        base: SymmBuffer | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        """group: a process group, or None for one rank. num_shared_experts, mma_type, activation,
+        base: only the defaults. device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also
+        says what is raised."""
+        if num_shared_experts != 0:
+            raise ValueError(
+                "num_shared_experts must be 0: no kernel here computes them, a layer's other code "
+                f"has to; got {num_shared_experts}"
+            )
+        _check_mma_type(mma_type)
+        _check_activation(activation)
+        if base is not None:
+            raise ValueError("base must be None: every buffer has memory of its own")
+        self.own: deep_moe.SymmBuffer = deep_moe.get_symm_buffer_for_mega_moe(
+            group,
+            num_experts,
+            align(num_max_tokens_per_rank, get_token_alignment_for_mega_moe()),
+            num_topk,
+            hidden,
+            intermediate_hidden,
+            device=device,
+        )
+        self.group = group
+        self.num_experts = num_experts
+        self.num_max_tokens_per_rank = self.own.shape.num_max_tokens_per_rank
+        self.num_topk = num_topk
+        self.hidden = hidden
+        self.intermediate_hidden = intermediate_hidden
+        self.num_shared_experts = num_shared_experts
+        self.mma_type = mma_type
+        self.activation = activation
+        memory = self.own.memory
+        self.buffer: torch.Tensor | None = memory.tensor[: self.own.nbytes].view(torch.int8)
+        self.handle: Any = SimpleNamespace(buffer_ptrs=list(memory.addresses))
+        self.x: torch.Tensor | None = self.own.x
+        self.x_sf: torch.Tensor | None = self.own.x_sf
+        self.topk_idx: torch.Tensor | None = self.own.topk_idx
+        self.topk_weights: torch.Tensor | None = self.own.topk_weights
+
+    def destroy(self) -> None:
+        """Give the memory back. The buffer cannot be used after this."""
+        self.own.close()
+        self.buffer = self.handle = self.group = None
+        self.x = self.x_sf = self.topk_idx = self.topk_weights = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.removeprefix("shared_") in ("l1_acts", "l1_acts_sf", "l2_acts", "l2_acts_sf"):
+            raise AttributeError(
+                f"SymmBuffer has no {name}: the kernel's pool is laid out otherwise"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def get_symm_buffer_for_mega_moe(
+    group: ProcessGroup | None,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_shared_experts: int = 0,
+    use_fp8_dispatch: bool | None = None,
+    mma_type: str = MMA_TYPE,
+    activation: str = ACTIVATION,
+    *,
+    device: torch.device | str | int | None = None,
+) -> SymmBuffer:
+    """A `SymmBuffer`. Every rank of `group` must call this.
+
+    use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there. In
+    versions without num_shared_experts it is the seventh argument, so a bool there is taken for it.
+    """
+    if isinstance(num_shared_experts, bool):
+        use_fp8_dispatch, num_shared_experts = num_shared_experts, 0
+    if use_fp8_dispatch is not None:
+        if not use_fp8_dispatch:
+            raise ValueError(
+                "use_fp8_dispatch must be True or None: tokens travel as FP8; got False"
+            )
+        warnings.warn(
+            "use_fp8_dispatch is deprecated, mma_type says it", DeprecationWarning, stacklevel=2
+        )
+    return SymmBuffer(
+        group,
+        num_experts,
+        num_max_tokens_per_rank,
+        num_topk,
+        hidden,
+        intermediate_hidden,
+        num_shared_experts,
+        mma_type,
+        activation,
+        device=device,
+    )
+
+
+def transform_weights_for_mega_moe(
+    l1_weights: Pair,
+    l2_weights: Pair,
+    activation: str = ACTIVATION,
+    mma_type: str = MMA_TYPE,
+    *,
+    arch: str | None = None,
+) -> MegaMoEWeights:
+    """(l1, l2) for `fp8_fp4_mega_moe`, as new tensors, in deep_moe's layout.
+
+    l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales; l2_weights: packed
+    E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2. Scales: one per 32 values,
+    int32 with four in each, of any strides, float8_e8m0fnu, uint8, or float32 powers of two.
+    activation, mma_type: only the defaults. arch: the target, by default that of the device.
+
+    Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
+    """
+    _check_activation(activation)
+    _check_mma_type(mma_type)
+    l1 = packed_weights("l1_weights", l1_weights)
+    l2 = packed_weights("l2_weights", l2_weights)
+    return deep_moe.transform_weights_for_mega_moe(l1, l2, arch)
+
+
+def fp8_fp4_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    shared_l1_weights: Pair | None = None,
+    shared_l2_weights: Pair | None = None,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+    *,
+    arch: str | None = None,
+) -> None:
+    """`deep_moe.fp8_fp4_mega_moe`, for a `SymmBuffer` of this module: writes y, bfloat16
+    [tokens, hidden].
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned.
+    shared_l1_weights, shared_l2_weights, situ_beta, situ_linear_beta: None only. The order of what
+    follows sym_buffer has changed from version to version there; name it.
+    arch: on a CPU, the target to emulate.
+
+    Raises TypeError or ValueError for what it does not compute, and as
+    `deep_moe.fp8_fp4_mega_moe`.
+    """
+    if not isinstance(sym_buffer, SymmBuffer):
+        raise TypeError(
+            "sym_buffer must be of deep_moe.compat.deep_gemm.get_symm_buffer_for_mega_moe; "
+            f"got {type(sym_buffer).__name__}"
+        )
+    for name, value in (
+        ("shared_l1_weights", shared_l1_weights),
+        ("shared_l2_weights", shared_l2_weights),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name} must be None: no kernel here computes shared experts; got "
+                f"{_kind(value)}. Name the arguments after sym_buffer, if this was another"
+            )
+    for name, number in (("situ_beta", situ_beta), ("situ_linear_beta", situ_linear_beta)):
+        if number is not None:
+            raise ValueError(f"{name} must be None: it belongs to activation 'situ'; got {number}")
+    deep_moe.fp8_fp4_mega_moe(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer.own,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        arch=arch,
+        num_sms=_num_sms,
+    )
+
+
+def mega_moe_pre_dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    buf_x: torch.Tensor,
+    buf_x_sf: torch.Tensor,
+    buf_topk_idx: torch.Tensor,
+    buf_topk_weights: torch.Tensor,
+    num_tokens: int,
+    group_size: int = 32,
+    use_fp4_acts: bool = False,
+) -> None:
+    """`deep_moe.prepare_inputs` of the first num_tokens rows into a buffer's four views; the rows
+    behind them name no expert, with weights of 0.
+
+    x: bfloat16 [tokens, hidden]. topk_idx: int64 or int32 [tokens, topk]. topk_weights: float32 or
+    bfloat16 [tokens, topk]. group_size, use_fp4_acts: only the defaults.
+    """
+    if group_size != RECIPE[2]:
+        raise ValueError(
+            f"group_size must be {RECIPE[2]}, values that share a scale; got {group_size}"
+        )
+    if use_fp4_acts:
+        raise ValueError("use_fp4_acts must be False: tokens travel as FP8; got True")
+    if not 0 <= num_tokens <= x.shape[0]:
+        raise ValueError(f"num_tokens must be 0 to the {x.shape[0]} rows of x; got {num_tokens}")
+    torch.ops.deep_moe.prepare_inputs(
+        x[:num_tokens],
+        topk_idx[:num_tokens],
+        topk_weights[:num_tokens],
+        buf_x,
+        buf_x_sf,
+        buf_topk_idx,
+        buf_topk_weights,
+    )
+    buf_topk_idx[num_tokens:].fill_(-1)
+    buf_topk_weights[num_tokens:].zero_()
+
+
+def get_token_alignment_for_mega_moe() -> int:
+    """What a buffer's num_max_tokens_per_rank is rounded up to. Callers size their own tensors by
+    it; the kernels here need no rounding."""
+    return TOKEN_ALIGNMENT
+
+
+def get_block_m_for_mega_moe(
+    num_ranks: int,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_tokens: int,
+    num_topk: int,
+    mma_type: str = MMA_TYPE,
+) -> int:
+    """Rows of an m-block of the kernel for `num_tokens` tokens per rank, on the current GPU or, if
+    there is none, what a CPU emulates: the heuristics' choice, which overrides and tuning tables
+    can change."""
+    _check_mma_type(mma_type)
+    # The widths have no say in the number of rows.
+    shape = MoEShape(num_ranks, num_experts, num_topk, K_BLOCK, K_BLOCK, num_max_tokens_per_rank)
+    target = target_of_device(torch.device(_default_device()))
+    return choose_config(shape, num_tokens, arch=target.name).block_m
+
+
+def set_num_sms(num_sms: int) -> None:
+    """CTAs of every later call in this process, at most the GPU's SMs; a call checks it."""
+    global _num_sms
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+        raise ValueError(f"num_sms must be a positive int; got {num_sms!r}")
+    _num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """What `set_num_sms` was given, by default the SMs of the current GPU, or of one that a CPU
+    stands for."""
+    if _num_sms is not None:
+        return _num_sms
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return target_of_device(torch.device("cpu")).default_num_sms
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    """Nothing to choose: every sum has one order, whatever ranks and warps do when."""
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check_mma_type(mma_type: str) -> None:
+    if mma_type != MMA_TYPE:
+        raise ValueError(
+            f"mma_type must be {MMA_TYPE!r}, FP8 tokens and MXFP4 weights; got {mma_type!r}"
+        )
+
+
+def _check_activation(activation: str) -> None:
+    if activation != ACTIVATION:
+        raise ValueError(f"activation must be {ACTIVATION!r}; got {activation!r}")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype}"
+    is_numbers = isinstance(value, Sequence) and all(isinstance(item, int) for item in value)
+    return repr(value) if is_numbers else type(value).__name__

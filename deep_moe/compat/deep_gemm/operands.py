@@ -1,0 +1,104 @@
+"""Weights and scales as callers of DeepGEMM have them, to what deep_moe takes."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.formats.block_scaled import GROUP_SIZE, WORD_SIZE, pack_ue8m0
+from deep_moe.formats.weights import LayerWeights, weight_pair
+
+_PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
+_BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_RECIPES = ((1, GROUP_SIZE), (1, 1, GROUP_SIZE))
+_MANTISSA = (1 << 23) - 1  # of float32
+_SMALLEST = 1 << 22  # 2^-127, UE8M0's byte 0, which is not normalized in float32
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor,
+    mn: int,
+    k: int,
+    recipe: tuple[int, int, int] | tuple[int, int],
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scales as four UE8M0 bytes in each int32, [num_groups, mn, k/128], or [mn, k/128] without
+    num_groups, in rows: `transform_weights_for_mega_moe` and a buffer's `x_sf` take any strides.
+
+    sf: one scale for each 32 values along k: float32 powers of two, float8_e8m0fnu or uint8
+    [.., mn, k/32], or packed int32 [.., mn, k/128].
+    recipe: (1, 32), or (1, 1, 32) with `is_sfa`. disable_ue8m0_cast and psum_layout: only the
+    defaults.
+
+    Raises ValueError for other recipes and shapes, and for a float32 scale that is no power of two:
+    UE8M0 would not hold it.
+    """
+    if tuple(recipe) not in _RECIPES:
+        raise ValueError(
+            f"recipe must be (1, 32) or (1, 1, 32), a scale for 32 values along k; got {recipe}"
+        )
+    if (len(recipe) == 3) != (is_sfa is not None):
+        raise ValueError(f"is_sfa must go with a recipe of three numbers; got {is_sfa}, {recipe}")
+    if disable_ue8m0_cast:
+        raise ValueError("disable_ue8m0_cast must be False: scales are UE8M0; got True")
+    if psum_layout is not None:
+        raise ValueError("psum_layout must be None: no grouped GEMM reads these scales")
+    if k % WORD_SIZE:
+        raise ValueError(f"k must be a multiple of {WORD_SIZE}; got {k}")
+    rows = (mn,) if num_groups is None else (num_groups, mn)
+    return packed_scales("sf", sf, rows, k)
+
+
+def packed_weights(name: str, value: object) -> LayerWeights:
+    """A pair in any of the formats as (int8 [E, N, K/2], int32 [E, N, K/128])."""
+    weight, sf = weight_pair(name, value)
+    if weight.dtype not in _PACKED_DTYPES:
+        raise TypeError(
+            f"{name}[0] must be packed E2M1, int8, uint8 or float4_e2m1fn_x2; got {weight.dtype}"
+        )
+    if weight.dim() != 3:
+        raise ValueError(f"{name}[0] must have shape [E, N, K/2]; got {tuple(weight.shape)}")
+    num_experts, num_rows, num_bytes = weight.shape
+    packed = weight.view(torch.int8)
+    return LayerWeights(
+        packed, packed_scales(f"{name}[1]", sf, (num_experts, num_rows), 2 * num_bytes)
+    )
+
+
+def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) -> torch.Tensor:
+    """Scales of one per 32 values along k, in any of the formats, as int32 [*rows, k/128]."""
+    is_packed = sf.dtype == torch.int32
+    if not is_packed and sf.dtype not in (torch.float32, *_BYTE_DTYPES):
+        raise TypeError(
+            f"{name} must be float32, float8_e8m0fnu, uint8, or int32 with four in each; "
+            f"got {sf.dtype}"
+        )
+    expected = (*rows, k // (WORD_SIZE if is_packed else GROUP_SIZE))
+    if tuple(sf.shape) != expected:
+        raise ValueError(
+            f"{name} must hold one scale per {GROUP_SIZE} values, shape {expected}; "
+            f"got {tuple(sf.shape)}"
+        )
+    if is_packed:
+        return sf
+    return pack_ue8m0(
+        _bytes_of_floats(name, sf) if sf.dtype == torch.float32 else sf.view(torch.uint8)
+    )
+
+
+def _bytes_of_floats(name: str, sf: torch.Tensor) -> torch.Tensor:
+    """UE8M0 bytes of float32 powers of two, or an error that names the first other number."""
+    bits = sf.contiguous().view(torch.int32)
+    exponents = bits >> 23  # of a negative number negative too
+    is_power = ((bits & _MANTISSA) == 0) & (exponents > 0) & (exponents < 255)
+    is_power |= bits == _SMALLEST
+    wrong = (~is_power).nonzero()
+    if wrong.numel():
+        index = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"{name} must hold powers of two, 2^-127 to 2^127; got {sf[index].item()} at "
+            f"{list(index)}"
+        )
+    return exponents.to(torch.uint8)

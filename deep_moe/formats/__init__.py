@@ -1,0 +1,1 @@
+"""Number formats, and weights in the layouts that kernels read."""

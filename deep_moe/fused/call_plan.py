@@ -1,0 +1,334 @@
+"""What a call works out from its arguments: the kernel, and what the kernel is given.
+
+What is worked out once is kept. A buffer's `CallCaches` have a `CallPlan` by the options, the
+tokens that the call expects and the form of y and of the statistics, and the standing part of the
+kernel's arguments by the tile and the weights' addresses and forms. So what is found is what would
+be made anew, and arguments that are not allowed never find anything. Kernels are kept for all
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deep_moe import jit
+from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.heuristics.expected_tokens import (
+    expected_tokens_per_rank as choose_expected_tokens,
+)
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.jit.cache import CompiledKernel
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs, TensorMapImage
+from deep_moe.jit.launch import CudaLauncher
+from deep_moe.targets import EMULATED, Target, target_of
+
+from .bounded_cache import BoundedCache
+from .checks import (
+    Y_ALIGNMENT,
+    Pair,
+    check_expert_ids,
+    check_output,
+    check_statistics,
+    check_tensor,
+    form,
+)
+from .gpu import Gpu
+from .options import CallArguments, call_key, check_values, overrides_of
+from .tuning_tables import find_tuning
+
+if TYPE_CHECKING:
+    from .buffer import SymmBuffer
+
+EMULATED_NUM_SMS = 4
+DEFAULT_TIMEOUT_S = 60.0
+# A peer's part of a call takes this long in the emulator, not microseconds.
+DEFAULT_EMULATED_TIMEOUT_S = 600.0
+
+# Kinds of calls whose plans are kept: a server that brings up to this many tokens makes each plan
+# once.
+_MAX_PLANS = 8192
+# Pairs of weights and tile whose arguments are kept, 2 KB each; a model has one per layer and tile.
+_MAX_STANDING_ARGS = 1024
+
+
+class CallCaches:
+    """What a buffer's calls share."""
+
+    def __init__(self) -> None:
+        self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
+        self.standing_args: BoundedCache[tuple[Any, ...], tuple[tuple[Any, ...], KernelArgs]] = (
+            BoundedCache(_MAX_STANDING_ARGS)
+        )
+
+    def clear(self) -> None:
+        self.plans.clear()
+        self.standing_args.clear()
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What calls share that have the same options, expect as many tokens, and have y and statistics
+    of the same form.
+
+    tile: what the standing part of the arguments depends on, beside the weights. is_checked:
+    whether expert ids are looked at. launcher: the kernel on a GPU, None in the emulator.
+    """
+
+    config: MegaMoEConfig
+    tile: tuple[str, int, int, int, int, int]
+    num_tokens: int
+    is_checked: bool
+    wait_timeout_ns: int
+    launcher: CudaLauncher | None
+
+
+def prepare_call(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallArguments,
+) -> tuple[CallPlan, KernelArgs]:
+    """Check one rank's arguments and turn them into the kernel's."""
+    buffer.raise_if_unusable()
+    recorder = buffer.recorder
+    y_address = y.data_ptr()
+    expected = options.get("expected_tokens_per_rank")
+    received = buffer.memory.status.received
+    is_uneven = received >= RECEIVED_UNEVENLY
+    if expected is None:
+        num_tokens = y.shape[0] if y.ndim else 0  # such a y is refused below
+        num_received_tokens = received & (RECEIVED_UNEVENLY - 1)
+        expected = choose_expected_tokens(buffer.shape, num_tokens, num_received_tokens)
+    key = (
+        expected,
+        is_uneven,
+        call_key(options) if options else None,
+        recorder is None,
+        y_address % Y_ALIGNMENT,
+        *(y.shape, y.stride(), y.dtype, y.device),
+        None if stats is None else form(stats),
+    )
+    plan = buffer.caches.plans.get(key)
+    if plan is None:
+        plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
+    standing = _standing_args(plan, buffer, l1_weights, l2_weights)
+    if plan.is_checked:
+        check_expert_ids(buffer, plan.num_tokens)
+
+    args = KernelArgs.from_buffer_copy(standing)
+    args.y = y_address
+    args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
+    args.wait_timeout_ns = plan.wait_timeout_ns
+    args.num_tokens = plan.num_tokens
+    if recorder is not None:
+        args.trace = recorder.attach(plan.config).data_ptr()
+        args.trace_capacity = recorder.capacity
+    return plan, args
+
+
+def is_checked(options: CallArguments, buffer: SymmBuffer) -> bool:
+    """Whether a call looks at what it reads, and the emulator for races."""
+    checked = options.get("checked")
+    return buffer.is_emulated if checked is None else checked
+
+
+def _make_plan(
+    key: tuple[Any, ...],
+    y: torch.Tensor,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallArguments,
+    expected: int,
+    is_uneven: bool,
+) -> CallPlan:
+    """The plan to be found by `key`; within a capture, perhaps an earlier one instead.
+
+    Reads nothing of the tensors but what the key is made of.
+    """
+    check_values(options)
+    target = _target(options, buffer)
+    check_output(y, buffer)
+    most = buffer.shape.num_max_tokens_per_rank
+    if not 0 <= expected <= most:
+        raise ValueError(
+            f"expected_tokens_per_rank must be 0 to num_max_tokens_per_rank ({most}); "
+            f"got {expected}"
+        )
+    if stats is not None:
+        check_statistics(stats, buffer)
+    config = _choose_config(
+        buffer.shape,
+        expected,
+        is_uneven,
+        target.name,
+        options.get("num_sms", EMULATED_NUM_SMS if buffer.gpu is None else buffer.gpu.num_sms),
+        options.get("activation_clamp"),
+        options.get("fast_math", True),
+        tuple(overrides_of(options).items()),
+        buffer.recorder is not None,
+        None if buffer.gpu is None else buffer.gpu.name,
+    )
+    gpu = buffer.gpu
+    if gpu is not None and config.num_sms > gpu.num_sms:
+        # Its CTAs wait for each other, so all must be resident.
+        raise ValueError(
+            f"num_sms must be at most {gpu.num_sms}, the SMs of {gpu.name}; got {config.num_sms}"
+        )
+    if gpu is not None and _launchers.get((config, gpu)) is None:
+        earlier = _earlier_plan(key, buffer)
+        # Loading takes long, may wait for all that runs on the GPU, and in a capture, drivers
+        # before CUDA 12.3 refuse it. Not kept: after the capture, the kernel that fits is loaded.
+        if earlier is not None and gpu.is_capturing():
+            return earlier
+    plan = CallPlan(
+        config=config,
+        tile=(
+            config.arch,
+            config.block_m,
+            config.block_m_step,
+            config.block_n,
+            config.block_k,
+            config.store_block_m,
+        ),
+        num_tokens=y.shape[0],
+        is_checked=is_checked(options, buffer),
+        wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
+        launcher=None if gpu is None else _cuda_launcher(config, gpu),
+    )
+    return buffer.caches.plans.put(key, plan)
+
+
+def _earlier_plan(key: tuple[Any, ...], buffer: SymmBuffer) -> CallPlan | None:
+    """The newest plan of the same call that expects other tokens, or them more or less evenly."""
+    _, _, *call = key
+    for (_, _, *other_call), plan in reversed(buffer.caches.plans.items()):
+        if other_call == call:
+            return plan
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _choose_config(
+    shape: MoEShape,
+    expected_tokens: int,
+    is_uneven: bool,
+    arch: str,
+    num_sms: int,
+    activation_clamp: float | None,
+    fast_math: bool,
+    overrides: tuple[tuple[str, int], ...],
+    trace: bool,
+    gpu: str | None,
+) -> MegaMoEConfig:
+    return choose_config(
+        shape,
+        expected_tokens,
+        is_uneven=is_uneven,
+        arch=arch,
+        num_sms=num_sms,
+        activation_clamp=activation_clamp,
+        fast_math=fast_math,
+        trace=trace,
+        overrides=dict(overrides),
+        tuning=None if gpu is None else find_tuning(gpu),
+    )
+
+
+@lru_cache(maxsize=256)
+def built_kernel(config: MegaMoEConfig) -> CompiledKernel:
+    """Compiled, and read from the cache, once in a process."""
+    return jit.build(config)
+
+
+# The loaded kernels, one per kernel and device: a module belongs to the device's context.
+_launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(256)
+
+
+def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
+    launcher = _launchers.get((config, gpu))
+    if launcher is not None:
+        return launcher
+    launcher = gpu.load(
+        built_kernel(config),
+        num_threads=config.num_threads,
+        smem_bytes=config.smem_bytes,
+        is_cooperative=True,  # CTAs wait for each other
+    )
+    return _launchers.put((config, gpu), launcher)
+
+
+def _target(options: CallArguments, buffer: SymmBuffer) -> Target:
+    """What the call runs on; a GPU is one only."""
+    own = EMULATED if buffer.gpu is None else buffer.gpu.target
+    name = options.get("arch")
+    target = own if name is None else target_of(name)
+    if target is not own and buffer.gpu is not None:
+        raise ValueError(
+            f"arch must be {own.name}, that of {buffer.device}, or None; got {target.name!r}"
+        )
+    return target
+
+
+def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
+    default = DEFAULT_EMULATED_TIMEOUT_S if buffer.is_emulated else DEFAULT_TIMEOUT_S
+    return options.get("timeout_s") or default
+
+
+def _standing_args(
+    plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair
+) -> KernelArgs:
+    """The arguments that do not change from call to call, made once for all that they depend on,
+    after a check of the weights. Another tensor at the same address and of the same form, after the
+    first was freed, has the same arguments.
+
+    What is returned is not to be written to.
+    """
+    w1, sf1 = l1_weights
+    w2, sf2 = l2_weights
+    key = (plan.tile, w1.data_ptr(), sf1.data_ptr(), w2.data_ptr(), sf2.data_ptr())
+    # Compared, not looked up: hashes of these take longer. Few addresses are used with two forms.
+    forms = (
+        *(w1.shape, w1.stride(), w1.dtype, w1.device),
+        *(sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
+        *(w2.shape, w2.stride(), w2.dtype, w2.device),
+        *(sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
+    )
+    kept = buffer.caches.standing_args.get(key)
+    if kept is not None and kept[0] == forms:
+        return kept[1]
+    args = _make_standing_args(plan.config, buffer, (w1, sf1, w2, sf2))
+    buffer.caches.standing_args.put(key, (forms, args))
+    return args
+
+
+def _make_standing_args(
+    config: MegaMoEConfig, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
+) -> KernelArgs:
+    """weights: of both layers, each with its scales."""
+    target_weights = config.target.weights_of()
+    expected = target_weights.tensors(buffer.shape)
+    for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
+        check_tensor(name, tensor, dtype, shape, buffer.device)
+    w1, sf1, w2, sf2 = weights
+    args = KernelArgs()
+    addresses = buffer.memory.addresses
+    own_address = addresses[buffer.rank]
+    operands = target_weights.operands(config, own_address, (w1, sf1), (w2, sf2))
+    for name, address in operands.addresses.items():
+        setattr(args, name, address)
+    for name, spec in operands.tensor_maps.items():
+        gpu = buffer.gpu
+        image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
+        setattr(args, name, TensorMapImage.from_buffer_copy(image))
+    for rank, address in enumerate(addresses):
+        args.rank_buffers[rank] = address
+    args.status = buffer.memory.status_address
+    args.rank_idx = buffer.rank
+    return args

@@ -1,0 +1,130 @@
+"""Checks of arguments. Each error names the argument, what is allowed, and what was got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .buffer import SymmBuffer
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+Y_ALIGNMENT = 16  # bytes, of bulk copies
+RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
+ACTIVATION = "swiglu"
+
+
+def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
+    """`types` as in isinstance, but a bool is no number."""
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Of (one of) these dtypes, of this shape, on this device."""
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} must be {' or '.join(map(str, allowed))}; got {tensor.dtype}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)} for this buffer; got {tuple(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, as the buffer is; got {tensor.device}")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+
+
+def check_start(name: str, tensor: torch.Tensor, alignment: int) -> None:
+    """Starts at a multiple of `alignment` bytes."""
+    if tensor.data_ptr() % alignment:
+        raise ValueError(
+            f"{name} must start at a multiple of {alignment} bytes; got {tensor.data_ptr():#x}"
+        )
+
+
+def form(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What the checks of a tensor look at, beside where it starts. Hashable."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def weight_pair(name: str, value: Any) -> Pair:
+    """A layer's weights and scales."""
+    if isinstance(value, tuple) and len(value) == 2:
+        weight, sf = value
+        if isinstance(weight, torch.Tensor) and isinstance(sf, torch.Tensor):
+            return weight, sf
+    allowed = "a pair (weight, scales) of tensors"
+    require_type(name, value, (tuple, list), allowed)
+    if len(value) != 2:
+        raise ValueError(f"{name} must be {allowed}; got {len(value)} values")
+    for i in range(2):
+        require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
+    return value[0], value[1]
+
+
+def check_format(recipe: Any, activation: Any) -> None:
+    """Only one recipe and one activation are there."""
+    require_type("recipe", recipe, (tuple, list), "a tuple of 3 ints")
+    if tuple(recipe) != RECIPE:
+        raise ValueError(
+            f"recipe must be {RECIPE}, one scale per 32 values along K; got {tuple(recipe)}"
+        )
+    require_type("activation", activation, str, "a str")
+    if activation != ACTIVATION:
+        raise ValueError(f"activation must be {ACTIVATION!r}; got {activation!r}")
+
+
+def refuse_gradients(**tensors: torch.Tensor) -> None:
+    """There is no backward pass, so a gradient that is asked for would silently be none. To be
+    called where gradients are enabled."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient: the layer has no backward pass; call it "
+                f"under torch.no_grad(), or detach what {name} is made of"
+            )
+
+
+def check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
+    shape = buffer.shape
+    if y.ndim != 2:
+        raise ValueError(f"y must be 2-dimensional [tokens, hidden]; got shape {tuple(y.shape)}")
+    check_tensor("y", y, torch.bfloat16, (y.shape[0], shape.hidden), buffer.device)
+    if y.shape[0] > shape.num_max_tokens_per_rank:
+        raise ValueError(
+            "y must have at most num_max_tokens_per_rank "
+            f"({shape.num_max_tokens_per_rank}) tokens; got {y.shape[0]}"
+        )
+    check_contiguous("y", y)
+    check_start("y", y, Y_ALIGNMENT)
+
+
+def check_statistics(stats: torch.Tensor, buffer: SymmBuffer) -> None:
+    name = "cumulative_local_expert_recv_stats"
+    check_tensor(name, stats, torch.int32, (buffer.shape.num_experts_per_rank,), buffer.device)
+    check_contiguous(name, stats)
+
+
+def check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:
+    """Waits for what fills the buffer."""
+    ids = buffer.topk_idx[:num_tokens]
+    wrong = ((ids < -1) | (ids >= buffer.shape.num_experts)).nonzero()
+    if wrong.numel():
+        token, slot = wrong[0].tolist()
+        raise ValueError(
+            f"topk_idx must hold expert ids 0 to {buffer.shape.num_experts - 1}, or -1 for an "
+            f"unused slot; got {int(ids[token, slot])} for token {token}, slot {slot}"
+        )

@@ -1,0 +1,207 @@
+"""A call in the emulator: what the kernel may touch, what ranks in other processes run, and what is
+found when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deep_moe.heuristics.config import MegaMoEConfig
+from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
+
+from .buffer import SymmBuffer, describe_difference
+from .call_plan import built_kernel, is_checked, prepare_call
+from .checks import Pair
+from .options import CallArguments
+from .symm_memory import HostMemory
+
+
+@dataclass(frozen=True)
+class MegaMoELaunch(RankLaunch):
+    """One rank's part of a Mega MoE call."""
+
+    config: MegaMoEConfig
+
+
+def prepare_launch(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallArguments,
+) -> MegaMoELaunch:
+    """`prepare_call` for the emulator, which wants to know the kernel's memory."""
+    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options)
+    config = plan.config
+    return MegaMoELaunch(
+        buffer.rank,
+        built_kernel(config),
+        config.num_sms,
+        config.num_threads,
+        config.smem_bytes,
+        args,
+        _memory_regions(y, l1_weights, l2_weights, buffer, stats),
+        config,
+        smem_layout=config.smem_layout,
+        warp_roles=config.warp_roles,
+    )
+
+
+# What the emulator takes, measured with both kernels: of a CTA beside its shared memory, and, where
+# it looks for races, of every pair of warps.
+_CTA_BYTES = 1 << 20
+_CHECKED_CTA_BYTES = 3 << 20
+_WARP_PAIR_BYTES = 180
+
+
+def require_memory(
+    launches: Sequence[MegaMoELaunch], *, checked: bool, num_processes: int = 1
+) -> None:
+    """Raise ValueError if the emulator would need more memory than there is.
+
+    num_processes: how many run such launches on this machine at once.
+    """
+    num_ctas = sum(launch.num_ctas for launch in launches)
+    num_warps = sum(launch.num_ctas * launch.num_threads // 32 for launch in launches)
+    needed = sum(launch.num_ctas * launch.smem_bytes for launch in launches)
+    if checked:
+        needed += num_ctas * _CHECKED_CTA_BYTES + num_warps**2 * _WARP_PAIR_BYTES
+    else:
+        needed += num_ctas * _CTA_BYTES
+    available = available_bytes()
+    if num_processes * needed > available:
+        num_sms = max(launch.num_ctas for launch in launches)
+        raise ValueError(
+            f"num_sms must be fewer: emulating {num_ctas} CTAs"
+            + (" with a look for races" if checked else "")
+            + f" takes about {num_processes * needed / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free; got {num_sms}"
+        )
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            break
+    else:
+        raise RuntimeError("/proc/meminfo must say how much memory is available; it does not")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def finish_emulated(buffer: SymmBuffer, options: CallArguments) -> None:
+    """Raise what the kernel reported, or that something wrote beside the buffer."""
+    memory = buffer.memory
+    assert isinstance(memory, HostMemory)
+    buffer.raise_if_failed()
+    if is_checked(options, buffer):
+        offset = memory.blocks[memory.rank].damaged_guard()
+        if offset is not None:
+            buffer.mark_failed("a write beside the buffer")
+            raise RuntimeError(
+                f"rank {buffer.rank}: something wrote beside the symmetric buffer, at byte "
+                f"{offset} of {buffer.nbytes}"
+            )
+
+
+def call_emulated(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    options: CallArguments,
+) -> None:
+    buffer.raise_if_closed()
+    memory = buffer.memory
+    assert isinstance(memory, HostMemory)
+    if buffer.num_ranks > 1 and not memory.is_shared:
+        raise ValueError(
+            "sym_buffer must be called through its EmulatedRanks: its other ranks live in this "
+            "process too"
+        )
+    launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options)
+    checked = is_checked(options, buffer)
+    require_memory([launch], checked=checked, num_processes=buffer.num_ranks)
+    buffer.num_calls += 1
+    if memory.is_shared:
+        _agree(launch, memory, buffer)
+    try:
+        run_emulated(
+            [launch],
+            seed=options.get("schedule_seed") or 0,
+            checks=checked,
+            clock="real" if memory.is_shared else "virtual",
+        )
+    except BaseException:
+        buffer.mark_failed("the emulator stopped")
+        raise
+    if memory.is_shared:
+        _raise_if_different(memory, buffer)
+    finish_emulated(buffer, options)
+
+
+def _agree(launch: MegaMoELaunch, memory: HostMemory, buffer: SymmBuffer) -> None:
+    """Compare what must be equal on all ranks with the ranks that have come before. Ranks that come
+    later compare for themselves, and stop this one if they must."""
+    config = launch.config
+    call = {
+        "num_sms": config.num_sms,
+        "arch": config.arch,
+        "fast_math": config.fast_math,
+        "activation_clamp": repr(config.activation_clamp),
+    }
+    memory.blocks[memory.rank].publish_call(buffer.num_calls, call)
+    _raise_if_different(memory, buffer)
+
+
+def _raise_if_different(memory: HostMemory, buffer: SymmBuffer) -> None:
+    published = {
+        rank: block.published_call(buffer.num_calls) for rank, block in enumerate(memory.blocks)
+    }
+    difference = describe_difference(
+        {rank: call for rank, call in published.items() if call is not None}
+    )
+    if difference is not None:
+        memory.refuse_call(buffer.num_calls)
+        buffer.mark_failed(difference)
+        raise ValueError(difference)
+
+
+def _memory_regions(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+) -> tuple[MemoryRegion, ...]:
+    """What the kernel may touch."""
+    memory = buffer.memory
+    of_tensor = MemoryRegion.of_tensor
+    regions = [
+        MemoryRegion(
+            f"symmetric buffer of rank {rank}", address, buffer.nbytes, True, buffer.layout
+        )
+        for rank, address in enumerate(memory.addresses)
+    ]
+    regions.append(MemoryRegion("wait status", memory.status_address, 64, True))
+    regions.append(of_tensor("y", y, is_writable=True))
+    regions += [
+        of_tensor("l1_weights[0]", l1_weights[0], is_writable=False),
+        of_tensor("l1_weights[1]", l1_weights[1], is_writable=False),
+        of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
+        of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
+    ]
+    if buffer.recorder is not None and buffer.recorder.memory is not None:
+        regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
+    if stats is not None:
+        regions.append(of_tensor("cumulative_local_expert_recv_stats", stats, is_writable=True))
+    return tuple(region for region in regions if region.num_bytes)

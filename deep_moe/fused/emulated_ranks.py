@@ -1,0 +1,148 @@
+"""Several ranks in one process: each a buffer, all run together by one emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.jit.launch import run_emulated
+
+from .buffer import SymmBuffer, used
+from .checks import Pair
+from .emulated_call import finish_emulated, prepare_launch, require_memory
+from .mega_moe import with_numerics
+from .options import CallArguments, CallOptions, given_options, with_call_options
+from .symm_memory import private_host_memories
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from deep_moe.emulator.machine import Schedule
+
+
+class EmulatedRanks:
+    """`num_ranks` ranks of one layer, without processes or a GPU.
+
+    buffers: one SymmBuffer per rank; fill their views, then `call`. Sizes are those of
+    `get_symm_buffer_for_mega_moe`.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+    ) -> None:
+        self.shape = MoEShape(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            intermediate_hidden=intermediate_hidden,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+        )
+        memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
+        self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]
+
+    @with_call_options
+    def call(
+        self,
+        ys: Sequence[torch.Tensor],
+        weights: Sequence[tuple[Pair, Pair]],
+        stats: Sequence[torch.Tensor | None] | None = None,
+        *,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        schedule: Schedule = "random",
+        ranks: Sequence[int] | None = None,
+        progress: Callable[[int], None] | None = None,
+        hopper_fp8_sums: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> None:
+        """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
+
+        ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
+        receive statistics. schedule: how warps are interleaved. ranks: those that take part, by
+        default all; the others never arrive.
+        progress: told now and then how many warp instructions have been executed.
+        hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
+        {options}
+        """
+        taking_part = range(self.shape.num_ranks) if ranks is None else ranks
+        arguments = with_numerics(given_options("call", options), activation_clamp, fast_math)
+        for name, values in (("ys", ys), ("weights", weights), ("stats", stats)):
+            if values is not None and len(values) != self.shape.num_ranks:
+                raise ValueError(
+                    f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
+                    f"got {len(values)}"
+                )
+        checked = arguments.get("checked") is not False
+        with used(self.buffers):
+            launches = [
+                prepare_launch(
+                    ys[rank],
+                    *weights[rank],
+                    self.buffers[rank],
+                    None if stats is None else stats[rank],
+                    arguments,
+                )
+                for rank in taking_part
+            ]
+            require_memory(launches, checked=checked)
+            try:
+                stall = run_emulated(
+                    launches,
+                    seed=arguments.get("schedule_seed") or 0,
+                    schedule=schedule,
+                    checks=checked,
+                    clock="virtual",
+                    progress=progress,
+                    hopper_fp8_sums=hopper_fp8_sums,
+                )
+            except BaseException:
+                for buffer in self.buffers:
+                    buffer.mark_failed("the emulator stopped")
+                raise
+            self._raise_if_failed(arguments, taking_part, stall)
+
+    def reset(self) -> None:
+        """Make all buffers usable again after a failed call."""
+        for buffer in self.buffers:
+            buffer.reset()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self.buffers:
+            buffer.close()
+
+    def __enter__(self) -> EmulatedRanks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _raise_if_failed(self, options: CallArguments, ranks: Sequence[int], stall: str) -> None:
+        """Raise the first rank's failure; after one, no rank's buffer is usable. stall: who waited
+        for what, if the ranks came to a stop."""
+        try:
+            for rank in ranks:
+                finish_emulated(self.buffers[rank], options)
+        except RuntimeError as error:
+            for buffer in self.buffers:
+                buffer.mark_failed(str(error))
+            if stall:
+                error.args = (f"{error}\n{stall}",)
+            raise

@@ -1,0 +1,206 @@
+"""The call as users and PyTorch see it: the function and the operator.
+
+For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`; where nothing
+would see the operator (eager.py), a call does at once what the operator does. Under a compiler its
+inputs include the four views of the buffer that the caller fills. As a compiler turns writes
+into new tensors, they may then be other tensors, and are copied into the buffer first.
+
+call_plan.py makes the kernel and its arguments, emulated_call.py runs them where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .buffer import SymmBuffer
+from .call_plan import prepare_call
+from .checks import (
+    ACTIVATION,
+    RECIPE,
+    Pair,
+    check_format,
+    require_type,
+    weight_pair,
+)
+from .eager import is_seen_by_nobody
+from .emulated_call import call_emulated
+from .options import (
+    OPERATOR_OPTIONS,
+    CallArguments,
+    CallOptions,
+    from_operator,
+    given_options,
+    to_operator,
+    with_call_options,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NO_ARGUMENTS: CallArguments = {}
+
+
+@with_call_options
+def fp8_fp4_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    **options: Unpack[CallOptions],
+) -> None:
+    """One MoE layer over all ranks of the buffer's group: writes y, bfloat16 [tokens, hidden].
+
+    The rows 0 .. tokens-1 of `sym_buffer`'s views are the input. Tokens may be 0 and may differ
+    between ranks; every rank must call.
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned.
+    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
+        this call sent to it added.
+    recipe, activation: only the defaults are allowed.
+    activation_clamp: bound of gate and up, a positive number of float32's range, or None.
+    fast_math: approximate exponentials.
+    {options}
+
+    One thread at a time calls with a buffer, and all ranks in the same order. There is no backward
+    pass: a gradient that is asked for is refused.
+
+    A CUDA graph keeps the kernel that the call was captured with. A captured call compiles and
+    loads none if one is loaded that earlier calls with these arguments ran, even where another
+    would now be faster. So call before the capture: twice, with a wait in between, where the second
+    call may learn from the first.
+
+    Nothing is launched if an argument is not allowed. MegaMoETimeoutError says which rank did not
+    arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it. After it, and on
+    CPUs after a ValueError for arguments that differ between processes, the buffer needs
+    `sym_buffer.reset()` on every rank.
+    """
+    stats = cumulative_local_expert_recv_stats
+    is_direct = False
+    if (
+        isinstance(l1_weights, tuple)
+        and isinstance(l2_weights, tuple)
+        and len(l1_weights) == len(l2_weights) == 2
+    ):
+        tensors = (y, *l1_weights, *l2_weights)
+        is_direct = is_seen_by_nobody(tensors if stats is None else (*tensors, stats))
+    if not is_direct:  # otherwise they are tensors
+        l1_weights = weight_pair("l1_weights", l1_weights)
+        l2_weights = weight_pair("l2_weights", l2_weights)
+        require_type("y", y, torch.Tensor, "a tensor")
+        if stats is not None:
+            name = "cumulative_local_expert_recv_stats"
+            require_type(name, stats, torch.Tensor, "a tensor or None")
+    if not isinstance(sym_buffer, SymmBuffer):
+        require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    if recipe is not RECIPE or activation != ACTIVATION:
+        check_format(recipe, activation)
+    arguments = given_options("fp8_fp4_mega_moe", options) if options else _NO_ARGUMENTS
+    if activation_clamp is not None or fast_math is not True:
+        arguments = with_numerics(arguments, activation_clamp, fast_math)
+    if torch.is_grad_enabled() and (
+        y.requires_grad or sym_buffer.topk_weights.requires_grad or sym_buffer.x.requires_grad
+    ):
+        sym_buffer.refuse_gradients(y)
+    if is_direct:
+        _run(y, l1_weights, l2_weights, sym_buffer, stats, arguments)
+        return
+    sym_buffer.raise_if_closed()
+    inputs = None
+    # Otherwise they are the buffer's own views, and hold what was written to them.
+    if torch.compiler.is_compiling() or type(y) is not torch.Tensor:
+        inputs = [sym_buffer.x, sym_buffer.x_sf, sym_buffer.topk_idx, sym_buffer.topk_weights]
+    handle = sym_buffer.handle
+    _mega_moe_op(
+        y, stats, *l1_weights, *l2_weights, handle, inputs=inputs, **to_operator(arguments)
+    )
+
+
+def with_numerics(
+    arguments: CallArguments, activation_clamp: float | None, fast_math: bool
+) -> CallArguments:
+    """`arguments` and these, of the right types."""
+    given: CallArguments = {**arguments}
+    if activation_clamp is not None:
+        if type(activation_clamp) is not float:
+            require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
+        given["activation_clamp"] = float(activation_clamp)
+    if fast_math is not True:
+        require_type("fast_math", fast_math, bool, "a bool")
+        given["fast_math"] = fast_math
+    return given
+
+
+# No argument stands for the buffer's memory: declaring it written would let the compiler work on a
+# copy of it, which no other rank sees.
+torch.library.define(
+    "deep_moe::mega_moe",
+    "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
+    "Tensor l2_weight_sf, int buffer_handle, *, Tensor[]? inputs=None, "
+    f"float? activation_clamp=None, bool? fast_math=None, {OPERATOR_OPTIONS}) -> ()",
+)
+_mega_moe_op = torch.ops.deep_moe.mega_moe.default
+
+
+@torch.library.impl("deep_moe::mega_moe", "CompositeExplicitAutograd")
+def _mega_moe(
+    y: torch.Tensor,
+    stats: torch.Tensor | None,
+    l1_weight: torch.Tensor,
+    l1_weight_sf: torch.Tensor,
+    l2_weight: torch.Tensor,
+    l2_weight_sf: torch.Tensor,
+    buffer_handle: int,
+    *,
+    inputs: Sequence[torch.Tensor] | None = None,
+    **taken: Any,
+) -> None:
+    buffer = SymmBuffer.of_handle(buffer_handle)
+    if inputs is not None:
+        _take_inputs(buffer, inputs)
+    arguments = from_operator(taken) if taken else _NO_ARGUMENTS
+    _run(y, (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf), buffer, stats, arguments)
+
+
+@torch.library.register_fake("deep_moe::mega_moe")
+def _mega_moe_fake(*_: Any, **__: Any) -> None:
+    """The operator only writes to tensors that it is given."""
+
+
+def _run(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    arguments: CallArguments,
+) -> None:
+    try:
+        buffer.turn.pop()
+    except IndexError:
+        buffer.refuse_second_user()
+    try:
+        gpu = buffer.gpu
+        if gpu is None:
+            call_emulated(y, l1_weights, l2_weights, buffer, stats, arguments)
+            return
+        plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, arguments)
+        assert plan.launcher is not None
+        plan.launcher.launch(args, plan.config.num_sms, gpu.current_stream())
+    finally:
+        buffer.turn.append(None)
+
+
+def _take_inputs(buffer: SymmBuffer, inputs: Sequence[torch.Tensor]) -> None:
+    """Copy inputs that are not the buffer's own views into them."""
+    views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    for own, given in zip(views, inputs, strict=True):
+        if own.data_ptr() != given.data_ptr():
+            own.copy_(given)

@@ -1,0 +1,195 @@
+"""The options of a call. Each is written once, as a field of `CallOptions`; its type is checked, it
+stands in signatures and their documentation, and it travels through the operator, by that."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+
+from .checks import require_type
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of a call, by keyword. None is as good as none.
+
+    arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
+    num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100. At
+        most the SMs of the GPU; on a CPU, what memory allows.
+    expected_tokens_per_rank: the mean over all ranks in this call, if the caller knows it; it
+        decides how fast the call is, not what it computes. By default the rank's own number, or
+        more if its experts received more in the last call that the host knows of
+        (docs/tuning.md).
+    overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
+        tuning tables come before the heuristics' formula (docs/tuning.md).
+    timeout_s: limit of the kernel's waits for other ranks, for example for one that comes late;
+        waits that depend on others have up to four times as long. By default 60 on GPUs and 600 in
+        the emulator.
+    schedule_seed: on a CPU, picks the order in which the emulator interleaves warps; 0 by default.
+    checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
+        in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
+        out of range is taken as -1.
+    """
+
+    arch: str | None
+    num_sms: int | None
+    expected_tokens_per_rank: int | None
+    overrides: Mapping[str, int] | None
+    timeout_s: float | None
+    schedule_seed: int | None
+    checked: bool | None
+
+
+class CallArguments(CallOptions, total=False):
+    """All arguments of a call that are no tensors and not None, of the right types. Those of equal
+    calls are equal, so that what is not given stays away. Not written to once a call is made."""
+
+    activation_clamp: float
+    fast_math: bool
+
+
+class _Type(NamedTuple):
+    """What one option may be, and how an operator takes it."""
+
+    classes: tuple[type, ...]
+    words: str
+    schema: str
+
+
+_TYPES = {
+    str: _Type((str,), "a str", "str"),
+    int: _Type((int,), "an int", "int"),
+    float: _Type((int, float), "a number", "float"),
+    bool: _Type((bool,), "a bool", "bool"),
+}
+MAX_INT = 2**63 - 1  # of an operator's arguments
+MAX_TIMEOUT_S = 1e9  # its fourfold, in nanoseconds, fits 64 bits
+OVERRIDES = "overrides"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _option_types() -> dict[str, _Type]:
+    """Of every option but `overrides`, from the annotations."""
+    found = {}
+    for name, hint in typing.get_type_hints(CallOptions).items():
+        if name != OVERRIDES:
+            (python_type,) = set(typing.get_args(hint)) - {types.NoneType}
+            found[name] = _TYPES[python_type]
+    return found
+
+
+_OPTION_TYPES = _option_types()
+
+
+def given_options(function: str, options: CallOptions) -> CallArguments:
+    """The options that are not None, of the right types. function: whose they are, for errors."""
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == OVERRIDES:
+            if value is not None:
+                check_overrides(cast("Mapping[str, int]", value))
+            if value:
+                given[name] = value
+            continue
+        if name not in _OPTION_TYPES:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is None:
+            continue
+        check_option(name, value, _OPTION_TYPES[name])
+        given[name] = value
+    return cast("CallArguments", given)
+
+
+def check_option(name: str, value: object, expected: _Type) -> None:
+    if not isinstance(value, expected.classes) or (
+        isinstance(value, bool) and bool not in expected.classes
+    ):
+        raise TypeError(f"{name} must be {expected.words} or None; got {value!r}")
+    _check_range(name, value)
+
+
+def _check_range(name: str, value: object) -> None:
+    if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
+        raise ValueError(f"{name} must be within 64 bits; got {value}")
+
+
+def check_overrides(overrides: Mapping[str, int]) -> None:
+    """Raise if it is not a dict of ints by name; which names and values are allowed, the config
+    says."""
+    require_type(OVERRIDES, overrides, dict, "a dict of config fields")
+    for name, value in overrides.items():
+        require_type(OVERRIDES, name, str, "named by str")
+        require_type(f"overrides[{name!r}]", value, int, "an int")
+        _check_range(f"overrides[{name!r}]", value)
+
+
+def check_values(arguments: CallArguments) -> None:
+    """Raise if one has a value that no call allows, whatever it is called with."""
+    timeout_s = arguments.get("timeout_s")
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; got {timeout_s}"
+        )
+    seed = arguments.get("schedule_seed") or 0
+    if seed < 0:
+        raise ValueError(f"schedule_seed must be at least 0; got {seed}")
+
+
+def call_key(arguments: CallArguments) -> Hashable:
+    """What is equal for equal arguments, and can be looked up."""
+    if OVERRIDES not in arguments:
+        return frozenset(arguments.items())
+    pairs: dict[str, Any] = {**arguments, OVERRIDES: frozenset(overrides_of(arguments).items())}
+    return frozenset(pairs.items())
+
+
+def overrides_of(arguments: CallArguments) -> Mapping[str, int]:
+    return arguments.get("overrides") or {}
+
+
+# An operator's arguments are numbers, words and lists of them.
+OPERATOR_OPTIONS = ", ".join(
+    [f"{expected.schema}? {name}=None" for name, expected in _OPTION_TYPES.items()]
+    + ["str[]? override_names=None", "int[]? override_values=None"]
+)
+
+
+def to_operator(arguments: CallArguments) -> dict[str, Any]:
+    """The arguments as an operator with OPERATOR_OPTIONS takes them."""
+    taken = cast("dict[str, Any]", dict(arguments))
+    overrides = taken.pop(OVERRIDES, None)
+    if overrides:
+        taken["override_names"] = list(overrides)
+        taken["override_values"] = list(overrides.values())
+    return taken
+
+
+def from_operator(taken: dict[str, Any]) -> CallArguments:
+    """The inverse; for what only differs from `to_operator` by Nones, too."""
+    names = taken.pop("override_names", None) or ()
+    values = taken.pop("override_values", None) or ()
+    given = {name: value for name, value in taken.items() if value is not None}
+    if names:
+        given[OVERRIDES] = dict(zip(names, values, strict=True))
+    return cast("CallArguments", given)
+
+
+def _annotations() -> dict[str, str]:
+    """As they are written."""
+    return {name: hint.__forward_arg__ for name, hint in CallOptions.__annotations__.items()}
+
+
+def with_call_options(function: _Function) -> _Function:
+    """For `**options: Unpack[CallOptions]`: help() and editors show each option."""
+    signature = inspect.signature(function)
+    *others, _ = signature.parameters.values()
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in _annotations().items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+    _, _, documented = inspect.cleandoc(CallOptions.__doc__ or "").partition("\n\n")
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", documented)
+    return function

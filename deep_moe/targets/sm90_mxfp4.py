@@ -1,0 +1,107 @@
+"""MXFP4 weights on SM90. The kernel has tensor maps of the token pools, and plain addresses of the
+weights, which are contiguous blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.jit.kernel_args import WEIGHT_POINTER_NAMES
+from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+
+from .target import Operands, TargetWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
+    from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.trial.reference import Numerics
+
+    from .target import Pair
+
+BULK_COPY_ALIGNMENT = 16
+
+
+class Sm90Mxfp4(TargetWeights):
+    format = "mxfp4"
+    # Few stages, for a small case never comes round the ring of the default. The three kinds of
+    # main loop: products in pairs, one by one, and a loop for each size of m-block.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 168, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        from deep_moe.formats.weights import sm90_transform
+
+        sm90_transform(l1, l2, out)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+        from deep_moe.formats.weights import sm90_inverse
+
+        return sm90_inverse(l1, l2)
+
+    def tensors(self, shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        from deep_moe.formats.weights import sm90_tensors
+
+        return sm90_tensors(shape)
+
+    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        maps = sm90_tensor_maps(config, buffer_address)
+        return Operands(maps, sm90_weight_pointers(l1, l2))
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.trial.reference import SM90
+
+        return SM90
+
+
+def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, TensorMapSpec]:
+    """A spec for each tensor map of KernelArgs that SM90 uses.
+
+    A map's coordinates are (column, row, end), and stand for row `end - block_m + row` of the pool.
+    So `row` counts towards `block_m`, which is out of bounds: a box that begins with the n-th row
+    before `end`, at row `block_m - n`, takes n rows from the pool, and zeros fill the rest of it.
+    The address is the one that `row` and `end` of 0 would have, before the pool and never read.
+    """
+
+    def pool(segment_name: str) -> TensorMapSpec:
+        segment = config.symm_buffer_layout[segment_name]
+        num_rows, num_columns = segment.shape
+        return TensorMapSpec(
+            data_type=DataType.UINT8,
+            address=buffer_address + segment.offset - config.block_m * num_columns,
+            dims=(num_columns, config.block_m, num_rows + 1),
+            strides=(num_columns, num_columns),
+            box=(config.block_k, config.block_m, 1),
+            swizzle=Swizzle.B128,
+        )
+
+    return {
+        "l1_activations": pool("l1_tokens"),
+        "l2_activations": pool("l2_tokens"),
+    }
+
+
+def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
+    """The addresses in KernelArgs of what `transform_weights_for_mega_moe` returns."""
+    tensors = {
+        "l1_weights[0]": l1_weights[0],
+        "l2_weights[0]": l2_weights[0],
+        "l1_weights[1]": l1_weights[1],
+        "l2_weights[1]": l2_weights[1],
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+        if tensor.data_ptr() % BULK_COPY_ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {BULK_COPY_ALIGNMENT} bytes; "
+                f"got {tensor.data_ptr():#x}"
+            )
+    addresses = (tensor.data_ptr() for tensor in tensors.values())
+    return dict(zip(WEIGHT_POINTER_NAMES, addresses, strict=True))

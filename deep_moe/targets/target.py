@@ -1,0 +1,143 @@
+"""`Target`: all that is known of an architecture, and `TargetWeights`: of one weight format on it.
+
+Nothing here or in a target's file imports PyTorch before a method needs it: heuristics and the
+command line ask targets too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
+    from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.segments import Layout
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.jit.tensor_map import TensorMapSpec
+    from deep_moe.trial.reference import Numerics
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
+
+DEFAULT_WEIGHTS = "mxfp4"
+
+ConfigFields = Mapping[str, int | float | bool]
+
+
+class Operands(NamedTuple):
+    """How a kernel reaches its tokens and weights: specs of tensor maps and plain addresses, by the
+    names of KernelArgs."""
+
+    tensor_maps: Mapping[str, TensorMapSpec]
+    addresses: Mapping[str, int]
+
+
+class TargetWeights(ABC):
+    """Weights of one format on one target.
+
+    format: its name. fuzz_tiles: overrides of config fields that stand for all kinds of main loop.
+    """
+
+    format: ClassVar[str]
+    fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
+
+    @abstractmethod
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        """Lay out checked weights for the kernel in `out`; see `transform_weights_for_mega_moe`."""
+
+    @abstractmethod
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+        """Give back what `transform` was given, after a check of the tensors' forms."""
+
+    @abstractmethod
+    def tensors(self, shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of what `transform` fills for one rank, by the names that a call knows
+        the tensors by: l1_weights[0], l1_weights[1], l2_weights[0], l2_weights[1]."""
+
+    @abstractmethod
+    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        """What the kernel is told of one rank's symmetric buffer and transformed weights."""
+
+    @property
+    @abstractmethod
+    def numerics(self) -> Numerics:
+        """Where the kernel rounds, for the reference."""
+
+
+@dataclass(frozen=True)
+class Target(ABC):
+    """An architecture that kernels are compiled for.
+
+    name: as the compiler knows it. capabilities: compute capabilities of the GPUs that run it, of
+    which `gpus` names some. default_num_sms: SMs of such a GPU.
+
+    kernel: namespace of the kernel in the header library, and the beginning of its file's name.
+    cluster_size: CTAs of a cluster. smem_capacity: bytes of shared memory that a CTA may ask for.
+    heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
+    callers may set. tunable: those of them whose best value differs from layer to layer. roles:
+    what the warps do that have dispatch, loader and epilogue registers. weights: by format.
+    """
+
+    name: str
+    capabilities: tuple[tuple[int, int], ...]
+    gpus: str
+    default_num_sms: int
+
+    kernel: ClassVar[str]
+    cluster_size: ClassVar[int]
+    smem_capacity: ClassVar[int]
+    heeds_uneven: ClassVar[bool]
+    overridable: ClassVar[tuple[str, ...]]
+    tunable: ClassVar[tuple[str, ...]]
+    roles: ClassVar[tuple[str, str, str]]
+    weights: ClassVar[tuple[TargetWeights, ...]]
+
+    @abstractmethod
+    def choose_fields(
+        self,
+        shape: MoEShape,
+        num_tokens: int,
+        *,
+        is_uneven: bool,
+        num_sms: int,
+        smem_capacity: int,
+        overrides: Mapping[str, int],
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """All config fields that are not given by the problem, and the reason of each."""
+
+    @abstractmethod
+    def candidates(self, shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Other values of each tunable field that are worth measuring beside the `chosen` ones."""
+
+    @abstractmethod
+    def smem_layout(self, fields: ConfigFields) -> Layout:
+        """Shared memory of a CTA, by the fields of its config."""
+
+    @abstractmethod
+    def tmem_layout(self, fields: ConfigFields) -> Layout | None:
+        """Tensor memory of a CTA; None where there is none."""
+
+    @abstractmethod
+    def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
+        """The warps of a CTA by what they do."""
+
+    def weights_of(self, name: str = DEFAULT_WEIGHTS) -> TargetWeights:
+        """What the target does with weights of the format `name`, or a ValueError."""
+        for weights in self.weights:
+            if weights.format == name:
+                return weights
+        known = ", ".join(weights.format for weights in self.weights)
+        raise ValueError(f"weights must be one of {known} on {self.name}; got {name!r}")
+
+    @property
+    def header(self) -> str:
+        """The kernel's file in the header library."""
+        return f"deep_moe/kernels/{self.kernel}_mega_moe.cuh"
+
+    def whole_clusters(self, num_sms: int) -> int:
+        """The largest number of CTAs up to `num_sms` that makes whole clusters."""
+        return num_sms - num_sms % self.cluster_size

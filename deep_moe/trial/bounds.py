@@ -1,0 +1,312 @@
+"""Which outputs are right: for every value the interval that rounding explains.
+
+The kernel adds products in an order of its own and approximates the SiLU, so a number that lies
+near the middle between two BF16 or E4M3 numbers may go to either. Here each step of the reference
+is done with both ends of what the kernel may have:
+
+1. A sum of products is off by no more than `sum_errors` says. Its two ends are rounded to BF16:
+   mostly to one number.
+2. SwiGLU of both ends, a little further apart by what the SiLU's approximation may be off.
+3. Both ends are rounded to E4M3. Where they differ, the value is a candidate: it may be either.
+   Where the block's largest value is near 448 of a scale, the scale is open, too.
+4. In Linear2 a candidate moves an output by its step times the weight. All of them together move
+   it by no more than the sum of these moves, and by no more than 5 times the root of the sum of
+   their squares, since it is by chance to which side a candidate goes. With the error of the sum
+   that is an interval, whose ends are rounded to BF16.
+5. Combine rounds monotonically: the sum of the low ends and the sum of the high ends, in slot order
+   and rounded as there, bound the output. Where many slots have many candidates, again the root of
+   the sum of all squares does.
+
+A value outside of its interval is wrong. Where candidates are many, intervals are wide, but they
+cannot all be used up: a token's error as a vector is bounded by the squares, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deep_moe.formats.block_scaled import (
+    GROUP_SIZE,
+    dequantize_e2m1_ue8m0,
+    quantize_e4m3_groups,
+    ue8m0_to_float,
+)
+
+from .reference import (
+    Numerics,
+    Pair,
+    combine_slots,
+    round_to_bf16,
+    swiglu,
+    valid_slots,
+)
+
+# Standard deviations. A sum of independent errors, each within +-d, exceeds 5 times the root of the
+# sum of d^2 once in 270,000 at the worst, where each is d; candidates mostly go where the reference
+# has them.
+_FLIP_DEVIATIONS = 5.0
+_SUM_DEVIATIONS = 6.0
+_MAX_SQUARED_TOKEN_ERROR = 2.0  # times what all candidates on the other side, at right angles, make
+_FP32_FRACTION_BITS = 23
+_HALF_BF16_UNIT = 2.0**-8  # of a number, at most
+_E4M3_SMALLEST_NORMAL = 2.0**-6
+_E4M3_SMALLEST = 2.0**-9
+# Of x / (1 + e^-x) with ex2.approx (2 units in the last place), rcp.approx (1), and six more
+# roundings, that of the exponent's argument in proportion to x.
+_SILU_UNITS = (12.0, 2.0)
+_FP32_HALF_UNIT = 2.0**-24
+# From here on rcp.approx.ftz may find a subnormal number, which it makes zero.
+_SILU_FLUSHED_BELOW = -86.0
+_SMALLEST_NORMAL_FP32 = 2.0**-126
+_SILU_MINIMUM = (-1.2784645427610738, -0.27846454276107380)  # where it is, and what
+_MAX_PARTIAL_SUMS = 1 << 24  # held at a time
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of right outputs. All are [tokens, hidden] but the last."""
+
+    y: torch.Tensor  # bfloat16: the reference's
+    low: torch.Tensor  # float32
+    high: torch.Tensor  # float32
+    max_token_error: torch.Tensor  # float64 [tokens]: length of y's error as a vector
+
+
+class Interval(NamedTuple):
+    """Ends of what values may be."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SlotBounds:
+    """Of what slots add to their tokens, [slots, hidden]."""
+
+    y: torch.Tensor  # bfloat16: the reference's
+    low: torch.Tensor  # bfloat16
+    high: torch.Tensor  # bfloat16
+    unrounded: torch.Tensor  # float64: y before it was rounded
+    squares: torch.Tensor  # float64: of the moves of all candidates, added up
+    sum_errors: torch.Tensor  # float64: of Linear2's sums
+
+
+def reference_bounds(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    numerics: Numerics,
+    sum_bits: int,
+    activation_clamp: float | None = None,
+) -> Bounds:
+    """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
+
+    sum_bits: what sums of products keep where the kernel ran: `numerics.sum_bits` on a GPU,
+    `FP32_SUM_BITS` in the emulator, unless it was asked for Hopper's sums.
+    """
+
+    def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
+        return expert_bounds(
+            numerics.tokens(x[token_idx], x_sf[token_idx]),
+            weights,
+            (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
+            (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
+            numerics=numerics,
+            sum_bits=sum_bits,
+            activation_clamp=activation_clamp,
+        )
+
+    return combined_bounds(topk_idx, topk_weights, l1_weights[0].shape[0], x.shape[1], of_expert)
+
+
+def combined_bounds(
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    hidden: int,
+    of_expert: Callable[[int, torch.Tensor, torch.Tensor], SlotBounds],
+) -> Bounds:
+    """Bounds of outputs from those of their slots: of_expert(expert, tokens [n], routing weights
+    [n]) is asked for each expert that is named, once."""
+    num_tokens, num_topk = topk_idx.shape
+    device = topk_idx.device
+    ends = torch.zeros((3, num_tokens, num_topk, hidden), dtype=torch.bfloat16, device=device)
+    sums = torch.zeros((3, num_tokens, hidden), dtype=torch.float64, device=device)
+    center, squares, slack = sums
+    rounding_squares = torch.zeros_like(center)
+    valid = valid_slots(topk_idx, num_experts)
+    for expert_idx in topk_idx[valid].unique().tolist():
+        token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
+        slots = of_expert(expert_idx, token_idx, topk_weights[token_idx, slot_idx])
+        for which, values in enumerate((slots.y, slots.low, slots.high)):
+            ends[which, token_idx, slot_idx] = values
+        reach = _FLIP_DEVIATIONS * slots.squares.sqrt() + slots.sum_errors
+        rounding = _HALF_BF16_UNIT * (slots.unrounded.abs() + reach)
+        center.index_add_(0, token_idx, slots.unrounded)
+        squares.index_add_(0, token_idx, slots.squares)
+        slack.index_add_(0, token_idx, slots.sum_errors + rounding)
+        rounding_squares.index_add_(
+            0, token_idx, slots.sum_errors**2 + (_HALF_BF16_UNIT * slots.unrounded) ** 2
+        )
+    y, low, high = (combine_slots(end, valid) for end in ends)
+    reach = _FLIP_DEVIATIONS * squares.sqrt() + slack
+    reach += _HALF_BF16_UNIT * (center.abs() + reach)
+    rounding_squares += (_HALF_BF16_UNIT * center) ** 2
+    return Bounds(
+        y,
+        torch.maximum(low.float(), (center - reach).float()),
+        torch.minimum(high.float(), (center + reach).float()),
+        (_MAX_SQUARED_TOKEN_ERROR * (squares + rounding_squares).sum(dim=1)).sqrt(),
+    )
+
+
+def expert_bounds(
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    numerics: Numerics,
+    sum_bits: int,
+    activation_clamp: float | None = None,
+) -> SlotBounds:
+    """Of one expert on float64 tokens [n, H] with routing weights [n]."""
+    sums, errors = sums_with_errors(
+        tokens, dequantize_e2m1_ue8m0(*l1_weights, torch.float64), sum_bits
+    )
+    gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
+    activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
+    quantized = numerics.requantize(activated, weights)
+
+    (gate_low, up_low), (gate_high, up_high) = (
+        round_to_bf16(end).double().chunk(2, dim=1) for end in (sums - errors, sums + errors)
+    )
+    ends = _quantized_ends(
+        _activated_ends(
+            Interval(gate_low, gate_high), Interval(up_low, up_high), weights, activation_clamp
+        ),
+        weights,
+        numerics,
+    )
+    dense = dequantize_e2m1_ue8m0(*l2_weights, torch.float64)
+    sums, errors = sums_with_errors(quantized, dense, sum_bits)
+    down, up_moves, squares = _moves(quantized, ends, dense)
+    return SlotBounds(
+        round_to_bf16(sums),
+        round_to_bf16(sums + down - errors),
+        round_to_bf16(sums + up_moves + errors),
+        sums,
+        squares,
+        errors,
+    )
+
+
+def sums_with_errors(
+    values: torch.Tensor, weights: torch.Tensor, sum_bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """values @ weights.T of float64 [n, K] and [R, K], and how far off the tensor core's sum may
+    be: both float64 [n, R].
+
+    One instruction adds 32 products to the sum so far. All terms are cut, towards zero, below a
+    unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of a
+    step, from the partial sums before and behind it and the largest product:
+    - on the average a cut takes half a unit off a term's magnitude: u/2 times the excess of
+      positive over negative products, added up with its sign over all steps;
+    - around that cuts scatter by up to u/sqrt(12) for each of 34 terms: 1.7 times the root of the
+      sum of u^2, were all of them inexact. Most are not: FP8 products have few bits.
+    Rounding to nearest, and orders other than by 32 consecutive values, stay below that.
+    """
+    num_groups = values.shape[1] // GROUP_SIZE
+    grouped_values = values.unflatten(1, (num_groups, GROUP_SIZE)).transpose(0, 1)
+    grouped_weights = weights.unflatten(1, (num_groups, GROUP_SIZE)).permute(1, 2, 0)
+    weight_signs = grouped_weights.sign().float()
+    largest_weights = grouped_weights.abs().amax(dim=1, keepdim=True)
+    unit = 2.0 ** -min(sum_bits, _FP32_FRACTION_BITS)
+    num_rows = max(1, _MAX_PARTIAL_SUMS // (num_groups * weights.shape[0]))
+    sums, errors = [], []
+    for part in grouped_values.split(num_rows, dim=1):
+        partial = torch.bmm(part, grouped_weights).cumsum(dim=0)
+        sizes = partial.abs()
+        largest = torch.maximum(sizes, part.abs().amax(dim=2, keepdim=True) * largest_weights)
+        torch.maximum(largest[1:], sizes[:-1], out=largest[1:])
+        excess = torch.bmm(part.sign().float(), weight_signs)
+        bias = (largest * excess).sum(dim=0).abs() / 2
+        scatter = _SUM_DEVIATIONS * largest.square().sum(dim=0).sqrt()
+        sums.append(partial[-1])
+        errors.append(unit * (bias + scatter))
+    return torch.cat(sums), torch.cat(errors)
+
+
+def _activated_ends(
+    gate: Interval, up: Interval, weights: torch.Tensor, activation_clamp: float | None
+) -> Interval:
+    """silu(gate) * up * weight in float64, [n, I]."""
+    if activation_clamp is not None:
+        # As the kernel has the clamp, in FP32.
+        clamp = torch.tensor(activation_clamp, dtype=torch.float32).item()
+        gate = Interval(*(end.clamp(max=clamp) for end in gate))
+        up = Interval(*(end.clamp(min=-clamp, max=clamp) for end in up))
+    silu = [end / (1 + torch.exp(-end)) for end in gate]
+    where, minimum = _SILU_MINIMUM
+    holds_minimum = (gate.low < where) & (gate.high > where)
+    low = torch.minimum(*silu).masked_fill(holds_minimum, minimum)
+    high = torch.maximum(*silu)
+    factors = [end * weights.double().unsqueeze(1) for end in up]
+    corners = torch.stack([end * factor for end in (low, high) for factor in factors])
+    size = torch.maximum(gate.low.abs(), gate.high.abs())
+    units, units_per_size = _SILU_UNITS
+    largest = corners.abs().amax(dim=0)
+    error = largest * ((units + units_per_size * size) * _FP32_HALF_UNIT)
+    flushed = size * torch.maximum(*(factor.abs() for factor in factors)) * _SMALLEST_NORMAL_FP32
+    error += flushed.where(gate.low < _SILU_FLUSHED_BELOW, 0.0)
+    return Interval(corners.amin(dim=0) - error, corners.amax(dim=0) + error)
+
+
+def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -> Interval:
+    """Through E4M3: float64 [n, I]."""
+    low, high = (end.float().unflatten(1, (-1, numerics.scale_block)) for end in ends)
+    sizes = torch.maximum(low.abs(), high.abs())
+    least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
+    candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]
+    scale_bytes = torch.maximum(*candidates)
+    is_open = (candidates[0] != candidates[1]).unsqueeze(2)
+    scales = ue8m0_to_float(scale_bytes).unsqueeze(2)
+    rounded = []
+    for end, outwards in ((low, torch.floor), (high, torch.ceil)):
+        codes, _ = quantize_e4m3_groups(end, scale_bytes=scale_bytes)
+        values = codes.float().double()
+        # With a smaller scale it is the same numbers, but those that are subnormal with this one.
+        exact = end.double() / scales
+        finer = outwards(exact / _E4M3_SMALLEST) * _E4M3_SMALLEST
+        values = finer.where(is_open & (exact.abs() < _E4M3_SMALLEST_NORMAL), values)
+        rounded.append((values * scales).flatten(1))
+    return Interval(*rounded)
+
+
+def _moves(
+    quantized: torch.Tensor, ends: Interval, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How far candidates may move the products of `quantized` [n, I] and `weights` [H, I], down (as
+    negative numbers) and up, and the sum of the squares of all moves: float64 [n, H]."""
+    moves = quantized.new_zeros((3, quantized.shape[0], weights.shape[0]))
+    below, above = quantized - ends.low, ends.high - quantized
+    rows = ((below > 0) | (above > 0)).any(dim=1).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return moves[0], moves[1], moves[2]
+    below, above = below[rows].clamp(min=0), above[rows].clamp(min=0)
+    middle = (above - below) / 2 @ weights.T
+    reach = (above + below) / 2 @ weights.abs().T
+    squares = torch.maximum(below, above) ** 2 @ (weights**2).T
+    likely = _FLIP_DEVIATIONS * squares.sqrt()
+    moves[0, rows] = torch.maximum(middle - reach, -likely).clamp(max=0)
+    moves[1, rows] = torch.minimum(middle + reach, likely).clamp(min=0)
+    moves[2, rows] = squares
+    return moves[0], moves[1], moves[2]

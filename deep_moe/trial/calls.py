@@ -1,0 +1,321 @@
+"""Calls of a layer on all ranks: emulated in this process, or with a process for each. What a rank
+brings to them is `Tokens`, what it gets is a `RankOutput` for each call."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from deep_moe import jit
+from deep_moe.emulator.machine import Schedule
+from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
+from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
+from deep_moe.fused.emulated_ranks import EmulatedRanks
+from deep_moe.fused.mega_moe import fp8_fp4_mega_moe, with_numerics
+from deep_moe.fused.options import CallArguments, CallOptions, given_options
+from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+from deep_moe.jit.kernel_args import PrepareInputsArgs
+from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
+from deep_moe.targets import EMULATED
+
+from .rank_processes import run_on_ranks
+from .synthetic import Layer, Tokens
+from .trace import RankTrace, record
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """What one rank's call gave."""
+
+    y: torch.Tensor  # bfloat16 [tokens, hidden]
+    stats: torch.Tensor  # int32 [local experts]: tokens that each of them received
+
+
+Calls = Sequence[Sequence[Tokens]]  # of every call, each rank's tokens
+
+
+def run_emulated_ranks(
+    shape: MoEShape, layer: Layer, calls: Calls, **options: Any
+) -> list[list[RankOutput]]:
+    """All ranks in this process, one call after the other in the same buffers. What each rank got,
+    call by call. options: keyword arguments of `EmulatedRanks.call`."""
+    with _emulated_ranks(shape) as ranks:
+        weights = _transformed(ranks, layer, options.get("arch"))
+        outputs = []
+        for tokens in calls:
+            for buffer, own in zip(ranks.buffers, tokens, strict=True):
+                fill_inputs(buffer, own)
+            outputs.append(_call_emulated_ranks(ranks, weights, tokens, options))
+        return outputs
+
+
+def run_emulated_in_a_row(
+    shape: MoEShape,
+    layer: Layer,
+    calls: Calls,
+    *,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    schedule: Schedule = "random",
+    **options: Any,
+) -> list[list[RankOutput]]:
+    """The same as a model does it: `prepare_inputs` and a call, again and again, on each rank with
+    no look at the others. options: of `CallOptions`, the same for all calls.
+
+    The inputs are the tokens' values in BF16, see `model_inputs`.
+    """
+    with _emulated_ranks(shape) as ranks:
+        weights = _transformed(ranks, layer, options.get("arch"))
+        given = given_options("run_emulated_in_a_row", cast(CallOptions, options))
+        each = [with_numerics(given, activation_clamp, fast_math)] * len(calls)
+        return call_in_a_row(ranks, weights, calls, each, schedule=schedule)
+
+
+def call_in_a_row(
+    ranks: EmulatedRanks,
+    weights: Sequence[MegaMoEWeights],
+    calls: Calls,
+    options: Sequence[CallArguments],
+    *,
+    schedule: Schedule = "random",
+) -> list[list[RankOutput]]:
+    """`run_emulated_in_a_row` on ranks that are there, with options for each call. The first ones'
+    schedule seed holds for all."""
+    launches: list[RankLaunch] = []
+    xs, outputs = [], []  # kept until all is over: a launch has only addresses
+    for tokens, of_call in zip(calls, options, strict=True):
+        outputs.append([_empty_output(ranks.shape, own, torch.device("cpu")) for own in tokens])
+        for buffer, own, (l1, l2), output in zip(
+            ranks.buffers, tokens, weights, outputs[-1], strict=True
+        ):
+            if own.num_tokens:
+                xs.append(model_inputs(own)[0])
+                arch = of_call.get("arch")
+                launches.append(_preparation(xs[-1], own, buffer, arch or EMULATED.name))
+            launches.append(prepare_launch(output.y, l1, l2, buffer, output.stats, of_call))
+    seed = options[0].get("schedule_seed") or 0
+    run_emulated(launches, seed=seed, schedule=schedule, checks=True, clock="virtual")
+    for buffer in ranks.buffers:
+        finish_emulated(buffer, options[-1])
+    return outputs
+
+
+def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+    """The values of tokens as a model has them, bfloat16 [tokens, hidden], and what
+    `prepare_inputs` makes of them: the same numbers where BF16 holds them, but they may have other
+    codes and scales."""
+    x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf).bfloat16()
+    return x, Tokens(*quantize_e4m3_ue8m0(x), tokens.topk_idx, tokens.topk_weights)
+
+
+def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
+    """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
+    config = PrepareInputsConfig(arch=arch)
+    num_chunks = config.num_chunks(x.numel())
+    args = PrepareInputsArgs(
+        x.data_ptr(),
+        tokens.topk_idx.data_ptr(),
+        tokens.topk_weights.data_ptr(),
+        buffer.x.data_ptr(),
+        buffer.x_sf.data_ptr(),
+        buffer.topk_idx.data_ptr(),
+        buffer.topk_weights.data_ptr(),
+        num_chunks,
+        tokens.topk_idx.numel(),
+    )
+    # The call that follows names the memory that is written.
+    read = {"x": x, "topk_idx": tokens.topk_idx, "topk_weights": tokens.topk_weights}
+    memory = tuple(
+        MemoryRegion.of_tensor(name, tensor, is_writable=False) for name, tensor in read.items()
+    )
+    kernel = jit.build_prepare_inputs(config)
+    num_ctas = config.num_ctas(num_chunks)
+    return RankLaunch(buffer.rank, kernel, num_ctas, config.num_threads, 0, args, memory)
+
+
+def trace_emulated_ranks(
+    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], **call: Any
+) -> list[RankTrace]:
+    """One call of `run_emulated_ranks`, recorded."""
+    with _emulated_ranks(shape) as ranks, record(*ranks.buffers) as recorders:
+        for buffer, own in zip(ranks.buffers, tokens, strict=True):
+            fill_inputs(buffer, own)
+        _call_emulated_ranks(ranks, _transformed(ranks, layer, call.get("arch")), tokens, call)
+        return [recorder.collect() for recorder in recorders]
+
+
+def run_processes(
+    shape: MoEShape, layer: Layer, calls: Calls, *, device: str, **options: Any
+) -> list[list[RankOutput]]:
+    """What `run_emulated_ranks` does, with one process per rank, as in a deployment: rank r on GPU
+    r ("cuda") or emulated ("cpu").
+
+    options: keyword arguments of `fp8_fp4_mega_moe`. If one rank fails, the others are ended, and
+    the error holds its traceback.
+    """
+    of_ranks = _run_in_processes(_run_rank, shape, layer, calls, device, options)
+    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+
+
+def trace_processes(
+    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], *, num_warmup: int, **call: Any
+) -> list[RankTrace]:
+    """One call of `run_processes` on GPUs, recorded after `num_warmup` more of the same."""
+    trace_rank = partial(_trace_rank, num_warmup=num_warmup)
+    return _run_in_processes(trace_rank, shape, layer, [tokens], "cuda", call)
+
+
+def _run_in_processes(
+    rank_function: Callable[..., Any],
+    shape: MoEShape,
+    layer: Layer,
+    calls: Calls,
+    device: str,
+    call: Mapping[str, Any],
+) -> list[Any]:
+    """What `rank_function` returns on each rank."""
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus < shape.num_ranks:
+        raise ValueError(
+            f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
+        )
+    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
+        run_on_ranks(
+            _rank_process,
+            shape.num_ranks,
+            device,
+            rank_function,
+            shape,
+            layer,
+            [list(tokens) for tokens in calls],
+            call,
+            folder,
+        )
+        return [
+            torch.load(_output_file(folder, rank), weights_only=False)
+            for rank in range(shape.num_ranks)
+        ]
+
+
+def fill_inputs(buffer: SymmBuffer, tokens: Tokens) -> None:
+    """Copy a rank's tokens into its buffer."""
+    n = tokens.num_tokens
+    buffer.x[:n].copy_(tokens.x)
+    buffer.x_sf[:n].copy_(tokens.x_sf)
+    buffer.topk_idx[:n].copy_(tokens.topk_idx)
+    buffer.topk_weights[:n].copy_(tokens.topk_weights)
+
+
+def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
+    return EmulatedRanks(
+        shape.num_ranks,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
+    )
+
+
+def _transformed(ranks: EmulatedRanks, layer: Layer, arch: str | None) -> list[MegaMoEWeights]:
+    """Each rank's weights."""
+    num_ranks = ranks.shape.num_ranks
+    return [
+        transform_weights_for_mega_moe(*layer.of_rank(rank, num_ranks), arch=arch)
+        for rank in range(num_ranks)
+    ]
+
+
+def _call_emulated_ranks(
+    ranks: EmulatedRanks,
+    weights: Sequence[MegaMoEWeights],
+    tokens: Sequence[Tokens],
+    call: Mapping[str, Any],
+) -> list[RankOutput]:
+    outputs = [_empty_output(ranks.shape, own, torch.device("cpu")) for own in tokens]
+    ranks.call([o.y for o in outputs], weights, [o.stats for o in outputs], **call)
+    return outputs
+
+
+def _rank_process(
+    device: torch.device,
+    rank_function: Callable[..., Any],
+    shape: MoEShape,
+    layer: Layer,
+    calls: Calls,
+    call: Mapping[str, Any],
+    folder: str,
+) -> None:
+    """Saves what `rank_function` returns of this rank."""
+    rank = dist.get_rank()
+    buffer = get_symm_buffer_for_mega_moe(
+        dist.group.WORLD,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
+    )
+    l1, l2 = (
+        (pair.weight.to(device), pair.sf.to(device))
+        for pair in layer.of_rank(rank, shape.num_ranks)
+    )
+    weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"))
+    value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], call)
+    torch.save(value, _output_file(folder, rank))
+    dist.barrier()  # no rank takes its memory away while another still reads it
+
+
+def _run_rank(
+    buffer: SymmBuffer, weights: MegaMoEWeights, calls: Sequence[Tokens], call: Mapping[str, Any]
+) -> list[RankOutput]:
+    outputs = []
+    for tokens in calls:
+        fill_inputs(buffer, tokens)
+        output = _empty_output(buffer.shape, tokens, buffer.device)
+        fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+        buffer.memory.synchronize()
+        buffer.raise_if_failed()
+        outputs.append(RankOutput(output.y.cpu(), output.stats.cpu()))
+    return outputs
+
+
+def _trace_rank(
+    buffer: SymmBuffer,
+    weights: MegaMoEWeights,
+    calls: Sequence[Tokens],
+    call: Mapping[str, Any],
+    *,
+    num_warmup: int,
+) -> RankTrace:
+    (tokens,) = calls
+    fill_inputs(buffer, tokens)
+    output = _empty_output(buffer.shape, tokens, buffer.device)
+    together = torch.zeros(1, device=buffer.device)
+    with record(buffer) as (recorder,):
+        for _ in range(num_warmup + 1):
+            dist.all_reduce(together)  # so that ranks begin together
+            fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+        return recorder.collect()
+
+
+def _empty_output(shape: MoEShape, tokens: Tokens, device: torch.device) -> RankOutput:
+    """y is full of NaN, so that a row left out is noticed."""
+    size = (tokens.num_tokens, shape.hidden)
+    y = torch.full(size, torch.nan, dtype=torch.bfloat16, device=device)
+    stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32, device=device)
+    return RankOutput(y, stats)
+
+
+def _output_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.pt")

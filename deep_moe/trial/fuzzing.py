@@ -1,0 +1,300 @@
+"""Small layers on awkward inputs under many schedules in the emulator, with all checks on.
+
+A case is one value of each axis (`axes`), and two calls in the same buffers, with other tokens. It
+follows from one integer, so that naming it repeats a failure. Cases come in rounds: in each, every
+two values of two axes meet at least once, for every architecture. For a change of a kernel there is
+the grid: every kernel that the axes lead to, and for each of them a round of all that is not
+compiled in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import TARGETS, target_of
+
+from .calls import RankOutput, model_inputs, run_emulated_in_a_row, run_emulated_ranks
+from .comparison import compare
+from .reference import reference_mega_moe
+from .synthetic import Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
+
+ARCHS = tuple(TARGETS)
+CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
+NUM_KERNEL_AXES = 5  # the first ones, which are compiled in
+NUM_CALLS = 2
+_MAX_TOKENS = 64
+# Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
+_SHAPES = (
+    (1, 4, 2, 256, 256),
+    (2, 4, 3, 256, 128),
+    (2, 6, 2, 384, 512),
+    (3, 6, 2, 128, 128),
+    (1, 3, 3, 128, 1152),
+)
+# At which SiLU is exact, below what gate and up of an exact layer get to.
+_CLAMP = 24.0
+
+
+@lru_cache
+def axes(arch: str) -> dict[str, tuple[Any, ...]]:
+    """What cases of an architecture differ in, each with its values."""
+    return {
+        "shape": _SHAPES,
+        "tile": target_of(arch).weights_of().fuzz_tiles,
+        "wave": ("one expert", "all experts"),
+        "turn": ("one expert", "a wave"),
+        "clamp": (None, _CLAMP),
+        # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
+        "inputs": ("filled", "prepared"),
+        "tokens": ("any", "few", "many", "one rank has none"),
+        "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
+        "values": ("numbers", "NaN"),
+        "schedule": SCHEDULES,
+    }
+
+
+def grid_size() -> int:
+    """The number of cases in the grid, of all architectures."""
+    return sum(math.prod(_sizes(arch)[:NUM_KERNEL_AXES]) for arch in ARCHS) * CASES_PER_ROUND
+
+
+@dataclass(frozen=True)
+class FuzzCase:
+    """Two calls of all ranks on inputs whose result is exact."""
+
+    number: int
+    arch: str
+    values: Mapping[str, Any]  # of each axis
+
+    @classmethod
+    def of(cls, number: int) -> FuzzCase:
+        """The case with this number: architectures take turns, and each goes through its rounds."""
+        idx, arch_idx = divmod(number, len(ARCHS))
+        arch = ARCHS[arch_idx]
+        round_idx, row_idx = divmod(idx, CASES_PER_ROUND)
+        rows = pairwise(_sizes(arch), CASES_PER_ROUND, seed=round_idx)
+        return cls(number, arch, _values(arch, rows[row_idx]))
+
+    @classmethod
+    def of_grid(cls, number: int) -> FuzzCase:
+        """The case with this number in the grid, below `grid_size()`: kernel by kernel."""
+        kernel_idx, row_idx = divmod(number, CASES_PER_ROUND)
+        for arch in ARCHS:
+            sizes = _sizes(arch)
+            num_kernels = math.prod(sizes[:NUM_KERNEL_AXES])
+            if kernel_idx < num_kernels:
+                kernels = itertools.product(*map(range, sizes[:NUM_KERNEL_AXES]))
+                kernel = next(itertools.islice(kernels, kernel_idx, None))
+                rows = pairwise(sizes[NUM_KERNEL_AXES:], CASES_PER_ROUND, seed=kernel_idx)
+                return cls(number, arch, _values(arch, kernel + rows[row_idx]))
+            kernel_idx -= num_kernels
+        raise ValueError(f"number must be below {grid_size()}, the size of the grid; got {number}")
+
+    @cached_property
+    def shape(self) -> MoEShape:
+        num_ranks, num_experts, num_topk, hidden, intermediate_hidden = self.values["shape"]
+        return MoEShape(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            intermediate_hidden=intermediate_hidden,
+            num_max_tokens_per_rank=_MAX_TOKENS,
+        )
+
+    def inputs(self) -> list[list[Tokens]]:
+        """Of each call, each rank's."""
+        choose = random.Random(self.number)
+        return [
+            [
+                self._tokens(rank, count, choose.randrange(2**31))
+                for rank, count in enumerate(self._counts(choose))
+            ]
+            for _ in range(NUM_CALLS)
+        ]
+
+    def run(self) -> str:
+        """What went wrong, "" if nothing."""
+        layer = exact_layer(self.shape, seed=1)
+        calls = self.inputs()
+        try:
+            outputs = self._outputs(layer, calls)
+        except RuntimeError as error:  # the emulator's findings, and waits that ran out
+            return str(error)
+        for call_idx, (tokens, of_call) in enumerate(zip(calls, outputs, strict=True)):
+            expected_stats = received(self.shape, tokens).split(self.shape.num_experts_per_rank)
+            for rank, (own, output) in enumerate(zip(tokens, of_call, strict=True)):
+                own = model_inputs(own)[1] if self.values["inputs"] == "prepared" else own
+                expected = reference_mega_moe(
+                    own.x,
+                    own.x_sf,
+                    own.topk_idx,
+                    own.topk_weights,
+                    layer.l1,
+                    layer.l2,
+                    activation_clamp=self.values["clamp"],
+                    numerics=target_of(self.arch).weights_of().numerics,
+                )
+                comparison = compare(output.y, expected)
+                if not comparison.is_right:
+                    return f"call {call_idx}, rank {rank}: {comparison}"
+                if not torch.equal(output.stats, expected_stats[rank]):
+                    return (
+                        f"call {call_idx}, rank {rank}: received {output.stats.tolist()}, "
+                        f"sent were {expected_stats[rank].tolist()}"
+                    )
+        return ""
+
+    def _outputs(self, layer: Any, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
+        num_local = self.shape.num_experts_per_rank
+        wave = 1 if self.values["wave"] == "one expert" else num_local
+        turn = 1 if self.values["turn"] == "one expert" else wave
+        overrides = {
+            **self.values["tile"],
+            "num_experts_per_wave": wave,
+            "num_experts_per_turn": turn,
+        }
+        options: dict[str, Any] = {
+            "arch": self.arch,
+            "num_sms": 4,
+            "activation_clamp": self.values["clamp"],
+            "overrides": overrides,
+            "schedule": self.values["schedule"],
+            "schedule_seed": self.number,
+        }
+        if self.values["inputs"] == "prepared":
+            return run_emulated_in_a_row(self.shape, layer, calls, **options)
+        return run_emulated_ranks(self.shape, layer, calls, **options)
+
+    def _counts(self, choose: random.Random) -> list[int]:
+        """Tokens of each rank."""
+        lowest, highest = {"few": (1, 3), "many": (_MAX_TOKENS - 3, _MAX_TOKENS)}.get(
+            self.values["tokens"], (0, _MAX_TOKENS)
+        )
+        counts = [choose.randint(lowest, highest) for _ in range(self.shape.num_ranks)]
+        if self.values["tokens"] == "one rank has none":
+            counts[choose.randrange(len(counts))] = 0
+        return counts
+
+    def _tokens(self, rank: int, count: int, seed: int) -> Tokens:
+        slots = self.values["slots"]
+        tokens = exact_tokens(
+            self.shape, count, seed=seed, num_unused_slots=1 if slots == "unused" else 0
+        )
+        topk_idx = tokens.topk_idx
+        if slots == "named twice":
+            tokens = name_twice(tokens)
+        elif slots == "none in the last token":
+            topk_idx[-1:] = -1
+        elif slots == "all to one expert":
+            topk_idx[~(topk_idx == 0).any(dim=1), -1] = 0
+        return put_nan(tokens, 1, seed=seed) if self.values["values"] == "NaN" else tokens
+
+
+@dataclass
+class Coverage:
+    """What cases have covered so far."""
+
+    num_cases: int = 0
+    num_failed: int = 0
+    # Of each axis, and of "arch", how many cases had each value, in words.
+    values: dict[str, Counter[str]] = field(default_factory=dict)
+    _pairs: set[tuple[str, int, str, int, str]] = field(default_factory=set)
+
+    def add(self, case: FuzzCase, failure: str) -> None:
+        """A case that has run, and what `run` said."""
+        self.num_cases += 1
+        self.num_failed += bool(failure)
+        words = [_word(value) for value in case.values.values()]
+        for axis, word in zip(("arch", *case.values), (case.arch, *words), strict=True):
+            self.values.setdefault(axis, Counter())[word] += 1
+        for (i, one), (j, other) in itertools.combinations(enumerate(words), 2):
+            self._pairs.add((case.arch, i, one, j, other))
+
+    @property
+    def num_pairs(self) -> int:
+        """Of values of two axes that have met."""
+        return len(self._pairs)
+
+    @property
+    def num_all_pairs(self) -> int:
+        """That there are, for the architectures that had a case."""
+        return sum(
+            len(one) * len(other)
+            for arch in self.values.get("arch", ())
+            for one, other in itertools.combinations(axes(arch).values(), 2)
+        )
+
+
+@lru_cache(maxsize=64)
+def pairwise(sizes: tuple[int, ...], num_rows: int, *, seed: int) -> list[tuple[int, ...]]:
+    """num_rows rows of one value of each axis, below its size, in which every two values of two
+    axes meet. Other seeds give other rows.
+
+    Each row begins with a pair that has not met yet; then every other axis, in a random order,
+    takes the value that makes most new pairs. When all have met, rows are drawn at random.
+
+    >>> rows = pairwise((2, 3, 2), 6, seed=0)
+    >>> len({(row[0], row[1]) for row in rows}), len({(row[1], row[2]) for row in rows})
+    (6, 6)
+    """
+    choose = random.Random(seed)
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(sizes)), 2)
+        for a in range(sizes[i])
+        for b in range(sizes[j])
+    }
+    rows: list[tuple[int, ...]] = []
+    while len(rows) < num_rows:
+        row: dict[int, int] = {}
+        if missing:
+            i, a, j, b = choose.choice(sorted(missing))
+            row = {i: a, j: b}
+        rest = [axis for axis in range(len(sizes)) if axis not in row]
+        choose.shuffle(rest)
+        for axis in rest:
+            values = list(range(sizes[axis]))
+            choose.shuffle(values)
+            row[axis] = max(values, key=lambda value: len(_met(row, axis, value) & missing))
+        rows.append(tuple(row[axis] for axis in range(len(sizes))))
+        for axis in row:
+            others = {other: row[other] for other in row if other < axis}
+            missing -= _met(others, axis, row[axis])
+    if missing:
+        raise ValueError(f"num_rows must be larger than {num_rows} for all pairs of {sizes}")
+    return rows
+
+
+def _met(row: Mapping[int, int], axis: int, value: int) -> set[tuple[int, int, int, int]]:
+    """The pairs of that value with those of the row."""
+    return {
+        (other, row[other], axis, value) if other < axis else (axis, value, other, row[other])
+        for other in row
+    }
+
+
+def _sizes(arch: str) -> tuple[int, ...]:
+    return tuple(map(len, axes(arch).values()))
+
+
+def _values(arch: str, row: Sequence[int]) -> dict[str, Any]:
+    return {axis: values[i] for (axis, values), i in zip(axes(arch).items(), row, strict=True)}
+
+
+def _word(value: Any) -> str:
+    """A value of an axis for people: a tile is its fields."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,97 @@
+"""A layer and tokens made up on a rank's own device, for timing at real sizes. Any expert can be
+made again by itself."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.weights import LayerWeights
+from deep_moe.heuristics import MoEShape
+
+from .synthetic import Layer, Tokens
+
+# uniform: every expert is as likely as any other. zipf: the n-th most popular expert is 1/n times
+# as likely as the first. one-expert: every token names the same expert, and others at random.
+ROUTINGS = ("uniform", "zipf", "one-expert")
+_UE8M0_OF_ONE = 127
+# Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
+_E2M1_SIZE_LOG2 = 1.5
+_CERTAIN = 1e6  # beyond any difference of Gumbel noise
+
+
+def expert_layer(shape: MoEShape, expert_idx: int, seed: int, device: torch.device) -> Layer:
+    """Random weights of one expert, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(1_000_003 * seed + expert_idx)
+
+    def linear(num_rows: int, num_columns: int) -> LayerWeights:
+        packed = torch.randint(
+            -128,
+            128,
+            (1, num_rows, num_columns // 2),
+            dtype=torch.int8,
+            device=device,
+            generator=generator,
+        )
+        # So that outputs are about as large as inputs; neighbouring groups differ.
+        usual = _UE8M0_OF_ONE - round((num_columns.bit_length() - 1) / 2 + _E2M1_SIZE_LOG2)
+        sf = torch.randint(
+            usual - 1,
+            usual + 2,
+            (1, num_rows, num_columns // GROUP_SIZE),
+            dtype=torch.uint8,
+            device=device,
+            generator=generator,
+        )
+        return LayerWeights(packed, pack_ue8m0(sf))
+
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
+    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+
+
+def rank_layer(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
+    """Weights of a rank's experts."""
+    num_local = shape.num_experts_per_rank
+    experts = [expert_layer(shape, rank * num_local + i, seed, device) for i in range(num_local)]
+
+    def stacked(pairs: list[LayerWeights]) -> LayerWeights:
+        return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
+
+    return Layer(stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts]))
+
+
+def rank_tokens(
+    shape: MoEShape,
+    num_tokens: int,
+    rank: int,
+    seed: int,
+    device: torch.device,
+    routing: str = "uniform",
+) -> Tokens:
+    """Normally distributed tokens of a rank, each to different experts. routing: one of ROUTINGS,
+    with the same popular experts on all ranks."""
+    generator = torch.Generator(device).manual_seed(1_000_003 * seed + 7919 * rank + num_tokens)
+    x = torch.randn(num_tokens, shape.hidden, device=device, generator=generator)
+    order = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
+    weights = torch.rand(num_tokens, shape.num_topk, device=device, generator=generator) + 0.1
+    # The largest of log p + Gumbel noise are a draw without replacement.
+    noise = -(-order.clamp(min=1e-30).log()).log()
+    likelihood_log = _likelihood_log(shape.num_experts, routing, seed).to(device)
+    return Tokens(
+        *quantize_e4m3_ue8m0(x),
+        (likelihood_log + noise).topk(shape.num_topk, dim=1).indices,
+        weights / weights.sum(dim=1, keepdim=True),
+    )
+
+
+def _likelihood_log(num_experts: int, routing: str, seed: int) -> torch.Tensor:
+    """Of each expert, up to a constant."""
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}; got {routing!r}")
+    likelihood_log = torch.zeros(num_experts)
+    by_popularity = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
+    if routing == "zipf":
+        likelihood_log[by_popularity] = -torch.arange(1.0, num_experts + 1).log()
+    elif routing == "one-expert":
+        likelihood_log[by_popularity[0]] = _CERTAIN
+    return likelihood_log

@@ -1,0 +1,212 @@
+"""The layer in plain PyTorch, expert by expert: what the kernels are compared with.
+
+It shares nothing with the kernels: no tiles, no pools, no transformed weights. Products of
+quantized values are summed in float64; everything that the layer rounds is rounded here in the
+same place. It runs on CPU and GPU tensors.
+
+Activations are scaled as the formats say, one scale per 32 values (`MXFP8`). The SM90 kernel
+departs from that in two places, because its tensor cores know no scales (`SM90`). Which target
+computes which way, deep_moe.targets says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deep_moe.formats.block_scaled import (
+    GROUP_SIZE,
+    dequantize_e2m1_ue8m0,
+    dequantize_e4m3_ue8m0,
+    quantize_e4m3_groups,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+FP32_SUM_BITS = 24
+HOPPER_SUM_BITS = 13
+SM90_SCALE_BLOCK = 128  # intermediate values that share a scale
+SM90_MIN_SCALE_BYTE = 67  # 2^-60, so that sums can be rescaled in FP32
+SM90_MAX_SCALE_BYTE = 247  # the largest that quantizing to E4M3 asks for
+SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale of their own
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How activations become what the tensor cores multiply.
+
+    tokens: a token's E4M3 values [n, H] and packed scales as float64. Linear1's output has a scale
+    for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
+    blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
+    never has a smaller scale. sum_bits: what hardware keeps of a sum of products; the reference
+    keeps all.
+    """
+
+    tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scale_block: int
+    scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    sum_bits: int
+
+    def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """float32 [n, I] after SwiGLU, with its routing weights [n] in it, through E4M3: float64
+        [n, I]."""
+        blocks = activated.unflatten(-1, (-1, self.scale_block))
+        scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
+        values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
+        return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
+
+
+def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
+
+
+def _smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+    _, scale_bytes = quantize_e4m3_groups(amax.unsqueeze(-1))
+    return scale_bytes
+
+
+def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """A token keeps its largest group scale; the other groups are brought to it in E4M3, rounded to
+    nearest even. That changes values which thereby become subnormal, below 2^-6 of that scale."""
+    scale_bytes = unpack_ue8m0(x_sf).int()
+    largest = scale_bytes.amax(dim=-1, keepdim=True)
+    ratios = torch.exp2((scale_bytes - largest).double()).repeat_interleave(GROUP_SIZE, dim=-1)
+    # float32 holds every product that E4M3 does not round to zero.
+    folded = (x.float().double() * ratios).float().to(torch.float8_e4m3fn)
+    return folded.float().double() * ue8m0_to_float(largest)
+
+
+def sm90_token_scale_bytes(weights: torch.Tensor) -> torch.Tensor:
+    """UE8M0 bytes [n] of 2^(floor(log2 |weight|) - 1), within what SM90 uses."""
+    exponents = (weights.float().abs().view(torch.int32) >> 23) - 1
+    return exponents.clamp(SM90_MIN_SCALE_BYTE, SM90_MAX_SCALE_BYTE)
+
+
+def _sm90_scale_bytes(amax: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Blocks that lie well in E4M3's range by the token's scale, which follows from its routing
+    weight, have that one, the others the smallest that holds them."""
+    token_bytes = sm90_token_scale_bytes(weights).unsqueeze(-1)
+    _, own_bytes = quantize_e4m3_groups(amax.unsqueeze(-1), min_scale_byte=SM90_MIN_SCALE_BYTE)
+    is_large_enough = amax.double() >= SM90_SMALLEST_AMAX * ue8m0_to_float(token_bytes)
+    fits = (own_bytes <= token_bytes) & is_large_enough | (amax == 0)
+    return torch.where(fits, token_bytes, own_bytes)
+
+
+MXFP8 = Numerics(_exact_tokens, GROUP_SIZE, _smallest_scale_bytes, FP32_SUM_BITS)
+SM90 = Numerics(fold_token_scales, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS)
+
+
+def reference_mega_moe(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
+) -> torch.Tensor:
+    """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
+    other.
+
+    x: float8_e4m3fn [tokens, hidden]; x_sf: int32 [tokens, hidden/128]; topk_idx: int64
+    [tokens, topk], global expert ids; topk_weights: float32 [tokens, topk].
+    l1_weights, l2_weights: as in checkpoints (before `transform_weights_for_mega_moe`), with the
+    experts of all ranks: (int8 [experts, 2*I, H/2], int32 [experts, 2*I, H/128]) and
+    (int8 [experts, H, I/2], int32 [experts, H, I/128]).
+
+    Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
+    in each. A token that holds NaN or infinities spoils no other. numerics: which kernel's.
+    """
+    contributions = slot_contributions(
+        x,
+        x_sf,
+        topk_idx,
+        topk_weights,
+        l1_weights,
+        l2_weights,
+        activation_clamp=activation_clamp,
+        numerics=numerics,
+    )
+    return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
+
+
+def valid_slots(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Which slots [tokens, topk] name an expert."""
+    return (topk_idx >= 0) & (topk_idx < num_experts)
+
+
+def slot_contributions(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
+) -> torch.Tensor:
+    """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
+    num_tokens, num_topk = topk_idx.shape
+    contributions = torch.zeros(
+        (num_tokens, num_topk, x.shape[1]), dtype=torch.bfloat16, device=x.device
+    )
+    for expert_idx in range(l1_weights[0].shape[0]):
+        token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
+        if token_idx.numel() == 0:
+            continue
+        tokens = numerics.tokens(x[token_idx], x_sf[token_idx])
+        contributions[token_idx, slot_idx] = expert_output(
+            tokens,
+            topk_weights[token_idx, slot_idx],
+            (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
+            (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
+            activation_clamp=activation_clamp,
+            numerics=numerics,
+        )
+    return contributions
+
+
+def expert_output(
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    *,
+    activation_clamp: float | None = None,
+    numerics: Numerics = MXFP8,
+) -> torch.Tensor:
+    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
+    accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
+    gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
+    activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
+    quantized = numerics.requantize(activated, weights)
+    return round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, activation_clamp: float | None) -> torch.Tensor:
+    """silu(gate) * up in float32, both bounded first if there is a clamp. NaN stays NaN."""
+    if activation_clamp is not None:
+        gate = gate.clamp(max=activation_clamp)
+        up = up.clamp(min=-activation_clamp, max=activation_clamp)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Sum the valid slots of each token in slot order in float32, then round once to bfloat16."""
+    total = torch.zeros_like(contributions[:, 0], dtype=torch.float32)
+    for slot_idx in range(contributions.shape[1]):
+        used = valid[:, slot_idx].unsqueeze(1)
+        total = torch.where(used, total + contributions[:, slot_idx].float(), total)
+    return total.to(torch.bfloat16)
+
+
+def round_to_bf16(accumulator: torch.Tensor) -> torch.Tensor:
+    """As the kernel's epilogues see it: the accumulator is float32, then bfloat16."""
+    return accumulator.float().to(torch.bfloat16)

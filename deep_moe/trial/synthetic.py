@@ -1,0 +1,234 @@
+"""Layers and tokens to try the kernels on: random ones, ones whose result is exact, and what makes
+tokens awkward. They are made on the CPU; real_size.py makes those of real size on a GPU.
+
+In the exact case every sum that the layer forms is a whole multiple of one unit and stays below
+2^24 of it, so FP32 holds it whatever the order of the additions, and the kernel must agree with the
+reference bit for bit:
+
+- tokens are 0, 1 or 2 and each row of gate or up holds 8 weights up to 2 in size, so |sum| <= 32;
+- gate weights are not negative and carry a scale of 32: SiLU of 0 is 0, of 32 and more itself;
+- routing weights are powers of two; down-projection weights are at most 3 in size and used in up to
+  5461 columns, so that all of them times 32 * 32 stay below 2^24.
+
+Each group of 32 values has a scale of its own, by chance, and its codes make up for it: a kernel
+that takes the scale of another row or group gets other numbers.
+
+Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
+leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from deep_moe.formats.block_scaled import (
+    E2M1_MAGNITUDES,
+    E4M3_NAN,
+    GROUP_SIZE,
+    pack_e2m1_codes,
+    pack_ue8m0,
+    quantize_e2m1_ue8m0,
+    quantize_e4m3_ue8m0,
+)
+from deep_moe.formats.weights import LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics import MoEShape
+
+_UE8M0_OF_ONE = 127
+_UE8M0_OF_32 = 132
+# Exponents of scales. Codes of 1, 2 and 3 times 1/2 to 2 are E2M1 numbers; 1 and 2 times 1/8 to 8
+# are normal E4M3 numbers, also when a token's scales are brought to its largest.
+_WEIGHT_SCALES = (-1, 1)
+_TOKEN_SCALES = (-3, 3)
+
+
+@dataclass(frozen=True)
+class _ExactBounds:
+    """What keeps sums below 2^bits units."""
+
+    num_l1_weights: int  # per row of gate and up
+    max_l1_weight: int
+    num_l2_weights: int  # per row
+
+    @property
+    def is_l2_dense(self) -> bool:
+        return self.num_l2_weights > 128
+
+
+_EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of all experts of all ranks, as checkpoints have them."""
+
+    l1: LayerWeights
+    l2: LayerWeights
+
+    def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
+        """The part that one rank holds."""
+        num_local = self.l1.weight.shape[0] // num_ranks
+        own = slice(rank * num_local, (rank + 1) * num_local)
+        return (
+            LayerWeights(self.l1.weight[own], self.l1.sf[own]),
+            LayerWeights(self.l2.weight[own], self.l2.sf[own]),
+        )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one rank brings to a call."""
+
+    x: torch.Tensor  # float8_e4m3fn [tokens, hidden]
+    x_sf: torch.Tensor  # int32 [tokens, hidden/128]
+    topk_idx: torch.Tensor  # int64 [tokens, topk]
+    topk_weights: torch.Tensor  # float32 [tokens, topk]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+
+# Tokens count their seeds from 0. With the same seed they would begin with the numbers that the
+# weights begin with: tokens that equal rows of weights, whose sums are as large as none by chance.
+_FIRST_LAYER_SEED = 1 << 31
+
+
+def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
+    """Normally distributed weights that keep a token's size through the layer."""
+    generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
+
+    def linear(num_rows: int, num_columns: int) -> LayerWeights:
+        experts = [
+            quantize_e2m1_ue8m0(
+                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5
+            )
+            for _ in range(shape.num_experts)
+        ]
+        weight, sf = zip(*experts, strict=True)
+        return LayerWeights(torch.stack(weight), torch.stack(sf))
+
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
+    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+
+
+def random_tokens(
+    shape: MoEShape, num_tokens: int, *, seed: int = 0, num_unused_slots: int = 0
+) -> Tokens:
+    """Normally distributed tokens, each to different experts chosen at random.
+
+    num_unused_slots: slots of each token that are -1, at random places.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, x_sf = quantize_e4m3_ue8m0(torch.randn(num_tokens, shape.hidden, generator=generator))
+    topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
+    weights = torch.rand(num_tokens, shape.num_topk, generator=generator) + 0.1
+    return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
+
+
+def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
+    """Weights of the exact case; see above. sum_bits: 24 or 13."""
+    if sum_bits not in _EXACT_BOUNDS:
+        raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
+    bounds = _EXACT_BOUNDS[sum_bits]
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, hidden = shape.num_experts, shape.hidden
+    num_rows = 2 * shape.intermediate_hidden
+
+    def places(shape: tuple[int, ...], count: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).topk(count, dim=-1).indices
+
+    l1 = torch.zeros(num_experts, num_rows, hidden)
+    used = places(tuple(l1.shape), bounds.num_l1_weights)
+    sizes = torch.randint(1, bounds.max_l1_weight + 1, used.shape, generator=generator)
+    l1.scatter_(-1, used, sizes.float())
+    signs = torch.randint(0, 2, l1.shape, generator=generator) * 2 - 1
+    l1[:, shape.intermediate_hidden :] *= signs[:, shape.intermediate_hidden :]
+
+    l2_shape = (num_experts, hidden, shape.intermediate_hidden)
+    l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
+    if bounds.is_l2_dense:
+        columns = torch.randperm(shape.intermediate_hidden, generator=generator)
+        l2[..., columns[bounds.num_l2_weights :]] = 0
+    else:
+        used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
+        l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator)
+    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator)
+    l1_sf[:, : shape.intermediate_hidden] += _UE8M0_OF_32 - _UE8M0_OF_ONE
+    return Layer(
+        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf)),
+        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf)),
+    )
+
+
+def exact_tokens(
+    shape: MoEShape, num_tokens: int, *, seed: int = 0, num_unused_slots: int = 0
+) -> Tokens:
+    """Tokens of the exact case; see above."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 3, (num_tokens, shape.hidden), generator=generator)
+    topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
+    exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
+    codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
+    return Tokens(
+        codes.to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, torch.exp2(exponents.float())
+    )
+
+
+def name_twice(tokens: Tokens) -> Tokens:
+    """Every other token names the expert of its first slot in its second one too, where neither is
+    unused. topk is at least 2."""
+    topk_idx = tokens.topk_idx.clone()
+    first, second = topk_idx[::2, 0], topk_idx[::2, 1]
+    topk_idx[::2, 1] = torch.where((first >= 0) & (second >= 0), first, second)
+    return replace(tokens, topk_idx=topk_idx)
+
+
+def put_nan(tokens: Tokens, num_tokens: int, *, seed: int = 0) -> Tokens:
+    """So many tokens, chosen at random, get one value that is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(tokens.num_tokens, generator=generator)[:num_tokens]
+    columns = torch.randint(tokens.x.shape[1], rows.shape, generator=generator)
+    x = tokens.x.clone()
+    x.view(torch.uint8)[rows, columns] = E4M3_NAN
+    return replace(tokens, x=x)
+
+
+def received(shape: MoEShape, tokens: Sequence[Tokens]) -> torch.Tensor:
+    """How many tokens each expert of the layer gets of these ranks: int32 [experts]. A token that
+    names it twice counts twice."""
+    named = torch.cat([own.topk_idx.flatten() for own in tokens])
+    valid = named[(named >= 0) & (named < shape.num_experts)]
+    return torch.bincount(valid, minlength=shape.num_experts).int()
+
+
+def _random_routing(
+    shape: MoEShape, num_tokens: int, num_unused_slots: int, generator: torch.Generator
+) -> torch.Tensor:
+    order = torch.rand(num_tokens, shape.num_experts, generator=generator).argsort(dim=1)
+    topk_idx = order[:, : shape.num_topk].clone()
+    places = torch.rand(topk_idx.shape, generator=generator).argsort(dim=1)
+    return topk_idx.scatter_(1, places[:, :num_unused_slots], -1)
+
+
+def _scale_groups(
+    values: torch.Tensor, bounds: tuple[int, int], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and UE8M0 scales per group of 32 that stand for `values`; exponents within `bounds`."""
+    groups = values.unflatten(-1, (-1, GROUP_SIZE))
+    exponents = torch.randint(bounds[0], bounds[1] + 1, groups.shape[:-1], generator=generator)
+    codes = (groups * torch.exp2(-exponents.float()).unsqueeze(-1)).flatten(-2)
+    return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)
+
+
+def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Values that E2M1 holds exactly, as packed codes."""
+    magnitudes = torch.tensor(E2M1_MAGNITUDES)
+    codes = torch.searchsorted(magnitudes, values.abs()).to(torch.uint8)
+    return pack_e2m1_codes(codes | (values < 0).to(torch.uint8) << 3)

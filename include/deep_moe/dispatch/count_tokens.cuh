@@ -1,0 +1,81 @@
+// Dispatch: how many of this rank's tokens go to each expert, and where each of them
+// finds its place in the list that the expert's owner will pull from.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/dispatch_barriers.cuh"
+#include "deep_moe/dispatch/expert_batches.cuh"
+#include "deep_moe/dispatch/routing.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+
+namespace deep_moe {
+
+// Calls visit(slot, expert_idx) for this thread's share of the rank's routed top-k slots.
+template <class Config, class Visit>
+__device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t num_tokens,
+                                     uint32_t cta_idx, uint32_t thread_idx, const Visit& visit) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    const uint32_t num_slots = num_tokens * Config::num_topk;
+    for (uint32_t slot = cta_idx * num_threads + thread_idx; slot < num_slots;
+         slot += Config::num_sms * num_threads) {
+        const int64_t expert_idx = *local.input_topk_idx(slot);
+        //~ slot_visited
+        if (is_routed<Config>(expert_idx)) visit(slot, static_cast<uint32_t>(expert_idx));
+    }
+}
+
+// All dispatch threads of the grid. `expert_counts`: u32[num_experts] in shared memory.
+//
+// A slot is looked at twice, by the same CTA both times, so that the CTA's counts match its writes.
+// After it, until the next gather, the source lists are on their way to their owners, unless an
+// earlier call of this rank has failed: then nothing is sent, and the dispatch warps have given up.
+template <class Config>
+__device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_tokens,
+                             uint32_t cta_idx, uint32_t thread_idx, uint32_t expert_counts,
+                             DispatchBarriers<Config>& barriers) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    const SymmBuffer<Config> local = buffers.local();
+    auto* const counts = static_cast<uint32_t*>(__cvta_shared_to_generic(expert_counts));
+
+    // Tokens of this CTA per expert.
+    for (uint32_t i = thread_idx; i < Config::num_experts; i += num_threads) counts[i] = 0;
+    barriers.cta();  //~ counts_zeroed
+    for_each_routed_slot(local, num_tokens, cta_idx, thread_idx,
+                         [&](uint32_t, uint32_t expert_idx) {
+                             //~ slot_counted
+                             ptx::red_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);
+                         });
+    barriers.cta();  //~ slots_counted
+
+    // One atomic reports the count and draws as many consecutive places in the owner's list:
+    // the low word it returns is the first of them.
+    constexpr uint64_t one_cta = uint64_t{1} << 32;
+    bool earlier_call_failed = false;
+    for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
+        uint64_t before[ExpertBatch<Config>::size];
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            before[i] = ptx::atom_add_relaxed_gpu(local.expert_send_count(expert_idx),
+                                                  one_cta + counts[expert_idx]);
+        });
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            counts[expert_idx] = static_cast<uint32_t>(before[i]);  //~ first_place
+            earlier_call_failed |= (before[i] & SymmBuffer<Config>::rank_gave_up) != 0;
+        });
+    });
+    if (!barriers.cta(!earlier_call_failed)) return;  //~ places_drawn
+
+    // Tell each expert's owner where the token lies, so that it need not ask when it pulls.
+    for_each_routed_slot(
+        local, num_tokens, cta_idx, thread_idx, [&](uint32_t slot, uint32_t expert_idx) {
+            const uint32_t list_idx =
+                ptx::atom_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);
+            const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
+            *owner.src_token_topk_idx(expert_idx % Config::num_experts_per_rank, buffers.rank_idx(),
+                                      list_idx) = slot;  //~ slot_listed
+        });
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,113 @@
+// The dispatch warps: send this rank's routing, pull the tokens of its experts, and, since they own
+// what waits for the grid and for all ranks, open combine and close the call.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/cleanup.cuh"
+#include "deep_moe/dispatch/count_tokens.cuh"
+#include "deep_moe/dispatch/dispatch_barriers.cuh"
+#include "deep_moe/dispatch/publish_counts.cuh"
+#include "deep_moe/dispatch/pull_tokens.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/sync/handover.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe {
+
+// One warp of the grid: what came, from which the host picks the tile of a later call.
+// The store needs no order, and has all of the call's time to cross to the host's memory.
+template <class Config>
+__device__ void tell_host(const KernelArgs& args, const ExpertCounts<Config>& counts) {
+    uint32_t received = counts.num_received_tokens();
+    if (counts.is_uneven(received)) received |= received_unevenly;
+    if (ptx::lane_idx() == 0) ptx::st_relaxed_sys(&args.status->received, received);
+}
+
+// All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
+//
+// Where CTAs and ranks meet, in order. To a gather every CTA of the rank comes, and the last one
+// goes on for the rank:
+//   gather before publish         CTAs come with their counts drawn and their lists written; the
+//                                 last one publishes them. No CTA comes to the next gather before
+//                                 that: it waits for counts, this rank's among them
+//   gather before combine         CTAs come with their blocks done: nothing of this rank uses the
+//                                 schedule, the pools or any rank's inputs any more, and all its
+//                                 contributions are written. The last one tells all ranks, and then
+//                                 cleans up for its rank while the others may still be computing
+//   rank barrier before combine   the same of all ranks; every CTA waits for it, to combine
+//   rank barrier after clean-up   the control words of all ranks are zero: in their next calls they
+//                                 may publish to each other. Nobody but the CTA that cleaned up
+//                                 waits for it, while others combine; that keeps this rank's
+//                                 kernel, and so its next one, waiting
+//
+// After an abort every step is skipped, but the two named barriers shared with other roles are
+// still passed, so nobody is left waiting. This rank tells nobody anything any more, in this call
+// nor in those launched behind it, until the host resets the buffer.
+template <class Config, class PullPolicy>
+__device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    const RankBuffers<Config> buffers(args);
+    const uint32_t cta_idx = blockIdx.x;
+    const uint32_t thread_idx = threadIdx.x;
+    const uint32_t warp_idx = ptx::warp_idx();
+    Waiter waiter(args);
+    DispatchBarriers<Config> barriers(buffers, thread_idx, waiter);
+    const SymmBuffer<Config> local = buffers.local();
+    ExpertCounts<Config> counts;
+
+    Tracer<Config> trace(args, TraceTrack::dispatch, 0);
+
+    // Send.
+    trace.mark(TraceStep::count_tokens);
+    count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
+                         shared_memory + Config::Smem::expert_count_offset, barriers);
+    trace.mark(TraceStep::gather_before_publish);
+    barriers.cta();                   //~ lists_written
+    if (barriers.come_to_gather()) {  //~ gather_to_publish
+        trace.mark(TraceStep::publish_counts);
+        publish_counts<Config>(buffers, thread_idx);
+    }
+
+    // Pull, as soon as all ranks have published.
+    trace.mark(TraceStep::await_counts);
+    if (counts.acquire(local, waiter)) {  //~ counts_acquired
+        if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, counts);
+        trace.mark(TraceStep::pull);
+        pull_tokens<Config, PullPolicy>(buffers, counts, cta_idx, warp_idx,
+                                        shared_memory + Config::Smem::pull_buffers_offset +
+                                            warp_idx * Config::Smem::pull_buffers_stride,
+                                        shared_memory + Config::Smem::pull_barriers_offset +
+                                            warp_idx * Config::Smem::pull_barriers_stride,
+                                        waiter);  //~ pull_buffers
+    }
+
+    // Open combine, when all blocks of all ranks are done.
+    trace.mark(TraceStep::await_compute);
+    const uint32_t round = RankBarrier<Config>::next_round(buffers.local());
+    sync_compute_done<Config>(waiter);
+    trace.mark(TraceStep::gather_before_combine);
+    const bool is_last = barriers.come_to_gather();  //~ gather_to_combine
+    if (is_last) {
+        barriers.arrive_for_rank(round);
+        trace.mark(TraceStep::clean_up);
+        clean_up<Config>(args, buffers.local(), counts, thread_idx);
+    }
+    trace.mark(TraceStep::rank_barrier_before_combine);
+    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);  //~ ranks_computed
+    // Close: when the last rank has cleaned up, any of them may start the next call.
+    if (sync_combine_ready<Config>(waiter) && is_last) {
+        trace.mark(TraceStep::rank_barrier_after_cleanup);
+        barriers.arrive_for_rank(round + 1);
+        //~ ranks_clean
+        barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, round + 1, is_last);
+    }
+    if (waiter.aborted() && thread_idx == 0) stop_later_calls<Config>(buffers.local());
+    trace.mark(TraceStep::end);
+    trace.last_anchor();
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,48 @@
+// Dispatch: tell every expert's owner how many tokens this rank has for it.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/expert_batches.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+
+namespace deep_moe {
+
+// The dispatch threads of the CTA that came last to the gather: the send counts and the lists are
+// complete.
+//
+// The additions to the owners' sums are the signal that everything of this rank is there: its
+// inputs, which were written before the kernel started, its lists and its counts. Whoever has read
+// a complete sum and acquires (ExpertCounts::acquire) may read them on every rank.
+//
+// Order: the other CTAs' writes happen before they come to the gather, and that before what this
+// thread does; the fence, with the relaxed additions behind it, releases all of it at sys scope.
+// One fence serves many additions, each of which would wait for a remote write if it were a release
+// itself.
+template <class Config>
+__device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thread_idx) {
+    const SymmBuffer<Config> local = buffers.local();
+    for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
+        uint64_t send_counts[ExpertBatch<Config>::size];
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            send_counts[i] = ptx::ld_relaxed_gpu(local.expert_send_count(expert_idx));
+        });
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
+            ptx::st_relaxed_sys(owner.expert_recv_count(buffers.rank_idx(),
+                                                        expert_idx % Config::num_experts_per_rank),
+                                send_counts[i]);
+        });
+        ptx::fence_release_sys();  //~ publish_fence
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
+            ptx::red_add_relaxed_sys(
+                owner.expert_recv_sum(expert_idx % Config::num_experts_per_rank), send_counts[i]);
+        });
+    });
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,159 @@
+// Dispatch: bring the tokens of this rank's experts into the L1 pool.
+//
+// All dispatch warps of the grid stride over the rank's tokens in pool order, one token per warp at
+// a time: bulk copy into the warp's buffer, bulk copy out into the pool, then one more arrival on
+// the token's pool block.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/min_peeling.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// One token on its way, for the architecture's policy.
+//
+// A policy has two members, called by all 32 lanes:
+//   store_scales(local, source, token): while the token's bytes travel. Loads the scales from
+//       `source` and stores them to the pool of `local`, with ordinary instructions.
+//   rewrite_token(token, bytes): when they have arrived at shared address `bytes`, before they are
+//       stored to the pool. They may be read and written as they are; every lane that did runs
+//       fence.proxy.async.shared::cta afterwards.
+struct PulledToken {
+    uint32_t pool_block_idx;  // of its m-block, the first
+    uint32_t row_idx;         // in the m-block, 0..block_m - 1
+    uint32_t pool_token_idx;
+    TokenSource source;
+};
+
+// Tokens in pool order: expert by expert, each expert starting on a block. All members uniform but
+// for the ranks' counts.
+template <class Config>
+class PoolWalk {
+    static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
+
+ public:
+    __device__ PoolWalk(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
+        : local_(local), counts_(counts) {}
+
+    // The token at `token_idx`, counted over all local experts; only upwards. False past the last.
+    __device__ bool find(uint32_t token_idx, PulledToken& token) {
+        if (token_idx >= expert_end_ && !enter_expert_of(token_idx)) return false;
+        const uint32_t idx_in_expert = token_idx - expert_begin_;
+        const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
+        const uint32_t first_pool_block = tiles.first_pool_block(tiles.m_block_of(idx_in_expert));
+        token.pool_block_idx = place_.pool_block_idx + first_pool_block;
+        token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;  //~ pull_row
+        token.pool_token_idx = place_.pool_block_idx * Config::block_m_step + idx_in_expert;
+
+        const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
+        const uint32_t slot =
+            *local_.src_token_topk_idx(place_.expert_idx, source.rank_idx, source.list_idx);
+        //~ pull_source
+        token.source = {source.rank_idx, slot / Config::num_topk, slot % Config::num_topk};
+        return true;
+    }
+
+ private:
+    __device__ bool enter_expert_of(uint32_t token_idx) {
+        uint32_t idx_in_expert = token_idx - expert_begin_;
+        const bool exists = counts_.pass_experts(
+            place_, Config::num_experts_per_rank, idx_in_expert,
+            [](const ExpertTiles<Config>&, uint32_t num_tokens) { return num_tokens; });
+        if (!exists) return false;
+        expert_begin_ = token_idx - idx_in_expert;
+        expert_end_ = expert_begin_ + counts_.num_tokens(place_.expert_idx);
+        load_counts();
+        return true;
+    }
+
+    __device__ void load_counts() {
+#pragma unroll
+        for (uint32_t i = 0; i < num_ranks_per_lane; ++i) {
+            const uint32_t rank_idx = i * warp_size + ptx::lane_idx();
+            num_tokens_[i] = 0;
+            if (rank_idx < Config::num_ranks) {
+                num_tokens_[i] =
+                    static_cast<uint32_t>(*local_.expert_recv_count(rank_idx, place_.expert_idx));
+            }
+        }
+    }
+
+    SymmBuffer<Config> local_;
+    const ExpertCounts<Config>& counts_;
+    ExpertPlace place_;
+    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of the expert there
+    uint32_t expert_end_ = 0;
+    uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
+};
+
+// All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: hidden bytes of this
+// warp's own in shared memory; `pull_barrier`: one arrival plus hidden bytes per token, first phase
+// 0.
+template <class Config, class PullPolicy>
+__device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCounts<Config>& counts,
+                            uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
+                            uint32_t pull_barrier, Waiter& waiter) {
+    constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
+    const SymmBuffer<Config> local = buffers.local();
+    PoolWalk<Config> walk(local, counts);
+    PulledToken token;
+    uint32_t parity = 0;
+
+    // The callers' inputs were written with ordinary stores, on other ranks too. Acquiring the
+    // counts has made them visible to ordinary loads, this makes them visible to bulk copies.
+    ptx::fence_proxy_async();  //~ pull_fence
+
+    for (uint32_t token_idx = cta_idx * Config::num_dispatch_warps + warp_idx;
+         walk.find(token_idx, token); token_idx += num_warps) {
+        const SymmBuffer<Config> source = buffers.of(token.source.rank_idx);
+        // Read before anything is waited for, so that it is under way with the rest.
+        float topk_weight = 0.0f;
+        if (ptx::lane_idx() == 0) {
+            ptx::mbarrier_arrive_expect_tx(pull_barrier, Config::hidden);  //~ pull_bytes
+            ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
+                                             Config::hidden, pull_barrier);
+            const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
+            topk_weight = *source.input_topk_weights(slot);
+        }
+        PullPolicy policy;
+        policy.store_scales(local, source, token);
+        if (ptx::lane_idx() == 0) {
+            *local.l1_topk_weights(token.pool_token_idx) = topk_weight;
+            *local.token_src_metadata(token.pool_token_idx) = token.source;
+        }
+
+        //~ token_here
+        if (!waiter.warp_mbarrier(WaitSite::token_arrival, pull_barrier, parity)) return false;
+        parity ^= 1;  //~ pull_parity
+        policy.rewrite_token(token, pull_buffer);
+        __syncwarp();
+
+        // Lane 0 publishes for the whole warp: the other lanes' stores of scales happen before the
+        // __syncwarp, its own bulk store is complete and visible to it after wait_group (not
+        // .read), and the release covers both. The reader, which loads tokens and scales with TMA,
+        // puts fence.proxy.async between its acquire and its first load.
+        if (ptx::lane_idx() == 0) {
+            ptx::cp_async_bulk_global_shared(local.l1_tokens(token.pool_token_idx), pull_buffer,
+                                             Config::hidden);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group<0>();  //~ token_written
+            //~ token_arrived
+            ptx::red_add_release_gpu(local.l1_arrival_count(token.pool_block_idx), 1);
+        }
+        __syncwarp();  // the buffer is free again
+    }
+    return true;
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,29 @@
+// What SM100 does to a token on its way into the pool: its bytes pass through unchanged, its scale
+// words go to where the scale copies to TMEM want them.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/pull_tokens.cuh"
+#include "deep_moe/formats/sm100_scale_layout.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+struct PullPolicy {
+    __device__ void store_scales(const SymmBuffer<Config>& local, const SymmBuffer<Config>& source,
+                                 const PulledToken& token) const {
+        const uint32_t* words = source.input_x_sf(token.source.token_idx);
+        const uint32_t column = sf_pool_token_idx<Config>(token.pool_block_idx, token.row_idx);
+        for (uint32_t i = ptx::lane_idx(); i < Config::hidden / 128; i += warp_size) {
+            *local.l1_token_sf(i, column) = words[i];
+        }
+    }
+
+    __device__ void rewrite_token(const PulledToken&, uint32_t) const {}
+};
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,74 @@
+// The warp that loads tokens and their scales: wait for the block's tokens, then for each k-block
+// wait for a free stage and start two tensor copies.
+#pragma once
+
+#include "deep_moe/experts/block_walk.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/mma.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/experts/wait_for_tokens.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/tensor_copy.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/ring_position.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+__device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
+                                 const SymmBuffer<Config>& local, Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::activation_loader,
+                         Config::num_dispatch_warps * warp_size);
+    trace.mark(TraceStep::await_counts);
+    trace.first_anchor();
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(local, waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+
+    RingPosition<Config::num_stages> ring;
+    for (Block block; walk.next(block);) {
+        const LinearOf<Config> linear(block.phase);
+        trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);
+        if (!wait_for_tokens(local, block, waiter)) return;
+        trace.mark(linear.load_step());
+
+        const TensorMap* tokens = &linear.activations(args);
+        const TensorMap* sf = &linear.activation_sf(args);
+        const uint32_t num_k_blocks = linear.num_k_blocks();
+        // Tokens are split in the middle of what the MMA takes, which depends on how many there
+        // are; the copy always brings block_m / 2 rows, the last of which may go unused.
+        //~ half_tile
+        const uint32_t first_row = block.pool_block_idx * Config::block_m +
+                                   ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
+        // Both CTAs need the scales of all tokens.
+        const uint32_t first_sf = block.pool_block_idx * smem.sf_block_m;
+
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            //~ token_stage_free
+            if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
+                                      smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
+                return;
+            }
+            if (ptx::elect_sync()) {
+                const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
+                ptx::mbarrier_arrive_expect_tx_shared_cluster(
+                    full, smem.activation_tile_bytes + smem.activation_sf_bytes);  //~ token_bytes
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.activations(ring.stage), tokens, full, k_block_idx * Config::block_k,
+                    first_row);
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.activation_sf(ring.stage), sf, full, first_sf, k_block_idx);
+            }
+            __syncwarp();
+            ring.advance();
+        }
+    }
+    trace.mark(TraceStep::end);
+}
+
+}  // namespace deep_moe::sm100

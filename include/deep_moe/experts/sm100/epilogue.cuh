@@ -1,0 +1,74 @@
+// The warps that finish blocks: wait for an accumulator, hand it to the epilogue of its phase.
+#pragma once
+
+#include "deep_moe/experts/block_walk.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/l1_epilogue.cuh"
+#include "deep_moe/experts/sm100/l2_epilogue.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/experts/wait_for_tokens.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/ptx/named_barrier.cuh"
+#include "deep_moe/ptx/tcgen05.cuh"
+#include "deep_moe/sync/ring_position.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+__device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>& smem,
+                              const RankBuffers<Config>& ranks, uint32_t epilogue_warp_idx,
+                              uint32_t tmem, Waiter& waiter) {
+    const SymmBuffer<Config> local = ranks.local();
+    const EpilogueWarp<Config> warp{epilogue_warp_idx, ptx::lane_idx()};
+    const L1Epilogue<Config> l1_epilogue(args, smem, local, warp);
+    const L2Epilogue<Config> l2_epilogue(smem, ranks, warp);
+
+    // The warps meet on barriers inside a block, so they leave together or not at all. The vote
+    // before a block is also what the staging tiles need: nobody reads the last block's any more.
+    const auto all_arrived = [&](bool arrived) {
+        return waiter.follow(
+            ptx::bar_red_and(NamedBarrier::epilogue, EpilogueWarp<Config>::num_threads, arrived));
+    };
+
+    Tracer<Config> trace(args, TraceTrack::epilogue,
+                         Config::num_threads - Config::num_epilogue_warps * warp_size);
+    trace.mark(TraceStep::await_counts);
+    ExpertCounts<Config> counts;
+    if (!all_arrived(counts.fetch(local, waiter))) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+
+    RingPosition<Config::num_tmem_stages> accumulators;
+    for (Block block; walk.next(block); accumulators.advance()) {
+        trace.mark(TraceStep::await_block);
+        // The epilogues read routing weights and destinations, which the commit behind the MMAs
+        // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
+        //~ block_arrived
+        const bool arrived =
+            (epilogue_warp_idx != 0 || wait_for_dispatch(local, block, waiter)) &&
+            waiter.warp_mbarrier(WaitSite::accumulator_full,
+                                 smem.tmem_full_barriers(accumulators.stage), accumulators.parity);
+        if (!all_arrived(arrived)) return;
+        ptx::tcgen05_fence_after_thread_sync();  //~ accumulator_fence
+
+        const LinearOf<Config> linear(block.phase);
+        trace.mark(linear.epilogue_step(), linear.weight_block_row(block), block.num_valid_rows);
+        const uint32_t first_lane = warp.quadrant() * 32;
+        const uint32_t column = Config::Tmem::accumulator_column +
+                                accumulators.stage * Config::Tmem::accumulator_stride;
+        const Accumulator accumulator{tmem + (first_lane << 16) + column,
+                                      in_even_cta(smem.tmem_empty_barriers(accumulators.stage))};
+        if (block.phase == Phase::linear1) {
+            l1_epilogue.run(block, accumulator);
+        } else {
+            l2_epilogue.run(block, accumulator);
+        }
+    }
+    trace.mark(TraceStep::end);
+}
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,79 @@
+// How the epilogue warps share an accumulator: warpgroups split its columns (tokens), the four
+// warps of a warpgroup its 128 lanes (weight rows), because a warp reaches only the 32 lanes of its
+// own quadrant.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/block.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/named_barrier.cuh"
+#include "deep_moe/ptx/tcgen05.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe::sm100 {
+
+// Tokens that one TMEM load and one stmatrix handle.
+constexpr uint32_t tokens_per_atom = 8;
+
+// The two accumulators alternate; this is one of them as an epilogue warp sees it.
+struct Accumulator {
+    uint32_t tmem;           // first lane of the warp's quadrant, column of token 0
+    uint32_t empty_barrier;  // in the even CTA, whose MMA warp waits
+
+    // The warp's 32 weight rows of 8 tokens. Register i of values[h] belongs to weight row
+    // 16*h + 8*(i/2) + lane/4 and token first_token + 2*(lane%4) + i%2. Whole warp.
+    __device__ __forceinline__ void load(uint32_t first_token, float (&values)[2][4]) const {
+        constexpr uint32_t lower_16_lanes = 16u << 16;
+        ptx::tcgen05_ld_16x256b(tmem + first_token, values[0]);
+        ptx::tcgen05_ld_16x256b(tmem + first_token + lower_16_lanes, values[1]);
+        ptx::tcgen05_wait_ld(values);  //~ accumulator_loaded
+    }
+
+    // This warp has read all it wants. Whole warp, once per block. Tensor memory is ordered by the
+    // tcgen05 fences on both sides; nothing else is handed over.
+    __device__ __forceinline__ void release() const {
+        ptx::tcgen05_fence_before_thread_sync();  //~ release_fence
+        __syncwarp();
+        if (ptx::elect_sync()) ptx::mbarrier_arrive_shared_cluster(empty_barrier);
+        __syncwarp();
+    }
+};
+
+// One epilogue warp, and the tokens that its warpgroup has of a block.
+template <class Config>
+struct EpilogueWarp {
+    static constexpr uint32_t num_warps = Config::num_epilogue_warps;
+    static constexpr uint32_t num_threads = num_warps * warp_size;
+    static constexpr uint32_t num_warpgroups = num_warps / 4;
+    static constexpr uint32_t warpgroup_threads = 4 * warp_size;
+    static constexpr uint32_t warpgroup_tokens = Config::block_m / num_warpgroups;
+    static constexpr uint32_t atoms_per_tile = Config::store_block_m / tokens_per_atom;
+    static_assert(num_warps == 4 || num_warps == 8, "num_epilogue_warps must be 4 or 8");
+    static_assert(Config::store_block_m % tokens_per_atom == 0 &&
+                      warpgroup_tokens % Config::store_block_m == 0,
+                  "store_block_m must be a multiple of 8 that divides a warpgroup's tokens");
+
+    uint32_t warp_idx;  // 0 .. num_epilogue_warps - 1
+    uint32_t lane_idx;
+
+    __device__ uint32_t warpgroup_idx() const { return warp_idx / 4; }
+    __device__ uint32_t quadrant() const { return warp_idx % 4; }  // 32 TMEM lanes
+
+    // Tokens of the block come in tiles of store_block_m. This warpgroup's first one:
+    __device__ uint32_t first_token() const { return warpgroup_idx() * warpgroup_tokens; }
+    // Tiles with at least one valid token.
+    __device__ uint32_t num_tiles(const Block& block) const {
+        if (block.num_valid_rows <= first_token()) return 0;
+        return ceil_div(min(block.num_valid_rows - first_token(), warpgroup_tokens),
+                        Config::store_block_m);
+    }
+
+    __device__ void sync_warpgroup() const {
+        ptx::bar_sync(NamedBarrier::first_epilogue_warpgroup, warpgroup_threads, warpgroup_idx());
+    }
+    __device__ void sync_all() const { ptx::bar_sync(NamedBarrier::epilogue, num_threads); }
+};
+
+}  // namespace deep_moe::sm100

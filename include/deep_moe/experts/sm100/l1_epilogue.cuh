@@ -1,0 +1,199 @@
+// From a Linear1 accumulator to Linear2's input: SwiGLU, requantization to E4M3 with one scale per
+// 32 values, store to the pool, and the arrival bit that lets Linear2 start.
+//
+// The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
+// a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
+// warps the 32 that share a scale.
+//
+// Rows of a stored tile behind the last valid token are zero or leftovers of the accumulator. They
+// lie in the block's own padding, which nothing that matters reads.
+#pragma once
+
+#include "deep_moe/activations/swiglu.cuh"
+#include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/formats/quantize.cuh"
+#include "deep_moe/formats/sm100_scale_layout.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/stmatrix.cuh"
+#include "deep_moe/ptx/tensor_copy.cuh"
+
+namespace deep_moe::sm100 {
+
+// What one thread makes of 8 tokens: two values of each of its two tokens.
+struct SwigluAtom {
+    float values[2][2];  // [value lane/4 + 8*i of the warp's 16][token 2*(lane%4) + t]
+    uint32_t amax[2];    // per token: bits of the largest magnitude among the warp's 16 values
+};
+
+template <class Config>
+__device__ __forceinline__ SwigluAtom swiglu_atom(const Accumulator& accumulator, uint32_t token,
+                                                  float2 topk_weights) {
+    float rows[2][4];
+    accumulator.load(token, rows);
+    SwigluAtom atom;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        atom.values[i][0] = swiglu<Config>(rows[i][0], rows[i][2], topk_weights.x);
+        atom.values[i][1] = swiglu<Config>(rows[i][1], rows[i][3], topk_weights.y);
+    }
+#pragma unroll
+    for (uint32_t t = 0; t < 2; ++t) {
+        uint32_t amax = max(magnitude_bits(atom.values[0][t]), magnitude_bits(atom.values[1][t]));
+#pragma unroll
+        for (uint32_t lane_mask = 4; lane_mask < warp_size; lane_mask *= 2) {
+            amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
+        }
+        atom.amax[t] = amax;
+    }
+    return atom;
+}
+
+// The atom in E4M3, in stmatrix order: value lane/4 of both tokens, then value lane/4 + 8.
+__device__ __forceinline__ uint32_t quantize_atom(const SwigluAtom& atom, float factor0,
+                                                  float factor1) {
+    const uint32_t low =
+        ptx::cvt_rn_satfinite_e4m3x2_f32(atom.values[0][1] * factor1, atom.values[0][0] * factor0);
+    const uint32_t high =
+        ptx::cvt_rn_satfinite_e4m3x2_f32(atom.values[1][1] * factor1, atom.values[1][0] * factor0);
+    return low | high << 16;
+}
+
+// The 64-byte swizzle of tensor copies, on absolute shared-memory addresses.
+__device__ __forceinline__ uint32_t swizzle_64b(uint32_t address) {
+    return address ^ ((address >> 3) & 0x30);  //~ swizzle
+}
+
+template <class Config>
+class L1Epilogue {
+    using Smem = SharedMemory<Config>;
+    using Warp = EpilogueWarp<Config>;
+    static_assert(Smem::l1_output_tile_bytes % 512 == 0,
+                  "a tile is whole patterns of the 64-byte swizzle");
+
+ public:
+    __device__ L1Epilogue(const KernelArgs& args, const Smem& smem, const SymmBuffer<Config>& local,
+                          const Warp& warp)
+        : args_(args), smem_(smem), local_(local), warp_(warp) {}
+
+    // All epilogue warps.
+    __device__ void run(const Block& block, const Accumulator& accumulator) const {
+        const uint32_t num_tiles = warp_.num_tiles(block);
+        if (num_tiles == 0) accumulator.release();
+        for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
+            const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+            SwigluAtom atoms[Warp::atoms_per_tile];
+            compute_tile(block, accumulator, token, atoms);        //~ l1_computed
+            if (tile_idx + 1 == num_tiles) accumulator.release();  //~ l1_released
+            store_tile(block, token, tile_idx % Smem::num_store_slots, atoms);
+        }
+        publish(block);
+    }
+
+ private:
+    __device__ bool issues_stores() const { return warp_.quadrant() == 0 && ptx::elect_sync(); }
+
+    // Values of one tile, and their maxima into the exchange buffer.
+    __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
+                                 SwigluAtom (&atoms)[Warp::atoms_per_tile]) const {
+        const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
+        const float* topk_weights =
+            local_.l1_topk_weights(block.pool_block_idx * Config::block_m + token);
+#pragma unroll
+        for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
+            const uint32_t offset = i * tokens_per_atom;
+            if (token + offset < block.num_valid_rows) {
+                const float2 weights = *reinterpret_cast<const float2*>(topk_weights + offset +
+                                                                        2 * (warp_.lane_idx % 4));
+                atoms[i] = swiglu_atom<Config>(accumulator, token + offset, weights);
+            } else {
+                atoms[i] = {};
+            }
+            if (warp_.lane_idx < 4) {
+                ptx::st_shared_v2(exchange + (offset + 2 * warp_.lane_idx) * sizeof(uint32_t),
+                                  {atoms[i].amax[0], atoms[i].amax[1]});
+            }
+        }
+    }
+
+    __device__ void store_tile(const Block& block, uint32_t token, uint32_t slot,
+                               const SwigluAtom (&atoms)[Warp::atoms_per_tile]) const {
+        const uint32_t neighbour = smem_.amax_exchange(warp_.warp_idx ^ 1);  //~ l1_neighbour
+        const uint32_t staging = smem_.l1_output(slot, warp_.warpgroup_idx());
+
+        // The store that used this slot two tiles ago must have read it. Behind the barrier all
+        // maxima of the tile are there, too.
+        //~ l1_slot_free
+        if (issues_stores()) ptx::cp_async_bulk_wait_group_read<Smem::num_store_slots - 1>();
+        __syncwarp();
+        warp_.sync_warpgroup();  //~ l1_maxima_there
+#pragma unroll
+        for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
+            const uint32_t offset = i * tokens_per_atom;
+            const uint2 others = ptx::ld_shared_v2(neighbour + (offset + 2 * (warp_.lane_idx % 4)) *
+                                                                   sizeof(uint32_t));
+            const uint32_t amax[2] = {max(atoms[i].amax[0], others.x),
+                                      max(atoms[i].amax[1], others.y)};
+            const uint32_t scale_bytes[2] = {e4m3_scale_byte(amax[0]), e4m3_scale_byte(amax[1])};
+            const uint32_t row = offset + warp_.lane_idx % tokens_per_atom;
+            ptx::stmatrix_m16n8_x1_trans_b8(
+                swizzle_64b(staging + row * Smem::l1_output_row_bytes + warp_.quadrant() * 16),
+                quantize_atom(atoms[i], e4m3_factor(amax[0], scale_bytes[0]),
+                              e4m3_factor(amax[1], scale_bytes[1])));
+            store_scales(block, token + offset, scale_bytes);
+        }
+        // All of the tile must be written before it is stored, and all maxima read before the next
+        // tile's are written.
+        ptx::fence_proxy_async_shared_cta();  //~ l1_tile_fence
+        warp_.sync_warpgroup();               //~ l1_tile_written
+        if (issues_stores()) {
+            ptx::cp_async_bulk_tensor_2d_global_shared(
+                &args_.l1_output, staging, block.n_block_idx * Smem::l1_output_row_bytes,
+                block.pool_block_idx * Config::block_m + token);
+            ptx::cp_async_bulk_commit_group();
+        }
+        __syncwarp();
+    }
+
+    // Scales of 8 tokens: a byte each of the scale word that four neighbouring groups share. Both
+    // warps of a group know them, the even one writes.
+    __device__ void store_scales(const Block& block, uint32_t token,
+                                 const uint32_t (&scale_bytes)[2]) const {
+        if (warp_.warp_idx % 2 != 0 || warp_.lane_idx >= 4) return;
+        const uint32_t group_idx = block.n_block_idx * 2 + warp_.quadrant() / 2;
+#pragma unroll
+        for (uint32_t t = 0; t < 2; ++t) {
+            const uint32_t row = token + 2 * warp_.lane_idx + t;
+            if (row >= block.num_valid_rows) continue;
+            uint32_t* word = local_.l2_token_sf(
+                group_idx / 4, sf_pool_token_idx<Config>(block.pool_block_idx, row));
+            reinterpret_cast<uint8_t*>(word)[group_idx % 4] = scale_bytes[t];  //~ l1_scale_byte
+        }
+    }
+
+    // Every warp's scales and tiles must have reached global memory before the bit says so.
+    __device__ void publish(const Block& block) const {
+        if (issues_stores()) ptx::cp_async_bulk_wait_group<0>();  //~ l1_stored
+        __syncwarp();
+        warp_.sync_all();  //~ l1_all_stored
+        if (warp_.warp_idx == 0 && ptx::elect_sync()) {
+            ptx::red_or_release_gpu(
+                local_.l2_arrival_mask(block.pool_block_idx, block.n_block_idx / 64),
+                uint64_t{1} << (block.n_block_idx % 64));  //~ l1_published
+        }
+        __syncwarp();
+    }
+
+    const KernelArgs& args_;
+    const Smem& smem_;
+    const SymmBuffer<Config>& local_;
+    const Warp& warp_;
+};
+
+}  // namespace deep_moe::sm100

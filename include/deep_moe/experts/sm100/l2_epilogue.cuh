@@ -1,0 +1,115 @@
+// From a Linear2 accumulator to the combine buffers: round to BF16, turn weight rows into token
+// rows through shared memory, and write each valid token's 128 values to the rank it came from.
+#pragma once
+
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/layout/token_source.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/stmatrix.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+class L2Epilogue {
+    using Smem = SharedMemory<Config>;
+    using Warp = EpilogueWarp<Config>;
+    static constexpr uint32_t lanes_per_row = Smem::l2_output_row_bytes / sizeof(uint4);
+    static constexpr uint32_t rows_per_step = Warp::warpgroup_threads / lanes_per_row;
+    static constexpr uint32_t num_steps = Config::store_block_m / rows_per_step;
+    static_assert(lanes_per_row == 16 && num_steps * rows_per_step == Config::store_block_m);
+
+ public:
+    __device__ L2Epilogue(const Smem& smem, const RankBuffers<Config>& ranks, const Warp& warp)
+        : smem_(smem), ranks_(ranks), warp_(warp) {}
+
+    // All epilogue warps. Afterwards the staging tile may still be read by other warps: whoever
+    // writes to it next syncs all epilogue warps first.
+    __device__ void run(const Block& block, const Accumulator& accumulator) const {
+        // The CTA behind an odd last n-block only took part in the MMAs.
+        const bool exists = block.n_block_idx < Linear<Config, Phase::linear2>::num_n_blocks;
+        const uint32_t num_tiles = exists ? warp_.num_tiles(block) : 0;  //~ l2_tiles
+        if (num_tiles == 0) accumulator.release();
+        for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
+            const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+            uint4* destinations[num_steps];
+            find_destinations(block, token, destinations);
+            //~ l2_tile_read
+            if (tile_idx > 0) warp_.sync_warpgroup();  // the tile before has been read
+            stage_tile(block, accumulator, token);
+            if (tile_idx + 1 == num_tiles) accumulator.release();
+            warp_.sync_warpgroup();  //~ l2_tile_staged
+            write_tile(destinations);
+        }
+    }
+
+ private:
+    // A half-warp writes a row; row of this thread in step i of a tile.
+    __device__ uint32_t row_of_step(uint32_t i) const {
+        return i * rows_per_step + warp_.quadrant() * 2 + warp_.lane_idx / lanes_per_row;
+    }
+
+    // This thread's 16 bytes of each row it writes; null behind the last valid row. Looked up
+    // early, so that the loads overlap the staging.
+    __device__ void find_destinations(const Block& block, uint32_t token,
+                                      uint4* (&destinations)[num_steps]) const {
+#pragma unroll
+        for (uint32_t i = 0; i < num_steps; ++i) {
+            const uint32_t row = token + row_of_step(i);
+            destinations[i] = nullptr;
+            if (row >= block.num_valid_rows) continue;  //~ l2_valid_row
+            const TokenSource source =
+                *ranks_.local().token_src_metadata(block.pool_block_idx * Config::block_m + row);
+            uint16_t* token_row =
+                ranks_.of(source.rank_idx).combine(source.topk_idx, source.token_idx);
+            destinations[i] =
+                reinterpret_cast<uint4*>(token_row + block.n_block_idx * Config::block_n) +
+                warp_.lane_idx % lanes_per_row;
+        }
+    }
+
+    // 16-byte chunk of a staged row. Chunks are permuted by row, so that neither the transposed
+    // stores (8 rows, one chunk) nor the loads (one row, 8 chunks) meet on a bank.
+    __device__ uint32_t chunk_address(uint32_t row, uint32_t chunk_idx) const {
+        return smem_.l2_output(warp_.warpgroup_idx()) + row * Smem::l2_output_row_bytes +
+               (chunk_idx ^ (row % 8)) * sizeof(uint4);
+    }
+
+    __device__ void stage_tile(const Block& block, const Accumulator& accumulator,
+                               uint32_t token) const {
+#pragma unroll
+        for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
+            const uint32_t offset = i * tokens_per_atom;
+            if (token + offset >= block.num_valid_rows) break;
+            float rows[2][4];
+            accumulator.load(token + offset, rows);
+            // Register pair j holds weight rows 8*j .. 8*j+7 of the warp's 32: one chunk.
+            ptx::stmatrix_m8n8_x4_trans_b16(
+                chunk_address(offset + warp_.lane_idx % 8,
+                              warp_.quadrant() * 4 + warp_.lane_idx / 8),
+                ptx::cvt_rn_bf16x2_f32(rows[0][1], rows[0][0]),
+                ptx::cvt_rn_bf16x2_f32(rows[0][3], rows[0][2]),
+                ptx::cvt_rn_bf16x2_f32(rows[1][1], rows[1][0]),
+                ptx::cvt_rn_bf16x2_f32(rows[1][3], rows[1][2]));
+        }
+    }
+
+    __device__ void write_tile(uint4* const (&destinations)[num_steps]) const {
+#pragma unroll
+        for (uint32_t i = 0; i < num_steps; ++i) {
+            if (destinations[i] == nullptr) continue;
+            *destinations[i] =
+                ptx::ld_shared_v4(chunk_address(row_of_step(i), warp_.lane_idx % lanes_per_row));
+        }
+    }
+
+    const Smem& smem_;
+    const RankBuffers<Config>& ranks_;
+    const Warp& warp_;
+};
+
+}  // namespace deep_moe::sm100

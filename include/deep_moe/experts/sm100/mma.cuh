@@ -1,0 +1,122 @@
+// The warp that drives the tensor cores of both CTAs: D[weight rows][tokens] = weights x tokens.
+// Operands are swapped, so that the 256 rows of one MMA are weights, which are always there, and
+// its run-time N is the number of tokens, which may be small.
+#pragma once
+
+#include "deep_moe/experts/block_walk.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/descriptors.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/tcgen05.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/ring_position.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm100 {
+
+// N of the 2-CTA MMA comes in steps of 16; the even CTA holds the first half of the tokens.
+__device__ __forceinline__ uint32_t num_mma_tokens(const Block& block) {
+    return align_up(block.num_valid_rows, 16u);  //~ mma_tokens
+}
+
+// One k-block: both operands' scales to TMEM, then one MMA per scale byte. tcgen05 executes one
+// thread's copies and MMAs in the order they are issued. One thread.
+template <class Config>
+__device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& smem, uint32_t stage,
+                                                 uint32_t tmem, uint32_t accumulator,
+                                                 uint32_t num_tokens, bool is_first) {
+    const uint32_t token_sf = tmem + Config::Tmem::activation_sf_column;
+    const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
+    constexpr uint32_t bytes_per_copy = scale_rows_per_copy * sizeof(uint32_t);
+#pragma unroll
+    for (uint32_t i = 0; i < SharedMemory<Config>::sf_block_m / scale_rows_per_copy; ++i) {
+        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
+            token_sf + i * scale_columns_per_copy,
+            scale_descriptor(smem.activation_sf(stage) + i * bytes_per_copy));
+    }
+    ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf, scale_descriptor(smem.weight_sf(stage)));
+
+    const uint64_t weights = operand_descriptor(smem.weights(stage));
+    const uint64_t tokens = operand_descriptor(smem.activations(stage));
+#pragma unroll
+    for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+        //~ mma
+        ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
+            accumulator, advance_along_k(weights, i * mma_k), advance_along_k(tokens, i * mma_k),
+            instruction_descriptor(num_tokens, i), weight_sf, token_sf, !is_first || i > 0);
+    }
+}
+
+// Even CTA only.
+template <class Config>
+__device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& smem,
+                           const SymmBuffer<Config>& local, uint32_t tmem, Waiter& waiter) {
+    static_assert(Config::block_n == 128 && Config::block_k == 128,
+                  "an MMA takes 128 weight rows from each CTA, a scale word covers 128 of K");
+    static_assert(Config::block_m % 16 == 0 && Config::block_m >= 16 && Config::block_m <= 256,
+                  "block_m is the N of a 2-CTA MMA: a multiple of 16 up to 256");
+    constexpr uint16_t both_ctas = 0b11;
+
+    Tracer<Config> trace(args, TraceTrack::math, (Config::num_dispatch_warps + 2) * warp_size);
+    TraceStopwatch<Config> stage_wait;
+    trace.mark(TraceStep::await_counts);
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(local, waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+
+    RingPosition<Config::num_stages> ring;
+    RingPosition<Config::num_tmem_stages> accumulators;
+    for (Block block; walk.next(block); accumulators.advance()) {
+        trace.mark(TraceStep::await_block, stage_wait.ticks());
+        stage_wait.reset();
+        if (!waiter.warp_mbarrier(WaitSite::accumulator_empty,
+                                  smem.tmem_empty_barriers(accumulators.stage),
+                                  accumulators.parity ^ 1)) {  //~ mma_accumulator
+            return;
+        }
+        ptx::tcgen05_fence_after_thread_sync();
+
+        //~ mma_column
+        const uint32_t accumulator = tmem + Config::Tmem::accumulator_column +
+                                     accumulators.stage * Config::Tmem::accumulator_stride;
+        const uint32_t num_tokens = num_mma_tokens(block);
+        const LinearOf<Config> linear(block.phase);
+        const uint32_t num_k_blocks = linear.num_k_blocks();
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (k_block_idx > 0) stage_wait.start();
+            if (!waiter.warp_mbarrier(WaitSite::stage_full, smem.full_barriers(ring.stage),
+                                      ring.parity)) {
+                return;
+            }
+            if (k_block_idx > 0) {
+                stage_wait.stop();
+            } else {
+                trace.mark(linear.main_loop_step(), linear.weight_block_row(block),
+                           block.num_valid_rows);
+            }
+            ptx::tcgen05_fence_after_thread_sync();  //~ mma_fence
+            // The same lane every time: a commit covers the operations of the thread that issues
+            // it.
+            if (ptx::elect_sync()) {
+                //~ multiplied
+                multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens, k_block_idx == 0);
+                ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
+                                                         both_ctas);  //~ committed
+                if (k_block_idx + 1 == num_k_blocks) {
+                    ptx::tcgen05_commit_cta_group2_multicast(
+                        smem.tmem_full_barriers(accumulators.stage), both_ctas);
+                }
+            }
+            __syncwarp();
+            ring.advance();
+        }
+    }
+    // This await is over at once: it closes the last block's time.
+    trace.mark(TraceStep::await_block, stage_wait.ticks());
+    trace.mark(TraceStep::end);
+}
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,145 @@
+// Typed view of one CTA's shared memory: offsets and strides come from Config::Smem, where Python
+// renders the one declaration of the layout, an accessor has the name of its segment, and every
+// mbarrier is documented here. Both CTAs of a pair use the same offsets, which tcgen05 relies on.
+//
+// All accessors return 32-bit shared-window addresses.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/elements.cuh"
+#include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+class SharedMemory {
+    using Smem = typename Config::Smem;
+
+ public:
+    static constexpr uint32_t num_epilogue_warpgroups = Config::num_epilogue_warps / 4;
+    static constexpr uint32_t sf_block_m = Smem::activation_sf_dim1;
+    static constexpr uint32_t activation_tile_bytes = Smem::activations_stride;
+    static constexpr uint32_t activation_sf_bytes = Smem::activation_sf_stride;
+    static constexpr uint32_t weight_sf_bytes = Smem::weight_sf_stride;
+    // What a load of packed E2M1 counts on its barrier: half of what it spans in shared memory.
+    static constexpr uint32_t weight_tile_packed_bytes = Smem::weights_stride / 2;
+    static constexpr uint32_t num_store_slots = 2;
+    static constexpr uint32_t l1_output_row_bytes =
+        Config::block_n / 2;  // e4m3, gate and up merged
+    static constexpr uint32_t l1_output_tile_bytes = Config::store_block_m * l1_output_row_bytes;
+    static constexpr uint32_t l2_output_row_bytes = Config::block_n * 2;  // bf16
+    static constexpr uint32_t l2_output_tile_bytes = Config::store_block_m * l2_output_row_bytes;
+    static_assert(num_store_slots * num_epilogue_warpgroups * l1_output_tile_bytes <=
+                          Smem::cd_staging_dim0 &&
+                      num_epilogue_warpgroups * l2_output_tile_bytes <= Smem::cd_staging_dim0,
+                  "the tiles of both epilogues fit into cd_staging");
+
+    static_assert(
+        all_are<uint32_t, typename Smem::activation_sf_element, typename Smem::weight_sf_element,
+                typename Smem::amax_exchange_element, typename Smem::tmem_ptr_element>);
+    static_assert(all_are<uint64_t, typename Smem::full_barriers_element>);
+
+    // `base`: first byte of dynamic shared memory.
+    __device__ explicit SharedMemory(uint32_t base) : base_(base) {}
+
+    // ---- Tiles ---------------------------------------------------------------------------------
+
+    // e4m3 [block_m / 2][block_k], 128-byte swizzle: this CTA's half of the tokens.
+    __device__ uint32_t activations(uint32_t stage) const {
+        return base_ + Smem::activations_offset + stage * activation_tile_bytes;
+    }
+    // e2m1 [block_n][block_k], 16 elements in 16 bytes, 128-byte swizzle: this CTA's weight rows.
+    __device__ uint32_t weights(uint32_t stage) const {
+        return base_ + Smem::weights_offset + stage * Smem::weights_stride;
+    }
+    // Scale words of all tokens of the block, in the order that TMEM wants; the same in both CTAs.
+    __device__ uint32_t activation_sf(uint32_t stage) const {
+        return base_ + Smem::activation_sf_offset + stage * activation_sf_bytes;
+    }
+    // Scale words of this CTA's weight rows, in the order that TMEM wants.
+    __device__ uint32_t weight_sf(uint32_t stage) const {
+        return base_ + Smem::weight_sf_offset + stage * weight_sf_bytes;
+    }
+    // e4m3 [store_block_m][block_n / 2], 64-byte swizzle: Linear1's output on its way to the pool.
+    __device__ uint32_t l1_output(uint32_t slot, uint32_t warpgroup_idx) const {
+        const uint32_t tile_idx = slot * num_epilogue_warpgroups + warpgroup_idx;
+        return base_ + Smem::cd_staging_offset + tile_idx * l1_output_tile_bytes;
+    }
+    // bf16 [store_block_m][block_n]: Linear2's output. Same bytes as l1_output, never both in use.
+    __device__ uint32_t l2_output(uint32_t warpgroup_idx) const {
+        return base_ + Smem::cd_staging_offset + warpgroup_idx * l2_output_tile_bytes;
+    }
+    // u32 [store_block_m]: bits of the largest magnitude that a warp saw of each token.
+    __device__ uint32_t amax_exchange(uint32_t epilogue_warp_idx) const {
+        return base_ + Smem::amax_exchange_offset + epilogue_warp_idx * Smem::amax_exchange_stride;
+    }
+
+    // Where the TMEM allocation starts, written by the allocating warp.
+    __device__ uint32_t tmem_ptr() const { return base_ + Smem::tmem_ptr_offset; }
+
+    // ---- Barriers ------------------------------------------------------------------------------
+
+    // "A stage is loaded in both CTAs." Only the even CTA's are used. Arrive: activation and weight
+    // loaders of both CTAs (4), each with the bytes of its own two copies. Waits: the MMA warp,
+    // parity of its round. Protects the stage's four tiles until the MMAs may read them.
+    __device__ uint32_t full_barriers(uint32_t stage) const {
+        return barrier(Smem::full_barriers_offset, stage);
+    }
+
+    // "A stage may be overwritten." Each CTA has its own. Arrives: the commit behind the stage's
+    // MMAs, in both CTAs (1). Wait: both loaders of the CTA, with the parity opposite to their
+    // round, so that the first round passes at once.
+    __device__ uint32_t empty_barriers(uint32_t stage) const {
+        return barrier(Smem::empty_barriers_offset, stage);
+    }
+
+    // "An accumulator is complete." Each CTA has its own. Arrives: the commit behind the block's
+    // last MMA, in both CTAs (1). Wait: all epilogue warps of the CTA, parity of their round.
+    __device__ uint32_t tmem_full_barriers(uint32_t stage) const {
+        return barrier(Smem::tmem_full_barriers_offset, stage);
+    }
+
+    // "An accumulator has been read." Only the even CTA's are used. Arrive: one lane of every
+    // epilogue warp of both CTAs. Waits: the MMA warp, with the parity opposite to its round.
+    __device__ uint32_t tmem_empty_barriers(uint32_t stage) const {
+        return barrier(Smem::tmem_empty_barriers_offset, stage);
+    }
+
+    // One thread; others, in both CTAs, may use the barriers after a cluster barrier.
+    __device__ void init_barriers() const {
+        // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
+        // (1) with the token's bytes, the warp waits; first phase 0 (dispatch/pull_tokens.cuh).
+        init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
+        init(Smem::full_barriers_offset, Config::num_stages, 4);  //~ full_init
+        init(Smem::empty_barriers_offset, Config::num_stages, 1);
+        init(Smem::tmem_full_barriers_offset, Config::num_tmem_stages, 1);
+        init(Smem::tmem_empty_barriers_offset, Config::num_tmem_stages,
+             2 * Config::num_epilogue_warps);  //~ tmem_empty_init
+        // "A contribution has arrived." Two per epilogue warp, private to it: one lane arrives (1)
+        // with the chunk's bytes, the warp waits; first phase 0 (combine/combine.cuh).
+        init(Smem::combine_barriers_offset, 2 * Config::num_epilogue_warps, 1);
+        ptx::fence_mbarrier_init_release_cluster();  //~ init_fence
+    }
+
+ private:
+    __device__ uint32_t barrier(uint32_t offset, uint32_t idx) const {
+        return base_ + offset + idx * sizeof(uint64_t);
+    }
+    __device__ void init(uint32_t offset, uint32_t num_barriers, uint32_t num_arrivals) const {
+        for (uint32_t i = 0; i < num_barriers; ++i) {
+            ptx::mbarrier_init(barrier(offset, i), num_arrivals);
+        }
+    }
+
+    uint32_t base_;
+};
+
+// The same address in the even CTA of the pair, which owns the barriers that both CTAs signal.
+__device__ __forceinline__ uint32_t in_even_cta(uint32_t address) {
+    return ptx::mapa_shared_cluster(address, 0);
+}
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,76 @@
+// The warp that loads weights and their scales. Weights are there before the kernel starts, so it
+// runs ahead as far as the stages allow.
+#pragma once
+
+#include "deep_moe/experts/block_walk.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/tensor_copy.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/ring_position.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+__device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
+                             const SymmBuffer<Config>& local, Waiter& waiter) {
+    Tracer<Config> trace(args, TraceTrack::weight_loader,
+                         (Config::num_dispatch_warps + 1) * warp_size);
+    trace.mark(TraceStep::await_counts);
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(local, waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+
+    RingPosition<Config::num_stages> ring;
+    for (Block block; walk.next(block);) {
+        const LinearOf<Config> linear(block.phase);
+        trace.mark(linear.load_step(), linear.weight_block_row(block), block.num_valid_rows);
+        const TensorMap* weights = &linear.weights(args);
+        const TensorMap* sf = &linear.weight_sf(args);
+        const uint32_t num_k_blocks = linear.num_k_blocks();
+        const uint32_t num_rows = linear.num_n_blocks() * Config::block_n;
+        // Weights stack experts along rows, scales along k-blocks. The n-block behind an odd last
+        // one brings rows of the next expert or zeros: its results are not stored.
+        const uint32_t row_in_expert = block.n_block_idx * Config::block_n;
+        const uint32_t first_row = block.expert_idx * num_rows + row_in_expert;  //~ weight_row
+        const uint32_t first_sf_k_block = block.expert_idx * num_k_blocks;
+
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
+                                      ring.parity ^ 1)) {
+                return;
+            }
+            if (ptx::elect_sync()) {
+                const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
+                ptx::mbarrier_arrive_expect_tx_shared_cluster(
+                    full, smem.weight_tile_packed_bytes + smem.weight_sf_bytes);
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.weights(ring.stage), weights, full, k_block_idx * Config::block_k,
+                    first_row);  //~ weight_tile
+                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                    smem.weight_sf(ring.stage), sf, full, row_in_expert,
+                    first_sf_k_block + k_block_idx);
+            }
+            __syncwarp();
+            ring.advance();
+        }
+    }
+
+    trace.mark(TraceStep::end);
+    // The even CTA's commits arrive on the barriers of both CTAs: see the last of them here, so
+    // that none is on its way when this CTA exits.
+    for (uint32_t i = 0; i < Config::num_stages; ++i) {  //~ weights_drained
+        if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
+                                  ring.parity ^ 1)) {
+            return;
+        }
+        ring.advance();
+    }
+}
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,199 @@
+// From Linear1's accumulators to Linear2's input: row and token factors, SwiGLU, requantization to
+// E4M3 with one scale for the block's 128 values of each token, and store to the pool.
+// l1_publisher.cuh tells Linear2.
+//
+// A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
+// values are spread over all math warps: their maximum is found in shared memory.
+//
+// Linear2 reads its k in the order of its weights (formats/sm90_fp4_decode.cuh): byte 32*j + 16*h +
+// 4*q + b of 128 holds value 32*q + 8*j + 4*h + b. The rows of Linear1's weights are ordered so
+// that a warp has 16 consecutive bytes of a token.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/activations/swiglu.cuh"
+#include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/l1_publisher.cuh"
+#include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/formats/quantize.cuh"
+#include "deep_moe/formats/sm90_linear2_scale.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/permute.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm90 {
+
+// Prepares the maxima of the block of that turn. All math warps; a barrier must follow.
+template <class Config>
+__device__ __forceinline__ void clear_maxima(const SharedMemory<Config>& smem,
+                                             const MathThread<Config>& thread, uint32_t turn) {
+    if (thread.thread_idx < Config::block_m) {
+        ptx::st_shared_u32(smem.amax_exchange(turn, thread.thread_idx), 0);
+    }
+}
+
+// For m-blocks of num_rows rows.
+template <class Config, uint32_t num_rows>
+class L1Epilogue {
+    using Smem = SharedMemory<Config>;
+    using Thread = MathThread<Config>;
+
+ public:
+    __device__ L1Epilogue(const Smem& smem, const SymmBuffer<Config>& local, const Thread& thread,
+                          uint32_t slot, uint32_t turn)
+        : smem_(smem), local_(local), thread_(thread), slot_(slot), turn_(turn) {}
+
+    // All math warps. False if one of them has given up: then nothing was stored.
+    __device__ __forceinline__ bool run(const BlockHeader& block, const RowFactors& rows,
+                                        Accumulators<num_rows>& values, Waiter& waiter) const {
+        activate(rows, values);
+        find_maxima(values);
+        if (!thread_.vote(waiter)) return false;  //~ maxima_there
+        choose_scales(block);
+        thread_.sync();  //~ scales_chosen
+        store_tokens(block, values);
+        if constexpr (math_publishes<Config>) {
+            thread_.sync();  //~ math_stored
+            if (thread_.thread_idx == 0) publish_l1_results(local_, block);
+            __syncwarp();
+        }
+        return true;
+    }
+
+ private:
+    // Overwrites accumulators by values: register 2*j + p of half b is value b of token
+    // 8*j + first_token() + p.
+    __device__ __forceinline__ void activate(const RowFactors& rows,
+                                             Accumulators<num_rows>& values) const {
+        for_each_8_rows<num_rows>([&](uint32_t j) {
+            const float2 factor = load_pair(smem_.l1_token_factors(slot_), j);
+            const float2 weight = load_pair(smem_.topk_weights(slot_), j);
+#pragma unroll
+            for (uint32_t b = 0; b < 2; ++b) {
+                float (&v)[num_rows / 2] = values[b];
+                const float (&row)[2] = rows.values[b];
+                v[2 * j] = swiglu<Config>(v[4 * j] * (row[0] * factor.x),
+                                          v[4 * j + 2] * (row[1] * factor.x), weight.x);
+                v[2 * j + 1] = swiglu<Config>(v[4 * j + 1] * (row[0] * factor.y),
+                                              v[4 * j + 3] * (row[1] * factor.y), weight.y);
+            }
+        });
+    }
+
+    // The largest magnitude of each token, into shared memory. A lane begins with those of its two
+    // values of num_rows / 4 tokens. In each step two lanes split the tokens between them: one
+    // keeps the first half, the other the second. So the 8 lanes of a token's rows do not all have
+    // to take all of their maxima. What cannot be halved, both keep.
+    __device__ __forceinline__ void find_maxima(const Accumulators<num_rows>& values) const {
+        constexpr uint32_t num_tokens = num_rows / 4;
+        uint32_t maxima[num_tokens];
+#pragma unroll
+        for (uint32_t i = 0; i < num_tokens; ++i) {
+            maxima[i] = max(magnitude_bits(values[0][i]), magnitude_bits(values[1][i]));
+        }
+        merge_maxima<num_tokens, warp_size / 2>(maxima, 0);
+    }
+
+    // maxima[0 .. num_tokens - 1] are those of tokens first, first + 1, ... of this lane's.
+    template <uint32_t num_tokens, uint32_t lane_mask, uint32_t capacity>
+    __device__ __forceinline__ void merge_maxima(uint32_t (&maxima)[capacity],
+                                                 uint32_t first) const {
+        constexpr uint32_t lane_of_next_row = 4;
+        if constexpr (lane_mask < lane_of_next_row) {
+#pragma unroll
+            for (uint32_t k = 0; k < num_tokens; ++k) {
+                const uint32_t i = first + k;
+                ptx::red_max_shared(
+                    smem_.amax_exchange(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
+                    maxima[k]);
+            }
+        } else if constexpr (num_tokens % 2 == 0) {
+            constexpr uint32_t num_kept = num_tokens / 2;
+            const bool keeps_second = (thread_.lane_idx() & lane_mask) != 0;
+#pragma unroll
+            for (uint32_t i = 0; i < num_kept; ++i) {
+                const uint32_t kept = keeps_second ? maxima[i + num_kept] : maxima[i];
+                const uint32_t given = keeps_second ? maxima[i] : maxima[i + num_kept];
+                maxima[i] = max(kept, __shfl_xor_sync(full_warp, given, lane_mask));
+            }
+            merge_maxima<num_kept, lane_mask / 2>(maxima, first + (keeps_second ? num_kept : 0));
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < num_tokens; ++i) {
+                maxima[i] = max(maxima[i], __shfl_xor_sync(full_warp, maxima[i], lane_mask));
+            }
+            merge_maxima<num_tokens, lane_mask / 2>(maxima, first);
+        }
+    }
+
+    // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
+    // by. The publication covers the flag, too.
+    __device__ void choose_scales(const BlockHeader& block) const {
+        const uint32_t row = thread_.thread_idx;
+        if (row >= block.num_valid_rows) return;
+        const uint32_t amax = ptx::ld_shared_u32(smem_.amax_exchange(turn_, row));
+        const uint32_t token_byte =
+            token_scale_byte(ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float)));
+        const uint32_t byte = linear2_scale_byte(amax, token_byte);
+        if (byte != token_byte) {
+            ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),
+                                    SymmBuffer<Config>::has_own_scales);  //~ own_scale_told
+        }
+        ptx::st_shared_u32(smem_.amax_exchange(turn_, row),
+                           __float_as_uint(e4m3_factor(amax, byte)));
+        *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m_step + row) =
+            byte << 23;
+    }
+
+    // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
+    // each puts together those of one and stores them. The eight lanes of a token have 16 bytes.
+    __device__ __forceinline__ void store_tokens(const BlockHeader& block,
+                                                 const Accumulators<num_rows>& values) const {
+        const uint32_t is_odd = thread_.row() % 2;
+        const uint32_t selectors = is_odd ? 0x3276 : 0x5410;
+        constexpr uint32_t lane_of_next_row = 4;
+        const uint32_t first = thread_.first_token() + is_odd;
+        uint8_t* const token =
+            local_.l2_tokens(block.pool_block_idx * Config::block_m_step + first) +
+            block.n_block_idx * (Config::block_n / 2) + byte_idx();
+        for_each_8_rows<num_rows>([&](uint32_t j) {
+            const float2 factor = load_pair(smem_.amax_exchange(turn_, 0), j);
+            const uint32_t mine =
+                ptx::cvt_rn_satfinite_e4m3x2_f32(values[1][2 * j] * factor.x,
+                                                 values[0][2 * j] * factor.x) |
+                static_cast<uint32_t>(ptx::cvt_rn_satfinite_e4m3x2_f32(
+                    values[1][2 * j + 1] * factor.y, values[0][2 * j + 1] * factor.y))
+                    << 16;
+            const uint32_t other = __shfl_xor_sync(full_warp, mine, lane_of_next_row);
+            if (8 * j + first < block.num_valid_rows) {
+                *reinterpret_cast<uint32_t*>(token + 8 * j * Config::intermediate_hidden) =
+                    ptx::prmt(mine, other, selectors);
+            }
+        });
+    }
+
+    // Where, in the order of k, the four values stand that this lane and its neighbour have: each
+    // warp has 16 bytes of the 128.
+    __device__ uint32_t byte_idx() const {
+        return (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 + thread_.row() / 2 * 4;
+    }
+
+    // Two floats of `vector`: of tokens 8*j + first_token() and the next.
+    __device__ float2 load_pair(uint32_t vector, uint32_t j) const {
+        return ptx::ld_shared_f32x2(vector + (8 * j + thread_.first_token()) * sizeof(float));
+    }
+
+    const Smem& smem_;
+    const SymmBuffer<Config>& local_;
+    const Thread& thread_;
+    uint32_t slot_;
+    uint32_t turn_;  // which maxima this block uses
+};
+
+}  // namespace deep_moe::sm90

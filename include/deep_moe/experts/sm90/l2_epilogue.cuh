@@ -1,0 +1,72 @@
+// From Linear2's accumulators to the combine buffers: row and token factors, rounding to BF16, and
+// each valid token's 256 values straight to the rank it came from.
+//
+// A thread's 4 rows are neighbours, the 8 threads of a token 32 of them: 64 contiguous bytes per
+// token and warp need no way through shared memory.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+
+namespace deep_moe::sm90 {
+
+// For m-blocks of num_rows rows.
+template <class Config, uint32_t num_rows>
+class L2Epilogue {
+    using Smem = SharedMemory<Config>;
+    using Thread = MathThread<Config>;
+
+ public:
+    __device__ L2Epilogue(const Smem& smem, const Thread& thread, uint32_t slot)
+        : smem_(smem), thread_(thread), slot_(slot) {}
+
+    // Any math warp, for its share.
+    __device__ __forceinline__ void run(const BlockHeader& block, const RowFactors& rows,
+                                        const Accumulators<num_rows>& sums) const {
+        const uint32_t column = block.n_block_idx * Config::block_n +
+                                thread_.warpgroup_idx() * 128 + 4 * thread_.row_run();
+        // With an odd hidden / 128 the last block's second half does not exist.
+        //~ rows_exist
+        if (Config::hidden % Config::block_n != 0 && column >= Config::hidden) return;
+        const uint32_t destinations =
+            smem_.destinations(slot_) + thread_.first_token() * sizeof(uint64_t);
+        // Sums are in units of the scale of the last k-block.
+        const uint32_t scales =
+            smem_.l2_token_factors(slot_) + thread_.first_token() * sizeof(float);
+        for_each_8_rows<num_rows>([&](uint32_t j) {
+            const uint4 rows_of_two = ptx::ld_shared_v4(destinations + 8 * j * sizeof(uint64_t));
+            const float2 scale = ptx::ld_shared_f32x2(scales + 8 * j * sizeof(float));
+            store_token(rows_of_two.x, rows_of_two.y, column, rows, scale.x, sums, 4 * j);
+            store_token(rows_of_two.z, rows_of_two.w, column, rows, scale.y, sums, 4 * j + 1);
+        });
+    }
+
+ private:
+    __device__ __forceinline__ static void store_token(uint32_t row_low, uint32_t row_high,
+                                                       uint32_t column, const RowFactors& rows,
+                                                       float scale,
+                                                       const Accumulators<num_rows>& sums,
+                                                       uint32_t i) {
+        const uint64_t row = uint64_t{row_high} << 32 | row_low;
+        if (row == 0) return;
+        uint32_t pairs[2];
+#pragma unroll
+        for (uint32_t b = 0; b < 2; ++b) {
+            pairs[b] = ptx::cvt_rn_bf16x2_f32(sums[b][i + 2] * (rows.values[b][1] * scale),
+                                              sums[b][i] * (rows.values[b][0] * scale));
+        }
+        *reinterpret_cast<uint2*>(row + column * sizeof(uint16_t)) = {pairs[0], pairs[1]};
+    }
+
+    const Smem& smem_;
+    const Thread& thread_;
+    uint32_t slot_;
+};
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,106 @@
+// The warps that do the arithmetic: for each block the products, then the epilogue of its phase.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/l1_epilogue.cuh"
+#include "deep_moe/experts/sm90/l1_publisher.cuh"
+#include "deep_moe/experts/sm90/l2_epilogue.cuh"
+#include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/experts/sm90/weight_loader.cuh"
+#include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm90 {
+
+template <class Config>
+class MathWarps {
+    using Thread = MathThread<Config>;
+
+ public:
+    __device__ MathWarps(const KernelArgs& args, const SharedMemory<Config>& smem, Waiter& waiter)
+        : args_(args),
+          smem_(smem),
+          waiter_(waiter),
+          main_loop_(smem, Thread::here(), waiter),
+          trace_(args, TraceTrack::math, Config::num_threads - Thread::num_threads) {}
+
+    // The warps meet on barriers inside a block, so they leave together or not at all.
+    __device__ void run() {
+        clear_maxima(smem_, Thread::here(), turn());
+        for (;; ++block_idx_) {
+            trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
+            main_loop_.await_stage();
+            if (!Thread::here().vote(waiter_)) return;
+            // Nobody reads the maxima of the block before any more, and the next block begins
+            // behind another vote.
+            clear_maxima(smem_, Thread::here(), turn() ^ 1);  //~ maxima_cleared
+            const BlockHeader block = load_header(header_address());
+            if (block.num_rows == 0) {
+                trace_.mark(TraceStep::end);
+                return;
+            }
+            trace_.mark(LinearOf<Config>(block.phase).main_loop_step(), block.weight_block_row_idx,
+                        block.num_valid_rows);
+            if (!run_block<Config::min_block_m>(block)) return;
+            if constexpr (!math_publishes<Config>) {
+                __syncwarp();  //~ warp_stored
+                if (Thread::here().lane_idx() == 0) {
+                    ptx::mbarrier_arrive(smem_.stored_barriers(slot()));
+                }
+            }
+        }
+    }
+
+ private:
+    // The products are as wide as the block has rows, which an instruction has to know. So there is
+    // a main loop for each size of m-block, and an epilogue of its own behind it.
+    template <uint32_t num_rows>
+    __device__ __forceinline__ bool run_block(const BlockHeader& begun) {
+        if constexpr (num_rows < Config::block_m) {
+            if (begun.num_rows > num_rows) {
+                return run_block<num_rows + Config::block_m_step>(begun);
+            }
+        }
+        Accumulators<num_rows> accumulators;
+        main_loop_.template run<num_rows>(LinearOf<Config>(begun.phase).num_k_blocks(),
+                                          accumulators);
+        trace_.mark(LinearOf<Config>(begun.phase).epilogue_step());
+        // Read again, because keeping it would take registers from the main loop.
+        const BlockHeader block = load_header(header_address());
+        const Thread thread = Thread::here();
+        const RowFactors rows = load_row_factors(smem_.row_factors(slot()), thread);
+        const RankBuffers<Config> ranks(args_);
+        if (block.phase == Phase::linear1) {
+            return L1Epilogue<Config, num_rows>(smem_, ranks.local(), thread, slot(), turn())
+                .run(block, rows, accumulators, waiter_);
+        } else {
+            // Who has given up may not know where to: what it was to learn it has not waited for.
+            if (waiter_.aborted()) return true;
+            L2Epilogue<Config, num_rows>(smem_, thread, slot()).run(block, rows, accumulators);
+            return true;
+        }
+    }
+
+    __device__ uint32_t slot() const { return block_idx_ % Config::num_block_slots; }  //~ math_slot
+    __device__ uint32_t header_address() const { return smem_.block_headers(slot()); }
+    // Which maxima a block uses: they alternate.
+    __device__ uint32_t turn() const { return block_idx_ % 2; }
+
+    const KernelArgs& args_;
+    const SharedMemory<Config>& smem_;
+    Waiter& waiter_;
+    MainLoop<Config> main_loop_;
+    Tracer<Config> trace_;
+    uint32_t block_idx_ = 0;  // of this CTA, in the order of the list
+};
+
+}  // namespace deep_moe::sm90

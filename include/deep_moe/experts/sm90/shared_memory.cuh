@@ -1,0 +1,162 @@
+// Typed view of one CTA's shared memory: offsets and strides come from Config::Smem, where Python
+// renders the one declaration of the layout, an accessor has the name of its segment, and every
+// mbarrier is documented here.
+//
+// All accessors return 32-bit shared-window addresses.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/formats/sm90_fp4_decode.cuh"
+#include "deep_moe/layout/elements.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+
+namespace deep_moe::sm90 {
+
+template <class Config>
+class SharedMemory {
+    using Smem = typename Config::Smem;
+
+ public:
+    static_assert(Smem::weight_blocks_stride == weight_block_bytes);
+    static_assert(Smem::block_headers_stride == sizeof(uint4), "a header is one vector");
+    static_assert(
+        all_are<float, typename Smem::row_factors_element, typename Smem::l1_token_factors_element,
+                typename Smem::l2_token_factors_element, typename Smem::topk_weights_element>);
+    static_assert(all_are<uint32_t, typename Smem::changes_of_scale_element,
+                          typename Smem::amax_exchange_element>);
+    static_assert(all_are<uint16_t, typename Smem::rescale_factors_element>);  // bf16
+    static_assert(all_are<uint64_t, typename Smem::destinations_element,
+                          typename Smem::full_barriers_element>);
+
+    // `base`: first byte of dynamic shared memory.
+    __device__ explicit SharedMemory(uint32_t base) : base_(base) {}
+
+    // ---- Tiles ---------------------------------------------------------------------------------
+
+    // e4m3 [block_m][block_k], 128-byte swizzle.
+    __device__ uint32_t activations(uint32_t stage) const {
+        return base_ + Smem::activations_offset + stage * Smem::activations_stride;
+    }
+    // 256 rows x 128 k of FP4 weights as the host shuffled them (formats/sm90_fp4_decode.cuh).
+    __device__ uint32_t weight_blocks(uint32_t stage) const {
+        return base_ + Smem::weight_blocks_offset + stage * Smem::weight_blocks_stride;
+    }
+    // bf16 [4][block_m / 8][2]: what the accumulators of token 8*j + 2*q + p are multiplied by, at
+    // [q][j][p], before the k-block of this stage is added (Linear2).
+    __device__ uint32_t rescale_factors(uint32_t stage) const {
+        return base_ + Smem::rescale_factors_offset + stage * Smem::rescale_factors_stride;
+    }
+    // u32: whether these factors are to be applied; they are written only then. A block's first
+    // k-block has no factors: there it says whether any later one may have (rescaler.cuh).
+    __device__ uint32_t changes_of_scale(uint32_t stage) const {
+        return base_ + Smem::changes_of_scale_offset + stage * Smem::changes_of_scale_stride;
+    }
+    // u32 [2][block_m]: bits of each token's largest magnitude, later the float that its values are
+    // multiplied by. Blocks take turns.
+    __device__ uint32_t amax_exchange(uint32_t turn, uint32_t row) const {
+        return base_ + Smem::amax_exchange_offset +
+               (turn * Smem::amax_exchange_dim1 + row) * sizeof(uint32_t);
+    }
+
+    // ---- What the math warps need of a block beside its tiles ---------------------------------
+    //
+    // A ring of slots, so that no epilogue waits for memory. The loaders write a block's slot
+    // before or with one of its stages, whose barrier releases it. They may write it anew
+    // num_block_slots blocks later: by then math has given back a stage of the block behind it, and
+    // so is through with its epilogue.
+    static constexpr uint32_t num_block_slots = Config::num_block_slots;
+    static_assert((num_block_slots - 1) * LinearOf<Config>::min_k_blocks > Config::num_stages);
+
+    // Weight loader, before the first stage: what the block is (block_header.cuh).
+    __device__ uint32_t block_headers(uint32_t slot) const {
+        return base_ + Smem::block_headers_offset + slot * Smem::block_headers_stride;
+    }
+    // Weight loader, with the first stage: f32 [256], factors of the weight rows, in slot order.
+    __device__ uint32_t row_factors(uint32_t slot) const {
+        return base_ + Smem::row_factors_offset + slot * Smem::row_factors_stride;
+    }
+    // Activation loader, with the first stage of Linear1: f32 [block_m], the tokens' scales.
+    __device__ uint32_t l1_token_factors(uint32_t slot) const {
+        return base_ + Smem::l1_token_factors_offset + slot * Smem::l1_token_factors_stride;
+    }
+    // Activation loader, with the first stage of Linear1: f32 [block_m], their routing weights.
+    __device__ uint32_t topk_weights(uint32_t slot) const {
+        return base_ + Smem::topk_weights_offset + slot * Smem::topk_weights_stride;
+    }
+    // Activation loader, with the last stage of Linear2: f32 [block_m], the tokens' scales in the
+    // last k-block. Apart from Linear1's, which copies write: no fence has to stand between them.
+    __device__ uint32_t l2_token_factors(uint32_t slot) const {
+        return base_ + Smem::l2_token_factors_offset + slot * Smem::l2_token_factors_stride;
+    }
+    // Activation loader, with the last stage of Linear2: u64 [block_m], where each token's result
+    // goes, 0 behind the last valid one.
+    __device__ uint32_t destinations(uint32_t slot) const {
+        return base_ + Smem::destinations_offset + slot * Smem::destinations_stride;
+    }
+
+    // ---- Barriers ------------------------------------------------------------------------------
+
+    // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
+    // its copy; their arrivals also release the block's slot and what is said of rescaling. Behind
+    // the last block both arrive once more without a copy. Wait: all math threads, parity of their
+    // round.
+    __device__ uint32_t full_barriers(uint32_t stage) const {
+        return barrier(Smem::full_barriers_offset, stage);
+    }
+
+    // "A stage may be overwritten." Arrive: one lane of every math warp, when the products that
+    // read the stage are complete. Wait: both loaders, with the parity opposite to their round, so
+    // that the first round passes at once.
+    __device__ uint32_t empty_barriers(uint32_t stage) const {
+        return barrier(Smem::empty_barriers_offset, stage);
+    }
+
+    // "The header of a block is written." Arrive: weight loader (1), when the block's first stage
+    // is free. Wait: activation loader, parity of its round over the slots; math learns of it by
+    // the first stage. Nobody waits to write it anew: see above.
+    __device__ uint32_t header_barriers(uint32_t slot) const {
+        return barrier(Smem::header_barriers_offset, slot);
+    }
+
+    // "The results of a block are stored." Arrive: one lane of every math warp, behind its warp's
+    // stores. Wait: weight loader, who then publishes Linear1's, parity of the block's round over
+    // the slots. Nobody arrives or waits where math publishes itself (l1_publisher.cuh).
+    __device__ uint32_t stored_barriers(uint32_t slot) const {
+        return barrier(Smem::stored_barriers_offset, slot);
+    }
+
+    // One thread; others may use the barriers after a CTA barrier.
+    __device__ void init_barriers() const {
+        // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
+        // (1) with the token's bytes, the warp waits; first phase 0 (dispatch/pull_tokens.cuh).
+        init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
+        init(Smem::full_barriers_offset, Config::num_stages, 2);  //~ sm90_full_init
+        //~ sm90_empty_init
+        init(Smem::empty_barriers_offset, Config::num_stages, num_math_warps<Config>);
+        init(Smem::header_barriers_offset, Config::num_block_slots, 1);
+        //~ stored_init
+        init(Smem::stored_barriers_offset, Config::num_block_slots, num_math_warps<Config>);
+        // "A contribution has arrived." Two per math warp, private to it: one lane arrives (1) with
+        // the chunk's bytes, the warp waits; first phase 0 (combine/combine.cuh).
+        init(Smem::combine_barriers_offset, 2 * num_math_warps<Config>, 1);
+        ptx::fence_mbarrier_init_release_cluster();  //~ sm90_init_fence
+    }
+
+ private:
+    __device__ uint32_t barrier(uint32_t offset, uint32_t idx) const {
+        return base_ + offset + idx * sizeof(uint64_t);
+    }
+    __device__ void init(uint32_t offset, uint32_t num_barriers, uint32_t num_arrivals) const {
+        for (uint32_t i = 0; i < num_barriers; ++i) {
+            ptx::mbarrier_init(barrier(offset, i), num_arrivals);
+        }
+    }
+
+    uint32_t base_;
+};
+
+}  // namespace deep_moe::sm90

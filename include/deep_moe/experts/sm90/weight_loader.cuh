@@ -1,0 +1,110 @@
+// The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
+// the stages allow. It also claims the CTA's blocks, tells the other roles of them, and
+// publishes what Linear1's epilogues have stored, unless math does (l1_publisher.cuh).
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/block_walk.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm90/block_claims.cuh"
+#include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/l1_publisher.cuh"
+#include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/formats/sm90_fp4_decode.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/ring_position.cuh"
+#include "deep_moe/sync/wait.cuh"
+#include "deep_moe/trace/tracer.cuh"
+
+namespace deep_moe::sm90 {
+
+// One lane, when the first stage of the block is free: then nobody reads what is in the slot.
+template <class Config>
+__device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
+                           const BlockHeader& header) {
+    store_header(smem.block_headers(slot), header);    //~ header_stored
+    ptx::mbarrier_arrive(smem.header_barriers(slot));  //~ header_told
+}
+
+template <class Config>
+__device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
+                             const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr uint32_t row_factor_bytes = Config::block_n * sizeof(float);
+    Tracer<Config> trace(args, TraceTrack::weight_loader,
+                         (Config::num_dispatch_warps + 1) * warp_size);
+    trace.mark(TraceStep::await_counts);
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(local, waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+
+    RingPosition<Config::num_stages> ring;
+    RingPosition<Config::num_block_slots> slots;
+    BlockClaims<Config> claims(local, blockIdx.x);
+    L1Publisher<Config> publisher(smem, local);
+    for (Block block; walk.find(block); slots.advance()) {
+        const LinearOf<Config> linear(block.phase);
+        const uint32_t num_k_blocks = linear.num_k_blocks();
+        const BlockHeader header{block, linear.weight_block_row(block), block.n_block_idx};
+        trace.mark(linear.load_step(), header.weight_block_row_idx, header.num_valid_rows);
+        const auto* src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
+                          uint64_t{header.weight_block_row_idx} * num_k_blocks * weight_block_bytes;
+        // With a single m-block, these weights are read once.
+        const bool is_read_once = counts.num_m_blocks(block.expert_idx) == 1;
+        const float* row_factors =
+            linear.row_factors(args) + header.weight_block_row_idx * Config::block_n;
+
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&
+                !publisher.publish(slots, waiter)) {
+                return;
+            }
+            if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
+                                      ring.parity ^ 1)) {
+                return;
+            }
+            if (ptx::elect_sync()) {
+                const uint32_t full = smem.full_barriers(ring.stage);
+                const uint32_t dst = smem.weight_blocks(ring.stage);
+                if (k_block_idx == 0) {
+                    tell_roles(smem, slots.stage, header);
+                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);
+                    ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), row_factors,
+                                                     row_factor_bytes, full);
+                } else {
+                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);  //~ weight_bytes
+                }
+                if (is_read_once) {
+                    ptx::cp_async_bulk_shared_global_evict_first(dst, src, weight_block_bytes,
+                                                                 full);
+                } else {
+                    ptx::cp_async_bulk_shared_global(dst, src, weight_block_bytes, full);
+                }
+            }
+            __syncwarp();
+            constexpr uint32_t num_ahead = BlockClaims<Config>::num_k_blocks_ahead;
+            if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
+            src += weight_block_bytes;
+            ring.advance();
+        }
+        walk.advance(claims.take());
+    }
+    if (!publisher.publish(slots, waiter)) return;
+
+    trace.mark(TraceStep::end);
+    if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
+                              ring.parity ^ 1)) {
+        return;
+    }
+    if (ptx::elect_sync()) {
+        tell_roles(smem, slots.stage, {});
+        ptx::mbarrier_arrive(smem.full_barriers(ring.stage));
+    }
+    __syncwarp();
+}
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,146 @@
+// A call's inputs from what a model has: BF16 tokens become E4M3 with their scales, the router's
+// output takes the types of the symmetric buffer, and all of it lands there in one launch.
+//
+// Neither part knows where a token ends: rows are contiguous and whole scale words, on both sides.
+// A warp takes num_chunks_per_lane * 32 neighbouring chunks of 8 values; a lane loads a chunk with
+// 16 bytes, and four lanes share a scale. All loads of a lane are under way before anything is
+// stored: the compiler must take it that a store could change what a later load reads.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/formats/quantize.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe {
+
+inline constexpr uint32_t values_per_chunk = 8;
+inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
+
+// Mirrored by jit/kernel_args.py.
+struct PrepareInputsArgs {
+    const void* x;             // bf16 [num_chunks * 8]
+    const void* topk_idx;      // i64 or i32 [num_slots]
+    const void* topk_weights;  // f32 or bf16 [num_slots]
+    void* input_x;             // e4m3 [num_chunks * 8]
+    void* input_x_sf;          // ue8m0 [num_chunks / 4], a multiple of 4: four make a word
+    void* input_topk_idx;      // i64 [num_slots]
+    void* input_topk_weights;  // f32 [num_slots]
+    uint32_t num_chunks;
+    uint32_t num_slots;
+};
+
+// Four lanes that share a scale: the bits of their largest magnitude, in all of them. All 32 lanes.
+__device__ __forceinline__ uint32_t group_amax_bits(uint4 chunk) {
+    uint32_t low = 0;
+    uint32_t high = 0;
+#pragma unroll
+    for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
+        low = max(low, pair << 16 & 0x7fff0000u);  //~ magnitude
+        high = max(high, pair & 0x7fff0000u);
+    }
+    uint32_t amax = max(low, high);
+#pragma unroll
+    for (uint32_t lane_mask = 1; lane_mask < lanes_per_scale; lane_mask *= 2) {  //~ group_maximum
+        amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
+    }
+    return amax;
+}
+
+// Two BF16 values to E4M3.
+__device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, float factor) {
+    const float low = __uint_as_float(pair << 16);
+    const float high = __uint_as_float(pair & 0xffff0000u);
+    return ptx::cvt_rn_satfinite_e4m3x2_f32(high * factor, low * factor);
+}
+
+// What one lane quantizes.
+template <class Config>
+class TokenChunks {
+    static constexpr uint32_t num_chunks = Config::num_chunks_per_lane;
+
+ public:
+    // Starts the loads.
+    __device__ TokenChunks(const PrepareInputsArgs& args, uint32_t warp_in_grid, uint32_t lane_idx)
+        : args_(args), first_(warp_in_grid * num_chunks * warp_size + lane_idx) {
+        const auto* x = static_cast<const uint4*>(args.x);
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            chunks_[i] = is_valid(i) ? x[chunk_idx(i)] : uint4{};  //~ chunks_read
+        }
+    }
+
+    // All 32 lanes.
+    __device__ void quantize() const {
+        auto* values = static_cast<uint2*>(args_.input_x);
+        auto* scale_bytes = static_cast<uint8_t*>(args_.input_x_sf);
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            const uint4 chunk = chunks_[i];
+            const uint32_t amax_bits = group_amax_bits(chunk);
+            const uint32_t scale_byte = e4m3_scale_byte(amax_bits);
+            const float factor = e4m3_factor(amax_bits, scale_byte);
+            if (!is_valid(i)) continue;  //~ chunk_exists
+            values[chunk_idx(i)] = {
+                quantize_pair(chunk.x, factor) | quantize_pair(chunk.y, factor) << 16,
+                quantize_pair(chunk.z, factor) | quantize_pair(chunk.w, factor) << 16};
+            if (chunk_idx(i) % lanes_per_scale == 0) {
+                scale_bytes[chunk_idx(i) / lanes_per_scale] = static_cast<uint8_t>(scale_byte);
+            }
+        }
+    }
+
+ private:
+    __device__ uint32_t chunk_idx(uint32_t i) const { return first_ + i * warp_size; }
+    __device__ bool is_valid(uint32_t i) const { return chunk_idx(i) < args_.num_chunks; }
+
+    const PrepareInputsArgs& args_;
+    uint32_t first_;
+    uint4 chunks_[num_chunks];
+};
+
+template <class Config>
+__device__ __forceinline__ int64_t load_topk_idx(const PrepareInputsArgs& args, uint32_t slot_idx) {
+    if constexpr (Config::has_int32_topk_idx) {
+        return static_cast<const int32_t*>(args.topk_idx)[slot_idx];
+    } else {
+        return static_cast<const int64_t*>(args.topk_idx)[slot_idx];
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ float load_topk_weight(const PrepareInputsArgs& args,
+                                                  uint32_t slot_idx) {
+    if constexpr (Config::has_bf16_topk_weights) {
+        const uint32_t bits = static_cast<const uint16_t*>(args.topk_weights)[slot_idx];
+        return __uint_as_float(bits << 16);
+    } else {
+        return static_cast<const float*>(args.topk_weights)[slot_idx];
+    }
+}
+
+// The router's output, one slot per thread and round.
+template <class Config>
+__device__ __forceinline__ void convert_routing(const PrepareInputsArgs& args, uint32_t first,
+                                                uint32_t stride) {
+    for (uint32_t slot_idx = first; slot_idx < args.num_slots; slot_idx += stride) {
+        const int64_t topk_idx = load_topk_idx<Config>(args, slot_idx);
+        const float topk_weight = load_topk_weight<Config>(args, slot_idx);
+        static_cast<int64_t*>(args.input_topk_idx)[slot_idx] = topk_idx;
+        static_cast<float*>(args.input_topk_weights)[slot_idx] = topk_weight;
+    }
+}
+
+// Grid: enough warps for all chunks.
+template <class Config>
+__device__ __forceinline__ void prepare_inputs(const PrepareInputsArgs& args) {
+    static_assert(Config::num_threads % warp_size == 0, "num_threads must be whole warps");
+    const uint32_t thread_in_grid = blockIdx.x * Config::num_threads + threadIdx.x;
+    const TokenChunks<Config> chunks(args, thread_in_grid / warp_size, ptx::lane_idx());
+    convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
+    chunks.quantize();
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,139 @@
+// The SM100 kernel: shared memory, initialization, and which warp does what. Everything else has a
+// file of its own.
+//
+// Grid: num_sms CTAs, one per SM, all resident at once, in clusters of two. The even CTA of a pair
+// issues the MMAs of both.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/combine/combine.cuh"
+#include "deep_moe/dispatch/dispatch.cuh"
+#include "deep_moe/dispatch/sm100_pull_policy.cuh"
+#include "deep_moe/experts/sm100/activation_loader.cuh"
+#include "deep_moe/experts/sm100/epilogue.cuh"
+#include "deep_moe/experts/sm100/mma.cuh"
+#include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/experts/sm100/weight_loader.cuh"
+#include "deep_moe/kernels/registers.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/tcgen05.cuh"
+#include "deep_moe/ptx/tensor_copy.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/handover.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe::sm100 {
+
+// The role table. A warpgroup (four warps) shares one register budget.
+//
+//   warps                 role                 registers per thread
+//   0 .. 3                dispatch             num_dispatch_registers
+//   4, 5, 6, 7            activation loader, weight loader, MMA, idle
+//                                              num_loader_registers
+//   8 .. 8 + epilogue     epilogue             num_epilogue_registers
+template <class Config>
+struct WarpRoles {
+    static constexpr uint32_t activation_loader = Config::num_dispatch_warps;
+    static constexpr uint32_t weight_loader = activation_loader + 1;
+    static constexpr uint32_t mma = activation_loader + 2;
+    static constexpr uint32_t first_epilogue = activation_loader + 4;
+    static_assert(Config::num_dispatch_warps == 4, "dispatch is one warpgroup");
+    static_assert(Config::num_threads == (first_epilogue + Config::num_epilogue_warps) * warp_size,
+                  "num_threads is dispatch + 4 + epilogue warps");
+    static_assert((Config::num_dispatch_registers + Config::num_loader_registers) * 128 +
+                          Config::num_epilogue_registers * Config::num_epilogue_warps * warp_size <=
+                      64512,
+                  "register budgets must fit into what an SM has");
+};
+
+// Barriers, tensor memory, descriptors. Ends when both CTAs are ready; returns the TMEM address.
+template <class Config>
+__device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config>& smem,
+                               const uint32_t* tmem_ptr, uint32_t warp_idx) {
+    using Roles = WarpRoles<Config>;
+    if (warp_idx == 0 && ptx::elect_sync()) smem.init_barriers();
+    if (warp_idx == Roles::mma) {
+        ptx::tcgen05_alloc_cta_group2(smem.tmem_ptr(), Config::num_tmem_columns);
+        ptx::tcgen05_relinquish_alloc_permit_cta_group2();
+    }
+    if (warp_idx == Roles::activation_loader && ptx::elect_sync()) {
+        ptx::prefetch_tensormap(&args.l1_activations);
+        ptx::prefetch_tensormap(&args.l1_activation_sf);
+        ptx::prefetch_tensormap(&args.l2_activations);
+        ptx::prefetch_tensormap(&args.l2_activation_sf);
+    }
+    if (warp_idx == Roles::weight_loader && ptx::elect_sync()) {
+        ptx::prefetch_tensormap(&args.l1_weights);
+        ptx::prefetch_tensormap(&args.l1_weight_sf);
+        ptx::prefetch_tensormap(&args.l2_weights);
+        ptx::prefetch_tensormap(&args.l2_weight_sf);
+    }
+    if (warp_idx == Roles::first_epilogue && ptx::elect_sync()) {
+        ptx::prefetch_tensormap(&args.l1_output);
+    }
+    __syncwarp();
+    ptx::barrier_cluster_arrive();  //~ cluster_arrive
+    ptx::barrier_cluster_wait();    //~ cluster_wait
+    return *tmem_ptr;
+}
+
+template <class Config>
+__device__ __forceinline__ void mega_moe(const KernelArgs& args) {
+    using Roles = WarpRoles<Config>;
+    static_assert(Config::cluster_size == 2 && Config::num_sms % 2 == 0,
+                  "cluster_size must be 2 and num_sms even: two CTAs share each MMA");
+    static_assert(Config::hidden % 128 == 0 && Config::intermediate_hidden % 128 == 0,
+                  "hidden and intermediate_hidden must be multiples of 128");
+    // The 128-byte swizzle repeats every 1024 bytes; Config::Smem's offsets start from here.
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+
+    const uint32_t shared_memory = ptx::shared_address(shared_bytes);
+    const SharedMemory<Config> smem(shared_memory);
+    const uint32_t warp_idx = ptx::warp_idx();
+    const uint32_t tmem = initialize(
+        args, smem, reinterpret_cast<uint32_t*>(shared_bytes + Config::Smem::tmem_ptr_offset),
+        warp_idx);
+
+    if (warp_idx < Roles::activation_loader) {
+        set_registers<Config, Config::num_dispatch_registers>();
+        dispatch<Config, PullPolicy<Config>>(args, shared_memory);
+    } else if (warp_idx < Roles::first_epilogue) {
+        set_registers<Config, Config::num_loader_registers>();
+        const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
+        Waiter waiter(args);
+        if (warp_idx == Roles::activation_loader) {
+            load_activations(args, smem, local, waiter);
+        } else if (warp_idx == Roles::weight_loader) {
+            load_weights(args, smem, local, waiter);
+        } else if (warp_idx == Roles::mma && ptx::cluster_ctarank() == 0) {
+            issue_mmas(args, smem, local, tmem, waiter);
+        }
+        sync_compute_done<Config>(waiter);
+    } else {
+        set_registers<Config, Config::num_epilogue_registers>();
+        const RankBuffers<Config> ranks(args);
+        const uint32_t epilogue_warp_idx = warp_idx - Roles::first_epilogue;
+        Waiter waiter(args);
+        run_epilogues(args, smem, ranks, epilogue_warp_idx, tmem, waiter);
+        sync_compute_done<Config>(waiter);
+        combine<Config>(args, shared_memory, epilogue_warp_idx, waiter);
+    }
+
+    // A CTA must not exit, nor free its tensor memory, while its peer may still reach into it.
+    // After an abort nothing is in flight either: whoever gave up had waited for far longer than a
+    // copy or an MMA takes.
+    __syncwarp();
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+    // Asked again, because keeping it would take a register from every role.
+    if (ptx::tid_x() / warp_size == Roles::mma) {
+        ptx::tcgen05_dealloc_cta_group2(tmem, Config::num_tmem_columns);  //~ tmem_freed
+    }
+}
+
+}  // namespace deep_moe::sm100

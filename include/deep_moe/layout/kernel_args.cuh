@@ -1,0 +1,72 @@
+// What the host hands to the kernel. The Python launcher mirrors these structs field by field, and
+// every rendered kernel asserts their sizes and offsets, so that drift does not compile.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe {
+
+inline constexpr uint32_t max_num_ranks = 72;  // one NVLink domain of a GB200/GB300 rack
+inline constexpr uint32_t no_peer_rank = 0xffffffff;
+
+// Opaque image of a CUtensorMap; only its address means something to PTX.
+struct alignas(64) TensorMap {
+    uint8_t bytes[128];
+};
+
+enum class WaitCode : uint32_t {
+    ok = 0,
+    timeout = 1,
+    pool_overflow = 2,
+};
+
+// In WaitStatus::received: see ExpertCounts::is_uneven.
+constexpr uint32_t received_unevenly = 1u << 31;
+
+// What the host reads of a call without waiting for it. One per rank, zero before the first call.
+//
+// Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
+// rank gives up. The first failure wins.
+struct WaitStatus {
+    uint32_t code;  // WaitCode
+    uint32_t site;  // WaitSite
+    uint32_t cta;
+    uint32_t warp;
+    uint32_t peer_rank;  // first rank that was waited for; no_peer_rank if the site has no peer
+    // Tokens of all local experts, in the newest call that got so far, and `received_unevenly`.
+    uint32_t received;
+    uint64_t expected;
+    uint64_t seen;
+    uint64_t waited_ns;
+    uint64_t missing_ranks[2];  // bit r of word r / 64: rank r had not arrived
+};
+static_assert(sizeof(WaitStatus) == 64);
+
+struct alignas(64) KernelArgs {
+    TensorMap l1_activations;
+    TensorMap l1_activation_sf;
+    TensorMap l1_weights;
+    TensorMap l1_weight_sf;
+    TensorMap l1_output;
+    TensorMap l2_activations;
+    TensorMap l2_activation_sf;
+    TensorMap l2_weights;
+    TensorMap l2_weight_sf;
+    // SM90: weights are plain bytes, each row's scales split into a factor and shifts. Else null.
+    const void* l1_weight_blocks;          // [E_local][num_l1_n_blocks][num_l1_k_blocks][17408]
+    const void* l2_weight_blocks;          // [E_local][num_l2_n_blocks][num_l2_k_blocks][17408]
+    const float* l1_row_factors;           // [E_local][num_l1_n_blocks][block_n]
+    const float* l2_row_factors;           // [E_local][num_l2_n_blocks][block_n]
+    uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
+    void* y;                               // bf16 [num_tokens, hidden]
+    int32_t* cumulative_local_expert_recv_stats;  // [num_experts_per_rank], or null
+    WaitStatus* status;
+    uint64_t wait_timeout_ns;  // limit of a wait for other ranks, in nanoseconds of %globaltimer
+    uint32_t rank_idx;
+    uint32_t num_tokens;  // of this rank, in this call
+    // Used with Config::trace only, see trace/tracer.cuh. Else null and 0.
+    void* trace;
+    uint32_t trace_capacity;  // records per track
+};
+
+}  // namespace deep_moe

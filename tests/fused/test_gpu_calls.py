@@ -1,0 +1,154 @@
+"""Calls on GPUs as programs make them: from several threads and streams, on several devices, in any
+order of layers and sizes. Each result is that of the reference."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial.calls import fill_inputs
+from deep_moe.trial.synthetic import exact_tokens
+from tests.layer.rank_layer import RankLayer, this_gpu
+
+pytestmark = pytest.mark.gpu
+
+SLEEP_CYCLES = 200_000_000  # about a tenth of a second
+
+
+class FilledLayer(RankLayer):
+    """A layer on the current GPU with its inputs in place. y holds NaN until a call has run."""
+
+    def __init__(self, num_tokens: int, seed: int = 0) -> None:
+        shape = MoEShape(
+            num_ranks=1,
+            num_experts=8,
+            num_topk=2,
+            hidden=512,
+            intermediate_hidden=384,
+            num_max_tokens_per_rank=num_tokens,
+        )
+        super().__init__(this_gpu(), shape, exact=True)
+        tokens = exact_tokens(shape, num_tokens, seed=seed)
+        fill_inputs(self.buffer, tokens)
+        self.result = self.expected(tokens)
+        self.y = self.new_y(num_tokens)
+        self.rank.synchronize()
+
+    def check(self, num_tokens: int | None = None) -> None:
+        self.finish()
+        assert torch.equal(self.y[:num_tokens], self.result[:num_tokens])
+        assert num_tokens is None or bool(self.y[num_tokens:].isnan().all())
+        self.y.fill_(torch.nan)
+
+
+def test_layers_sizes_and_options_in_turn() -> None:
+    layer = FilledLayer(96)
+    zeros = tuple(torch.zeros_like(tensor) for tensor in layer.weights.l2)
+    for _ in range(3):
+        for num_tokens in (96, 1, 40):
+            layer.launch(layer.y[:num_tokens])
+            layer.check(num_tokens)
+            layer.launch(layer.y[:num_tokens], overrides={"block_m": 32}, num_sms=30)
+            layer.check(num_tokens)
+        deep_moe.fp8_fp4_mega_moe(layer.y, layer.weights.l1, zeros, layer.buffer)
+        assert not layer.y.any()
+        layer.y.fill_(torch.nan)
+
+
+def test_a_later_call_allocates_nothing_waits_for_nothing_and_runs_on_the_current_stream() -> None:
+    layer = FilledLayer(64)
+    stats = torch.zeros(layer.shape.num_experts, dtype=torch.int32, device="cuda")
+    layer.launch(layer.y, cumulative_local_expert_recv_stats=stats)
+    layer.check()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+        layer.launch(layer.y, cumulative_local_expert_recv_stats=stats)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == num_allocations
+        assert not stream.query()
+        assert torch.cuda.default_stream().query()
+    stream.synchronize()
+    layer.check()
+
+
+def test_threads_with_a_buffer_each() -> None:
+    """No thread has used CUDA before, and all share the kernel."""
+    layers = [FilledLayer(64, seed=seed) for seed in range(3)]
+    layers[0].launch(layers[0].y)
+    layers[0].check()
+    failures: list[BaseException] = []
+
+    def work(layer: FilledLayer) -> None:
+        try:
+            for _ in range(50):
+                layer.launch(layer.y)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for layer in layers:
+        layer.check()
+
+
+def test_devices_of_one_process() -> None:
+    """Whatever device is current, a call runs on that of its buffer."""
+    num_devices = min(torch.cuda.device_count(), 2)
+    if num_devices < 2:
+        pytest.skip(f"needs 2 GPUs; there are {torch.cuda.device_count()}")
+    layers = []
+    for device in range(num_devices):
+        with torch.cuda.device(device):
+            layers.append(FilledLayer(64, seed=device))
+    assert [layer.buffer.device.index for layer in layers] == [0, 1]
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            for layer in (*layers, *reversed(layers)):
+                layer.launch(layer.y)
+                torch.cuda.synchronize(layer.buffer.device)
+                layer.check()
+                assert torch.cuda.current_device() == current
+    with pytest.raises(ValueError, match="y must be on cuda:0, as the buffer is; got cuda:1"):
+        layers[0].launch(layers[1].y)
+    with pytest.raises(ValueError, match=r"l1_weights\[0\] must be on cuda:0"):
+        deep_moe.fp8_fp4_mega_moe(layers[0].y, *layers[1].weights, layers[0].buffer)
+
+
+def test_a_buffer_is_made_again_and_again() -> None:
+    for seed in range(5):
+        layer = FilledLayer(32, seed=seed)
+        layer.launch(layer.y)
+        layer.check()
+        layer.buffer.close()
+        with pytest.raises(ValueError, match="open buffer"):
+            layer.launch(layer.y)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda y: y.cpu(), ValueError, "y must be on cuda:0, as the buffer is; got cpu"),
+        (lambda y: y.float(), TypeError, "y must be torch.bfloat16"),
+        (lambda y: y.T.contiguous().T, ValueError, "y must be contiguous"),
+        (lambda y: y[:, :128], ValueError, "y must have shape"),
+        (lambda y: torch.cat([y, y]), ValueError, "y must have at most"),
+        (lambda y: y.flatten()[1:-511].view(-1, 512), ValueError, "multiple of 16 bytes"),
+    ],
+)
+def test_a_later_call_is_refused_as_a_first_one(change, error, message: str) -> None:
+    layer = FilledLayer(32)
+    layer.launch(layer.y)
+    layer.check()
+    with pytest.raises(error, match=message):
+        layer.launch(change(layer.y))
+    layer.launch(layer.y)
+    layer.check()

@@ -1,0 +1,276 @@
+"""What is kept from call to call: a later call gets the arguments that a first one would get."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deep_moe
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.fused.call_plan import CallPlan, prepare_call
+from deep_moe.fused.options import CallOptions
+
+Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Calls:
+    """Calls that are prepared, not run."""
+
+    def __init__(self, example) -> None:
+        self.buffer: SymmBuffer = example.sym_buffer
+        self.y: torch.Tensor = example.y
+        layer = example.layer
+        self.weights: dict[str, Weights] = {
+            arch: deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch=arch)
+            for arch in ("sm_100a", "sm_90a")
+        }
+        self.stats = torch.zeros(4, dtype=torch.int32)
+
+    def prepare(
+        self, *, y: torch.Tensor | None = None, weights: Weights | None = None, **changes: Any
+    ) -> tuple[CallPlan, bytes]:
+        """The plan and the kernel's arguments."""
+        stats = changes.pop("stats", None)
+        options = CallOptions(**changes)
+        l1, l2 = weights or self.weights[options.get("arch", "sm_100a")]
+        y = self.y if y is None else y
+        plan, args = prepare_call(y, l1, l2, self.buffer, stats, options)
+        return plan, bytes(args)
+
+    def prepare_anew(self, **changes: Any) -> tuple[CallPlan, bytes]:
+        """As if nothing had been kept."""
+        self.buffer.caches.plans.clear()
+        self.buffer.caches.standing_args.clear()
+        return self.prepare(**changes)
+
+
+@pytest.fixture
+def calls(example) -> Calls:
+    return Calls(example)
+
+
+def kinds_of_calls(calls: Calls) -> list[dict[str, Any]]:
+    """No two of them may be taken for each other."""
+    y = calls.y
+    other = tuple(tuple(tensor.clone() for tensor in pair) for pair in calls.weights["sm_100a"])
+    swapped = (calls.weights["sm_100a"][0], other[1])
+    return [
+        {},
+        {"y": y[:5]},
+        {"y": y[:0]},
+        {"y": y[4:]},
+        {"y": torch.empty_like(y)},
+        {"stats": calls.stats},
+        {"stats": torch.zeros_like(calls.stats)},
+        {"weights": other},
+        {"weights": swapped},
+        {"arch": "sm_90a"},
+        {"arch": "sm_90a", "overrides": {"block_m": 64}},
+        {"arch": "sm_90a", "overrides": {"block_m": 128}},
+        {"arch": "sm_90a", "overrides": {"block_m": 128, "block_m_step": 32}},
+        {"overrides": {"block_m": 64}},
+        {"overrides": {"block_m": 64, "num_stages": 3}},
+        {"activation_clamp": 7.0},
+        {"activation_clamp": 7.5},
+        {"fast_math": False},
+        {"num_sms": 2},
+        {"timeout_s": 3.0},
+    ]
+
+
+def test_a_later_call_is_given_the_arguments_of_a_first_one(calls: Calls) -> None:
+    kinds = kinds_of_calls(calls)
+    first = [calls.prepare_anew(**kind) for kind in kinds]
+    assert len(set(first)) == len(kinds)
+    calls.prepare_anew()
+    for _ in range(2):
+        assert [calls.prepare(**kind) for kind in kinds] == first
+        assert [calls.prepare(**kind) for kind in reversed(kinds)] == first[::-1]
+
+
+def test_a_later_call_looks_nothing_up_again(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = calls.prepare()
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("worked out a second time")
+
+    for name in ("_make_plan", "_make_standing_args", "check_tensor", "target_of"):
+        monkeypatch.setattr(f"deep_moe.fused.call_plan.{name}", refuse)
+    assert calls.prepare() == expected
+    with pytest.raises(pytest.fail.Exception, match="second time"):
+        calls.prepare(y=calls.y[:3])
+
+
+def test_arguments_that_are_given_out_are_not_those_that_are_kept(calls: Calls) -> None:
+    l1, l2 = calls.weights["sm_100a"]
+    _, args = prepare_call(calls.y, l1, l2, calls.buffer, None, CallOptions())
+    before = bytes(args)
+    args.y = args.rank_buffers[0] = args.status = 0
+    args.l1_weights[5] ^= 0xFF
+    assert calls.prepare()[1] == before
+
+
+def test_weights_at_the_address_of_freed_ones(calls: Calls) -> None:
+    """What was kept for a tensor says nothing wrong of the next one there."""
+    l1, l2 = calls.weights["sm_100a"]
+    shape = l1[0].shape
+    storage = torch.zeros(l1[0].numel() + 4096, dtype=torch.int8)
+
+    def weights(tensor: torch.Tensor) -> Weights:
+        assert tensor.data_ptr() == storage.data_ptr()
+        return (tensor, l1[1]), l2
+
+    same_form = storage[: l1[0].numel()].view(shape)
+    expected = calls.prepare(weights=weights(same_form))
+    del same_form
+    assert calls.prepare(weights=weights(storage[: l1[0].numel()].view(shape))) == expected
+
+    padded = storage.as_strided(shape, (shape[1] * shape[2] + 1024, shape[2], 1))
+    refused = "must have evenly spaced rows"
+    with pytest.raises(ValueError, match=refused):
+        calls.prepare(weights=weights(padded))
+    with pytest.raises(ValueError, match=refused):
+        calls.prepare(weights=weights(padded))
+    bytes_of_another_type = storage.view(torch.uint8)[: l1[0].numel()].view(shape)
+    with pytest.raises(TypeError, match=r"l1_weights\[0\] must be torch.int8; got torch.uint8"):
+        calls.prepare(weights=weights(bytes_of_another_type))
+    fewer = storage[: l1[0].numel() // 2].view(2, *shape[1:])
+    with pytest.raises(ValueError, match=r"l1_weights\[0\] must have shape"):
+        calls.prepare(weights=weights(fewer))
+
+
+def test_a_tensor_that_was_given_other_memory(calls: Calls) -> None:
+    """The object is the same, the weights are not."""
+    l1, l2 = (tuple(tensor.clone() for tensor in pair) for pair in calls.weights["sm_100a"])
+    before = calls.prepare(weights=(l1, l2))
+    moved = l1[0].clone()
+    l1[0].data = moved
+    after = calls.prepare(weights=(l1, l2))
+    assert after[1] != before[1]
+    assert after == calls.prepare(weights=((moved, l1[1]), l2))
+    l1[0].data = l1[0].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match=r"l1_weights\[0\] must have contiguous rows"):
+        calls.prepare(weights=(l1, l2))
+
+
+def test_a_buffer_that_is_made_again(calls: Calls) -> None:
+    plan, _ = calls.prepare()
+    calls.buffer.close()
+    assert len(calls.buffer.caches.plans) == len(calls.buffer.caches.standing_args) == 0
+    with pytest.raises(ValueError, match="open buffer"):
+        calls.prepare()
+    calls.buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 4, 16, 2, 256, 128, device="cpu")
+    again = calls.prepare()
+    assert again[0] == plan
+    assert again == calls.prepare_anew()
+
+
+def test_a_call_after_a_failed_one_is_refused_until_reset(calls: Calls) -> None:
+    expected = calls.prepare()
+    calls.buffer.memory.status.code = 2
+    with pytest.raises(deep_moe.MegaMoEError, match="do not fit the pool"):
+        calls.prepare()
+    with pytest.raises(deep_moe.MegaMoEError, match="reset"):
+        calls.prepare()
+    calls.buffer.reset()
+    assert calls.prepare() == expected
+
+
+def test_expert_ids_are_looked_at_in_every_call(calls: Calls) -> None:
+    calls.buffer.topk_idx.zero_()
+    calls.prepare()
+    calls.buffer.topk_idx[3, 1] = 4
+    with pytest.raises(ValueError, match="got 4 for token 3, slot 1"):
+        calls.prepare()
+    calls.prepare(checked=False)
+
+
+def test_what_is_kept_is_bounded(calls: Calls) -> None:
+    calls.buffer.caches.plans.capacity = 3
+    calls.buffer.caches.standing_args.capacity = 2
+    kinds = kinds_of_calls(calls)
+    first = [calls.prepare_anew(**kind) for kind in kinds]
+    for _ in range(2):
+        assert [calls.prepare(**kind) for kind in kinds] == first
+    assert len(calls.buffer.caches.plans) == 3
+    assert len(calls.buffer.caches.standing_args) == 2
+
+
+def test_threads_get_the_arguments_of_their_own_calls(calls: Calls) -> None:
+    kinds = kinds_of_calls(calls)
+    expected = [calls.prepare_anew(**kind) for kind in kinds]
+    calls.buffer.caches.plans.capacity = 4  # so that threads also make and drop
+    calls.buffer.caches.standing_args.capacity = 2
+    wrong: list[int] = []
+
+    def work(first_kind: int) -> None:
+        for step in range(150):
+            kind = (first_kind + step) % len(kinds)
+            if calls.prepare(**kinds[kind]) != expected[kind]:
+                wrong.append(kind)
+
+    threads = [threading.Thread(target=work, args=(7 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_oldest_entry_makes_room() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(2)
+    assert cache.get("a") is None
+    assert cache.put("a", 1) == 1
+    cache.put("b", 2)
+    cache.put("a", 3)  # no new entry
+    assert (cache.get("a"), cache.get("b"), len(cache)) == (3, 2, 2)
+    cache.put("c", 4)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (None, 2, 4)
+    cache.clear()
+    assert cache.get("b") is None
+
+
+class SeenOperators(TorchDispatchMode):
+    """Notes the operators that are called, and calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_later_calls_are_still_operators(example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever watches operators sees every call."""
+    launches: list[object] = []
+    monkeypatch.setattr(
+        "deep_moe.fused.emulated_call.run_emulated", lambda *_, **__: launches.append(1)
+    )
+    example()
+    with SeenOperators() as seen:
+        example()
+        example()
+    assert seen.names.count("deep_moe.mega_moe.default") == 2
+    assert len(launches) == 3
+
+
+def test_a_later_call_with_fake_tensors_runs_nothing(
+    example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    launches: list[object] = []
+    monkeypatch.setattr(
+        "deep_moe.fused.emulated_call.run_emulated", lambda *_, **__: launches.append(1)
+    )
+    example()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        example(y=torch.empty_like(example.y))
+    assert len(launches) == 1

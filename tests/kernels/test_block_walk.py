@@ -1,0 +1,201 @@
+"""The list of blocks that every role walks, against a model that writes the list down in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deep_moe.heuristics import MegaMoEConfig
+from deep_moe.jit.status import missing_ranks
+
+MAX_BLOCKS = 4096
+
+KERNEL = r"""
+#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/layout/rank_buffers.cuh>
+#include <deep_moe/experts/block_walk.cuh>
+
+using namespace deep_moe;
+
+constexpr uint32_t max_blocks = MAX_BLOCKS;
+
+// y: per CTA the number of its blocks, then their fields.
+extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
+    auto* words = static_cast<uint32_t*>(args.y) + blockIdx.x * (1 + 6 * max_blocks);
+    Waiter waiter(args);
+    ExpertCounts<Config> counts;
+    if (!counts.fetch(RankBuffers<Config>(args).local(), waiter)) return;
+    BlockWalk<Config> walk(counts, blockIdx.x);
+    uint32_t num_blocks = 0;
+    for (Block block; walk.next(block); ++num_blocks) {
+        if (threadIdx.x != 0) continue;
+        uint32_t* fields = words + 1 + 6 * num_blocks;
+        fields[0] = static_cast<uint32_t>(block.phase);
+        fields[1] = block.expert_idx;
+        fields[2] = block.m_block_idx;
+        fields[3] = block.n_block_idx;
+        fields[4] = block.pool_block_idx;
+        fields[5] = block.num_valid_rows;
+    }
+    if (threadIdx.x == 0) words[0] = num_blocks;
+}
+""".replace("MAX_BLOCKS", str(MAX_BLOCKS))
+
+
+@dataclass(frozen=True)
+class Block:
+    phase: int
+    expert: int
+    m_block: int
+    n_block: int
+    pool_block: int
+    num_valid_rows: int
+
+
+def experts_in_order(config: MegaMoEConfig) -> list[tuple[int, int]]:
+    """Phase (0: Linear1) and expert: Linear1 of a wave, then by turns Linear2 of some experts and
+    Linear1 of those that enter the wave in their place, as long as there are any."""
+    num_experts, wave = config.num_experts_per_rank, config.num_experts_per_wave
+    order = [(0, expert) for expert in range(wave)]
+    for first in range(0, num_experts, config.num_experts_per_turn):
+        turn = range(first, min(first + config.num_experts_per_turn, num_experts))
+        order += [(1, expert) for expert in turn]
+        order += [(0, expert + wave) for expert in turn if expert + wave < num_experts]
+    return order
+
+
+def blocks_of_cta(config: MegaMoEConfig, counts: list[int], cta: int) -> list[Block]:
+    """Every second n-block of each cluster's share of the full list."""
+    block_m = config.block_m
+    num_m_blocks = [-(-count // block_m) for count in counts]
+    first_pool_block = np.cumsum([0, *num_m_blocks]).tolist()
+    pairs = [
+        Block(
+            phase,
+            expert,
+            m_block,
+            2 * pair,
+            first_pool_block[expert] + m_block,
+            min(block_m, counts[expert] - m_block * block_m),
+        )
+        for phase, expert in experts_in_order(config)
+        for m_block in range(num_m_blocks[expert])
+        for pair in range(-(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // 2))
+    ]
+    mine = pairs[cta // 2 :: config.num_sms // 2]
+    return [Block(**{**vars(block), "n_block": block.n_block + cta % 2}) for block in mine]
+
+
+def publish(ranks: Any, counts: list[int]) -> None:
+    """The counts as all CTAs of all ranks would have left them."""
+    config = ranks.config
+    reports = np.uint64(config.num_sms * config.num_ranks) << np.uint64(32)
+    ranks.segment(0, "expert_recv_sum")[:] = np.array(counts, np.uint64) + reports
+
+
+def walked_blocks(ranks: Any, cta: int) -> list[Block]:
+    words = ranks.output(0, np.uint32, ranks.config.num_sms, 1 + 6 * MAX_BLOCKS)[cta]
+    return [Block(*fields) for fields in words[1 : 1 + 6 * words[0]].reshape(-1, 6).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "intermediate", "block_m", "wave", "turn", "num_sms"),
+    [
+        pytest.param(4, 256, 128, 16, 2, 2, 4, id="two waves"),
+        pytest.param(4, 256, 128, 16, 2, 1, 4, id="turns of half a wave"),
+        pytest.param(4, 384, 128, 16, 4, 1, 2, id="odd number of n-blocks"),
+        pytest.param(33, 128, 128, 32, 11, 11, 6, id="33 experts on 32 lanes"),
+        pytest.param(33, 128, 128, 32, 11, 4, 6, id="turns that do not divide the wave"),
+        pytest.param(130, 128, 128, 16, 130, 130, 10, id="130 experts, one wave"),
+        pytest.param(130, 128, 128, 16, 1, 1, 10, id="130 experts, a wave each"),
+    ],
+)
+def test_every_cta_walks_its_share_of_the_list(
+    make_config: Any,
+    make_ranks: Any,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    block_m: int,
+    wave: int,
+    turn: int,
+    num_sms: int,
+) -> None:
+    generator = np.random.default_rng(num_experts)
+    counts = generator.integers(0, 3 * block_m, num_experts) * generator.integers(0, 2, num_experts)
+    counts[-1] = block_m + 1
+    config = make_config(
+        64,
+        num_sms=num_sms,
+        num_experts=num_experts,
+        hidden=hidden,
+        intermediate_hidden=intermediate,
+        overrides={
+            "block_m": block_m,
+            "num_experts_per_wave": wave,
+            "num_experts_per_turn": turn,
+        },
+    )
+    ranks = make_ranks(config, output_bytes=4 * num_sms * (1 + 6 * MAX_BLOCKS))
+    publish(ranks, counts.tolist())
+
+    ranks.run(KERNEL)
+
+    for cta in range(num_sms):
+        assert walked_blocks(ranks, cta) == blocks_of_cta(config, counts.tolist(), cta)
+
+
+def test_no_tokens_give_no_blocks(make_config: Any, make_ranks: Any) -> None:
+    ranks = make_ranks(make_config(num_sms=2), output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    publish(ranks, [0, 0, 0, 0])
+    ranks.run(KERNEL)
+    assert [walked_blocks(ranks, cta) for cta in range(2)] == [[], []]
+
+
+def test_more_tokens_than_the_pool_holds_are_refused(make_config: Any, make_ranks: Any) -> None:
+    config = make_config(overrides={"block_m": 16})
+    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    # One block too many, though the tokens alone would fit.
+    counts = [config.num_max_pool_tokens - 3 * 16 + 1, 1, 1, 1]
+    publish(ranks, counts)
+    ranks.run(KERNEL)
+    status = ranks.statuses[0]
+    assert (status.code, status.expected, status.seen) == (
+        2,
+        config.num_max_pool_tokens,
+        config.num_max_pool_tokens + 16,
+    )
+    assert walked_blocks(ranks, 0) == []
+
+
+def test_the_largest_number_of_tokens_fits(make_config: Any, make_ranks: Any) -> None:
+    config = make_config(overrides={"block_m": 16})
+    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    publish(ranks, [config.num_max_pool_tokens - 3 * 16, 1, 1, 1])
+    ranks.run(KERNEL)
+    assert ranks.statuses[0].code == 0
+    assert walked_blocks(ranks, 0) != []
+
+
+@pytest.mark.parametrize("missing", [[3, 66], [64], [69], [0, 63]])
+def test_ranks_that_did_not_report_are_named(
+    make_config: Any, make_ranks: Any, missing: list[int]
+) -> None:
+    config = make_config(num_ranks=70, num_experts=140)
+    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    num_reports = (70 - len(missing)) * config.num_sms
+    ranks.segment(0, "expert_recv_count")[:] = np.uint64(config.num_sms) << np.uint64(32)
+    ranks.segment(0, "expert_recv_count")[missing] = 0
+    ranks.segment(0, "expert_recv_sum")[:] = np.uint64(num_reports) << np.uint64(32)
+
+    ranks.run(KERNEL, only=[0], timeout_ns=3_000_000)
+
+    status = ranks.statuses[0]
+    assert (status.code, status.site) == (1, 1)
+    assert (status.expected, status.seen) == (70 * config.num_sms, num_reports)
+    assert status.peer_rank == missing[0]
+    assert missing_ranks(status) == missing
+    assert status.waited_ns >= 3_000_000

@@ -1,0 +1,119 @@
+"""Targets: found by name and capability, the only place that knows an architecture, and each whole:
+it compiles, runs in the emulator, and rounds as its reference says."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deep_moe.targets
+from deep_moe import jit
+from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, WEIGHT_POINTER_NAMES
+from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
+from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.kernels.layer_case import LayerCase
+
+ROOT = Path(__file__).parents[2]
+SHAPE = MoEShape(2, 4, 2, 256, 128, 16)
+
+
+def test_a_target_is_found_by_its_name_and_by_its_gpus_capability() -> None:
+    by_capability = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+    for capability, name in by_capability.items():
+        assert target_of_capability(capability) is target_of(name) is TARGETS[name]
+    assert set(by_capability.values()) == set(TARGETS)
+    assert target_of_capability((8, 0)) is None
+
+
+@pytest.mark.parametrize(("name", "error"), [("sm_80", ValueError), (90, TypeError)])
+def test_what_is_no_target_is_refused(name: object, error: type[Exception]) -> None:
+    words = re.escape(f"arch must be one of sm_90a, sm_100a, sm_103a; got {name!r}")
+    with pytest.raises(error, match=words):
+        target_of(name)  # type: ignore[arg-type]
+    with pytest.raises(error, match=words):
+        choose_config(SHAPE, 4, arch=name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((9, 0), "sm_90a"), ((10, 3), "sm_103a"), ((8, 9), None)]
+)
+def test_a_devices_target(monkeypatch: pytest.MonkeyPatch, capability, name) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if name is None:
+        with pytest.raises(ValueError, match=r"sm_90a \(H100, H200\).*cuda:1 has.*8\.9"):
+            target_of_device(torch.device("cuda", 1))
+    else:
+        assert target_of_device(torch.device("cuda", 1)).name == name
+
+
+def test_a_format_that_a_target_does_not_have_is_refused_with_both_names() -> None:
+    with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'nvfp4'"):
+        target_of("sm_90a").weights_of("nvfp4")
+
+
+def test_targets_load_no_torch() -> None:
+    modules = "sys, deep_moe.targets, deep_moe.heuristics.config"
+    code = f"import {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_nothing_else_names_an_architecture() -> None:
+    folders = ("deep_moe", "heuristics", "jit", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if any(
+            isinstance(node, ast.Constant) and re.fullmatch(r"sm_?\d+a?", str(node.value))
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert naming == {"deep_moe/targets/sm90.py", "deep_moe/targets/sm100.py"}
+
+
+def test_the_worked_cases_hold() -> None:
+    result = doctest.testmod(deep_moe.targets)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_operands_have_the_names_of_the_kernels_arguments(name: str) -> None:
+    target = target_of(name)
+    config = choose_config(SHAPE, 4, arch=name)
+    layer = exact_layer(SHAPE)
+    for weights in target.weights:
+        l1, l2 = deep_moe.transform_weights_for_mega_moe(*layer.of_rank(0, 2), arch=name)
+        expected = weights.tensors(SHAPE).values()
+        assert [(t.dtype, tuple(t.shape)) for t in (*l1, *l2)] == list(expected)
+        operands = weights.operands(config, 1 << 20, l1, l2)
+        assert operands.tensor_maps.keys() <= set(TENSOR_MAP_NAMES)
+        assert operands.addresses.keys() <= set(WEIGHT_POINTER_NAMES)
+
+
+def test_sm_103a_is_the_kernel_of_sm_100a_under_its_own_name() -> None:
+    config = choose_config(SHAPE, 16, arch="sm_103a", num_sms=2)
+    same = choose_config(SHAPE, 16, arch="sm_100a", num_sms=2)
+    assert config.kernel_fields() == same.kernel_fields()
+    assert config != same
+    own, other = jit.render_kernel(config), jit.render_kernel(same)
+    assert own.replace("sm_103a", "sm_100a") == other
+    kernel = jit.build(config)
+    assert kernel.manifest["arch"] == "sm_103a"
+    assert ".target sm_103a" in kernel.ptx
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_runs_in_the_emulator_as_its_reference(name: str) -> None:
+    sum_bits = target_of(name).weights_of().numerics.sum_bits
+    case = LayerCase(SHAPE, exact_layer(SHAPE, sum_bits=sum_bits), arch=name)
+    tokens = [exact_tokens(SHAPE, count, seed=count) for count in (9, 4)]
+    assert all(result.is_exact for result in case.compare_call(tokens, num_sms=2))

@@ -1,0 +1,154 @@
+"""Fuzz cases: what they differ in, and that a wrong result in any of them is seen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.targets import target_of
+from deep_moe.trial import fuzzing
+from deep_moe.trial.calls import RankOutput, model_inputs
+from deep_moe.trial.fuzzing import ARCHS, CASES_PER_ROUND, Coverage, FuzzCase, axes, pairwise
+from deep_moe.trial.reference import reference_mega_moe
+from deep_moe.trial.synthetic import received
+
+
+def one_round(arch: str, first_round: int = 0) -> list[FuzzCase]:
+    first = first_round * CASES_PER_ROUND * len(ARCHS)
+    numbers = range(first, first + CASES_PER_ROUND * len(ARCHS))
+    return [case for case in map(FuzzCase.of, numbers) if case.arch == arch]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_in_a_round_every_two_values_meet(arch: str) -> None:
+    for which in range(2):
+        coverage = Coverage()
+        for case in one_round(arch, which):
+            coverage.add(case, "")
+        assert coverage.num_cases == CASES_PER_ROUND
+        assert coverage.num_pairs == coverage.num_all_pairs > 400
+        assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
+            "arch": 1,
+            **{axis: len(values) for axis, values in axes(arch).items()},
+        }
+
+
+def test_rounds_differ() -> None:
+    one, other = (
+        [tuple(map(str, case.values.values())) for case in one_round(ARCHS[0], i)] for i in (0, 1)
+    )
+    assert one != other
+
+
+def test_pairwise_refuses_rows_too_few_for_all_pairs() -> None:
+    assert len(pairwise((2, 2), 4, seed=3)) == 4
+    with pytest.raises(ValueError, match="num_rows must be larger than 3"):
+        pairwise((2, 2), 3, seed=3)
+
+
+def test_coverage_counts_failures_and_pairs_once() -> None:
+    case = FuzzCase.of(0)
+    coverage = Coverage()
+    coverage.add(case, "")
+    coverage.add(case, "broken")
+    assert (coverage.num_cases, coverage.num_failed) == (2, 1)
+    assert coverage.num_pairs == len(list(itertools.combinations(axes(case.arch), 2)))
+
+
+def with_values(**wanted: Any) -> FuzzCase:
+    """The first case that has them."""
+    return next(
+        case
+        for case in map(FuzzCase.of, itertools.count())
+        if all(case.values[axis] == value for axis, value in wanted.items())
+    )
+
+
+@pytest.mark.parametrize("slots", axes(ARCHS[0])["slots"])
+def test_slots_are_what_their_axis_says(slots: str) -> None:
+    case = with_values(slots=slots, tokens="many")
+    for of_call in case.inputs():
+        for tokens in of_call:
+            ids = tokens.topk_idx
+            valid = (ids >= 0) & (ids < case.shape.num_experts)
+            is_twice = (ids[:, 0] == ids[:, 1]) & valid[:, 0]
+            assert is_twice.any() == (slots == "named twice")
+            unused = (~valid).sum(dim=1)
+            if slots == "unused":
+                assert (unused == 1).all()
+            elif slots == "none in the last token":
+                assert unused.tolist() == [0] * (len(ids) - 1) + [case.shape.num_topk]
+            else:
+                assert not unused.any()
+            if slots == "all to one expert":
+                assert (ids == 0).any(dim=1).all()
+
+
+def test_calls_have_other_tokens_and_one_may_be_nan() -> None:
+    case = with_values(values="NaN", tokens="many")
+    first, second = case.inputs()
+    for of_call in (first, second):
+        for tokens in of_call:
+            assert tokens.x.float().isnan().sum() == 1
+    assert any(
+        one.num_tokens != other.num_tokens or not torch.equal(one.topk_idx, other.topk_idx)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
+    """What a right kernel gives."""
+    layer = fuzzing.exact_layer(case.shape, seed=1)
+    outputs = []
+    for of_call in case.inputs():
+        stats = received(case.shape, of_call).split(case.shape.num_experts_per_rank)
+        outputs.append([])
+        for rank, tokens in enumerate(of_call):
+            own = model_inputs(tokens)[1]
+            y = reference_mega_moe(
+                own.x,
+                own.x_sf,
+                own.topk_idx,
+                own.topk_weights,
+                layer.l1,
+                layer.l2,
+                activation_clamp=case.values["clamp"],
+                numerics=target_of(case.arch).weights_of().numerics,
+            )
+            outputs[-1].append(RankOutput(y, stats[rank].clone()))
+    return outputs
+
+
+def one_value(outputs: list[list[RankOutput]]) -> None:
+    row = outputs[1][0].y[-1]
+    row[~row.isnan()] += 1
+
+
+def a_nan(outputs: list[list[RankOutput]]) -> None:
+    y = outputs[0][0].y
+    y[(~y.isnan().any(dim=1)).nonzero()[0], 3] = torch.nan
+
+
+def a_nan_lost(outputs: list[list[RankOutput]]) -> None:
+    y = outputs[0][0].y
+    y[y.isnan()] = 0
+
+
+def one_count(outputs: list[list[RankOutput]]) -> None:
+    outputs[1][0].stats[0] += 1
+
+
+@pytest.mark.parametrize("spoil", [one_value, a_nan, a_nan_lost, one_count])
+def test_what_is_wrong_in_either_call_is_told(
+    spoil: Callable[[list[list[RankOutput]]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = with_values(values="NaN", tokens="many", inputs="prepared", clamp=24.0)
+    outputs = right_outputs(case)
+    monkeypatch.setattr(fuzzing, "run_emulated_in_a_row", lambda *_, **__: outputs)
+    assert case.run() == ""
+    spoil(outputs)
+    assert "rank 0" in case.run()

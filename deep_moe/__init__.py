@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat
+    from . import checkpoint, compat, integrations
     from .errors import (
         CacheError,
         CheckpointError,
@@ -62,7 +62,7 @@ _MODULES = {
     "quantize_mxfp8": "formats.mx",
     "transform_weights_for_mega_moe": "formats.weights",
 }
-_SUBMODULES = ("checkpoint", "compat")
+_SUBMODULES = ("checkpoint", "compat", "integrations")
 
 __all__ = [
     "CacheError",
@@ -82,6 +82,7 @@ __all__ = [
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
+    "integrations",
     "inverse_transform_weights",
     "prepare_inputs",
     "quantize_mxfp4",

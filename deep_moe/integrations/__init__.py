@@ -1,0 +1,12 @@
+"""Engines that call deep_moe, by their names. An engine is imported when its adapter is used."""
+
+from typing import TYPE_CHECKING
+
+from deep_moe.lazy import names_on_use
+
+if TYPE_CHECKING:
+    from . import transformers
+
+__all__ = ["transformers"]
+
+__getattr__, __dir__ = names_on_use(__name__, {}, __all__)

@@ -1,0 +1,80 @@
+"""One symmetric buffer for all layers of the same sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_SMALLEST = 32  # tokens
+
+
+class LayerSizes(NamedTuple):
+    """What a buffer is made for, beside the number of tokens. num_experts: of all ranks."""
+
+    num_experts: int
+    num_topk: int
+    hidden: int
+    intermediate_hidden: int
+
+
+class SharedBuffers:
+    """Buffers by group, device and sizes. One grows when a call brings more tokens than it holds:
+    to the next power of two, so that this happens seldom."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str | None, str, LayerSizes], SymmBuffer] = {}
+
+    def buffer(
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        sizes: LayerSizes,
+        num_tokens: int,
+    ) -> SymmBuffer:
+        """A buffer for at least `num_tokens` tokens per rank. Every rank of `group` must call this
+        with the same arguments, in the same order as the others: where the buffer has to be made
+        or made anew, ranks meet."""
+        key = (None if group is None else group.group_name, device.type, sizes)
+        found = self._buffers.get(key)
+        if found is not None and found.shape.num_max_tokens_per_rank >= num_tokens:
+            return found
+        if found is not None:
+            # Before the larger one, so that there are never both. No rank is still at work on it
+            # once all have come here.
+            found.reset()
+            found.close()
+            del self._buffers[key]
+        capacity = max(_SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
+        with _outside_inference_mode():
+            made = get_symm_buffer_for_mega_moe(
+                group,
+                sizes.num_experts,
+                capacity,
+                sizes.num_topk,
+                sizes.hidden,
+                sizes.intermediate_hidden,
+                device=device,
+            )
+        self._buffers[key] = made
+        return made
+
+    def close(self) -> None:
+        """Close all. On every rank, before a process group is destroyed."""
+        while self._buffers:
+            _, buffer = self._buffers.popitem()
+            buffer.close()
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Tensors that are made in inference mode cannot be written to outside of it."""
+    with torch.inference_mode(False):
+        yield

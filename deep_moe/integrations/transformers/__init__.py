@@ -1,0 +1,142 @@
+"""deep_moe as the experts of models in Hugging Face transformers.
+
+    import deep_moe.integrations.transformers as deep_moe_transformers
+
+    deep_moe_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="deep_moe")
+
+docs/transformers.md says what is supported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deep_moe.errors import DeepMoEError, MissingPackageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["close_buffers", "prepare", "register", "release"]
+
+# The versions whose interfaces this was written for.
+OLDEST, TOO_NEW = (5, 23), (6, 0)
+
+
+def register(
+    *,
+    quantize: bool = False,
+    max_tokens_per_rank: int | None = None,
+    arch: str | None = None,
+) -> None:
+    """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
+    known to transformers. Call it before `from_pretrained`, on every rank with the same arguments.
+
+    quantize: round experts that are not MXFP4 to it. Without it, they are left to transformers.
+        Floats that are exactly MXFP4, as a dequantized checkpoint's are, need no rounding.
+    max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
+        different tokens need not ask each other how many there are. By default buffers grow.
+    arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.
+
+    Raises MissingPackageError without transformers, DeepMoEError for a version of it that this was
+    not written for, TypeError and ValueError for arguments that are not allowed.
+    """
+    from deep_moe.fused.checks import require_type
+    from deep_moe.targets import target_of
+
+    require_type("quantize", quantize, bool, "a bool")
+    if max_tokens_per_rank is not None:
+        require_type("max_tokens_per_rank", max_tokens_per_rank, int, "an int or None")
+        if max_tokens_per_rank < 1:
+            raise ValueError(f"max_tokens_per_rank must be at least 1; got {max_tokens_per_rank}")
+    if arch is not None:
+        require_type("arch", arch, str, "a str or None")
+        target_of(arch)
+    _require_version()
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from .expert_parallel import DeepMoEExpertParallel
+    from .experts import NAME, Options, experts_forward, set_options
+
+    set_options(Options(quantize, max_tokens_per_rank, arch))
+    for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+        functions.register(NAME, experts_forward)
+    EPImplementationInterface.register(NAME, DeepMoEExpertParallel)
+
+
+def prepare(model: PreTrainedModel) -> dict[str, str]:
+    """Lay out all experts of a loaded model now, not at the first call of each layer, which logs a
+    line for each. Every rank must call this.
+
+    Returns by the name of each module of experts who runs it: "deep_moe", or "transformers: " and
+    the reason.
+    """
+    from .experts import group_of, path_of
+
+    return {
+        name: str(path_of(module, group_of(module), _num_topk(module), name))
+        for name, module in _experts_of(model)
+    }
+
+
+def release(model: PreTrainedModel) -> None:
+    """Give a model the weights back that were laid out for the kernel, so that it can be saved or
+    run by another implementation. Does not change the implementation: a further call takes them
+    again.
+
+    Raises NotImplementedError for experts that are spread over ranks: transformers keeps those in a
+    form that only it makes.
+    """
+    from .experts import forget, group_of
+
+    modules = dict(_experts_of(model))
+    for name, module in modules.items():
+        if group_of(module) is not None or getattr(module, "_is_expert_parallel", False):
+            raise NotImplementedError(f"{name} is spread over ranks and cannot be given back")
+    for module in modules.values():
+        forget(module)
+
+
+def close_buffers() -> None:
+    """Give back the memory that all models share for their calls. On every rank, before a process
+    group is destroyed; a further call makes it anew."""
+    from .experts import buffers
+
+    buffers.close()
+
+
+def _experts_of(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Modules that transformers may run by several implementations, with their names."""
+    found = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if (
+            name.endswith("experts")
+            and hasattr(module, "is_concatenated")
+            and getattr(config, "_experts_implementation", None) == "deep_moe"
+        ):
+            found.append((name, module))
+    return found
+
+
+def _num_topk(module: Any) -> int:
+    return int(module.config.num_experts_per_tok)
+
+
+def _require_version() -> None:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackageError(
+            "transformers is needed for deep_moe.integrations.transformers; "
+            "install transformers>=5.23"
+        ) from error
+    version = transformers.__version__
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= numbers < TOO_NEW:
+        raise DeepMoEError(
+            f"transformers must be at least {OLDEST[0]}.{OLDEST[1]} and older than "
+            f"{TOO_NEW[0]}.{TOO_NEW[1]}, whose interfaces this was written for; got {version}"
+        )

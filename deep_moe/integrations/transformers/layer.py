@@ -1,0 +1,265 @@
+"""From a module of experts to what the kernel takes, and back.
+
+A module keeps its weights in its own form until its first call. Then they are laid out for the
+kernel, expert by expert, and the module's own tensors are given up: a model's experts are not held
+twice. `restore` brings them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from deep_moe.compat.deep_gemm.operands import packed_weights
+from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
+from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
+from deep_moe.formats.weights import (
+    LayerWeights,
+    MegaMoEWeights,
+    empty_weights_for_mega_moe,
+    inverse_transform_weights,
+    transform_weights_for_mega_moe,
+)
+from deep_moe.heuristics.shape import MoEShape
+
+from ..shared_buffers import LayerSizes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
+
+_LINEARS = ("gate_up_proj", "down_proj")
+_SCALES = "_scale_inv"
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_PACKED = (torch.int8, torch.uint8)
+
+
+class UnsupportedError(Exception):
+    """Why the kernel cannot run a module's experts, in words that follow its name."""
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """Experts in the kernel's form. group: of the ranks that they are spread over. given: dtype of
+    each tensor that was given up, by the name that the module has for it. guard: what keeps the
+    module's state_dict from being read without them, if there are any."""
+
+    weights: MegaMoEWeights
+    sizes: LayerSizes
+    activation_clamp: float | None
+    group: ProcessGroup | None
+    given: dict[str, torch.dtype]
+    guard: RemovableHandle | None
+
+
+def take_over(
+    module: torch.nn.Module,
+    group: ProcessGroup | None,
+    num_topk: int,
+    *,
+    quantize: bool,
+    arch: str | None,
+    agree: Callable[[str | None], str | None],
+) -> ExpertsLayer:
+    """Lay out a module's experts for the kernel and give up the module's tensors.
+
+    quantize: round weights that are not MXFP4 to it. agree: is told why this rank cannot take its
+    experts over, or None, and gives back the reason of the first rank that cannot.
+
+    Raises UnsupportedError, on all ranks and before anything has changed.
+    """
+    reason, source, clamp = None, None, None
+    num_ranks = 1 if group is None else group.size()
+    try:
+        clamp = _activation_clamp(module)
+        source = _source(module, quantize)
+        _check_sizes(source, num_ranks, num_topk)
+    except UnsupportedError as error:
+        reason = str(error)
+    reason = agree(reason)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    assert source is not None
+    weights = empty_weights_for_mega_moe(
+        source.num_experts,
+        source.hidden,
+        source.intermediate_hidden,
+        arch=arch,
+        device=source.device,
+    )
+    for i in range(source.num_experts):
+        transform_weights_for_mega_moe(*source.expert(i), arch, out=weights.expert(i))
+    # FSDP keeps count of the parameters that it shards, so they stay.
+    given = {} if isinstance(module, FSDPModule) else source.given
+    for name in given:
+        module._parameters[name] = None
+    return ExpertsLayer(
+        weights,
+        LayerSizes(
+            num_ranks * source.num_experts, num_topk, source.hidden, source.intermediate_hidden
+        ),
+        clamp,
+        group,
+        given,
+        module.register_state_dict_pre_hook(_refuse_state_dict) if given else None,
+    )
+
+
+def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> None:
+    """Give a module the tensors back that `take_over` took."""
+    if layer.guard is None:
+        return
+    layer.guard.remove()
+    given = inverse_transform_weights(*layer.weights, arch)
+    for name, (weight, sf) in zip(_LINEARS, given, strict=True):
+        dtype = layer.given[name]
+        if dtype in _FLOATS:
+            tensors = {name: dequantize_mxfp4(weight, sf, torch.float32).to(dtype)}
+        else:
+            scales = unpack_ue8m0(sf)
+            sf_dtype = layer.given[name + _SCALES]
+            tensors = {
+                name: weight.view(dtype),
+                name + _SCALES: ue8m0_to_float(scales, torch.float32)
+                if sf_dtype == torch.float32
+                else scales.view(sf_dtype),
+            }
+        for key, tensor in tensors.items():
+            module._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _refuse_state_dict(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "the experts of this model are laid out for deep_moe's kernel; call "
+        "deep_moe.integrations.transformers.release(model) before its state_dict is read"
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A module's own weights. expert: of one expert, [1, ...], MXFP4 in rows gate before up."""
+
+    num_experts: int
+    hidden: int
+    intermediate_hidden: int
+    device: torch.device
+    given: dict[str, torch.dtype]
+    expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
+
+
+def _source(module: torch.nn.Module, quantize: bool) -> _Source:
+    for name, allowed in (
+        ("has_gate", True),
+        ("has_bias", False),
+        ("is_concatenated", True),
+        ("is_transposed", False),
+        ("has_post_expert_norm", False),
+    ):
+        value = getattr(module, name, allowed)
+        if value is not allowed:
+            raise UnsupportedError(f"experts with {name}={value} are not supported")
+    tensors = {name: _local(getattr(module, name, None)) for name in _LINEARS}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            raise UnsupportedError(f"{name} is no stack of matrices")
+    l1, l2 = tensors.values()
+    assert l1 is not None
+    assert l2 is not None
+    if l1.dtype != l2.dtype or l1.dtype not in (*_FLOATS, *_PACKED):
+        raise UnsupportedError(f"weights of {l1.dtype} and {l2.dtype} are not supported")
+    is_packed = l1.dtype in _PACKED
+    factor = 2 if is_packed else 1
+    num_experts, num_rows, hidden = l1.shape[0], l1.shape[1], l1.shape[2] * factor
+    if num_rows % 2 or tuple(l2.shape) != (num_experts, hidden, num_rows // 2 // factor):
+        raise UnsupportedError(
+            f"gate_up_proj {tuple(l1.shape)} and down_proj {tuple(l2.shape)} do not fit each other"
+        )
+    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if not is_packed:
+        if not quantize:
+            _require_mxfp4(l1, l2)
+
+        def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
+            one = slice(i, i + 1)
+            return quantize_mxfp4(l1[one]), quantize_mxfp4(l2[one])
+
+    else:
+        scales = [_local(getattr(module, name + _SCALES)) for name in _LINEARS]
+        given |= {name + _SCALES: sf.dtype for name, sf in zip(_LINEARS, scales, strict=True)}
+        try:
+            pairs = [
+                packed_weights(name, (weight, sf))
+                for name, weight, sf in zip(_LINEARS, (l1, l2), scales, strict=True)
+            ]
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"weights are not MXFP4: {error}") from None
+
+        def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
+            one = slice(i, i + 1)
+            first, second = (LayerWeights(weight[one], sf[one]) for weight, sf in pairs)
+            return first, second
+
+    return _Source(num_experts, hidden, num_rows // 2, l1.device, given, expert)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a parameter, without its history."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _require_mxfp4(*stacks: torch.Tensor) -> None:
+    """Weights that were MXFP4 before they were loaded as floats are the same when quantized."""
+    for name, stack in zip(_LINEARS, stacks, strict=True):
+        for i, matrix in enumerate(stack):
+            try:
+                exact = torch.equal(dequantize_mxfp4(*quantize_mxfp4(matrix)), matrix.float())
+            except ValueError as error:
+                raise UnsupportedError(
+                    f"{name} of expert {i} does not become MXFP4: {error}"
+                ) from None
+            if not exact:
+                raise UnsupportedError(
+                    f"{name} of expert {i} is {stack.dtype} and would be rounded to MXFP4; "
+                    "register(quantize=True) allows that"
+                )
+
+
+def _check_sizes(source: _Source, num_ranks: int, num_topk: int) -> None:
+    try:
+        MoEShape(
+            num_ranks=num_ranks,
+            num_experts=num_ranks * source.num_experts,
+            num_topk=num_topk,
+            hidden=source.hidden,
+            intermediate_hidden=source.intermediate_hidden,
+            num_max_tokens_per_rank=1,
+        )
+    except ValueError as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _activation_clamp(module: Any) -> float | None:
+    """The clamp of a module's SwiGLU, or an UnsupportedError if it is none.
+
+    Models write their activation in many ways, so that names say little: it is tried out.
+    """
+    probe = torch.cat([torch.linspace(-24, 24, 193), torch.tensor([-3e3, -40.0, 40.0, 3e3])])
+    gate, up = torch.meshgrid(probe, probe.roll(7), indexing="ij")
+    pairs = torch.stack([gate.flatten(), up.flatten()], dim=1)
+    device = module.gate_up_proj.device
+    result = module._apply_gate(pairs.to(device)).flatten().float().cpu()
+    for clamp in {getattr(module, name, None) for name in ("limit", "swiglu_limit")} | {None}:
+        if clamp is not None and not (isinstance(clamp, (int, float)) and clamp > 0):
+            continue
+        bound = float("inf") if clamp is None else float(clamp)
+        g, u = pairs[:, 0].clamp(max=bound), pairs[:, 1].clamp(-bound, bound)
+        if torch.allclose(result, torch.nn.functional.silu(g) * u, rtol=1e-5, atol=1e-6):
+            return None if clamp is None else float(clamp)
+    raise UnsupportedError(f"the activation of {type(module).__name__} is not SwiGLU")

@@ -1,0 +1,443 @@
+"""transformers runs models whose experts are the kernel's, here emulated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_moe
+import deep_moe.integrations.transformers as adapter
+from deep_moe.errors import DeepMoEError
+from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
+from deep_moe.trial.rank_processes import run_on_ranks
+
+from .conftest import counting
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+NUM_NEW_TOKENS = 6
+EXPERTS = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    adapter.register()
+    yield
+    adapter.close_buffers()
+
+
+def load(checkpoint: Path, experts: str = "deep_moe", **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=options.pop("dtype", torch.bfloat16),
+        experts_implementation=experts,
+        **options,
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Path) -> Any:
+    """The same quantized weights, multiplied by transformers in bfloat16."""
+    return load(checkpoint, "eager")
+
+
+def greedy(model: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that follow, and the logits that each was chosen by [tokens, vocabulary]."""
+    result = model.generate(
+        prompt,
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return result.sequences[:, prompt.shape[1] :], torch.cat(result.logits).float()
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())
+
+
+PROMPT = counting(torch.tensor([[21]]), 5)
+ANSWER = counting(torch.tensor([[26]]), NUM_NEW_TOKENS)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_it_generates_what_the_eager_path_generates(checkpoint, eager, arch):
+    adapter.register(arch=arch)
+    model = load(checkpoint)
+    assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
+    expected, expected_logits = greedy(eager, PROMPT)
+    tokens, logits = greedy(model, PROMPT)
+    assert tokens.tolist() == expected.tolist() == ANSWER.tolist()
+    # So near that it is no chance, and not the same: the kernel's activations are FP8.
+    assert 0 < relative_error(logits, expected_logits) < 0.12
+
+
+def random_call(num_tokens: int, num_experts: int = 8, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, 256, generator=generator).bfloat16()
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    weights, idx = scores.softmax(-1).topk(2)
+    return [x, idx, weights]
+
+
+def called_directly(l1: Any, l2: Any, x: Any, idx: Any, weights: Any, clamp: float) -> torch.Tensor:
+    """By the public API, without the adapter."""
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 8, 32, 2, 256, 128, device="cpu")
+    transformed = deep_moe.transform_weights_for_mega_moe(l1, l2)
+    deep_moe.prepare_inputs(x, idx, weights, buffer)
+    y = torch.empty_like(x)
+    deep_moe.fp8_fp4_mega_moe(y, *transformed, buffer, activation_clamp=clamp)
+    return y
+
+
+@pytest.fixture
+def fp4_experts() -> Any:
+    """The module that transformers has for FP4 experts on GPUs, and its weights as pairs."""
+    from transformers.integrations.finegrained_fp8 import (
+        ALL_FP8_EXPERTS_FUNCTIONS,
+        FP8Experts,
+    )
+    from transformers.integrations.moe import use_experts_implementation
+
+    class Experts(FP8Experts):
+        pass
+
+    use_experts_implementation(Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    config = transformers.DeepseekV4Config(
+        hidden_size=256, moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "deep_moe"
+
+    def make(scale_dtype: torch.dtype) -> tuple[Any, Any, Any]:
+        scale_fmt = "float" if scale_dtype == torch.float32 else "ue8m0"
+        module = Experts(config, expert_dtype="fp4", scale_fmt=scale_fmt)
+        generator = torch.Generator().manual_seed(1)
+        pairs = []
+        for name in ("gate_up_proj", "down_proj"):
+            rows, packed = getattr(module, name).shape[1:]
+            values = torch.randn(8, rows, 2 * packed, generator=generator) * 0.1
+            weight, sf = deep_moe.quantize_mxfp4(values)
+            pairs.append((weight, sf))
+            scales = unpack_ue8m0(sf)
+            if scale_dtype == torch.float32:
+                scales = ue8m0_to_float(scales, torch.float32)
+            elif scale_dtype != torch.uint8:
+                scales = scales.view(scale_dtype)
+            for key, tensor in ((name, weight), (f"{name}_scale_inv", scales)):
+                setattr(module, key, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+        return module, *pairs
+
+    return make
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32, torch.uint8])
+def test_fp4_experts_are_taken_as_they_are(fp4_experts, scale_dtype):
+    module, l1, l2 = fp4_experts(scale_dtype)
+    x, idx, weights = random_call(5)
+    idx[1, 0], idx[2, 1] = -1, 8  # no expert; transformers' mark of another rank's
+    y = module(x, idx, weights)
+    idx[2, 1] = -1
+    assert torch.equal(y, called_directly(l1, l2, x, idx, weights, module.limit))
+    assert module.gate_up_proj is None  # not held twice
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+def test_released_experts_are_what_they_were(fp4_experts, scale_dtype):
+    module, *_ = fp4_experts(scale_dtype)
+    before = {name: tensor.clone() for name, tensor in module.named_parameters()}
+    model = torch.nn.ModuleDict({"experts": module})
+    y = module(*random_call(3))
+    with pytest.raises(RuntimeError, match=r"call .*release\(model\) before its state_dict"):
+        model.state_dict()
+    adapter.release(model)
+    after = dict(module.named_parameters())
+    assert {name: t.dtype for name, t in after.items()} == {n: t.dtype for n, t in before.items()}
+    for name, tensor in before.items():
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert set(model.state_dict()) == {f"experts.{name}" for name in before}
+    assert torch.equal(module(*random_call(3)), y)  # and may be taken again
+
+
+def test_a_released_model_can_be_saved(checkpoint, eager, tmp_path):
+    model = load(checkpoint)
+    adapter.prepare(model)
+    adapter.release(model)
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+def test_any_numbers_of_tokens(fp4_experts, monkeypatch):
+    """None, more than the buffer holds, and more than one call takes."""
+    from deep_moe.integrations.transformers import experts
+
+    monkeypatch.setattr(experts, "MAX_CHUNK", 40)
+    module, l1, l2 = fp4_experts(torch.float32)
+    for num_tokens in (0, 7, 33, 90):
+        x, idx, weights = random_call(num_tokens, seed=num_tokens)
+        y = module(x, idx, weights)
+        parts = [
+            called_directly(l1, l2, x[rows], idx[rows], weights[rows], module.limit)
+            for rows in (slice(i, i + 10) for i in range(0, num_tokens, 10))
+        ]
+        assert torch.equal(y, torch.cat([x[:0], *parts]))
+
+
+def test_more_tokens_than_were_announced(fp4_experts):
+    adapter.register(max_tokens_per_rank=4)
+    module, *_ = fp4_experts(torch.float32)
+    module(*random_call(4))
+    with pytest.raises(ValueError, match=r"at most max_tokens_per_rank \(4\) tokens.* got 5"):
+        module(*random_call(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_of_tokens(fp4_experts, dtype):
+    module, *_ = fp4_experts(torch.float32)
+    x, idx, weights = random_call(3)
+    expected = module(x, idx, weights)
+    y = module(x.to(dtype), idx.int(), weights.to(dtype))
+    assert y.dtype == dtype
+    rounded = module(x, idx, weights.to(dtype).float())
+    assert torch.equal(y.bfloat16(), rounded)
+    assert torch.allclose(rounded.float(), expected.float(), atol=0.05)
+
+
+def test_gradients_are_refused(fp4_experts):
+    module, *_ = fp4_experts(torch.float32)
+    x, idx, weights = random_call(3)
+    with pytest.raises(NotImplementedError, match=r"no backward pass.*torch.no_grad"):
+        module(x.requires_grad_(), idx, weights)
+    with torch.no_grad():
+        assert module(x, idx, weights).isfinite().all()
+
+
+def small_qwen() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_experts_implementation("deep_moe")
+    return model
+
+
+def test_weights_are_not_rounded_unasked(caplog):
+    """What the kernel cannot run exactly is run by transformers, and said once."""
+    model = small_qwen()
+    ids = torch.arange(6)[None]
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        logits = [model(ids).logits for _ in range(2)]
+    (record,) = [r for r in caplog.records if "experts run by" in r.message]
+    assert record.levelno == logging.WARNING
+    assert "would be rounded to MXFP4; register(quantize=True) allows that" in record.message
+    with torch.no_grad():
+        adapter.release(model)
+        model.set_experts_implementation("grouped_mm")
+        assert torch.equal(model(ids).logits, logits[0])
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_weights_are_rounded_if_asked():
+    model = small_qwen()
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        experts = model.model.layers[0].mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(experts, name)
+            parameter.mul_(8)
+        plain = model(ids).logits.float()
+        adapter.release(model)
+        adapter.register(quantize=True)
+        path = adapter.prepare(model)
+        rounded = model(ids).logits.float()
+    assert path == {"model.layers.0.mlp.experts": "deep_moe"}
+    assert 0 < relative_error(rounded, plain) < 0.3
+
+
+def small_gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    torch.manual_seed(0)
+    return transformers.GptOssForCausalLM(config).eval()
+
+
+def test_what_cannot_be_served_is_left_to_transformers():
+    model = small_gpt_oss()
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_experts_implementation("deep_moe")
+        reason = adapter.prepare(model)["model.layers.0.mlp.experts"]
+        assert reason.startswith("transformers: ")
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"act_fn": torch.nn.GELU()}, "activation of Qwen3MoeExperts is not SwiGLU"),
+        ({"has_bias": True}, "experts with has_bias=True"),
+        ({"is_transposed": True}, "experts with is_transposed=True"),
+        ({"is_concatenated": False}, "experts with is_concatenated=False"),
+    ],
+)
+def test_reasons(change, reason):
+    adapter.register(quantize=True)
+    model = small_qwen()
+    for name, value in change.items():
+        setattr(model.model.layers[0].mlp.experts, name, value)
+    assert reason in adapter.prepare(model)["model.layers.0.mlp.experts"]
+
+
+def test_weights_that_hold_nan_are_left_alone():
+    model = small_qwen()
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[3, 2, 1] = float("nan")
+    reason = adapter.prepare(model)["model.layers.0.mlp.experts"]
+    assert "gate_up_proj of expert 0" in reason or "NaN" in reason
+
+
+def test_sizes_that_no_kernel_has():
+    adapter.register(quantize=True)
+    model = small_qwen()
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[:, :192].clone())
+    experts.down_proj = torch.nn.Parameter(experts.down_proj[..., :96].clone())
+    reason = adapter.prepare(model)["model.layers.0.mlp.experts"]
+    assert "intermediate_hidden" in reason
+
+
+# ---- several ranks
+
+REPLACED_PLAN = {"lm_head": "colwise_gather_output"}  # a plan for tensor parallelism must be given
+
+
+def _generate(device: torch.device, checkpoint: Path, out: Path) -> None:
+    """Both ranks hold the same tokens: experts are spread over a tensor-parallel group."""
+    adapter.register()
+    model = load(
+        checkpoint,
+        distributed_config=transformers.distributed.DistributedConfig(
+            tp_size=2, ep_size=2, tp_plan=REPLACED_PLAN, ep_implementation="deep_moe"
+        ),
+    )
+    assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
+    with pytest.raises(NotImplementedError, match="spread over ranks"):
+        adapter.release(model)
+    torch.save(greedy(model, PROMPT), out / f"{dist.get_rank()}.pt")
+    adapter.close_buffers()
+
+
+def _own_tokens(device: torch.device, checkpoint: Path, out: Path) -> None:
+    """Each rank has tokens of its own, not equally many."""
+    adapter.register()
+    model = load(
+        checkpoint,
+        dtype=torch.float32,
+        distributed_config=transformers.distributed.DistributedConfig(
+            fsdp_size=2, ep_size=2, ep_implementation="deep_moe"
+        ),
+    )
+    rank = dist.get_rank()
+    ids = torch.arange(3 + 4 * rank)[None] + 5 * rank
+    with torch.no_grad():
+        torch.save(model(ids).logits, out / f"{rank}.pt")
+    adapter.close_buffers()
+    dist.barrier()
+
+
+def on_ranks(work: Any, monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
+    # transformers asks the environment for what torchrun sets there.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run_on_ranks(work, 2, "cpu", *args)
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_what_one_generates(checkpoint, tmp_path, monkeypatch):
+    on_ranks(_generate, monkeypatch, checkpoint, tmp_path)
+    (tokens, logits), (other_tokens, other_logits) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    assert torch.equal(tokens, ANSWER)
+    assert torch.equal(tokens, other_tokens)
+    assert torch.equal(logits, other_logits)
+    alone = greedy(load(checkpoint), PROMPT)[1]
+    assert torch.allclose(logits, alone, atol=0.02)
+
+
+@pytest.mark.slow
+def test_ranks_with_their_own_tokens(float_checkpoint, tmp_path, monkeypatch):
+    on_ranks(_own_tokens, monkeypatch, float_checkpoint, tmp_path)
+    alone = load(float_checkpoint, dtype=torch.float32)
+    for rank in range(2):
+        ids = torch.arange(3 + 4 * rank)[None] + 5 * rank
+        with torch.no_grad():
+            expected = alone(ids).logits
+        assert torch.allclose(torch.load(tmp_path / f"{rank}.pt"), expected, atol=1e-5)
+
+
+def test_expert_parallel_needs_the_experts_too(checkpoint):
+    from deep_moe.integrations.transformers.expert_parallel import DeepMoEExpertParallel
+
+    class Mesh:
+        def get_group(self) -> Any:
+            return dist.group.WORLD
+
+    model = load(checkpoint, "eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r'goes with experts_implementation="deep_moe".*eager'):
+            DeepMoEExpertParallel(model.model.layers[0].mlp.experts, Mesh(), Mesh())
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- registration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"quantize": 1}, TypeError, "quantize must be a bool"),
+        ({"max_tokens_per_rank": "8"}, TypeError, "max_tokens_per_rank must be an int"),
+        ({"max_tokens_per_rank": 0}, ValueError, "max_tokens_per_rank must be at least 1; got 0"),
+        ({"arch": "sm_80"}, ValueError, "sm_80"),
+        ({"arch": 90}, TypeError, "arch must be a str"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        adapter.register(**arguments)
+
+
+@pytest.mark.parametrize("version", ["5.22.4", "6.0.0.dev0", "4.57"])
+def test_other_versions_are_refused(version, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(DeepMoEError, match=rf"transformers must be at least 5.23 .* got {version}"):
+        adapter.register()

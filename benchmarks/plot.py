@@ -215,7 +215,7 @@ def picture(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
         assert own is not None
         facts.append(own.machine)
         floor = {n: result["floor_us"] for n, result in own.results.items()}
-        curves = [Curve("below what weights, products or links alone take", floor, STYLES["floor"])]
+        curves = [Curve("impossible: weights, products or links alone take longer", floor, STYLES["floor"])]
         for color, curve in zip(PUBLISHED_COLORS, figures(model, gpu, num_ranks), strict=False):
             style = Style(color, dash="5 4", marker="ring")
             curves.append(Curve(curve.name, curve.us, style))
@@ -226,13 +226,10 @@ def picture(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
         comparisons = {n: compared(result, gpu) or {} for n, result in own.results.items()}
         goals = {n: c["goal_us"] for n, c in comparisons.items() if "goal_us" in c}
         if goals:
-            curves.append(Curve("asked", goals, STYLES["goal"]))
+            curves.append(Curve("our goal", goals, STYLES["goal"]))
         panels.append(Panel(model, curves))
     newest = max(facts, key=lambda machine: machine["date"])
-    title = (
-        f"{num_ranks} × {gpu}, CUDA {newest['cuda']}, torch {newest['torch']}, commit "
-        f"{newest['commit']}, {newest['date'][:10]}"
-    )
+    title = f"{num_ranks} × {gpu}, CUDA {newest['cuda']}, {newest['date'][:10]}"
     return chart(title, panels, x_label="tokens per rank", y_label="µs per call")
 
 

@@ -307,7 +307,7 @@ def choose_fields(
         else "as many sizes as one kernel has registers for",
     )
     is_mixed = min_block_m != block_m
-    choose("store_block_m", block_m, "block_m: the epilogue stores whole tiles")
+    choose("store_block_m", 0, "SM90 stores whole tiles")
     choose_blocks(
         shape,
         choices,

@@ -35,6 +35,7 @@ def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(12 * 3600)
 def test_the_grid_passes() -> None:
     result = CliRunner().invoke(app, ["fuzz", "--grid"])

@@ -93,6 +93,7 @@ def test_random_layers_of_the_emulated_kernel_are_right(arch: str, hopper: bool)
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(12 * 3600)
 @pytest.mark.parametrize(
     ("arch", "hopper"), [("sm_100a", False), ("sm_90a", False), ("sm_90a", True)]

@@ -215,7 +215,11 @@ def picture(machine: Machine, reports: Sequence[Mapping[str, Any]]) -> str:
         assert own is not None
         facts.append(own.machine)
         floor = {n: result["floor_us"] for n, result in own.results.items()}
-        curves = [Curve("impossible: weights, products or links alone take longer", floor, STYLES["floor"])]
+        curves = [
+            Curve(
+                "impossible: weights, products or links alone take longer", floor, STYLES["floor"]
+            )
+        ]
         for color, curve in zip(PUBLISHED_COLORS, figures(model, gpu, num_ranks), strict=False):
             style = Style(color, dash="5 4", marker="ring")
             curves.append(Curve(curve.name, curve.us, style))

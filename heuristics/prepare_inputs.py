@@ -13,8 +13,9 @@ VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
 class PrepareInputsConfig:
     """One kernel; equal configs give equal kernels. Sizes are arguments of the launch.
 
-    has_int32_topk_idx: else int64. has_bf16_topk_weights: else float32. num_chunks_per_lane: loads
-    of 16 bytes that each lane has under way at once.
+    has_int32_topk_idx: else int64. has_bf16_topk_weights: else float32. num_expert_copies: columns
+    of the expert map, 0 for none. num_chunks_per_lane: loads of 16 bytes that each lane has under
+    way at once.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
@@ -23,6 +24,10 @@ class PrepareInputsConfig:
 
     has_int32_topk_idx: bool = False
     has_bf16_topk_weights: bool = False
+    has_token_mask: bool = False
+    num_expert_copies: int = 0
+    has_int64_expert_map: bool = False
+    has_expert_load: bool = False
     num_threads: int = 128
     num_chunks_per_lane: int = 4
     arch: str = field(kw_only=True)

@@ -124,7 +124,9 @@ class PrepareInputsArgs(ctypes.Structure):
     """By-value argument of `prepare_inputs_kernel`; tensors are contiguous.
 
     x, topk_idx, topk_weights: what the caller has. input_*: the segments of the symmetric buffer.
-    num_chunks: 8 values of x each. num_slots: of topk_idx and topk_weights.
+    token_mask, expert_map, expert_load: 0 where there is none. num_chunks: 8 values of x each.
+    num_slots: of topk_idx and topk_weights. num_mapped_experts: rows of expert_map. num_experts: of
+    expert_load.
     """
 
     _fields_ = (
@@ -135,8 +137,14 @@ class PrepareInputsArgs(ctypes.Structure):
         ("input_x_sf", ctypes.c_uint64),
         ("input_topk_idx", ctypes.c_uint64),
         ("input_topk_weights", ctypes.c_uint64),
+        ("token_mask", ctypes.c_uint64),
+        ("expert_map", ctypes.c_uint64),
+        ("expert_load", ctypes.c_uint64),
         ("num_chunks", ctypes.c_uint32),
         ("num_slots", ctypes.c_uint32),
+        ("num_topk", ctypes.c_uint32),
+        ("num_mapped_experts", ctypes.c_uint32),
+        ("num_experts", ctypes.c_uint32),
     )
 
 

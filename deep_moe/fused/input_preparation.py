@@ -64,6 +64,9 @@ def prepare_inputs(
     topk_weights: torch.Tensor,
     sym_buffer: SymmBuffer,
     *,
+    token_mask: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    expert_load: torch.Tensor | None = None,
     arch: str | None = None,
 ) -> None:
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
@@ -71,6 +74,12 @@ def prepare_inputs(
     x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does.
     topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
     topk_weights: float32 or bfloat16 [tokens, topk].
+    token_mask: bool [tokens]; where it is False, all slots become -1: padding.
+    expert_map: int32 or int64 [experts] or [experts, copies], where the experts that topk_idx names
+        lie: places 0 to num_experts - 1 of the buffer, behind the last copy -1. Tokens take the
+        copies of an expert in turn. An expert that it does not know, or that lies nowhere, becomes
+        2^63 - 1, which the call refuses.
+    expert_load: int32 [num_experts]; each place's entry grows by the slots that were sent there.
     arch: a target's name; by default that of the buffer's GPU, sm_100a on a CPU, where the
         kernel runs in the emulator.
 
@@ -79,7 +88,14 @@ def prepare_inputs(
     no backward pass: x and topk_weights that require a gradient are refused where gradients are
     enabled.
     """
-    is_direct = is_seen_by_nobody((x, topk_idx, topk_weights))
+    given = (x, topk_idx, topk_weights)
+    if token_mask is not None or expert_map is not None or expert_load is not None:
+        optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
+        for name, tensor in optional.items():
+            if tensor is not None:
+                require_type(name, tensor, torch.Tensor, "a tensor or None")
+                given = (*given, tensor)
+    is_direct = is_seen_by_nobody(given)
     if not is_direct:  # otherwise they are tensors
         require_type("x", x, torch.Tensor, "a tensor")
         require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
@@ -90,6 +106,9 @@ def prepare_inputs(
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
         refuse_gradients(x=x, topk_weights=topk_weights)
     sym_buffer.raise_if_closed()
+    if expert_load is not None:
+        num_experts = (sym_buffer.shape.num_experts,)
+        check_tensor("expert_load", expert_load, torch.int32, num_experts, sym_buffer.device)
     # A GPU's launches are in order; the emulator runs here and now, beside another thread's call.
     in_emulator = is_direct and sym_buffer.gpu is None
     with used([sym_buffer]) if in_emulator else _NOTHING:
@@ -102,13 +121,17 @@ def prepare_inputs(
             sym_buffer.topk_idx,
             sym_buffer.topk_weights,
             arch,
+            token_mask,
+            expert_map,
+            expert_load,
         )
 
 
 torch.library.define(
     "deep_moe::prepare_inputs",
     "(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor(a!) input_x, Tensor(b!) input_x_sf, "
-    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch=None) -> ()",
+    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch=None, "
+    "Tensor? token_mask=None, Tensor? expert_map=None, Tensor(e!)? expert_load=None) -> ()",
 )
 _prepare_inputs_op = torch.ops.deep_moe.prepare_inputs.default
 
@@ -122,6 +145,9 @@ def _prepare_inputs(
     input_topk_idx: torch.Tensor,
     input_topk_weights: torch.Tensor,
     arch: str | None = None,
+    token_mask: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    expert_load: torch.Tensor | None = None,
 ) -> None:
     x_address = x.data_ptr()
     key = (
@@ -133,14 +159,25 @@ def _prepare_inputs(
         input_x.device,
         input_topk_idx.shape,
         arch,
+        None if token_mask is None else form(token_mask),
+        None if expert_map is None else form(expert_map),
+        None if expert_load is None else form(expert_load),
     )
     plan = _plans.get(key)
     if plan is None:
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
-        plan = _plans.put(key, _make_plan(x, topk_idx, topk_weights, input_x.device, arch))
+        check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
+        config = _config(
+            topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x.device, arch
+        )
+        plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
     buffer_address = input_x.untyped_storage().data_ptr()
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    if token_mask is not None or expert_map is not None or expert_load is not None:
+        optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
+        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in tensors.items():
         if tensor.untyped_storage().data_ptr() == buffer_address:
             raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
     if plan.num_chunks == 0:
@@ -153,14 +190,19 @@ def _prepare_inputs(
         input_x_sf.data_ptr(),
         input_topk_idx.data_ptr(),
         input_topk_weights.data_ptr(),
+        0 if token_mask is None else token_mask.data_ptr(),
+        0 if expert_map is None else expert_map.data_ptr(),
+        0 if expert_load is None else expert_load.data_ptr(),
         plan.num_chunks,
         plan.num_slots,
+        input_topk_idx.shape[1],
+        0 if expert_map is None else expert_map.shape[0],
+        0 if expert_load is None else expert_load.shape[0],
     )
     if plan.gpu is not None:
         assert plan.launcher is not None
         plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
         return
-    read = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
     # Only these rows: the emulator refuses to write to any other.
     written = {
         "sym_buffer.x": input_x,
@@ -168,7 +210,10 @@ def _prepare_inputs(
         "sym_buffer.topk_idx": input_topk_idx,
         "sym_buffer.topk_weights": input_topk_weights,
     }
-    memory = [MemoryRegion.of_tensor(name, read[name], is_writable=False) for name in read]
+    memory = [
+        MemoryRegion.of_tensor(name, tensor, is_writable=tensor is expert_load)
+        for name, tensor in tensors.items()
+    ]
     memory += [
         MemoryRegion.of_tensor(name, written[name][: x.shape[0]], is_writable=True)
         for name in written
@@ -215,22 +260,63 @@ def check_inputs(
     check_start("x", x, _X_ALIGNMENT)
 
 
-def _make_plan(
-    x: torch.Tensor,
+def check_routing(
+    token_mask: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    expert_load: torch.Tensor | None,
+    num_tokens: int,
+    device: torch.device,
+) -> None:
+    """Raise if the form of one that is there is not allowed."""
+    if token_mask is not None:
+        check_tensor("token_mask", token_mask, torch.bool, (num_tokens,), device)
+        check_contiguous("token_mask", token_mask)
+    if expert_map is not None:
+        if expert_map.ndim not in (1, 2) or expert_map.numel() == 0:
+            raise ValueError(
+                "expert_map must be [experts] or [experts, copies] and not empty; got shape "
+                f"{tuple(expert_map.shape)}"
+            )
+        check_tensor("expert_map", expert_map, _TOPK_IDX_DTYPES, tuple(expert_map.shape), device)
+        check_contiguous("expert_map", expert_map)
+    if expert_load is not None:
+        if expert_load.ndim != 1:
+            raise ValueError(
+                f"expert_load must be [num_experts]; got shape {tuple(expert_load.shape)}"
+            )
+        check_tensor("expert_load", expert_load, torch.int32, tuple(expert_load.shape), device)
+        check_contiguous("expert_load", expert_load)
+
+
+def _config(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    expert_load: torch.Tensor | None,
     device: torch.device,
     arch: str | None,
-) -> PreparationPlan:
+) -> PrepareInputsConfig:
     gpu = gpu_of(device)
     own = EMULATED.name if gpu is None else gpu.target.name
     config = PrepareInputsConfig(
         has_int32_topk_idx=topk_idx.dtype == torch.int32,
         has_bf16_topk_weights=topk_weights.dtype == torch.bfloat16,
+        has_token_mask=token_mask is not None,
+        num_expert_copies=0 if expert_map is None else expert_map[0].numel(),
+        has_int64_expert_map=expert_map is not None and expert_map.dtype == torch.int64,
+        has_expert_load=expert_load is not None,
         arch=own if arch is None else arch,
     )
     if config.arch != own and gpu is not None:
         raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
+    return config
+
+
+def _make_plan(
+    config: PrepareInputsConfig, x: torch.Tensor, topk_idx: torch.Tensor, device: torch.device
+) -> PreparationPlan:
+    gpu = gpu_of(device)
     num_chunks = config.num_chunks(x.numel())
     return PreparationPlan(
         config=config,

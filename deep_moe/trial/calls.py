@@ -123,15 +123,16 @@ def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str)
     config = PrepareInputsConfig(arch=arch)
     num_chunks = config.num_chunks(x.numel())
     args = PrepareInputsArgs(
-        x.data_ptr(),
-        tokens.topk_idx.data_ptr(),
-        tokens.topk_weights.data_ptr(),
-        buffer.x.data_ptr(),
-        buffer.x_sf.data_ptr(),
-        buffer.topk_idx.data_ptr(),
-        buffer.topk_weights.data_ptr(),
-        num_chunks,
-        tokens.topk_idx.numel(),
+        x=x.data_ptr(),
+        topk_idx=tokens.topk_idx.data_ptr(),
+        topk_weights=tokens.topk_weights.data_ptr(),
+        input_x=buffer.x.data_ptr(),
+        input_x_sf=buffer.x_sf.data_ptr(),
+        input_topk_idx=buffer.topk_idx.data_ptr(),
+        input_topk_weights=buffer.topk_weights.data_ptr(),
+        num_chunks=num_chunks,
+        num_slots=tokens.topk_idx.numel(),
+        num_topk=tokens.topk_idx.shape[1],
     )
     # The call that follows names the memory that is written.
     read = {"x": x, "topk_idx": tokens.topk_idx, "topk_weights": tokens.topk_weights}

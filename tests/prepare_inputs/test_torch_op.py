@@ -110,7 +110,13 @@ def test_an_exported_model_runs(strict: bool) -> None:
 def test_the_schema_says_what_is_written() -> None:
     schema = torch.ops.deep_moe.prepare_inputs.default._schema
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["input_x", "input_x_sf", "input_topk_idx", "input_topk_weights"]
+    assert written == [
+        "input_x",
+        "input_x_sf",
+        "input_topk_idx",
+        "input_topk_weights",
+        "expert_load",
+    ]
     assert not schema.returns
 
 

@@ -5,12 +5,16 @@
 // A warp takes num_chunks_per_lane * 32 neighbouring chunks of 8 values; a lane loads a chunk with
 // 16 bytes, and four lanes share a scale. All loads of a lane are under way before anything is
 // stored: the compiler must take it that a store could change what a later load reads.
+//
+// On the way the router's experts may become places of experts (expert_map), padded tokens may lose
+// theirs (token_mask), and what each place got may be counted (expert_load).
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
 
@@ -21,16 +25,25 @@ inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
 
 // Mirrored by jit/kernel_args.py.
 struct PrepareInputsArgs {
-    const void* x;             // bf16 [num_chunks * 8]
-    const void* topk_idx;      // i64 or i32 [num_slots]
-    const void* topk_weights;  // f32 or bf16 [num_slots]
-    void* input_x;             // e4m3 [num_chunks * 8]
-    void* input_x_sf;          // ue8m0 [num_chunks / 4], a multiple of 4: four make a word
-    void* input_topk_idx;      // i64 [num_slots]
-    void* input_topk_weights;  // f32 [num_slots]
+    const void* x;              // bf16 [num_chunks * 8]
+    const void* topk_idx;       // i64 or i32 [num_slots]
+    const void* topk_weights;   // f32 or bf16 [num_slots]
+    void* input_x;              // e4m3 [num_chunks * 8]
+    void* input_x_sf;           // ue8m0 [num_chunks / 4], a multiple of 4: four make a word
+    void* input_topk_idx;       // i64 [num_slots]
+    void* input_topk_weights;   // f32 [num_slots]
+    const uint8_t* token_mask;  // [num_slots / num_topk], 0 or 1
+    const void* expert_map;     // i32 or i64 [num_mapped_experts][num_expert_copies]
+    int32_t* expert_load;       // [num_experts]
     uint32_t num_chunks;
     uint32_t num_slots;
+    uint32_t num_topk;
+    uint32_t num_mapped_experts;
+    uint32_t num_experts;  // of expert_load
 };
+
+// What an expert becomes that expert_map does not know: no call takes it for an expert's place.
+inline constexpr int64_t unknown_expert = INT64_MAX;
 
 // Four lanes that share a scale: the bits of their largest magnitude, in all of them. All 32 lanes.
 __device__ __forceinline__ uint32_t group_amax_bits(uint4 chunk) {
@@ -121,12 +134,59 @@ __device__ __forceinline__ float load_topk_weight(const PrepareInputsArgs& args,
     }
 }
 
+template <class Config>
+__device__ __forceinline__ int64_t load_place(const PrepareInputsArgs& args, int64_t idx) {
+    if constexpr (Config::has_int64_expert_map) {
+        return static_cast<const int64_t*>(args.expert_map)[idx];
+    } else {
+        return static_cast<const int32_t*>(args.expert_map)[idx];
+    }
+}
+
+// Where one of the copies of an expert lies. Tokens take them in turn.
+template <class Config>
+__device__ __forceinline__ int64_t place_of_expert(const PrepareInputsArgs& args, int64_t expert,
+                                                   uint32_t token_idx) {
+    if (expert < 0) return expert;
+    if (expert >= args.num_mapped_experts) return unknown_expert;
+    const int64_t first = expert * Config::num_expert_copies;
+    uint32_t num_copies = 0;
+    while (num_copies < Config::num_expert_copies &&
+           load_place<Config>(args, first + num_copies) >= 0) {
+        ++num_copies;
+    }
+    if (num_copies == 0) return unknown_expert;
+    return load_place<Config>(args, first + token_idx % num_copies);
+}
+
+// The expert of a slot as the call takes it.
+template <class Config>
+__device__ __forceinline__ int64_t expert_of_slot(const PrepareInputsArgs& args,
+                                                  uint32_t slot_idx) {
+    int64_t expert = load_topk_idx<Config>(args, slot_idx);
+    if constexpr (Config::has_token_mask || Config::num_expert_copies != 0) {
+        const uint32_t token_idx = slot_idx / args.num_topk;
+        if constexpr (Config::num_expert_copies != 0) {
+            expert = place_of_expert<Config>(args, expert, token_idx);
+        }
+        if constexpr (Config::has_token_mask) {
+            if (args.token_mask[token_idx] == 0) expert = -1;
+        }
+    }
+    if constexpr (Config::has_expert_load) {
+        if (expert >= 0 && expert < args.num_experts) {
+            ptx::red_add_relaxed_gpu(args.expert_load + expert, 1);
+        }
+    }
+    return expert;
+}
+
 // The router's output, one slot per thread and round.
 template <class Config>
 __device__ __forceinline__ void convert_routing(const PrepareInputsArgs& args, uint32_t first,
                                                 uint32_t stride) {
     for (uint32_t slot_idx = first; slot_idx < args.num_slots; slot_idx += stride) {
-        const int64_t topk_idx = load_topk_idx<Config>(args, slot_idx);
+        const int64_t topk_idx = expert_of_slot<Config>(args, slot_idx);
         const float topk_weight = load_topk_weight<Config>(args, slot_idx);
         static_cast<int64_t*>(args.input_topk_idx)[slot_idx] = topk_idx;
         static_cast<float*>(args.input_topk_weights)[slot_idx] = topk_weight;

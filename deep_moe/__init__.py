@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         inverse_transform_weights,
         transform_weights_for_mega_moe,
     )
-    from .fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+    from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import fp8_fp4_mega_moe
@@ -51,6 +51,7 @@ _MODULES = {
     "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
     "SymmBuffer": "fused.buffer",
+    "buffer_size": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
     "dequantize_mxfp8": "formats.mx",
     "empty_weights_for_mega_moe": "formats.weights",
@@ -75,6 +76,7 @@ __all__ = [
     "MegaMoEWeights",
     "MissingPackageError",
     "SymmBuffer",
+    "buffer_size",
     "checkpoint",
     "compat",
     "dequantize_mxfp4",

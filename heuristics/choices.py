@@ -129,6 +129,7 @@ def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
     """Rows and columns that the kernel counts in 32 bits, as its tensor copies do."""
     sizes = {
         "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
+        "rows that a rank may receive, with their padding": shape.default_pool_tokens,
         "num_max_tokens_per_rank * num_topk": shape.num_max_tokens_per_rank * shape.num_topk,
         "rows of the Linear1 weights": shape.num_experts_per_rank * 2 * shape.intermediate_hidden,
         "rows of the Linear2 weights": shape.num_experts_per_rank * l2_rows_per_expert,
@@ -217,6 +218,46 @@ def choose_waves(
             f"num_experts_per_turn must be 1 to num_experts_per_wave ({num_experts_per_wave}); "
             f"got {num_experts_per_turn}"
         )
+
+
+def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block: int) -> None:
+    """How the pool's rows are used again within a call (layout/pool_ring.cuh); needs all fields of
+    the tile and the schedule. sf_columns_per_block: of the scale arrays, for each pool block.
+
+    A place of the ring is as long as a pool block. An m-block that begins in one of the last places
+    runs on into rows behind them, which belong to no other place, for its rows have to be in one
+    piece.
+    """
+    fields = choices.fields
+    step, max_steps = fields["block_m_step"], fields["block_m"] // fields["block_m_step"]
+    num_places = choices.choose(
+        "num_ring_blocks",
+        min(
+            (shape.num_pool_rows - (fields["block_m"] - step)) // step,
+            shape.num_padded_sf_pool_tokens // sf_columns_per_block,
+        ),
+        f"places of {step} rows, {sf_columns_per_block} scale columns each",
+    )
+    max_padding = shape.num_experts_per_rank * (fields["min_block_m"] - 1)
+    num_max_blocks = (shape.num_max_received + max_padding) // step
+    choices.choose(
+        "pool_wraps",
+        num_places < num_max_blocks,
+        f"a call may have {num_max_blocks} pool blocks",
+    )
+    num_m_blocks = num_places // max_steps  # that certainly fit at once
+    num_clusters = fields["num_sms"] // fields["cluster_size"]
+    num_pairs = ceil_div(fields["num_l1_n_blocks"], fields["cluster_size"])
+    chunk = choices.choose(
+        "num_ring_chunk_m_blocks",
+        max(1, min(ceil_div(num_clusters, num_pairs), num_m_blocks // 3)),
+        "m-blocks whose Linear1 fills the grid once, at most a third of the ring",
+    )
+    choices.choose(
+        "num_ring_lead_chunks",
+        max(1, min(3, num_m_blocks // chunk - 1)),
+        "chunks that Linear1 is ahead of Linear2, with one more to pull tokens into",
+    )
 
 
 def choose_stages(

@@ -78,10 +78,14 @@ class MegaMoEConfig:
     # recording
     trace: bool  # time stamps, see include/deep_moe/trace/tracer.cuh
     # pool
-    num_max_pool_tokens: int
+    num_pool_tokens: int
     num_max_pool_blocks: int
     num_padded_sf_pool_tokens: int
     num_l2_mask_words: int
+    num_ring_blocks: int
+    num_ring_chunk_m_blocks: int
+    num_ring_lead_chunks: int
+    pool_wraps: bool
     # derived
     num_l1_n_blocks: int
     num_l2_n_blocks: int
@@ -243,11 +247,11 @@ def choose_config(
         "num_max_tokens_per_rank": shape.num_max_tokens_per_rank,
         "hidden": shape.hidden,
         "intermediate_hidden": shape.intermediate_hidden,
-        "num_max_pool_tokens": shape.num_max_pool_tokens,
+        "num_pool_tokens": shape.num_pool_rows,
         "num_max_pool_blocks": shape.num_max_pool_blocks,
         "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
     }
-    reasons = {**_SHAPE_REASONS, **reasons}
+    reasons = {**_SHAPE_REASONS, **reasons, **_pool_reasons(shape)}
     return MegaMoEConfig(
         **problem,
         **chosen,
@@ -269,12 +273,24 @@ _SHAPE_REASONS = {
     "num_max_tokens_per_rank": "problem",
     "hidden": "problem",
     "intermediate_hidden": "problem",
-    "num_max_pool_tokens": (
-        "ranks * max tokens * topk + 191 per local expert, up to a multiple of 384"
-    ),
-    "num_max_pool_blocks": "pool tokens / 8, the smallest block of any architecture",
-    "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
+    "num_max_pool_blocks": "rows of a pool without bound / 8, the smallest block there is",
 }
+
+
+def _pool_reasons(shape: MoEShape) -> dict[str, str]:
+    if shape.is_bounded:
+        return {
+            "num_pool_tokens": (
+                f"argument of the buffer: a ring; a call may bring {shape.default_pool_tokens} rows"
+            ),
+            "num_padded_sf_pool_tokens": "two for each row of the ring",
+        }
+    return {
+        "num_pool_tokens": (
+            "ranks * max tokens * topk + 191 per local expert, up to a multiple of 384"
+        ),
+        "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
+    }
 
 
 def _checked_clamp(activation_clamp: float | None) -> float:

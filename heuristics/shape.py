@@ -46,10 +46,13 @@ class MoEShape:
     hidden: width of a token, a multiple of 128.
     intermediate_hidden: width between the two linear layers, a multiple of 128.
     num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
+    num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
+        than a call may bring, the pool is a ring, whose rows are used again within a call. None:
+        as many as a call may bring. As many or more become None.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
-    >>> shape.num_experts_per_rank, shape.num_max_pool_tokens
+    >>> shape.num_experts_per_rank, shape.num_pool_rows
     (32, 22656)
     """
 
@@ -59,6 +62,7 @@ class MoEShape:
     hidden: int
     intermediate_hidden: int
     num_max_tokens_per_rank: int
+    num_pool_tokens: int | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -68,9 +72,11 @@ class MoEShape:
             "hidden": f"a positive multiple of {K_BLOCK}",
             "intermediate_hidden": f"a positive multiple of {K_BLOCK}",
             "num_max_tokens_per_rank": "at least 1",
+            "num_pool_tokens": f"a positive multiple of {POOL_ROUNDING}",
         }
         for field in fields(self):
-            require_int(field.name, getattr(self, field.name), allowed[field.name])
+            if field.name != "num_pool_tokens" or self.num_pool_tokens is not None:
+                require_int(field.name, getattr(self, field.name), allowed[field.name])
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -95,6 +101,17 @@ class MoEShape:
             self.intermediate_hidden >= K_BLOCK and self.intermediate_hidden % K_BLOCK == 0,
         )
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
+        if self.num_pool_tokens is None:
+            return
+        lacking = POOL_ROUNDING - self.num_pool_tokens
+        check(
+            "num_pool_tokens",
+            lacking <= 0,
+            f"{allowed['num_pool_tokens']}, {lacking} rows more at least",
+        )
+        check("num_pool_tokens", self.num_pool_tokens % POOL_ROUNDING == 0)
+        if self.num_pool_tokens >= self.default_pool_tokens:
+            object.__setattr__(self, "num_pool_tokens", None)
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -114,30 +131,51 @@ class MoEShape:
         )
 
     @property
-    def num_max_pool_tokens(self) -> int:
-        """Rows of the token pool: every rank may send all slots of all its tokens here, for a token
-        may name an expert in several slots, and each expert starts on a block boundary, so that
-        behind its last token there are up to 191 rows with the largest blocks. The sum is rounded
-        up, and the same for all block sizes.
+    def num_max_received(self) -> int:
+        """Rows that all ranks may send to one: every slot of all their tokens, for a token may name
+        an expert in several slots."""
+        return self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
 
-        >>> MoEShape(8, 256, 8, 7168, 2048, 256).num_max_pool_tokens  # 2048*8 + 32*191, to 384
+    @property
+    def default_pool_tokens(self) -> int:
+        """Rows of a pool in which every row that a call may bring has its own: all that is
+        received, and, as each expert starts on a block boundary, up to 191 rows behind its last
+        token with the largest blocks. The sum is rounded up, and the same for all block sizes.
+
+        >>> MoEShape(8, 256, 8, 7168, 2048, 256).default_pool_tokens  # 2048*8 + 32*191, to 384
         22656
         """
-        num_received = self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
         padding = self.num_experts_per_rank * (MAX_CANDIDATE_BLOCK_M - 1)
-        return align_up(num_received + padding, POOL_ROUNDING)
+        return align_up(self.num_max_received + padding, POOL_ROUNDING)
+
+    @property
+    def num_pool_rows(self) -> int:
+        """Rows of the pool."""
+        return self.num_pool_tokens or self.default_pool_tokens
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the pool has fewer rows than a call may bring."""
+        return self.num_pool_tokens is not None
 
     @property
     def num_max_pool_blocks(self) -> int:
-        """Blocks of the pool at the smallest block size of any architecture."""
-        return self.num_max_pool_tokens // MIN_BLOCK_M
+        """Blocks that a call may have at the smallest block size of any architecture, whether each
+        has rows of its own or not."""
+        return self.default_pool_tokens // MIN_BLOCK_M
 
     @property
     def num_padded_sf_pool_tokens(self) -> int:
-        """Columns of the pool's scale arrays. Each block's scales are padded to 128 columns; the
-        worst case, blocks of 16 tokens, is used for all, so that the buffer does not depend on
-        the tile that a call picks."""
-        return self.num_max_pool_tokens // 16 * 128
+        """Columns of the pool's scale arrays. Each block's scales are padded to 128 columns. With
+        the worst case of rows it is also the worst case of padding, blocks of 16 tokens, that is
+        used for all, so that the buffer does not depend on the tile that a call picks. A ring has
+        two columns per row: then small blocks find fewer places in it than it has rows.
+
+        >>> MoEShape(8, 256, 8, 7168, 2048, 256, 3840).num_padded_sf_pool_tokens
+        7680
+        """
+        worst_case = self.default_pool_tokens // 16 * 128
+        return min(worst_case, 2 * self.num_pool_rows) if self.is_bounded else worst_case
 
     @property
     def num_l2_mask_words(self) -> int:

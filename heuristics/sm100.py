@@ -14,12 +14,13 @@ from .choices import (
     check_registers,
     choose_blocks,
     choose_combine_chunks,
+    choose_ring,
     choose_stages,
     choose_waves,
     divisors,
     neighbours,
 )
-from .segments import Layout
+from .segments import Layout, align_up
 from .shape import MoEShape
 from .smem_layout import sm100_smem_layout
 from .tmem_layout import sm100_tmem_layout
@@ -171,6 +172,7 @@ def choose_fields(
     choose("num_tmem_columns", tmem.num_bytes, "accumulators and scales, up to a power of two")
 
     choose_waves(shape, expected, choices)
+    choose_ring(shape, choices, sf_columns_per_block=align_up(block_m, BLOCK_N))
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose_combine_chunks(shape, smem_layout, choices)
     return choices.fields, choices.reasons

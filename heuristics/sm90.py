@@ -16,6 +16,7 @@ from .choices import (
     check_registers,
     choose_blocks,
     choose_combine_chunks,
+    choose_ring,
     choose_stages,
     choose_waves,
     divisors,
@@ -357,6 +358,7 @@ def choose_fields(
 
     waves = SHORT_WAVES if expected > block_m and not is_uneven else LONG_WAVES
     choose_waves(shape, expected, choices, **waves)
+    choose_ring(shape, choices, sf_columns_per_block=block_m_step)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(
         "num_block_slots",

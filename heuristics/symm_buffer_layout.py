@@ -27,7 +27,7 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     num_experts_per_rank = shape.num_experts_per_rank
     max_tokens = shape.num_max_tokens_per_rank
     hidden, intermediate = shape.hidden, shape.intermediate_hidden
-    pool_tokens, pool_blocks = shape.num_max_pool_tokens, shape.num_max_pool_blocks
+    pool_tokens, pool_blocks = shape.num_pool_rows, shape.num_max_pool_blocks
     sf_pool_tokens = shape.num_padded_sf_pool_tokens
 
     builder = LayoutBuilder()
@@ -68,6 +68,8 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         "one bit per finished Linear1 n-block",
     )
     control("num_claimed_blocks", "u32", (1,), "SM90: blocks that CTAs took beyond their first")
+    if shape.is_bounded:
+        control("release_count", "u32", (pool_blocks,), "Linear2 blocks that have read the rows")
     builder.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
     control(
         "src_token_topk_idx",

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,22 +147,29 @@ def test_the_table_of_memory_is_what_buffers_and_weights_take():
     assert text == generate_memory.page(), "run python -m docs.generate_memory"
 
 
-@pytest.mark.parametrize("num_max_tokens", [128, 8192])
+@pytest.mark.parametrize(
+    ("num_max_tokens", "num_pool_tokens"), [(128, None), (8192, None), (8192, 24_576)]
+)
 @pytest.mark.parametrize("num_ranks", [8, 64])
-def test_the_formulas_of_memory_hold(num_ranks: int, num_max_tokens: int):
+def test_the_formulas_of_memory_hold(
+    num_ranks: int, num_max_tokens: int, num_pool_tokens: int | None
+):
     """Those of docs/memory.md: exactly for weights, and all but a little for the buffer."""
     shape = preset_shape(
         "deepseek-v4-pro", num_ranks=num_ranks, num_max_tokens_per_rank=num_max_tokens
     )
+    shape = replace(shape, num_pool_tokens=num_pool_tokens)
     hidden, intermediate, topk = shape.hidden, shape.intermediate_hidden, shape.num_topk
     experts, tokens = shape.num_experts_per_rank, num_max_tokens
     weights = target_of("sm_100a").weights_of().tensors(shape).values()
     assert sum(math.prod(sizes) * dtype.itemsize for dtype, sizes in weights) == (
         experts * 3 * hidden * intermediate * 17 // 32
     )
-    pool = -(-(num_ranks * tokens * topk + experts * 191) // 384) * 384
+    pool, scales_share = -(-(num_ranks * tokens * topk + experts * 191) // 384) * 384, 4
+    if num_pool_tokens is not None:
+        pool, scales_share = num_pool_tokens, 16
     num_bytes = (
-        pool * (hidden + intermediate) * 5 // 4
+        pool * (hidden + intermediate) * (1 + scales_share) // scales_share
         + 2 * topk * tokens * hidden
         + 4 * experts * num_ranks * tokens * topk
         + tokens * (hidden + hidden // 32 + 12 * topk)

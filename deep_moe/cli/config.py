@@ -19,6 +19,7 @@ from .options import (
     ModelOption,
     NumSmsOption,
     OverrideOption,
+    PoolTokensOption,
     RanksOption,
     TopkOption,
     find_measurements,
@@ -39,6 +40,7 @@ def config(
     ranks: RanksOption = 8,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens of one call per rank.")] = 256,
     max_tokens: MaxTokensOption = None,
+    pool_tokens: PoolTokensOption = None,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -69,6 +71,7 @@ def config(
         hidden=hidden,
         intermediate=intermediate,
         max_tokens=tokens if max_tokens is None else max_tokens,
+        pool_tokens=pool_tokens,
     )
     explanation = choose_config(
         shape,

@@ -62,6 +62,14 @@ MaxTokensOption = Annotated[
         "--max-tokens", min=1, help="Capacity of the buffer per rank; default: the tokens."
     ),
 ]
+PoolTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pool-tokens",
+        help="Rows of the pool, a multiple of 384, used again within a call where there are too "
+        "few; default: as many as a call may bring.",
+    ),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option("--folder", help="Cache folder; by default DEEP_MOE_CACHE_DIR or the user's."),
@@ -80,6 +88,7 @@ def make_shape(
     hidden: int | None,
     intermediate: int | None,
     max_tokens: int,
+    pool_tokens: int | None = None,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -99,7 +108,12 @@ def make_shape(
         "intermediate_hidden": intermediate,
     }
     sizes |= {name: value for name, value in given.items() if value is not None}
-    return MoEShape(num_ranks=ranks, num_max_tokens_per_rank=max_tokens, **sizes)
+    return MoEShape(
+        num_ranks=ranks,
+        num_max_tokens_per_rank=max_tokens,
+        num_pool_tokens=pool_tokens,
+        **sizes,
+    )
 
 
 def parse_tokens(text: str, num_ranks: int) -> list[int]:

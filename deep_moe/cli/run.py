@@ -22,6 +22,7 @@ from .options import (
     MaxTokensOption,
     ModelOption,
     OverrideOption,
+    PoolTokensOption,
     SeedOption,
     TopkOption,
     make_shape,
@@ -60,6 +61,7 @@ def run(
         str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
     ] = "16",
     max_tokens: MaxTokensOption = None,
+    pool_tokens: PoolTokensOption = None,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -132,13 +134,15 @@ def run(
     overrides = parse_overrides(override)
     call: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "overrides": overrides}
     if checkpoint is None:
-        shape = make_shape(model=model, ranks=ranks, max_tokens=capacity, **sizes)
+        shape = make_shape(
+            model=model, ranks=ranks, max_tokens=capacity, pool_tokens=pool_tokens, **sizes
+        )
         check_call(shape, counts, clamp=clamp, **call)
         whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
-        shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity)
+        shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity, pool_tokens)
         check_call(shape, counts, clamp=clamp, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
@@ -263,7 +267,12 @@ def _made_layer(shape: MoEShape, *, exact: bool, seed: int, sum_bits: int) -> La
 
 
 def _loaded_layer(
-    checkpoint: Path, layer: int, num_ranks: int, num_topk: int | None, max_tokens: int
+    checkpoint: Path,
+    layer: int,
+    num_ranks: int,
+    num_topk: int | None,
+    max_tokens: int,
+    pool_tokens: int | None,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
     from deep_moe.checkpoint.experts import load_experts
@@ -279,6 +288,7 @@ def _loaded_layer(
         hidden=2 * num_packed,
         intermediate_hidden=num_l1_rows // 2,
         num_max_tokens_per_rank=max_tokens,
+        num_pool_tokens=pool_tokens,
     )
     return shape, Layer(l1, l2)
 

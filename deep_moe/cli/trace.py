@@ -18,6 +18,7 @@ from .options import (
     MaxTokensOption,
     ModelOption,
     OverrideOption,
+    PoolTokensOption,
     RanksOption,
     SeedOption,
     TopkOption,
@@ -42,6 +43,7 @@ def trace(
         str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
     ] = "16",
     max_tokens: MaxTokensOption = None,
+    pool_tokens: PoolTokensOption = None,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -78,6 +80,7 @@ def trace(
         model=model,
         ranks=ranks,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
+        pool_tokens=pool_tokens,
         experts=experts,
         topk=topk,
         hidden=hidden,

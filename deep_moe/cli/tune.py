@@ -15,6 +15,7 @@ from .options import (
     IntermediateOption,
     JsonOption,
     ModelOption,
+    PoolTokensOption,
     TopkOption,
     make_shape,
 )
@@ -32,6 +33,7 @@ def tune(
     tokens: Annotated[
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
     ] = DEFAULT_TOKENS,
+    pool_tokens: PoolTokensOption = None,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -87,6 +89,7 @@ def tune(
                 hidden=hidden,
                 intermediate=intermediate,
                 max_tokens=max(sizes),
+                pool_tokens=pool_tokens,
             ),
             tokens=sizes,
             ends=started + budget,

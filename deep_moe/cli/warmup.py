@@ -20,6 +20,7 @@ from .options import (
     ModelOption,
     NumSmsOption,
     OverrideOption,
+    PoolTokensOption,
     RanksOption,
     TopkOption,
     find_measurements,
@@ -39,6 +40,7 @@ def warmup(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Most tokens of one call per rank.")
     ] = 256,
+    pool_tokens: PoolTokensOption = None,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -71,6 +73,7 @@ def warmup(
         hidden=hidden,
         intermediate=intermediate,
         max_tokens=max_tokens,
+        pool_tokens=pool_tokens,
     )
     overrides = parse_overrides(override)
 

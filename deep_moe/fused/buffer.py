@@ -240,12 +240,16 @@ def get_symm_buffer_for_mega_moe(
     hidden: int,
     intermediate_hidden: int,
     *,
+    num_pool_tokens: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for `fp8_fp4_mega_moe`. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
     num_experts: of all ranks together. num_max_tokens_per_rank: most tokens of one call.
+    num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
+        than a call may bring, its rows are used again within a call: the buffer is smaller, and no
+        token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -263,6 +267,7 @@ def get_symm_buffer_for_mega_moe(
         "num_topk": num_topk,
         "hidden": hidden,
         "intermediate_hidden": intermediate_hidden,
+        "num_pool_tokens": num_pool_tokens,
     }
     num_ranks = _num_ranks(group)
     device = _buffer_device(group, device)
@@ -280,6 +285,36 @@ def get_symm_buffer_for_mega_moe(
     else:
         memory = shared_host_memory(group, layout.num_bytes)
     return SymmBuffer(shape, memory, group)
+
+
+def buffer_size(
+    num_ranks: int,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    *,
+    num_pool_tokens: int | None = None,
+) -> int:
+    """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
+    from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
+
+    >>> buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30
+    5.58...
+    >>> buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576) / 2**30
+    1.00...
+    """
+    shape = MoEShape(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        hidden=hidden,
+        intermediate_hidden=intermediate_hidden,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        num_pool_tokens=num_pool_tokens,
+    )
+    return symm_buffer_layout(shape).num_bytes
 
 
 def require_equal(arguments: dict[str, Any], group: ProcessGroup) -> None:

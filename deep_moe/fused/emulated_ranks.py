@@ -40,6 +40,8 @@ class EmulatedRanks:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
+        *,
+        num_pool_tokens: int | None = None,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -48,6 +50,7 @@ class EmulatedRanks:
             hidden=hidden,
             intermediate_hidden=intermediate_hidden,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
+            num_pool_tokens=num_pool_tokens,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

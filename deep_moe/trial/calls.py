@@ -225,6 +225,7 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
         shape.num_topk,
         shape.hidden,
         shape.intermediate_hidden,
+        num_pool_tokens=shape.num_pool_tokens,
     )
 
 
@@ -266,6 +267,7 @@ def _rank_process(
         shape.num_topk,
         shape.hidden,
         shape.intermediate_hidden,
+        num_pool_tokens=shape.num_pool_tokens,
     )
     l1, l2 = (
         (pair.weight.to(device), pair.sf.to(device))

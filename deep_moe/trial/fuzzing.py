@@ -31,7 +31,7 @@ from .synthetic import Tokens, exact_layer, exact_tokens, name_twice, put_nan, r
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
-NUM_KERNEL_AXES = 5  # the first ones, which are compiled in
+NUM_KERNEL_AXES = 6  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -44,6 +44,7 @@ _SHAPES = (
 )
 # At which SiLU is exact, below what gate and up of an exact layer get to.
 _CLAMP = 24.0
+_SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
 @lru_cache
@@ -55,6 +56,8 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
         "clamp": (None, _CLAMP),
+        # Rows: one for each token, or so few that calls with many tokens use them again.
+        "pool": (None, _SMALL_POOL),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
         "tokens": ("any", "few", "many", "one rank has none"),
@@ -110,7 +113,10 @@ class FuzzCase:
             num_topk=num_topk,
             hidden=hidden,
             intermediate_hidden=intermediate_hidden,
-            num_max_tokens_per_rank=_MAX_TOKENS,
+            num_max_tokens_per_rank=(
+                _MAX_TOKENS if self.values["pool"] is None else _MAX_TOKENS_OF_SMALL_POOL
+            ),
+            num_pool_tokens=self.values["pool"],
         )
 
     def inputs(self) -> list[list[Tokens]]:
@@ -179,8 +185,9 @@ class FuzzCase:
 
     def _counts(self, choose: random.Random) -> list[int]:
         """Tokens of each rank."""
-        lowest, highest = {"few": (1, 3), "many": (_MAX_TOKENS - 3, _MAX_TOKENS)}.get(
-            self.values["tokens"], (0, _MAX_TOKENS)
+        most = self.shape.num_max_tokens_per_rank
+        lowest, highest = {"few": (1, 3), "many": (most - 3, most)}.get(
+            self.values["tokens"], (0, most)
         )
         counts = [choose.randint(lowest, highest) for _ in range(self.shape.num_ranks)]
         if self.values["tokens"] == "one rank has none":

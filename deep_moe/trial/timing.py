@@ -43,6 +43,7 @@ class TimedLayer:
             shape.num_topk,
             shape.hidden,
             shape.intermediate_hidden,
+            num_pool_tokens=shape.num_pool_tokens,
             device=device,
         )
         self.weights = transform_weights_for_mega_moe(layer.l1, layer.l2, arch=arch)

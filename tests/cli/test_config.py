@@ -37,7 +37,7 @@ def test_worked_case_of_the_stages_and_the_wave():
 
 
 def test_worked_case_of_the_pool():
-    assert fields("--model", "deepseek-v3", "--tokens", "256")["num_max_pool_tokens"] == 22656
+    assert fields("--model", "deepseek-v3", "--tokens", "256")["num_pool_tokens"] == 22656
 
 
 def test_the_printed_maps_add_up_to_the_declared_sizes():

@@ -111,7 +111,7 @@ def test_symmetric_buffer_segments_come_in_the_agreed_order():
 
 def test_symmetric_buffer_shapes():
     layout = symm_buffer_layout(SMALL)
-    pool = SMALL.num_max_pool_tokens
+    pool = SMALL.num_pool_rows
     assert layout["expert_recv_count"].shape == (2, 4)
     assert layout["src_token_topk_idx"].shape == (4, 2, 16 * 3)
     assert layout["token_src_metadata"].shape == (pool, 3)
@@ -120,6 +120,19 @@ def test_symmetric_buffer_shapes():
     assert layout["l1_token_sf"].shape == (2, pool // 16 * 128)
     assert layout["l2_tokens"].shape == (pool, 128)
     assert layout["combine"].shape == (3, 16, 256)
+
+
+def test_a_ring_has_fewer_rows_and_a_count_of_releases():
+    bounded = dataclasses.replace(SMALL, num_pool_tokens=384)
+    unbounded, ring = symm_buffer_layout(SMALL), symm_buffer_layout(bounded)
+    assert ring["release_count"].shape == ring["l1_arrival_count"].shape
+    assert ring["release_count"].end <= ring.mark("zeroed_end") == ring["src_token_topk_idx"].offset
+    assert ring["token_src_metadata"].shape == (384, 3)
+    assert ring["l1_token_sf"].shape == (2, 768)
+    assert ring["l2_tokens"].shape == (384, 128)
+    for name in ("l1_arrival_count", "l2_arrival_mask", "combine", "input_x"):
+        assert ring[name].shape == unbounded[name].shape
+    assert "release_count" not in [segment.name for segment in unbounded.segments]
 
 
 def test_the_words_that_each_call_zeroes_are_contiguous():

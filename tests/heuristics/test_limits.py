@@ -95,16 +95,14 @@ def check_within_limits(config):
     if config.arch == "sm_100a":  # SM90 has one factor per token, at the token's own column
         num_warpgroups = config.num_epilogue_warps // 4
         assert config.block_m // num_warpgroups % config.store_block_m == 0
-        assert config.num_max_pool_tokens % config.block_m == 0
-        assert config.num_max_pool_tokens // config.block_m * padded_block_m <= (
+        assert config.num_pool_tokens % config.block_m == 0
+        assert config.num_pool_tokens // config.block_m * padded_block_m <= (
             config.num_padded_sf_pool_tokens
         )
     # Every expert's last block may be all but empty.
     received = config.num_ranks * config.num_max_tokens_per_rank
     received *= config.num_topk
-    assert received + config.num_experts_per_rank * (config.block_m - 1) <= (
-        config.num_max_pool_tokens
-    )
+    assert received + config.num_experts_per_rank * (config.block_m - 1) <= (config.num_pool_tokens)
     assert config.num_l2_mask_words * 64 >= config.num_l1_n_blocks
 
 

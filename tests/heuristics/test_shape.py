@@ -17,14 +17,14 @@ VALID = {
 def test_pool_of_the_worked_case():
     # 8*256 tokens * 8 slots + 32 experts * 191 rows of padding = 22496, up to a multiple of 384
     shape = MoEShape(**VALID)
-    assert shape.num_max_pool_tokens == 22656
+    assert shape.num_pool_rows == 22656
     assert shape.num_max_pool_blocks == 22656 // 8
     assert shape.num_padded_sf_pool_tokens == 22656 * 8
 
 
 def test_every_slot_may_be_copied_even_if_there_are_more_than_local_experts():
     shape = MoEShape(**{**VALID, "num_experts": 16})  # 2 local experts, 8 slots
-    assert shape.num_max_pool_tokens == 16896  # 2048*8 + 2*191 = 16766
+    assert shape.num_pool_rows == 16896  # 2048*8 + 2*191 = 16766
     assert 16896 % 384 == 0
 
 
@@ -42,7 +42,44 @@ def test_whatever_is_sent_fits_into_the_pool_with_every_tile(block_m, num_expert
         num_left -= counts[-1]
     rows = sum(-(-count // block_m) * block_m for count in counts)
     assert num_left == 0
-    assert rows <= shape.num_max_pool_tokens
+    assert rows <= shape.num_pool_rows
+
+
+def test_a_pool_without_bound_is_the_worst_case():
+    unbounded = MoEShape(**VALID)
+    assert unbounded.num_pool_rows == unbounded.default_pool_tokens
+    assert not unbounded.is_bounded
+    # More than that is of no use.
+    for num_pool_tokens in (None, unbounded.default_pool_tokens, 384_000):
+        assert MoEShape(**VALID, num_pool_tokens=num_pool_tokens) == unbounded
+
+
+def test_a_bounded_pool_keeps_the_counters_of_all_blocks():
+    bounded = MoEShape(**VALID, num_pool_tokens=384)
+    assert bounded.is_bounded
+    assert bounded.num_pool_rows == 384
+    assert bounded.num_padded_sf_pool_tokens == 768
+    assert bounded.num_max_pool_blocks == 22656 // 8
+    assert bounded.num_max_received == 8 * 256 * 8
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "num_pool_tokens must be a positive multiple of 384, 384 rows more at least; got 0"),
+        (256, "num_pool_tokens must be .* of 384, 128 rows more at least; got 256"),
+        (-384, "num_pool_tokens must be .* of 384, 768 rows more at least; got -384"),
+        (400, "num_pool_tokens must be a positive multiple of 384; got 400"),
+    ],
+)
+def test_a_pool_that_no_kernel_can_use_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        MoEShape(**VALID, num_pool_tokens=value)
+
+
+def test_a_pool_is_counted_in_whole_rows():
+    with pytest.raises(TypeError, match=r"num_pool_tokens must be an int, .* 384; got 384\.0"):
+        MoEShape(**VALID, num_pool_tokens=384.0)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class LayerCase:
             shape.num_topk,
             shape.hidden,
             shape.intermediate_hidden,
+            num_pool_tokens=shape.num_pool_tokens,
         )
         self.weights = [
             transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks), arch=arch)

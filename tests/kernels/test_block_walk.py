@@ -148,6 +148,137 @@ def test_every_cta_walks_its_share_of_the_list(
         assert walked_blocks(ranks, cta) == blocks_of_cta(config, counts.tolist(), cta)
 
 
+@dataclass(frozen=True)
+class MBlock:
+    expert: int
+    m_block: int
+    pool_block: int
+    num_pool_blocks: int
+    num_valid_rows: int
+
+
+def m_blocks_in_order(config: MegaMoEConfig, counts: list[int]) -> list[MBlock]:
+    """Those of all experts, in the order of the pool: of each expert as few as can be, as equal as
+    the steps allow, the larger ones first."""
+    m_blocks = []
+    pool_block = 0
+    step = config.block_m_step
+    for expert, count in enumerate(counts):
+        num_tiles = -(-count // config.block_m)
+        num_steps = max(-(-count // step), num_tiles * config.min_block_m // step)
+        for i in range(num_tiles):
+            size = num_steps // num_tiles + (i < num_steps % num_tiles)
+            valid = min(count, size * step)
+            m_blocks.append(MBlock(expert, i, pool_block, size, valid))
+            pool_block += size
+            count -= valid
+    return m_blocks
+
+
+def pairs_by_chunks(config: MegaMoEConfig, m_blocks: list[MBlock]) -> list[tuple[int, MBlock, int]]:
+    """Phase, m-block and pair of n-blocks: Linear1 of the first chunks, then by turns Linear2 of a
+    chunk and Linear1 of one further on."""
+    size, lead = config.num_ring_chunk_m_blocks, config.num_ring_lead_chunks
+    chunks = [m_blocks[i : i + size] for i in range(0, len(m_blocks), size)]
+    order = [(0, chunk) for chunk in chunks[:lead]]
+    for idx, chunk in enumerate(chunks):
+        order += [(1, chunk)]
+        order += [(0, chunk) for chunk in chunks[idx + lead : idx + lead + 1]]
+    return [
+        (phase, m_block, pair)
+        for phase, chunk in order
+        for m_block in chunk
+        for pair in range(
+            -(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // config.cluster_size)
+        )
+    ]
+
+
+RING_COUNTS = {
+    "of all sizes": [70, 0, 1, 190, 16, 0, 0, 333, 129, 2, 64, 65],
+    "one expert": [0, 0, 0, 0, 0, 1111, 0, 0, 0, 0, 0, 0],
+    "small": [17] * 12,
+    "as many as fit": [30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 20],
+}
+
+
+@pytest.mark.parametrize("counts", RING_COUNTS.values(), ids=RING_COUNTS)
+@pytest.mark.parametrize(
+    ("arch", "tile", "num_pool_tokens"),
+    [
+        ("sm_100a", {"block_m": 16}, 384),
+        ("sm_100a", {"block_m": 192}, 384),
+        ("sm_100a", {"block_m": 32}, 1152),
+        ("sm_90a", {"block_m": 24}, 384),
+        ("sm_90a", {"block_m": 128, "block_m_step": 32}, 384),
+        ("sm_90a", {"block_m": 64, "block_m_step": 8}, 768),
+    ],
+)
+def test_a_ring_is_walked_by_chunks(
+    make_config: Any,
+    make_ranks: Any,
+    arch: str,
+    tile: dict[str, int],
+    num_pool_tokens: int,
+    counts: list[int],
+) -> None:
+    """And Linear2 of whatever has had a row stands in front of Linear1 of who has it next."""
+    config = make_config(
+        1111,
+        arch=arch,
+        num_sms=6,
+        num_experts=len(counts),
+        hidden=384,
+        intermediate_hidden=128,
+        num_pool_tokens=num_pool_tokens,
+        overrides={**tile, "num_experts_per_wave": 12, "num_experts_per_turn": 12},
+    )
+    assert config.pool_wraps
+    ranks = make_ranks(config, output_bytes=4 * config.num_sms * (1 + 6 * MAX_BLOCKS))
+    publish(ranks, counts)
+
+    ranks.run(KERNEL)
+
+    m_blocks = m_blocks_in_order(config, counts)
+    num_places = config.num_ring_blocks
+    if sum(m_block.num_pool_blocks for m_block in m_blocks) <= num_places:
+        pairs = [
+            (phase, m_block, pair)
+            for phase in (0, 1)
+            for m_block in m_blocks
+            for pair in range(
+                -(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // config.cluster_size)
+            )
+        ]
+    else:
+        pairs = pairs_by_chunks(config, m_blocks)
+    for cta in range(config.num_sms):
+        cluster, cta_rank = divmod(cta, config.cluster_size)
+        assert walked_blocks(ranks, cta) == [
+            Block(
+                phase,
+                m_block.expert,
+                m_block.m_block,
+                config.cluster_size * pair + cta_rank,
+                m_block.pool_block,
+                m_block.num_valid_rows,
+            )
+            for phase, m_block, pair in pairs[cluster :: config.num_sms // config.cluster_size]
+        ]
+
+    done = {}  # the place of its last Linear2 block in the list, by pool block
+    begun = {}  # of the first Linear1 block, by m-block
+    for place, (phase, m_block, _) in enumerate(pairs):
+        if phase == 0:
+            begun.setdefault(m_block, place)
+        else:
+            for i in range(m_block.num_pool_blocks):
+                done[m_block.pool_block + i] = place
+    for m_block, place in begun.items():
+        end = m_block.pool_block + m_block.num_pool_blocks - num_places
+        assert all(done[pool_block] < place for pool_block in range(end))
+
+
 def test_no_tokens_give_no_blocks(make_config: Any, make_ranks: Any) -> None:
     ranks = make_ranks(make_config(num_sms=2), output_bytes=8 * (1 + 6 * MAX_BLOCKS))
     publish(ranks, [0, 0, 0, 0])
@@ -159,14 +290,14 @@ def test_more_tokens_than_the_pool_holds_are_refused(make_config: Any, make_rank
     config = make_config(overrides={"block_m": 16})
     ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
     # One block too many, though the tokens alone would fit.
-    counts = [config.num_max_pool_tokens - 3 * 16 + 1, 1, 1, 1]
+    counts = [config.num_pool_tokens - 3 * 16 + 1, 1, 1, 1]
     publish(ranks, counts)
     ranks.run(KERNEL)
     status = ranks.statuses[0]
     assert (status.code, status.expected, status.seen) == (
         2,
-        config.num_max_pool_tokens,
-        config.num_max_pool_tokens + 16,
+        config.num_pool_tokens,
+        config.num_pool_tokens + 16,
     )
     assert walked_blocks(ranks, 0) == []
 
@@ -174,7 +305,7 @@ def test_more_tokens_than_the_pool_holds_are_refused(make_config: Any, make_rank
 def test_the_largest_number_of_tokens_fits(make_config: Any, make_ranks: Any) -> None:
     config = make_config(overrides={"block_m": 16})
     ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
-    publish(ranks, [config.num_max_pool_tokens - 3 * 16, 1, 1, 1])
+    publish(ranks, [config.num_pool_tokens - 3 * 16, 1, 1, 1])
     ranks.run(KERNEL)
     assert ranks.statuses[0].code == 0
     assert walked_blocks(ranks, 0) != []

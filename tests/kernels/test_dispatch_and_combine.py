@@ -407,7 +407,7 @@ def test_an_overfull_pool_is_reported_and_nothing_is_written(
     """Everything that ranks can send fits, so the kernel is told of a pool that is too small."""
 
     def make_smaller(*arguments: Any, **options: Any) -> MegaMoEConfig:
-        return replace(make_config(*arguments, **options), num_max_pool_tokens=768)
+        return replace(make_config(*arguments, **options), num_pool_tokens=768)
 
     call = make_call(
         make_smaller,

@@ -73,12 +73,12 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     for (uint32_t i = 0; i < args.num_tokens; ++i) {
         uint32_t* const in = words + 12 * i;
         const sm90::BlockHeader header{
-            {static_cast<Phase>(in[0]), in[1], in[2], in[3]}, in[4], in[5]};
+            {static_cast<Phase>(in[0] & 1), in[1], in[2], in[3], in[0] >> 1 != 0}, in[4], in[5]};
         if (threadIdx.x == 0) sm90::store_header(ptx::shared_address(&slot), header);
         __syncwarp();
-        const sm90::BlockHeader loaded = sm90::load_header(ptx::shared_address(&slot));
+        const sm90::BlockHeader loaded = sm90::load_header<Config>(ptx::shared_address(&slot));
         if (threadIdx.x == 0) {
-            in[6] = static_cast<uint32_t>(loaded.phase);
+            in[6] = static_cast<uint32_t>(loaded.phase) | uint32_t{loaded.is_reused} << 1;
             in[7] = loaded.pool_block_idx;
             in[8] = loaded.num_rows;
             in[9] = loaded.num_valid_rows;
@@ -176,6 +176,21 @@ def test_headers_carry_every_field_whole(make_config: Any, make_ranks: Any) -> N
         [1, 0x00010000, 8, 1, 0xFFFFFFFF, 0x7FFFFFFF],
     ]
     ranks = make_ranks(make_config(arch="sm_90a"), output_bytes=4 * 12 * len(headers))
+    ranks.output(0, np.uint32, len(headers), 12)[:, :6] = headers
+    ranks.run(HEADER_KERNEL, num_tokens=[len(headers)])
+    assert ranks.output(0, np.uint32, len(headers), 12)[:, 6:].tolist() == headers
+
+
+def test_headers_say_whose_rows_are_used_again(make_config: Any, make_ranks: Any) -> None:
+    """Above the phase, in these words."""
+    headers = [
+        [phase | is_reused << 1, 7, 256, 255, 3, 5] for phase in (0, 1) for is_reused in (0, 1)
+    ]
+    config = make_config(
+        200, arch="sm_90a", num_pool_tokens=384, overrides={"block_m": 8, "num_stages": 2}
+    )
+    assert config.pool_wraps
+    ranks = make_ranks(config, output_bytes=4 * 12 * len(headers))
     ranks.output(0, np.uint32, len(headers), 12)[:, :6] = headers
     ranks.run(HEADER_KERNEL, num_tokens=[len(headers)])
     assert ranks.output(0, np.uint32, len(headers), 12)[:, 6:].tolist() == headers

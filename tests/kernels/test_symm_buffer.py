@@ -45,9 +45,9 @@ def last_place(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size - 1 for size in shape[: num_indices(name, shape)])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "num_pool_tokens"), [(1, None), (3, None), (3, 384)])
 def test_every_segment_is_reached_by_its_name(
-    make_config: Any, make_ranks: Any, num_ranks: int
+    make_config: Any, make_ranks: Any, num_ranks: int, num_pool_tokens: int | None
 ) -> None:
     config = make_config(
         13,
@@ -56,6 +56,7 @@ def test_every_segment_is_reached_by_its_name(
         num_topk=3,
         hidden=384,
         intermediate_hidden=4224,
+        num_pool_tokens=num_pool_tokens,
     )
     segments = config.symm_buffer_layout.segments
     expected = {}  # byte by accessor and its last arguments

@@ -575,6 +575,41 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     M("chunks_behind_the_last_written", removed("chunk_exists"), "misuse"),
+    # ---- a pool whose rows are used again within a call
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test="test_small_rings::test_a_small_ring",
+            arguments={"arch": arch, "schedule": "random"},
+            arch=arch,
+        )
+        for arch in ("sm_90a", "sm_100a")
+        for name, edit, catcher in (
+            ("rows_not_awaited", removed("rows_awaited"), "race|result|misuse"),
+            ("rows_without_fence", removed("rows_fence"), "race"),
+            (
+                "rows_released_without_order",
+                replaced("rows_released", "red_add_release_gpu", "red_add_relaxed_gpu"),
+                "race",
+            ),
+            ("releases_kept", removed("releases_zeroed"), "result"),
+            (
+                "place_of_neighbour",
+                replaced("ring_place", "num_blocks", "(num_blocks - 1)"),
+                "race",
+            ),
+        )
+    ),
+    M(
+        "rows_released_before_read",
+        removed("destinations_read"),
+        "race",
+        arch="sm_100a",
+        test="test_small_rings::test_a_small_ring",
+        arguments={"arch": "sm_100a", "schedule": "random"},
+    ),
     # ---- sizes and inputs that the two calls do not have
     M(
         "count_of_16_bits",

@@ -5,6 +5,7 @@
 
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
@@ -67,6 +68,12 @@ __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local
          num_threads);  //~ l2_arrivals_zeroed
 
     zero(local.num_claimed_blocks(), 1, thread_idx, num_threads);  //~ claims_zeroed
+    if constexpr (PoolRing<Config>::wraps) {
+        if (counts.num_reused_blocks() != 0) {
+            //~ releases_zeroed
+            zero(local.release_count(0), num_pool_blocks, thread_idx, num_threads);
+        }
+    }
 
     int32_t* const stats = args.cumulative_local_expert_recv_stats;
     if (stats == nullptr || thread_idx >= warp_size) return;  //~ stats_once

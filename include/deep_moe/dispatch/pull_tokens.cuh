@@ -9,12 +9,15 @@
 
 #include "deep_moe/dispatch/min_peeling.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -30,9 +33,10 @@ namespace deep_moe {
 //       stored to the pool. They may be read and written as they are; every lane that did runs
 //       fence.proxy.async.shared::cta afterwards.
 struct PulledToken {
-    uint32_t pool_block_idx;  // of its m-block, the first
-    uint32_t row_idx;         // in the m-block, 0..block_m - 1
-    uint32_t pool_token_idx;
+    uint32_t pool_block_idx;   // of its m-block, the first
+    uint32_t num_pool_blocks;  // of its m-block
+    uint32_t row_idx;          // in the m-block, 0..block_m - 1
+    uint32_t pool_token_idx;   // the row of the pool
     TokenSource source;
 };
 
@@ -41,6 +45,7 @@ struct PulledToken {
 template <class Config>
 class PoolWalk {
     static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
+    using Ring = PoolRing<Config>;
 
  public:
     __device__ PoolWalk(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
@@ -51,10 +56,16 @@ class PoolWalk {
         if (token_idx >= expert_end_ && !enter_expert_of(token_idx)) return false;
         const uint32_t idx_in_expert = token_idx - expert_begin_;
         const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
-        const uint32_t first_pool_block = tiles.first_pool_block(tiles.m_block_of(idx_in_expert));
+        const uint32_t m_block_idx = tiles.m_block_of(idx_in_expert);
+        const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
         token.pool_block_idx = place_.pool_block_idx + first_pool_block;
+        token.num_pool_blocks = tiles.num_pool_blocks(m_block_idx);
         token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;  //~ pull_row
-        token.pool_token_idx = place_.pool_block_idx * Config::block_m_step + idx_in_expert;
+        if constexpr (Ring::wraps) {
+            token.pool_token_idx = Ring::first_row(token.pool_block_idx) + token.row_idx;
+        } else {
+            token.pool_token_idx = place_.pool_block_idx * Config::block_m_step + idx_in_expert;
+        }
 
         const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
         const uint32_t slot =
@@ -97,6 +108,28 @@ class PoolWalk {
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 
+// Where the pool is a ring: waits until the token's row is no longer needed by those that had it
+// before. A whole warp, which may write it then, by bulk copy too. False after an abort.
+//
+// It waits for the whole m-block, whose padding nobody else waits for: so who had a row in any
+// earlier round is done with it, too. All those blocks stand in the list before Linear1 of this one
+// (block_walk.cuh), so that they are done without it.
+template <class Config>
+__device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& token,
+                           Waiter& waiter) {
+    const uint32_t lane_block_idx = token.pool_block_idx + ptx::lane_idx();
+    bool released = true;
+    if (ptx::lane_idx() < token.num_pool_blocks && lane_block_idx >= PoolRing<Config>::num_blocks) {
+        const uint32_t* count = local.release_count(lane_block_idx - PoolRing<Config>::num_blocks);
+        released = waiter.until(WaitSite::rows_released, num_releases<Config>,
+                                [&] { return ptx::ld_acquire_gpu(count); });
+    }
+    if (!waiter.warp_agrees(released)) return false;
+    // Copies into the pool come behind what was acquired.
+    ptx::fence_proxy_async_global();  //~ rows_fence
+    return true;
+}
+
 // All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: hidden bytes of this
 // warp's own in shared memory; `pull_barrier`: one arrival plus hidden bytes per token, first phase
 // 0.
@@ -125,6 +158,9 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
                                              Config::hidden, pull_barrier);
             const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
             topk_weight = *source.input_topk_weights(slot);
+        }
+        if constexpr (PoolRing<Config>::wraps) {
+            if (!await_rows(local, token, waiter)) return false;  //~ rows_awaited
         }
         PullPolicy policy;
         policy.store_scales(local, source, token);

@@ -14,6 +14,7 @@ struct BlockRows {
     uint32_t pool_block_idx;  // the m-block's first; its counters are those of the m-block
     uint32_t num_rows;        // of the m-block, up to block_m
     uint32_t num_valid_rows;  // tokens in it, at least 1
+    bool is_reused;           // other tokens of this call wait for its rows (pool_ring.cuh)
 };
 
 struct Block : BlockRows {

@@ -5,6 +5,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/fence.cuh"
@@ -49,7 +50,13 @@ class ExpertCounts {
     }
     // Of all local experts.
     __device__ uint32_t num_received_tokens() const;
+    __device__ uint32_t num_m_blocks_in_use() const;
     __device__ uint32_t num_pool_blocks_in_use() const;
+    // Pool blocks whose rows others use after them.
+    __device__ uint32_t num_reused_blocks() const {
+        const uint32_t num_blocks = num_pool_blocks_in_use();
+        return num_blocks - min(num_blocks, PoolRing<Config>::num_blocks);
+    }
     // Whether the counts differ by clearly more than chance makes them.
     __device__ bool is_uneven(uint32_t num_received_tokens) const;
 
@@ -130,11 +137,12 @@ __device__ bool ExpertCounts<Config>::fetch(const SymmBuffer<Config>& local, Wai
     }
     if (!waiter.warp_agrees(arrived)) return false;
 
+    if constexpr (PoolRing<Config>::wraps) return true;
     // All warps of the rank see the same counts, so all of them stop here together.
     const uint32_t num_pool_tokens = num_pool_blocks_in_use() * Config::block_m_step;
-    const bool fits = num_pool_tokens <= Config::num_max_pool_tokens;
+    const bool fits = num_pool_tokens <= Config::num_pool_tokens;
     if (!fits && ptx::lane_idx() == 0) {
-        waiter.fail(WaitCode::pool_overflow, WaitSite::expert_counts, Config::num_max_pool_tokens,
+        waiter.fail(WaitCode::pool_overflow, WaitSite::expert_counts, Config::num_pool_tokens,
                     num_pool_tokens);
     }
     return waiter.warp_agrees(fits);
@@ -220,6 +228,16 @@ __device__ bool ExpertCounts<Config>::is_uneven(uint32_t num_received_tokens) co
     const float deviation = static_cast<float>(ptx::redux_sync_add(mine)) / num_experts;
     const float of_mean = static_cast<float>(mean);
     return deviation * deviation > 0.64f * of_mean * (1.0f + variation * variation * of_mean);
+}
+
+template <class Config>
+__device__ uint32_t ExpertCounts<Config>::num_m_blocks_in_use() const {
+    uint32_t mine = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        mine += ExpertTiles<Config>(num_tokens_[i]).num_m_blocks();
+    }
+    return ptx::redux_sync_add(mine);
 }
 
 template <class Config>

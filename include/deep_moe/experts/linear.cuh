@@ -71,9 +71,11 @@ class LinearOf {
         return is_first_ ? First::num_n_blocks : Second::num_n_blocks;
     }
     // Clusters take n-blocks in pairs (block_walk.cuh).
+    template <Phase phase>
+    static constexpr uint32_t num_pairs =
+        ceil_div(Linear<Config, phase>::num_n_blocks, Config::cluster_size);
     __device__ uint32_t num_n_block_pairs() const {
-        return is_first_ ? ceil_div(First::num_n_blocks, Config::cluster_size)
-                         : ceil_div(Second::num_n_blocks, Config::cluster_size);
+        return is_first_ ? num_pairs<Phase::linear1> : num_pairs<Phase::linear2>;
     }
     // Local expert and n-block as one number. A cluster's CTAs may have an n-block behind an odd
     // last one.

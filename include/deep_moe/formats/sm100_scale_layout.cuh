@@ -3,6 +3,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/math.cuh"
 
 namespace deep_moe::sm100 {
@@ -14,8 +15,8 @@ template <class Config>
 __device__ __forceinline__ uint32_t sf_pool_token_idx(uint32_t pool_block_idx, uint32_t row) {
     const uint32_t group = row / 128;
     const uint32_t row_in_group = row % 128;
-    return pool_block_idx * align_up(Config::block_m, 128u) + group * 128 +
-           (row_in_group % 32) * 4 + row_in_group / 32;
+    return PoolRing<Config>::place_of(pool_block_idx) * align_up(Config::block_m, 128u) +
+           group * 128 + (row_in_group % 32) * 4 + row_in_group / 32;
 }
 
 }  // namespace deep_moe::sm100

@@ -62,6 +62,11 @@ class SymmBuffer {
     __device__ uint32_t* num_claimed_blocks() const {
         return at<typename Symm::num_claimed_blocks_element>(Symm::num_claimed_blocks_offset);
     }
+    // Where the pool is a ring: Linear2 blocks that need the rows of the pool block no more.
+    __device__ uint32_t* release_count(uint32_t pool_block_idx) const {
+        return at<typename Symm::release_count_element>(Symm::release_count_offset) +
+               pool_block_idx;  // [pool_blocks]
+    }
 
     // Written before it is read in every call, so never cleaned.
     // token_idx * num_topk + topk_idx on the source rank.

@@ -38,6 +38,7 @@ enum class WaitSite : uint32_t {
     accumulator_full = 12,            // a complete accumulator, to read
     block_header = 13,                // the next block, from the weight loader
     results_stored = 14,              // results of this CTA's block, to publish Linear1's
+    rows_released = 15,               // rows of the pool that an earlier block uses, for a token
 };
 
 struct RankSet {
@@ -150,6 +151,7 @@ class Waiter {
             case WaitSite::rank_barrier_after_cleanup:
                 return limit_across_ranks;
             case WaitSite::l1_block_arrival:
+            case WaitSite::rows_released:
                 return limit_of_dispatch;
             default:
                 return limit_behind_dispatch;

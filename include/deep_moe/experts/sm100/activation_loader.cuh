@@ -9,6 +9,7 @@
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
@@ -43,10 +44,11 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         // Tokens are split in the middle of what the MMA takes, which depends on how many there
         // are; the copy always brings block_m / 2 rows, the last of which may go unused.
         //~ half_tile
-        const uint32_t first_row = block.pool_block_idx * Config::block_m +
+        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) +
                                    ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
         // Both CTAs need the scales of all tokens.
-        const uint32_t first_sf = block.pool_block_idx * smem.sf_block_m;
+        const uint32_t first_sf =
+            PoolRing<Config>::place_of(block.pool_block_idx) * smem.sf_block_m;
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             //~ token_stage_free

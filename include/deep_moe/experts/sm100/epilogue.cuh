@@ -4,12 +4,14 @@
 #include "deep_moe/experts/block_walk.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/l1_epilogue.cuh"
 #include "deep_moe/experts/sm100/l2_epilogue.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
@@ -66,6 +68,14 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
             l1_epilogue.run(block, accumulator);
         } else {
             l2_epilogue.run(block, accumulator);
+            if constexpr (PoolRing<Config>::wraps) {
+                // The products are complete, so both CTAs' copies are. Every warp reads where its
+                // rows go; behind the barrier all have.
+                if (block.is_reused) {
+                    warp.sync_all();  //~ destinations_read
+                    if (epilogue_warp_idx == 0) release_rows(local, block);
+                }
+            }
         }
     }
     trace.mark(TraceStep::end);

@@ -15,6 +15,7 @@
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm100_scale_layout.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
@@ -104,7 +105,7 @@ class L1Epilogue {
                                  SwigluAtom (&atoms)[Warp::atoms_per_tile]) const {
         const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
         const float* topk_weights =
-            local_.l1_topk_weights(block.pool_block_idx * Config::block_m + token);
+            local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
@@ -155,7 +156,7 @@ class L1Epilogue {
         if (issues_stores()) {
             ptx::cp_async_bulk_tensor_2d_global_shared(
                 &args_.l1_output, staging, block.n_block_idx * Smem::l1_output_row_bytes,
-                block.pool_block_idx * Config::block_m + token);
+                PoolRing<Config>::first_row(block.pool_block_idx) + token);
             ptx::cp_async_bulk_commit_group();
         }
         __syncwarp();

@@ -5,6 +5,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/layout/token_source.cuh"
@@ -62,8 +63,8 @@ class L2Epilogue {
             const uint32_t row = token + row_of_step(i);
             destinations[i] = nullptr;
             if (row >= block.num_valid_rows) continue;  //~ l2_valid_row
-            const TokenSource source =
-                *ranks_.local().token_src_metadata(block.pool_block_idx * Config::block_m + row);
+            const TokenSource source = *ranks_.local().token_src_metadata(
+                PoolRing<Config>::first_row(block.pool_block_idx) + row);
             uint16_t* token_row =
                 ranks_.of(source.rank_idx).combine(source.topk_idx, source.token_idx);
             destinations[i] =

@@ -12,6 +12,7 @@
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/formats/sm90_linear2_scale.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -61,7 +62,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                   slots.parity)) {
             return;
         }
-        const BlockHeader block = load_header(smem.block_headers(slots.stage));
+        const BlockHeader block = load_header<Config>(smem.block_headers(slots.stage));
         if (block.num_rows == 0) break;
         const LinearOf<Config> linear(block.phase);
         const bool is_linear1 = block.phase == Phase::linear1;
@@ -70,7 +71,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         trace.mark(linear.load_step());
 
         const uint32_t num_k_blocks = linear.num_k_blocks();
-        const uint32_t first_row = block.pool_block_idx * Config::block_m_step;
+        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx);
         const TileCopy<Config> copy(args, block);
         const bool has_own_scales =
             !is_linear1 && (ptx::ld_relaxed_gpu(local.l1_arrival_count(block.pool_block_idx)) &

@@ -20,6 +20,7 @@
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm90_linear2_scale.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/convert.cuh"
@@ -147,8 +148,8 @@ class L1Epilogue {
         }
         ptx::st_shared_u32(smem_.amax_exchange(turn_, row),
                            __float_as_uint(e4m3_factor(amax, byte)));
-        *local_.l2_token_sf(block.n_block_idx, block.pool_block_idx * Config::block_m_step + row) =
-            byte << 23;
+        *local_.l2_token_sf(block.n_block_idx,
+                            PoolRing<Config>::first_row(block.pool_block_idx) + row) = byte << 23;
     }
 
     // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
@@ -160,7 +161,7 @@ class L1Epilogue {
         constexpr uint32_t lane_of_next_row = 4;
         const uint32_t first = thread_.first_token() + is_odd;
         uint8_t* const token =
-            local_.l2_tokens(block.pool_block_idx * Config::block_m_step + first) +
+            local_.l2_tokens(PoolRing<Config>::first_row(block.pool_block_idx) + first) +
             block.n_block_idx * (Config::block_n / 2) + byte_idx();
         for_each_8_rows<num_rows>([&](uint32_t j) {
             const float2 factor = load_pair(smem_.amax_exchange(turn_, 0), j);

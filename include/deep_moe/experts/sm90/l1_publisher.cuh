@@ -10,12 +10,17 @@
 // With the smallest tiles it is the other way round. Math waits for weights most of the time, and
 // Linear2 for this news; the loader would bring it late, for a release of its own seems to wait for
 // the warp's loads, too. There thread 0 of the math warps publishes.
+//
+// What is said of Linear2's blocks, where others wait for their rows (release_rows.cuh), goes the
+// same ways.
 #pragma once
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
@@ -64,11 +69,13 @@ class L1Publisher {
 
     // Waits until the results of the block in the slot before this one are stored, and publishes
     // them if they are Linear1's: Linear2's are waited for, too, so that the barrier has a phase
-    // for every block, and its parity is that of the slots. False after an abort.
+    // for every block, and its parity is that of the slots. Behind it the block's stages have been
+    // read as well: if others wait for the rows of a Linear2 block, they get them here. False after
+    // an abort.
     __device__ bool publish(const Slot& slot, Waiter& waiter) {
         if constexpr (math_publishes<Config>) return true;
         const Slot done = slot.before();
-        const BlockHeader block = load_header(smem_.block_headers(done.stage));
+        const BlockHeader block = load_header<Config>(smem_.block_headers(done.stage));
         if (block.num_rows == 0) return true;
         //~ results_stored
         const bool stored = waiter.warp_mbarrier(WaitSite::results_stored,
@@ -78,6 +85,11 @@ class L1Publisher {
             publish_l1_results(local_, block);
         }
         __syncwarp();
+        if constexpr (PoolRing<Config>::wraps) {
+            if (stored && block.phase == Phase::linear2 && block.is_reused) {
+                release_rows(local_, block);
+            }
+        }
         return stored;
     }
 

@@ -4,6 +4,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/l1_epilogue.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
@@ -14,6 +15,7 @@
 #include "deep_moe/experts/sm90/weight_loader.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -43,7 +45,7 @@ class MathWarps {
             // Nobody reads the maxima of the block before any more, and the next block begins
             // behind another vote.
             clear_maxima(smem_, Thread::here(), turn() ^ 1);  //~ maxima_cleared
-            const BlockHeader block = load_header(header_address());
+            const BlockHeader block = load_header<Config>(header_address());
             if (block.num_rows == 0) {
                 trace_.mark(TraceStep::end);
                 return;
@@ -75,7 +77,7 @@ class MathWarps {
                                           accumulators);
         trace_.mark(LinearOf<Config>(begun.phase).epilogue_step());
         // Read again, because keeping it would take registers from the main loop.
-        const BlockHeader block = load_header(header_address());
+        const BlockHeader block = load_header<Config>(header_address());
         const Thread thread = Thread::here();
         const RowFactors rows = load_row_factors(smem_.row_factors(slot()), thread);
         const RankBuffers<Config> ranks(args_);
@@ -85,6 +87,13 @@ class MathWarps {
         } else {
             // Who has given up may not know where to: what it was to learn it has not waited for.
             if (waiter_.aborted()) return true;
+            if constexpr (PoolRing<Config>::wraps && math_publishes<Config>) {
+                // All stages of the block have been loaded, and what else the activation loader
+                // reads in the pool it has read before the last of them.
+                if (block.is_reused && thread.thread_idx < warp_size) {
+                    release_rows(ranks.local(), block);  //~ math_releases
+                }
+            }
             L2Epilogue<Config, num_rows>(smem_, thread, slot()).run(block, rows, accumulators);
             return true;
         }

@@ -7,6 +7,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 
 namespace deep_moe::sm90 {
@@ -24,7 +25,7 @@ class TileCopy {
 
     __device__ TileCopy(const KernelArgs& args, const BlockRows& block)
         : map_(&LinearOf<Config>(block.phase).activations(args)),
-          first_row_(block.pool_block_idx * Config::block_m_step),
+          first_row_(PoolRing<Config>::first_row(block.pool_block_idx)),
           num_valid_rows_(block.num_valid_rows) {}  //~ end_of_block
 
     // One thread. `tile`: in shared memory; its bytes are counted on `barrier`.

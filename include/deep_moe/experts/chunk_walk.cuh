@@ -1,0 +1,119 @@
+// The list of blocks where the pool is a ring (layout/pool_ring.cuh).
+//
+// If the call has more pool blocks than the ring has places, the list of expert_walk.cuh would wait
+// for rows that come free behind it. So the m-blocks of all experts are cut into chunks of
+// num_ring_chunk_m_blocks, whatever expert they are of: first Linear1 of num_ring_lead_chunks
+// chunks, then by turns Linear2 of a chunk and Linear1 of the one so many chunks further; inside,
+// by m-block, by pair of neighbouring n-blocks. As many chunks fit into the ring at once. So
+// whatever has the rows of an m-block before it has its Linear2 in front of the m-block's Linear1.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/block.cuh"
+#include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/expert_walk.cuh"
+#include "deep_moe/experts/linear.cuh"
+#include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/pool_ring.cuh"
+#include "deep_moe/math.cuh"
+
+namespace deep_moe {
+
+// Of one warp; all 32 lanes call everything, and all members are the same in all of them.
+template <class Config>
+class ChunkWalk : public ExpertWalk<Config> {
+    using Experts = ExpertWalk<Config>;
+    static constexpr uint32_t chunk_m_blocks = Config::num_ring_chunk_m_blocks;
+    static constexpr uint32_t lead = Config::num_ring_lead_chunks;
+    static_assert(chunk_m_blocks > 0 && lead > 0);
+    static_assert(chunk_m_blocks * lead * (Config::block_m / Config::block_m_step) <=
+                      PoolRing<Config>::num_blocks,
+                  "the chunks that Linear1 is ahead fit into the ring");
+
+ public:
+    __device__ ChunkWalk(const ExpertCounts<Config>& counts, uint32_t cta_idx)
+        : Experts(counts, cta_idx),
+          num_reused_(counts.num_reused_blocks()),
+          num_m_blocks_(counts.num_m_blocks_in_use()) {}
+
+    // As those of ExpertWalk.
+    __device__ bool find(Block& block) {
+        return num_reused_ == 0 ? Experts::find(block) : find_in_chunks(block);
+    }
+    __device__ bool next(Block& block) {
+        const bool found = find(block);
+        this->advance(Experts::num_clusters);
+        return found;
+    }
+
+ private:
+    __device__ bool find_in_chunks(Block& block);
+    // The m-blocks of the chunk that the walk stands at; none where its phase has no such chunk.
+    __device__ uint32_t num_m_blocks_of_chunk() const;
+    // The other phase's chunk; false behind the last of Linear2.
+    __device__ bool start_next_chunk();
+
+    // The walk stands at a chunk of one phase, and next_pair_ counts from its first pair. place_ is
+    // the expert of the block that was found last in this phase.
+    uint32_t num_reused_;     // pool blocks whose rows others use after them
+    uint32_t num_m_blocks_;   // of all experts
+    uint32_t chunk_idx_ = 0;  // of Linear1; Linear2's is `lead` behind it
+    // The chunk's first m-block, counted from the first one of the expert at place_; modulo 2^32,
+    // for that expert may begin in the middle of the chunk.
+    uint32_t chunk_offset_ = 0;
+    uint32_t other_chunk_offset_ = 0;
+};
+
+template <class Config>
+__device__ bool ChunkWalk<Config>::find_in_chunks(Block& block) {
+    const auto num_m_blocks_of = [](const ExpertTiles<Config>& tiles, uint32_t) {
+        return tiles.num_m_blocks();
+    };
+    uint32_t num_pairs = LinearOf<Config>(this->phase_).num_n_block_pairs();
+    for (uint32_t end; this->next_pair_ >= (end = num_m_blocks_of_chunk() * num_pairs);) {
+        this->next_pair_ -= end;
+        if (!start_next_chunk()) return false;
+        num_pairs = LinearOf<Config>(this->phase_).num_n_block_pairs();
+    }
+    const uint32_t offset = chunk_offset_ + this->next_pair_ / num_pairs;
+    uint32_t m_block_idx = offset;
+    this->counts_.pass_experts(this->place_, Experts::num_experts, m_block_idx, num_m_blocks_of);
+    chunk_offset_ -= offset - m_block_idx;
+
+    // A turn of this expert alone, at this pair.
+    const uint32_t next_pair = this->next_pair_;
+    this->turn_end_ = this->place_.expert_idx + 1;
+    this->next_pair_ = m_block_idx * num_pairs + next_pair % num_pairs;
+    Experts::find(block);
+    this->next_pair_ = next_pair;
+    block.is_reused = block.pool_block_idx < num_reused_;
+    return true;
+}
+
+template <class Config>
+__device__ uint32_t ChunkWalk<Config>::num_m_blocks_of_chunk() const {
+    const uint32_t lag = this->phase_ == Phase::linear1 ? 0 : lead;
+    const uint32_t first = (chunk_idx_ - lag) * chunk_m_blocks;
+    return chunk_idx_ < lag || first >= num_m_blocks_ ? 0
+                                                      : min(chunk_m_blocks, num_m_blocks_ - first);
+}
+
+template <class Config>
+__device__ bool ChunkWalk<Config>::start_next_chunk() {
+    const uint32_t offset = chunk_offset_ + num_m_blocks_of_chunk();
+    chunk_offset_ = other_chunk_offset_;
+    other_chunk_offset_ = offset;
+    const ExpertPlace place = this->place_;
+    this->place_ = this->other_place_;
+    this->other_place_ = place;
+    if (this->phase_ == Phase::linear2) {
+        this->phase_ = Phase::linear1;
+        return true;
+    }
+    this->phase_ = Phase::linear2;
+    ++chunk_idx_;
+    return chunk_idx_ < lead || (chunk_idx_ - lead) * chunk_m_blocks < num_m_blocks_;
+}
+
+}  // namespace deep_moe

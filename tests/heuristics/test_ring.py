@@ -1,0 +1,92 @@
+"""The ring of the pool: when rows are used again, and chunks that always fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape, sm90, sm100
+
+TILES = [
+    *(("sm_90a", {"block_m": rows, "block_m_step": step}) for rows, step in sm90.TILES),
+    *(("sm_100a", {"block_m": tile.block_m}) for tile in sm100.TILES),
+]
+
+
+def config_of(shape: MoEShape, arch: str, tile: dict[str, int]) -> MegaMoEConfig:
+    overrides = {**tile, "num_stages": 2}
+    return choose_config(shape, 1, arch=arch, num_sms=4, overrides=overrides)
+
+
+def num_pool_blocks(config: MegaMoEConfig, count: int) -> int:
+    """Of an expert with so many tokens (layout/expert_tiles.cuh)."""
+    num_tiles = -(-count // config.block_m)
+    return max(
+        -(-count // config.block_m_step), num_tiles * config.min_block_m // config.block_m_step
+    )
+
+
+def most_pool_blocks(config: MegaMoEConfig, num_received: int) -> int:
+    """That any distribution over two experts comes to."""
+    return max(
+        num_pool_blocks(config, first) + num_pool_blocks(config, num_received - first)
+        for first in range(num_received + 1)
+    )
+
+
+@pytest.mark.parametrize(("arch", "tile"), TILES)
+def test_a_kernel_wraps_where_a_call_may_have_more_blocks_than_places(
+    arch: str, tile: dict[str, int]
+) -> None:
+    for num_tokens in (60, 90, 150, 190, 220):
+        shape = MoEShape(1, 2, 2, 128, 128, num_tokens, 384)
+        config = config_of(shape, arch, tile)
+        most = most_pool_blocks(config, shape.num_max_received)
+        # The bound may be a block above what two experts can come to.
+        assert config.pool_wraps >= (most > config.num_ring_blocks)
+        assert config.pool_wraps <= (most + 1 > config.num_ring_blocks)
+
+
+@pytest.mark.parametrize(("arch", "tile"), TILES)
+def test_a_pool_without_bound_never_wraps(arch: str, tile: dict[str, int]) -> None:
+    for sizes in ((1, 1, 1, 1), (2, 8, 3, 5), (8, 72, 8, 77), (64, 384, 6, 8192)):
+        num_ranks, num_experts, num_topk, num_tokens = sizes
+        shape = MoEShape(num_ranks, num_experts, num_topk, 128, 128, num_tokens)
+        assert not config_of(shape, arch, tile).pool_wraps
+
+
+@pytest.mark.parametrize(("arch", "tile"), TILES)
+@pytest.mark.parametrize("num_pool_tokens", [384, 768, 1152, 3840, 24_576])
+def test_places_lie_in_the_pool_and_chunks_in_the_ring(
+    arch: str, tile: dict[str, int], num_pool_tokens: int
+) -> None:
+    shape = MoEShape(8, 64, 8, 256, 1024, 8192, num_pool_tokens)
+    for num_sms in (2, 132, 148):
+        overrides: dict[str, Any] = {**tile, "num_stages": 2, "num_sms": num_sms}
+        config = choose_config(shape, 1, arch=arch, overrides=overrides)
+        assert config.pool_wraps
+        step = config.block_m_step
+        # An m-block that begins in the last place.
+        assert (config.num_ring_blocks - 1) * step + config.block_m <= num_pool_tokens
+        columns = config.symm_buffer_layout["l1_token_sf"].shape[1]
+        padded = step if arch == "sm_90a" else -(-config.block_m // 128) * 128
+        assert config.num_ring_blocks * padded <= columns
+        num_m_blocks = config.num_ring_blocks // (config.block_m // step)
+        assert num_m_blocks >= 1
+        chunk, lead = config.num_ring_chunk_m_blocks, config.num_ring_lead_chunks
+        assert chunk >= 1
+        assert lead >= 1
+        assert chunk * lead <= num_m_blocks
+        if num_m_blocks >= 2:
+            assert chunk * (lead + 1) <= num_m_blocks  # tokens are pulled while others are used
+
+
+def test_every_field_of_a_ring_has_a_reason() -> None:
+    shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=8192)
+    config = choose_config(replace(shape, num_pool_tokens=24_576), 8192, arch="sm_90a")
+    reasons = {field.name: field.reason for field in config.explain().fields}
+    assert "a call may bring" in reasons["num_pool_tokens"]
+    assert reasons["pool_wraps"].startswith("a call may have")
+    assert config.shape == replace(shape, num_pool_tokens=24_576)

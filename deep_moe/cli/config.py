@@ -194,7 +194,7 @@ def _map_table(title: str, rows: tuple[MapRow, ...], unit: str) -> Table:
     return table
 
 
-def _value(value: int | float) -> str:
+def _value(value: int | float | str) -> str:
     if isinstance(value, float):
         return "none" if value == float("inf") else f"{value:.4g}"
     return str(value)

@@ -123,7 +123,7 @@ def warmup(
 
 
 def _as_dict(kernel: DeploymentKernel) -> dict[str, object]:
-    fields = kernel.config.kernel_fields()
+    fields = kernel.config.to_dict()
     return {
         "first_num_tokens": kernel.first_num_tokens,
         "last_num_tokens": kernel.last_num_tokens,

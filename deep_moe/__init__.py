@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat
+    from . import activations, checkpoint, compat
     from .errors import (
         CacheError,
         CheckpointError,
@@ -62,7 +62,7 @@ _MODULES = {
     "quantize_mxfp8": "formats.mx",
     "transform_weights_for_mega_moe": "formats.weights",
 }
-_SUBMODULES = ("checkpoint", "compat")
+_SUBMODULES = ("activations", "checkpoint", "compat")
 
 __all__ = [
     "CacheError",
@@ -75,6 +75,7 @@ __all__ = [
     "MegaMoEWeights",
     "MissingPackageError",
     "SymmBuffer",
+    "activations",
     "checkpoint",
     "compat",
     "dequantize_mxfp4",

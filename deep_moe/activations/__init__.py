@@ -1,8 +1,5 @@
 """What comes between the two linear layers, by name. A call takes a name, or one of these objects
 with parameters of its own: `activation=deep_moe.activations.Situ(beta=3.0)`.
-
-For a new one, write its file here and include/deep_moe/activations/<name>.cuh, and name it in
-`ACTIVATIONS`.
 """
 
 from __future__ import annotations
@@ -14,8 +11,9 @@ from .situ import Situ
 from .swiglu import Swiglu
 from .swiglu_oai import SwigluOai
 
-__all__ = ["ACTIVATIONS", "Activation", "Situ", "Swiglu", "SwigluOai", "activation_of"]
+__all__ = ["Activation", "Situ", "Swiglu", "SwigluOai"]
 
+# For a new one, write its file here and include/deep_moe/activations/<name>.cuh.
 ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Swiglu, SwigluOai, Situ)}
 DEFAULT_ACTIVATION = Swiglu.name
 

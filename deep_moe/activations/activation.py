@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     import torch
 
+LOWEST_OF_SILU = -1.2784645427610738  # where x / (1 + e^-x) is lowest
 MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal positive numbers
 
 
@@ -24,11 +25,14 @@ class Activation(ABC):
 
     name: in calls, of the header in include/deep_moe/activations, and of this object's file.
     struct: in that header. clamp_parameter: which of the parameters `activation_clamp` sets.
+    error_units: how far off the kernel's value may be, in halves of FP32's last place: so many, and
+    so many more for every unit by which slope * gate is below zero.
     """
 
     name: ClassVar[str]
     struct: ClassVar[str]
     clamp_parameter: ClassVar[str | None] = None
+    error_units: ClassVar[tuple[float, float]]
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,10 +44,19 @@ class Activation(ABC):
         """By name, in the order in which they are declared."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @property
+    def slope(self) -> float:
+        """Of gate in the argument of the sigmoid."""
+        return 1.0
+
+    @property
+    @abstractmethod
+    def lowest_gate(self) -> float:
+        """Where `gate_factor` is lowest."""
+
     @abstractmethod
     def gate_factor(self, gate: torch.Tensor) -> torch.Tensor:
-        """The function of gate. It falls down to one lowest value, if it falls, and rises behind
-        it."""
+        """The function of gate. It falls down to its lowest value, and never behind it."""
 
     @abstractmethod
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .options import (
+    ActivationOption,
     ArchOption,
     ClampOption,
     ExpertsOption,
@@ -23,6 +26,7 @@ from .options import (
     TopkOption,
     find_measurements,
     make_shape,
+    parse_activation,
     parse_overrides,
 )
 from .output import format_bytes, new_table, print_json, stdout
@@ -46,6 +50,7 @@ def config(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     uneven: Annotated[
@@ -76,7 +81,7 @@ def config(
         is_uneven=uneven,
         arch=arch,
         num_sms=num_sms,
-        activation_clamp=clamp,
+        activation=parse_activation(activation, clamp),
         overrides=parse_overrides(override),
         tuning=tuning,
     ).explain()

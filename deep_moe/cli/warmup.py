@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .options import (
+    ActivationOption,
     ArchOption,
     ClampOption,
     ExpertsOption,
@@ -24,6 +27,7 @@ from .options import (
     TopkOption,
     find_measurements,
     make_shape,
+    parse_activation,
     parse_overrides,
 )
 from .output import new_table, print_json, stderr, stdout
@@ -46,6 +50,7 @@ def warmup(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     workers: Annotated[
@@ -73,6 +78,7 @@ def warmup(
         max_tokens=max_tokens,
     )
     overrides = parse_overrides(override)
+    applied = parse_activation(activation, clamp)
 
     def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(
@@ -81,7 +87,7 @@ def warmup(
             is_uneven=is_uneven,
             arch=arch,
             num_sms=num_sms,
-            activation_clamp=clamp,
+            activation=applied,
             overrides=overrides,
             tuning=tuning,
         )

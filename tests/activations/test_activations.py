@@ -132,6 +132,43 @@ def test_formulas() -> None:
         torch.testing.assert_close(single.double(), values, rtol=2e-6, atol=1e-18)
 
 
+def test_extremes() -> None:
+    gate, up = tensors(0.0, -200.0, 200.0, math.inf).float(), torch.ones(4)
+    expected = {
+        Swiglu(10): [0.0, 0.0, 10 / (1 + math.exp(-10)), 10 / (1 + math.exp(-10))],
+        SwigluOai(1.0, 10.0): [0.0, 0.0, 20 / (1 + math.exp(-10)), 20 / (1 + math.exp(-10))],
+        Situ(4, 1e38): [0.0, 0.0, 4.0, 4.0],
+    }
+    for activation, values in expected.items():
+        assert activation(gate, up).tolist() == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Swiglu(),
+        Swiglu(0.1),
+        SwigluOai(),
+        SwigluOai(alpha=50.0, limit=0.01),
+        Situ(),
+        *(Situ(beta=beta) for beta in (1e-30, 1e-3, 0.1, 1.0, 1e4, 1e38)),
+    ],
+    ids=str,
+)
+def test_the_lowest_gate_is_the_lowest_and_the_only_turn(activation: Activation) -> None:
+    where = activation.lowest_gate
+    sizes = torch.logspace(-40, 3, 20001, dtype=torch.float64)
+    gates = torch.cat([-sizes.flip(0), sizes])
+    values = activation.gate_factor(gates)
+    lowest = activation.gate_factor(tensors(where))
+    slack = 1e-12 * values.abs()
+    assert (values >= lowest - slack).all()
+    steps = values.diff()
+    assert (steps[gates[1:] < where] <= slack[1:][gates[1:] < where]).all()
+    assert (steps[gates[:-1] > where] >= -slack[:-1][gates[:-1] > where]).all()
+    assert (activation.up_factor(gates).diff() >= 0).all()
+
+
 def test_nan_stays_nan() -> None:
     for activation in (Swiglu(), Swiglu(1), SwigluOai(), Situ()):
         result = activation(tensors(math.nan, 1.0), tensors(1.0, math.nan))

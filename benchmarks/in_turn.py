@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
 from deep_moe.fused import call_plan
 from deep_moe.fused.bounded_cache import BoundedCache
@@ -175,13 +176,18 @@ def check(
     for kernel in kernels:
         layer.y.fill_(torch.nan)
         with kernel.in_use(buffer):
-            layer(arguments.clamp, kernel.overrides)
+            layer(Swiglu(arguments.clamp), kernel.overrides)
         buffer.memory.synchronize()
         buffer.raise_if_failed()
         if expected is None:
             expected = layer.y.clone()
             checked_sample(
-                layer.shape, tokens, expected, CHECKED_TOKENS, arguments.seed, arguments.clamp
+                layer.shape,
+                tokens,
+                expected,
+                CHECKED_TOKENS,
+                arguments.seed,
+                Swiglu(arguments.clamp),
             )
         elif not torch.equal(layer.y.view(torch.int16), expected.view(torch.int16)):
             raise RuntimeError(
@@ -199,7 +205,7 @@ def times(
     num_warm_calls = {}
     for round_idx in range(arguments.rounds):
         for kernel in kernels if round_idx % 2 == 0 else kernels[::-1]:
-            call = partial(layer, arguments.clamp, kernel.overrides)
+            call = partial(layer, Swiglu(arguments.clamp), kernel.overrides)
             with kernel.in_use(layer.buffer):
                 if kernel.name not in num_warm_calls:
                     # All ranks must make as many calls, so it goes by what all of them know.

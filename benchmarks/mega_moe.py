@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.trial import trace
@@ -215,7 +216,7 @@ def model_results(
         distances = {}
         if unfused is not None:
             inputs = (*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
-            calls["unfused"] = partial(unfused, *inputs, arguments.clamp)
+            calls["unfused"] = partial(unfused, *inputs, Swiglu(arguments.clamp))
         if other is not None:
             other.fill(tokens, max(counts))
             calls["peer"] = partial(other, torch.empty_like(fused.y), arguments.clamp)
@@ -238,7 +239,7 @@ def model_results(
 
 
 def fused_call(fused: TimedLayer, arguments: argparse.Namespace) -> partial[None]:
-    return partial(fused, arguments.clamp, parse_overrides(arguments.override))
+    return partial(fused, Swiglu(arguments.clamp), parse_overrides(arguments.override))
 
 
 def sent_tokens(shape: MoEShape, tokens: Tokens) -> torch.Tensor:
@@ -268,9 +269,14 @@ def checked_call(
     if bool(fused.y.isnan().any()):
         raise RuntimeError("the result holds NaN")
     comparison = checked_sample(
-        shape, tokens, fused.y, arguments.checked_tokens, arguments.seed, arguments.clamp
+        shape,
+        tokens,
+        fused.y,
+        arguments.checked_tokens,
+        arguments.seed,
+        Swiglu(arguments.clamp),
     )
-    config = fused.config(arguments.clamp, parse_overrides(arguments.override))
+    config = fused.config(Swiglu(arguments.clamp), parse_overrides(arguments.override))
     return {
         "config": config.tunable,
         "tuning": config.explain().tuning.outcome,

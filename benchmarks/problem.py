@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deep_moe.activations import Activation
 from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
@@ -26,7 +27,7 @@ def reference_sample(
     rows: torch.Tensor,
     seed: int,
     numerics: Numerics,
-    activation_clamp: float | None,
+    activation: Activation,
 ) -> Bounds:
     """The bounds of some tokens' outputs on a GPU; the experts they name are made again one by
     one."""
@@ -41,7 +42,7 @@ def reference_sample(
             (layer.l2.weight[0], layer.l2.sf[0]),
             numerics=numerics,
             sum_bits=numerics.sum_bits,
-            activation_clamp=activation_clamp,
+            activation=activation,
         )
 
     return combined_bounds(
@@ -55,13 +56,13 @@ def checked_sample(
     y: torch.Tensor,
     num_checked_tokens: int,
     seed: int,
-    activation_clamp: float | None,
+    activation: Activation,
 ) -> Comparison:
     """Some tokens of a call's result beside the reference. RuntimeError if they differ."""
     count = min(num_checked_tokens, tokens.num_tokens)
     rows = torch.linspace(0, tokens.num_tokens - 1, count, device=y.device).long()
     numerics = target_of_device(y.device).weights_of().numerics
-    expected = reference_sample(shape, tokens, rows, seed, numerics, activation_clamp)
+    expected = reference_sample(shape, tokens, rows, seed, numerics, activation)
     comparison = compare(y[rows], expected)
     if not comparison.is_right:
         raise RuntimeError(f"the result differs from the reference: {comparison}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from deep_moe.activations import Activation
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.heuristics import MoEShape
-from deep_moe.trial.reference import swiglu
 from deep_moe.trial.synthetic import Layer, Tokens
 
 from .problem import fp8_weights
@@ -36,7 +36,7 @@ class UnfusedLayer:
         x_scale: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        activation_clamp: float | None,
+        activation: Activation,
     ) -> torch.Tensor:
         shape, device = self.shape, x.device
         num_ranks, num_local = shape.num_ranks, shape.num_experts_per_rank
@@ -82,7 +82,7 @@ class UnfusedLayer:
         # 2. to 4.
         gate_up = grouped_product(tiles.view(x.dtype), tile_scale, self.w1, self.s1, ends)
         gate, up = gate_up.float().chunk(2, dim=1)
-        activated = swiglu(gate, up, activation_clamp) * tile_weight.unsqueeze(1)
+        activated = activation(gate, up) * tile_weight.unsqueeze(1)
         out = grouped_product(*_quantize_rows(activated), self.w2, self.s2, ends)
         # 5. Back, and the sum over slots.
         answers = torch.empty((rows.shape[0], shape.hidden), dtype=out.dtype, device=device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat, integrations
+    from . import activations, checkpoint, compat, integrations
     from .errors import (
         CacheError,
         CheckpointError,
@@ -63,7 +63,7 @@ _MODULES = {
     "quantize_mxfp8": "formats.mx",
     "transform_weights_for_mega_moe": "formats.weights",
 }
-_SUBMODULES = ("checkpoint", "compat", "integrations")
+_SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
 
 __all__ = [
     "CacheError",
@@ -76,6 +76,7 @@ __all__ = [
     "MegaMoEWeights",
     "MissingPackageError",
     "SymmBuffer",
+    "activations",
     "buffer_size",
     "checkpoint",
     "compat",

@@ -5,12 +5,12 @@ The field names are the C++ names: the JIT renders each field into the kernel's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activation_of
 from deep_moe.targets import EMULATED, Target, target_of
 
 from .segments import Layout
@@ -73,7 +73,6 @@ class MegaMoEConfig:
     num_experts_per_wave: int
     num_experts_per_turn: int
     # numerics
-    activation_clamp: float  # +inf: none
     fast_math: bool
     # recording
     trace: bool  # time stamps, see include/deep_moe/trace/tracer.cuh
@@ -93,18 +92,25 @@ class MegaMoEConfig:
     num_l2_k_blocks: int
     num_combine_chunks: int
 
+    # what comes between the linear layers, rendered as `Config::Activation`
+    activation: Activation = field(default=Swiglu(), kw_only=True)
     # not rendered
     arch: str = field(kw_only=True)
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
-        not_rendered = ("arch", "decision")
+        others = ("activation", "arch", "decision")
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
-            if entry.name not in not_rendered
+            if entry.name not in others
         }
+
+    def to_dict(self) -> dict[str, int | float | bool | str]:
+        """All that is compiled in, for reports: the kernel's fields, the activation's name, and its
+        parameters as `activation_<name>`."""
+        return {**self.kernel_fields(), **self.activation.to_dict()}
 
     @property
     def target(self) -> Target:
@@ -166,6 +172,7 @@ def choose_config(
     arch: str | None = None,
     num_sms: int | None = None,
     smem_capacity: int | None = None,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     trace: bool = False,
@@ -178,10 +185,11 @@ def choose_config(
     such. arch: a name of `deep_moe.targets.TARGETS`, by default what a CPU emulates. num_sms: CTAs
     of the launch, one per SM, in whole clusters; by default the SMs of a GPU of that architecture.
     smem_capacity: bytes of shared memory that a CTA may ask for; by default what the architecture
-    allows (232448, that is 227 KiB). activation_clamp: positive bound of gate and up, None for
-    none. trace: the kernel records time stamps (deep_moe.trial.trace). overrides: values by field
-    name, taken instead of the heuristic's; `block_m` brings along the rest of its table row. A
-    value that breaks a limit is a ValueError that names the limit. tuning: measurements on the
+    allows (232448, that is 227 KiB). activation: a name of `deep_moe.activations.ACTIVATIONS` or an
+    object. activation_clamp: of a named one, the positive bound of gate and up, None for its
+    default. trace: the kernel records time stamps (deep_moe.trial.trace). overrides: values by
+    field name, taken instead of the heuristic's; `block_m` brings along the rest of its table row.
+    A value that breaks a limit is a ValueError that names the limit. tuning: measurements on the
     device of the call, which come before the formula and after `overrides`.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
@@ -202,7 +210,7 @@ def choose_config(
     for name, flag in (("fast_math", fast_math), ("is_uneven", is_uneven)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool; got {flag!r}")
-    clamp = _checked_clamp(activation_clamp)
+    chosen_activation = activation_of(activation, activation_clamp)
     overrides = _checked_overrides(overrides, target.overridable)
     if num_sms is None:
         num_sms = target.default_num_sms
@@ -236,8 +244,8 @@ def choose_config(
         reasons.update(tuning_result.reasons)
     for name in overrides:
         reasons[name] = "set by the caller"
-    reasons["activation_clamp"] = "argument of the call"
-    reasons["fast_math"] = "argument of the call"
+    for name in ("fast_math", *chosen_activation.to_dict()):
+        reasons[name] = "argument of the call"
     reasons["trace"] = "on while a call is recorded (deep_moe.trial.trace)"
     problem = {
         "num_ranks": shape.num_ranks,
@@ -255,15 +263,13 @@ def choose_config(
     return MegaMoEConfig(
         **problem,
         **chosen,
-        activation_clamp=clamp,
         fast_math=fast_math,
         trace=trace,
+        activation=chosen_activation,
         arch=target.name,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 
-
-MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal positive numbers
 
 _SHAPE_REASONS = {
     "num_ranks": "problem",
@@ -291,17 +297,6 @@ def _pool_reasons(shape: MoEShape) -> dict[str, str]:
         ),
         "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
     }
-
-
-def _checked_clamp(activation_clamp: float | None) -> float:
-    allowed = "None or a positive number that float32 holds"
-    if activation_clamp is None:
-        return math.inf
-    if isinstance(activation_clamp, bool) or not isinstance(activation_clamp, (int, float)):
-        raise TypeError(f"activation_clamp must be {allowed}; got {activation_clamp!r}")
-    if not (activation_clamp == math.inf or MIN_FLOAT32 <= activation_clamp <= MAX_FLOAT32):
-        raise ValueError(f"activation_clamp must be {allowed}; got {activation_clamp}")
-    return float(activation_clamp)
 
 
 def _checked_overrides(

@@ -16,7 +16,7 @@ class FieldReason:
     """One field of the config and why it has its value."""
 
     name: str
-    value: int | float | bool
+    value: int | float | bool | str
     reason: str
 
 
@@ -121,7 +121,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])
-            for name, value in config.kernel_fields().items()
+            for name, value in config.to_dict().items()
         ),
         tuning=_tuning_report(config, decision),
         smem_map=_map_rows(smem),

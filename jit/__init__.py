@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
@@ -51,35 +52,31 @@ __all__ = [
 ]
 
 
-class KernelConfig(Protocol):
-    """What every kernel's config can say of itself."""
-
-    @property
-    def arch(self) -> str: ...
-
-    def kernel_fields(self) -> dict[str, int | float | bool]: ...
-
-
 def build(config: MegaMoEConfig, *, cache: KernelCache | None = None) -> CompiledKernel:
     """The Mega MoE kernel for `config`, from the cache or compiled now.
 
     Raises CompileError with the compiler's log, MissingPackageError, or CacheError.
     """
-    return _build(render_kernel(config), KERNEL_NAME, config, cache)
+    return _build(render_kernel(config), KERNEL_NAME, config.arch, config.to_dict(), cache)
 
 
 def build_prepare_inputs(
     config: PrepareInputsConfig, *, cache: KernelCache | None = None
 ) -> CompiledKernel:
     """The kernel that prepares inputs; otherwise as `build`."""
-    return _build(render_prepare_inputs(config), PREPARE_INPUTS_NAME, config, cache)
+    source = render_prepare_inputs(config)
+    return _build(source, PREPARE_INPUTS_NAME, config.arch, config.kernel_fields(), cache)
 
 
 def _build(
-    source: str, kernel: str, config: KernelConfig, cache: KernelCache | None
+    source: str,
+    kernel: str,
+    arch: str,
+    fields: Mapping[str, Any],
+    cache: KernelCache | None,
 ) -> CompiledKernel:
-    fields: dict[str, Any] = {**config.kernel_fields(), "arch": config.arch}
-    return compile_cached(source, arch=config.arch, kernel=kernel, config=fields, cache=cache)
+    config = {**fields, "arch": arch}
+    return compile_cached(source, arch=arch, kernel=kernel, config=config, cache=cache)
 
 
 def compile_cached(

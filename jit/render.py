@@ -72,6 +72,8 @@ def render_kernel(config: MegaMoEConfig) -> str:
         has_clusters=config.cluster_size > 1,
         constants=_constants(config.kernel_fields()),
         layouts=layouts,
+        activation=config.activation,
+        activation_constants=_constants(config.activation.parameters),
         layout_checks=list(
             layout_checks(KernelArgs, WaitStatus, TraceRecord, TraceAnchor, TraceCta)
         ),

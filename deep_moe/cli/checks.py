@@ -12,6 +12,7 @@ import typer
 from .output import format_bytes
 
 if TYPE_CHECKING:
+    from deep_moe.activations import Activation
     from deep_moe.heuristics import MoEShape
 
 
@@ -21,7 +22,7 @@ def check_call(
     *,
     arch: str,
     num_sms: int | None,
-    clamp: float | None,
+    activation: Activation,
     overrides: Mapping[str, int],
 ) -> None:
     """ValueError unless there is a kernel for the ranks' tokens, and memory for random weights and
@@ -33,7 +34,7 @@ def check_call(
         max(tokens),
         arch=arch,
         num_sms=num_sms,
-        activation_clamp=clamp,
+        activation=activation,
         overrides=overrides,
     )
     needed = trial_bytes(shape, tokens)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .options import (
+    ActivationOption,
     ArchOption,
     ClampOption,
     ExpertsOption,
@@ -24,6 +27,7 @@ from .options import (
     TopkOption,
     find_measurements,
     make_shape,
+    parse_activation,
     parse_overrides,
 )
 from .output import format_bytes, new_table, print_json, stdout
@@ -48,6 +52,7 @@ def config(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     uneven: Annotated[
@@ -79,7 +84,7 @@ def config(
         is_uneven=uneven,
         arch=arch,
         num_sms=num_sms,
-        activation_clamp=clamp,
+        activation=parse_activation(activation, clamp),
         overrides=parse_overrides(override),
         tuning=tuning,
     ).explain()
@@ -197,7 +202,7 @@ def _map_table(title: str, rows: tuple[MapRow, ...], unit: str) -> Table:
     return table
 
 
-def _value(value: int | float) -> str:
+def _value(value: int | float | str) -> str:
     if isinstance(value, float):
         return "none" if value == float("inf") else f"{value:.4g}"
     return str(value)

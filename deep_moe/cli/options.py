@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.heuristics.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -49,8 +50,17 @@ ExpertsOption = Annotated[
     int | None, typer.Option("--experts", help="Experts of all ranks together.")
 ]
 TopkOption = Annotated[int | None, typer.Option("--topk", help="Expert slots per token.")]
+ActivationOption = Annotated[
+    str,
+    typer.Option(
+        "--activation",
+        metavar="NAME[:PARAMETER=NUMBER,...]",
+        help=f"What comes between the linear layers: {', '.join(ACTIVATIONS)}.",
+    ),
+]
 ClampOption = Annotated[
-    float | None, typer.Option("--clamp", help="Bound of gate and up before SwiGLU.")
+    float | None,
+    typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
 ]
 OverrideOption = Annotated[
     list[str] | None,
@@ -157,6 +167,35 @@ def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tu
             f"--arch must be {' or '.join(archs)} with --gpu {gpu}; got {arch}"
         )
     return arch or archs[0], tuning
+
+
+def parse_activation(text: str = DEFAULT_ACTIVATION, clamp: float | None = None) -> Activation:
+    """The activation that --activation and --clamp name together.
+
+    >>> parse_activation("situ:beta=3,linear_beta=20"), parse_activation("swiglu", 10)
+    (Situ(beta=3.0, linear_beta=20.0), Swiglu(clamp=10.0))
+    """
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    if name not in ACTIVATIONS:
+        raise typer.BadParameter(
+            f"--activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}"
+        )
+    kind = ACTIVATIONS[name]
+    allowed = ", ".join(kind().parameters)
+    parameters: dict[str, float] = {}
+    for part in rest.split(",") if colon else ():
+        parameter, _, digits = (word.strip() for word in part.partition("="))
+        try:
+            value = float(digits)
+        except ValueError:
+            parameter = ""
+        if parameter not in kind().parameters or parameter in parameters:
+            raise typer.BadParameter(
+                f"--activation {name} must have PARAMETER=NUMBER behind the colon, separated by "
+                f"commas, each of {allowed} at most once; got {part!r}"
+            )
+        parameters[parameter] = value
+    return activation_of(kind(**parameters) if parameters else name, clamp)
 
 
 def parse_overrides(texts: list[str] | None) -> dict[str, int]:

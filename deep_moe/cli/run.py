@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Situ
+
 from .checks import check_call
 from .options import (
     MAX_SEED,
+    ActivationOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -26,6 +29,7 @@ from .options import (
     SeedOption,
     TopkOption,
     make_shape,
+    parse_activation,
     parse_overrides,
     parse_tokens,
 )
@@ -70,6 +74,7 @@ def run(
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
     seed: SeedOption = 0,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     calls: Annotated[
         int,
@@ -132,18 +137,28 @@ def run(
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
     overrides = parse_overrides(override)
-    call: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "overrides": overrides}
+    applied = parse_activation(activation, clamp)
+    if exact and isinstance(applied, Situ):
+        raise typer.BadParameter(
+            f"--exact must be without --activation {applied.name}: tanh leaves no result exact"
+        )
+    call: dict[str, Any] = {
+        "activation": applied,
+        "arch": arch,
+        "num_sms": num_sms,
+        "overrides": overrides,
+    }
     if checkpoint is None:
         shape = make_shape(
             model=model, ranks=ranks, max_tokens=capacity, pool_tokens=pool_tokens, **sizes
         )
-        check_call(shape, counts, clamp=clamp, **call)
+        check_call(shape, counts, **call)
         whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
         shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity, pool_tokens)
-        check_call(shape, counts, clamp=clamp, **call)
+        check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
             f"--unused-slots must be at most the {shape.num_topk} slots; got {unused_slots}"
@@ -166,7 +181,7 @@ def run(
         for call_idx in range(calls)
     ]
 
-    call |= {"activation_clamp": clamp, "schedule_seed": schedule_seed or 0}
+    call["schedule_seed"] = schedule_seed or 0
     started = time.perf_counter()
     with stderr().status("running the fused kernel") as status:
         if processes or device == Device.cuda:
@@ -192,7 +207,7 @@ def run(
                     own.topk_weights,
                     whole_layer.l1,
                     whole_layer.l2,
-                    activation_clamp=clamp,
+                    activation=applied,
                     numerics=numerics,
                     sum_bits=sum_bits,
                 )

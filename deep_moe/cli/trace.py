@@ -8,8 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .checks import check_call, check_output_file
 from .options import (
+    ActivationOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -23,6 +26,7 @@ from .options import (
     SeedOption,
     TopkOption,
     make_shape,
+    parse_activation,
     parse_overrides,
     parse_tokens,
 )
@@ -49,6 +53,7 @@ def trace(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     seed: SeedOption = 0,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
@@ -87,13 +92,14 @@ def trace(
         intermediate=intermediate,
     )
     overrides = parse_overrides(override)
+    applied = parse_activation(activation, clamp)
     arch = arch or arch_of(device)
     check_call(
         shape,
         counts,
         arch=arch,
         num_sms=num_sms,
-        clamp=clamp,
+        activation=applied,
         overrides=overrides,
     )
     layer = random_layer(shape, seed=seed)
@@ -101,7 +107,7 @@ def trace(
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]
     call: dict[str, Any] = {
-        "activation_clamp": clamp,
+        "activation": applied,
         "arch": arch,
         "num_sms": num_sms,
         "overrides": overrides,

@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .options import (
+    ActivationOption,
     ExpertsOption,
     HiddenOption,
     IntermediateOption,
@@ -18,6 +21,7 @@ from .options import (
     PoolTokensOption,
     TopkOption,
     make_shape,
+    parse_activation,
 )
 from .output import new_table, print_error, print_json, stderr, stdout
 
@@ -38,9 +42,11 @@ def tune(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: Annotated[
-        float | None, typer.Option("--clamp", help="Bound of gate and up before SwiGLU.")
-    ] = 10.0,
+        float | None,
+        typer.Option("--clamp", help="Bound of gate and up; default: 10, the models', of swiglu."),
+    ] = None,
     budget: Annotated[
         float, typer.Option("--budget", min=1, help="Seconds for everything, about.")
     ] = 300.0,
@@ -60,6 +66,9 @@ def tune(
 
     started = time.time()
     sizes = parse_sizes(tokens)
+    if activation == DEFAULT_ACTIVATION and clamp is None:
+        clamp = 10.0
+    applied = parse_activation(activation, clamp)
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ValueError(
@@ -97,7 +106,7 @@ def tune(
             results=Path(folder, "results.json"),
             arch=gpu.target.name,
             num_sms=gpu.num_sms,
-            clamp=clamp,
+            activation=applied,
             commit=commit,
         )
         with Progress(console=stderr()) as progress:

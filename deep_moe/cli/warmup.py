@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.activations import DEFAULT_ACTIVATION
+
 from .options import (
+    ActivationOption,
     ArchOption,
     ClampOption,
     ExpertsOption,
@@ -25,6 +28,7 @@ from .options import (
     TopkOption,
     find_measurements,
     make_shape,
+    parse_activation,
     parse_overrides,
 )
 from .output import new_table, print_json, stderr, stdout
@@ -48,6 +52,7 @@ def warmup(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
+    activation: ActivationOption = DEFAULT_ACTIVATION,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     workers: Annotated[
@@ -76,6 +81,7 @@ def warmup(
         pool_tokens=pool_tokens,
     )
     overrides = parse_overrides(override)
+    applied = parse_activation(activation, clamp)
 
     def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(
@@ -84,7 +90,7 @@ def warmup(
             is_uneven=is_uneven,
             arch=arch,
             num_sms=num_sms,
-            activation_clamp=clamp,
+            activation=applied,
             overrides=overrides,
             tuning=tuning,
         )
@@ -126,7 +132,7 @@ def warmup(
 
 
 def _as_dict(kernel: DeploymentKernel) -> dict[str, object]:
-    fields = kernel.config.kernel_fields()
+    fields = kernel.config.to_dict()
     return {
         "first_num_tokens": kernel.first_num_tokens,
         "last_num_tokens": kernel.last_num_tokens,

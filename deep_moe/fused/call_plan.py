@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe import jit
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.heuristics.config import MegaMoEConfig, choose_config
 from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
@@ -169,6 +170,7 @@ def _make_plan(
         is_uneven,
         target.name,
         options.get("num_sms", EMULATED_NUM_SMS if buffer.gpu is None else buffer.gpu.num_sms),
+        options.get("activation", DEFAULT_ACTIVATION),
         options.get("activation_clamp"),
         options.get("fast_math", True),
         tuple(overrides_of(options).items()),
@@ -221,6 +223,7 @@ def _choose_config(
     is_uneven: bool,
     arch: str,
     num_sms: int,
+    activation: str | Activation,
     activation_clamp: float | None,
     fast_math: bool,
     overrides: tuple[tuple[str, int], ...],
@@ -233,6 +236,7 @@ def _choose_config(
         is_uneven=is_uneven,
         arch=arch,
         num_sms=num_sms,
+        activation=activation,
         activation_clamp=activation_clamp,
         fast_math=fast_math,
         trace=trace,

@@ -157,7 +157,7 @@ def _agree(launch: MegaMoELaunch, memory: HostMemory, buffer: SymmBuffer) -> Non
         "num_sms": config.num_sms,
         "arch": config.arch,
         "fast_math": config.fast_math,
-        "activation_clamp": repr(config.activation_clamp),
+        **{name: str(value) for name, value in config.activation.to_dict().items()},
     }
     memory.blocks[memory.rank].publish_call(buffer.num_calls, call)
     _raise_if_different(memory, buffer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import run_emulated
@@ -62,6 +63,7 @@ class EmulatedRanks:
         weights: Sequence[tuple[Pair, Pair]],
         stats: Sequence[torch.Tensor | None] | None = None,
         *,
+        activation: str | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         schedule: Schedule = "random",
@@ -80,7 +82,8 @@ class EmulatedRanks:
         {options}
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
-        arguments = with_numerics(given_options("call", options), activation_clamp, fast_math)
+        given = given_options("call", options)
+        arguments = with_numerics(given, activation, activation_clamp, fast_math)
         for name, values in (("ys", ys), ("weights", weights), ("stats", stats)):
             if values is not None and len(values) != self.shape.num_ranks:
                 raise ValueError(

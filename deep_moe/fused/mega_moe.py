@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+
 from .buffer import SymmBuffer
 from .call_plan import prepare_call
 from .checks import (
-    ACTIVATION,
     RECIPE,
     Pair,
-    check_format,
+    check_recipe,
     require_type,
     weight_pair,
 )
@@ -51,7 +52,7 @@ def fp8_fp4_mega_moe(
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = RECIPE,
-    activation: str = ACTIVATION,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     **options: Unpack[CallOptions],
@@ -64,8 +65,11 @@ def fp8_fp4_mega_moe(
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned.
     cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
         this call sent to it added.
-    recipe, activation: only the defaults are allowed.
-    activation_clamp: bound of gate and up, a positive number of float32's range, or None.
+    recipe: only the default is allowed.
+    activation: "swiglu", "swiglu_oai" or "situ", or an object of `deep_moe.activations`, which has
+        parameters of its own. Equal on all ranks.
+    activation_clamp: of a named activation, the bound of gate and up, a positive number of
+        float32's range: swiglu has none by default, swiglu_oai 7; situ takes none.
     fast_math: approximate exponentials.
     {options}
 
@@ -100,11 +104,15 @@ def fp8_fp4_mega_moe(
             require_type(name, stats, torch.Tensor, "a tensor or None")
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
-    if recipe is not RECIPE or activation != ACTIVATION:
-        check_format(recipe, activation)
+    if recipe is not RECIPE:
+        check_recipe(recipe)
     arguments = given_options("fp8_fp4_mega_moe", options) if options else _NO_ARGUMENTS
-    if activation_clamp is not None or fast_math is not True:
-        arguments = with_numerics(arguments, activation_clamp, fast_math)
+    if (
+        activation is not DEFAULT_ACTIVATION
+        or activation_clamp is not None
+        or fast_math is not True
+    ):
+        arguments = with_numerics(arguments, activation, activation_clamp, fast_math)
     if torch.is_grad_enabled() and (
         y.requires_grad or sym_buffer.topk_weights.requires_grad or sym_buffer.x.requires_grad
     ):
@@ -124,10 +132,17 @@ def fp8_fp4_mega_moe(
 
 
 def with_numerics(
-    arguments: CallArguments, activation_clamp: float | None, fast_math: bool
+    arguments: CallArguments,
+    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
 ) -> CallArguments:
     """`arguments` and these, of the right types."""
     given: CallArguments = {**arguments}
+    if not isinstance(activation, str):
+        activation_of(activation)  # which refuses other objects
+    if activation != DEFAULT_ACTIVATION:
+        given["activation"] = activation
     if activation_clamp is not None:
         if type(activation_clamp) is not float:
             require_type("activation_clamp", activation_clamp, (int, float), "a number or None")
@@ -144,7 +159,8 @@ torch.library.define(
     "deep_moe::mega_moe",
     "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
     "Tensor l2_weight_sf, int buffer_handle, *, Tensor[]? inputs=None, "
-    f"float? activation_clamp=None, bool? fast_math=None, {OPERATOR_OPTIONS}) -> ()",
+    "str? activation=None, float[]? activation_parameters=None, float? activation_clamp=None, "
+    f"bool? fast_math=None, {OPERATOR_OPTIONS}) -> ()",
 )
 _mega_moe_op = torch.ops.deep_moe.mega_moe.default
 

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
+from deep_moe.activations import ACTIVATIONS, Activation
+
 from .checks import require_type
 
 
@@ -46,6 +48,7 @@ class CallArguments(CallOptions, total=False):
     """All arguments of a call that are no tensors and not None, of the right types. Those of equal
     calls are equal, so that what is not given stays away. Not written to once a call is made."""
 
+    activation: str | Activation
     activation_clamp: float
     fast_math: bool
 
@@ -159,6 +162,10 @@ OPERATOR_OPTIONS = ", ".join(
 def to_operator(arguments: CallArguments) -> dict[str, Any]:
     """The arguments as an operator with OPERATOR_OPTIONS takes them."""
     taken = cast("dict[str, Any]", dict(arguments))
+    activation = taken.get("activation")
+    if isinstance(activation, Activation):
+        taken["activation"] = activation.name
+        taken["activation_parameters"] = list(activation.parameters.values())
     overrides = taken.pop(OVERRIDES, None)
     if overrides:
         taken["override_names"] = list(overrides)
@@ -170,7 +177,10 @@ def from_operator(taken: dict[str, Any]) -> CallArguments:
     """The inverse; for what only differs from `to_operator` by Nones, too."""
     names = taken.pop("override_names", None) or ()
     values = taken.pop("override_values", None) or ()
+    parameters = taken.pop("activation_parameters", None)
     given = {name: value for name, value in taken.items() if value is not None}
+    if parameters is not None:
+        given["activation"] = ACTIVATIONS[given["activation"]](*parameters)
     if names:
         given[OVERRIDES] = dict(zip(names, values, strict=True))
     return cast("CallArguments", given)

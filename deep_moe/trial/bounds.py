@@ -6,7 +6,7 @@ is done with both ends of what the kernel may have:
 
 1. A sum of products is off by no more than `sum_errors` says. Its two ends are rounded to BF16:
    mostly to one number.
-2. SwiGLU of both ends, a little further apart by what the SiLU's approximation may be off.
+2. The activation of both ends, a little further apart by what its approximations may be off.
 3. Both ends are rounded to E4M3. Where they differ, the value is a candidate: it may be either.
    Where the block's largest value is near 448 of a scale, the scale is open, too.
 4. In Linear2 a candidate moves an output by its step times the weight. All of them together move
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
     dequantize_e2m1_ue8m0,
@@ -41,7 +42,6 @@ from .reference import (
     Pair,
     combine_slots,
     round_to_bf16,
-    swiglu,
     valid_slots,
 )
 
@@ -55,14 +55,11 @@ _FP32_FRACTION_BITS = 23
 _HALF_BF16_UNIT = 2.0**-8  # of a number, at most
 _E4M3_SMALLEST_NORMAL = 2.0**-6
 _E4M3_SMALLEST = 2.0**-9
-# Of x / (1 + e^-x) with ex2.approx (2 units in the last place), rcp.approx (1), and six more
-# roundings, that of the exponent's argument in proportion to x.
-_SILU_UNITS = (12.0, 2.0)
 _FP32_HALF_UNIT = 2.0**-24
-# From here on rcp.approx.ftz may find a subnormal number, which it makes zero.
-_SILU_FLUSHED_BELOW = -86.0
+# Of a sigmoid's argument: from here on rcp.approx.ftz may find a subnormal number, which it makes
+# zero.
+_SIGMOID_FLUSHED_BELOW = -86.0
 _SMALLEST_NORMAL_FP32 = 2.0**-126
-_SILU_MINIMUM = (-1.2784645427610738, -0.27846454276107380)  # where it is, and what
 _MAX_PARTIAL_SUMS = 1 << 24  # held at a time
 
 
@@ -105,6 +102,7 @@ def reference_bounds(
     *,
     numerics: Numerics,
     sum_bits: int,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
 ) -> Bounds:
     """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
@@ -112,6 +110,7 @@ def reference_bounds(
     sum_bits: what sums of products keep where the kernel ran: `numerics.sum_bits` on a GPU,
     `FP32_SUM_BITS` in the emulator, unless it was asked for Hopper's sums.
     """
+    applied = activation_of(activation, activation_clamp)
 
     def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
         return expert_bounds(
@@ -121,7 +120,7 @@ def reference_bounds(
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
             numerics=numerics,
             sum_bits=sum_bits,
-            activation_clamp=activation_clamp,
+            activation=applied,
         )
 
     return combined_bounds(topk_idx, topk_weights, l1_weights[0].shape[0], x.shape[1], of_expert)
@@ -176,22 +175,22 @@ def expert_bounds(
     *,
     numerics: Numerics,
     sum_bits: int,
-    activation_clamp: float | None = None,
+    activation: Activation,
 ) -> SlotBounds:
     """Of one expert on float64 tokens [n, H] with routing weights [n]."""
     sums, errors = sums_with_errors(
         tokens, dequantize_e2m1_ue8m0(*l1_weights, torch.float64), sum_bits
     )
     gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
-    activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
+    activated = activation(gate, up) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
 
     (gate_low, up_low), (gate_high, up_high) = (
         round_to_bf16(end).double().chunk(2, dim=1) for end in (sums - errors, sums + errors)
     )
     ends = _quantized_ends(
-        _activated_ends(
-            Interval(gate_low, gate_high), Interval(up_low, up_high), weights, activation_clamp
+        activated_ends(
+            Interval(gate_low, gate_high), Interval(up_low, up_high), weights, activation
         ),
         weights,
         numerics,
@@ -245,28 +244,25 @@ def sums_with_errors(
     return torch.cat(sums), torch.cat(errors)
 
 
-def _activated_ends(
-    gate: Interval, up: Interval, weights: torch.Tensor, activation_clamp: float | None
+def activated_ends(
+    gate: Interval, up: Interval, weights: torch.Tensor, activation: Activation
 ) -> Interval:
-    """silu(gate) * up * weight in float64, [n, I]."""
-    if activation_clamp is not None:
-        # As the kernel has the clamp, in FP32.
-        clamp = torch.tensor(activation_clamp, dtype=torch.float32).item()
-        gate = Interval(*(end.clamp(max=clamp) for end in gate))
-        up = Interval(*(end.clamp(min=-clamp, max=clamp) for end in up))
-    silu = [end / (1 + torch.exp(-end)) for end in gate]
-    where, minimum = _SILU_MINIMUM
-    holds_minimum = (gate.low < where) & (gate.high > where)
-    low = torch.minimum(*silu).masked_fill(holds_minimum, minimum)
-    high = torch.maximum(*silu)
-    factors = [end * weights.double().unsqueeze(1) for end in up]
+    """activation(gate, up) * weight in float64, [n, I], and what the kernel may make of it."""
+    at_ends = [activation.gate_factor(end) for end in gate]
+    where = gate.low.new_full((1,), activation.lowest_gate)
+    holds_lowest = (gate.low < where) & (gate.high > where)
+    low = torch.minimum(*at_ends)
+    low = activation.gate_factor(where).where(holds_lowest, low)
+    high = torch.maximum(*at_ends)
+    factors = [activation.up_factor(end) * weights.double().unsqueeze(1) for end in up]
     corners = torch.stack([end * factor for end in (low, high) for factor in factors])
-    size = torch.maximum(gate.low.abs(), gate.high.abs())
-    units, units_per_size = _SILU_UNITS
+    below_zero = (-activation.slope * gate.low).clamp(min=0)
+    units, units_per_size = activation.error_units
     largest = corners.abs().amax(dim=0)
-    error = largest * ((units + units_per_size * size) * _FP32_HALF_UNIT)
-    flushed = size * torch.maximum(*(factor.abs() for factor in factors)) * _SMALLEST_NORMAL_FP32
-    error += flushed.where(gate.low < _SILU_FLUSHED_BELOW, 0.0)
+    error = largest * ((units + units_per_size * below_zero) * _FP32_HALF_UNIT)
+    largest_factor = torch.maximum(*(factor.abs() for factor in factors))
+    flushed = gate.low.abs() * largest_factor * _SMALLEST_NORMAL_FP32
+    error += flushed.where(below_zero > -_SIGMOID_FLUSHED_BELOW, 0.0)
     return Interval(corners.amin(dim=0) - error, corners.amax(dim=0) + error)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe import jit
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.emulator.machine import Schedule
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
@@ -64,6 +65,7 @@ def run_emulated_in_a_row(
     layer: Layer,
     calls: Calls,
     *,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     schedule: Schedule = "random",
@@ -77,7 +79,7 @@ def run_emulated_in_a_row(
     with _emulated_ranks(shape) as ranks:
         weights = _transformed(ranks, layer, options.get("arch"))
         given = given_options("run_emulated_in_a_row", cast(CallOptions, options))
-        each = [with_numerics(given, activation_clamp, fast_math)] * len(calls)
+        each = [with_numerics(given, activation, activation_clamp, fast_math)] * len(calls)
         return call_in_a_row(ranks, weights, calls, each, schedule=schedule)
 
 

@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 
+from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, target_of
 
+from .bounds import Bounds, reference_bounds
 from .calls import RankOutput, model_inputs, run_emulated_in_a_row, run_emulated_ranks
 from .comparison import compare
-from .reference import reference_mega_moe
-from .synthetic import Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
+from .reference import FP32_SUM_BITS, reference_mega_moe
+from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
@@ -42,8 +44,8 @@ _SHAPES = (
     (3, 6, 2, 128, 128),
     (1, 3, 3, 128, 1152),
 )
-# At which SiLU is exact, below what gate and up of an exact layer get to.
-_CLAMP = 24.0
+# With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
+_EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
 _SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
@@ -55,7 +57,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "tile": target_of(arch).weights_of().fuzz_tiles,
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
-        "clamp": (None, _CLAMP),
+        "activation": (*_EXACT_ACTIVATIONS, Situ()),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, _SMALL_POOL),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
@@ -74,7 +76,7 @@ def grid_size() -> int:
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """Two calls of all ranks on inputs whose result is exact."""
+    """Two calls of all ranks on inputs whose sums are exact."""
 
     number: int
     arch: str
@@ -142,17 +144,7 @@ class FuzzCase:
             expected_stats = received(self.shape, tokens).split(self.shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens, of_call, strict=True)):
                 own = model_inputs(own)[1] if self.values["inputs"] == "prepared" else own
-                expected = reference_mega_moe(
-                    own.x,
-                    own.x_sf,
-                    own.topk_idx,
-                    own.topk_weights,
-                    layer.l1,
-                    layer.l2,
-                    activation_clamp=self.values["clamp"],
-                    numerics=target_of(self.arch).weights_of().numerics,
-                )
-                comparison = compare(output.y, expected)
+                comparison = compare(output.y, self.expected(own, layer))
                 if not comparison.is_right:
                     return f"call {call_idx}, rank {rank}: {comparison}"
                 if not torch.equal(output.stats, expected_stats[rank]):
@@ -162,7 +154,18 @@ class FuzzCase:
                     )
         return ""
 
-    def _outputs(self, layer: Any, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
+    def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
+        """A rank's output, or what it may be where the activation leaves no result exact."""
+        activation = self.values["activation"]
+        inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+        numerics = target_of(self.arch).weights_of().numerics
+        if activation in _EXACT_ACTIVATIONS:
+            return reference_mega_moe(*inputs, activation=activation, numerics=numerics)
+        return reference_bounds(
+            *inputs, activation=activation, numerics=numerics, sum_bits=FP32_SUM_BITS
+        )
+
+    def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
         num_local = self.shape.num_experts_per_rank
         wave = 1 if self.values["wave"] == "one expert" else num_local
         turn = 1 if self.values["turn"] == "one expert" else wave
@@ -174,7 +177,7 @@ class FuzzCase:
         options: dict[str, Any] = {
             "arch": self.arch,
             "num_sms": 4,
-            "activation_clamp": self.values["clamp"],
+            "activation": self.values["activation"],
             "overrides": overrides,
             "schedule": self.values["schedule"],
             "schedule_seed": self.number,

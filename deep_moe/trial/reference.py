@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
     dequantize_e2m1_ue8m0,
@@ -52,8 +53,8 @@ class Numerics:
     sum_bits: int
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [n, I] after SwiGLU, with its routing weights [n] in it, through E4M3: float64
-        [n, I]."""
+        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3:
+        float64 [n, I]."""
         blocks = activated.unflatten(-1, (-1, self.scale_block))
         scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
         values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
@@ -108,6 +109,7 @@ def reference_mega_moe(
     l1_weights: Pair,
     l2_weights: Pair,
     *,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
@@ -121,7 +123,8 @@ def reference_mega_moe(
     (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
-    in each. A token that holds NaN or infinities spoils no other. numerics: which kernel's.
+    in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
+    in calls. numerics: which kernel's.
     """
     contributions = slot_contributions(
         x,
@@ -130,6 +133,7 @@ def reference_mega_moe(
         topk_weights,
         l1_weights,
         l2_weights,
+        activation=activation,
         activation_clamp=activation_clamp,
         numerics=numerics,
     )
@@ -149,10 +153,12 @@ def slot_contributions(
     l1_weights: Pair,
     l2_weights: Pair,
     *,
+    activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
     """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
+    applied = activation_of(activation, activation_clamp)
     num_tokens, num_topk = topk_idx.shape
     contributions = torch.zeros(
         (num_tokens, num_topk, x.shape[1]), dtype=torch.bfloat16, device=x.device
@@ -167,7 +173,7 @@ def slot_contributions(
             topk_weights[token_idx, slot_idx],
             (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
-            activation_clamp=activation_clamp,
+            activation=applied,
             numerics=numerics,
         )
     return contributions
@@ -179,23 +185,15 @@ def expert_output(
     l1_weights: Pair,
     l2_weights: Pair,
     *,
-    activation_clamp: float | None = None,
-    numerics: Numerics = MXFP8,
+    activation: Activation,
+    numerics: Numerics,
 ) -> torch.Tensor:
     """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
     accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
-    activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
+    activated = activation(gate, up) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
     return round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor, activation_clamp: float | None) -> torch.Tensor:
-    """silu(gate) * up in float32, both bounded first if there is a clamp. NaN stays NaN."""
-    if activation_clamp is not None:
-        gate = gate.clamp(max=activation_clamp)
-        up = up.clamp(min=-activation_clamp, max=activation_clamp)
-    return gate / (1 + torch.exp(-gate)) * up
 
 
 def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

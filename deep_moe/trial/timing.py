@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe import __version__
+from deep_moe.activations import Activation
 from deep_moe.formats.weights import transform_weights_for_mega_moe
 from deep_moe.fused.buffer import get_symm_buffer_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS, prepare_call
@@ -61,7 +62,7 @@ class TimedLayer:
 
     def __call__(
         self,
-        clamp: float | None,
+        activation: Activation,
         overrides: Mapping[str, int] | None = None,
         stats: torch.Tensor | None = None,
     ) -> None:
@@ -70,17 +71,17 @@ class TimedLayer:
             *self.weights,
             self.buffer,
             stats,
-            activation_clamp=clamp,
+            activation=activation,
             arch=self.arch,
             overrides=dict(overrides or {}),
         )
 
     def config(
-        self, clamp: float | None, overrides: Mapping[str, int] | None = None
+        self, activation: Activation, overrides: Mapping[str, int] | None = None
     ) -> MegaMoEConfig:
         """Of the kernel that a call with these arguments runs on this rank."""
         options = given_options("config", {"arch": self.arch, "overrides": overrides})
-        arguments = with_numerics(options, clamp, True)
+        arguments = with_numerics(options, activation)
         plan, _ = prepare_call(self.y, *self.weights, self.buffer, None, arguments)
         return plan.config
 

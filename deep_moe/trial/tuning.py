@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deep_moe.activations import Activation
 from deep_moe.fused.buffer import require_equal
 from deep_moe.fused.deployment import build_deployment
 from deep_moe.fused.tuning_tables import add_to_table
@@ -56,7 +57,7 @@ class TuningPlan:
     results: Path  # a JSON list, an object per size
     arch: str
     num_sms: int
-    clamp: float | None = 10.0
+    activation: Activation
     seed: int = 0
     commit: str | None = None
 
@@ -71,7 +72,7 @@ class TuningPlan:
             num_tokens,
             arch=self.arch,
             num_sms=self.num_sms,
-            activation_clamp=self.clamp,
+            activation=self.activation,
             overrides=overrides,
         )
 
@@ -244,9 +245,9 @@ def tuned_layer(plan: TuningPlan, result: SizeResult, facts: Mapping[str, Any]) 
 class RankMeasure:
     """One rank's part of the measurements at one number of tokens."""
 
-    def __init__(self, layer: TimedLayer, clamp: float | None) -> None:
+    def __init__(self, layer: TimedLayer, activation: Activation) -> None:
         self._layer = layer
-        self._clamp = clamp
+        self._activation = activation
         self._expected: torch.Tensor | None = None
         self._checked: set[tuple[tuple[str, int], ...]] = set()
         self._round = 0
@@ -263,7 +264,7 @@ class RankMeasure:
         self._round += 1
         seconds = [0.0] * len(kernels)
         for i in order:
-            call = partial(self._layer, self._clamp, kernels[i])
+            call = partial(self._layer, self._activation, kernels[i])
             ranks, _ = timed(call, 1, CALLS_PER_ROUND, self._layer.buffer.device)
             seconds[i] = max(map(statistics.median, ranks))
         return seconds
@@ -276,7 +277,7 @@ class RankMeasure:
         self._checked.add(key)
         layer = self._layer
         layer.y.fill_(torch.nan)
-        layer(self._clamp, overrides)
+        layer(self._activation, overrides)
         layer.buffer.memory.synchronize()
         layer.buffer.raise_if_failed()
         if self._expected is None:
@@ -317,7 +318,7 @@ def tune_on_rank(device: torch.device, plan: TuningPlan) -> None:
         def is_time_left(share: float, begins: float = begins, slice_s: float = slice_s) -> bool:
             return _time_of_rank_0(device) < begins + share * slice_s
 
-        measure = RankMeasure(layer, plan.clamp)
+        measure = RankMeasure(layer, plan.activation)
         results.append(tune_size(plan, num_tokens, measure, is_time_left))
         if rank == 0:
             add_to_table(plan.table, tuned_layer(plan, results[-1], facts))

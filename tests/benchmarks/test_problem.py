@@ -13,6 +13,7 @@ from benchmarks.problem import (
     fp8_weights,
     reference_sample,
 )
+from deep_moe.activations import Swiglu
 from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0
 from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.targets import target_of
@@ -41,7 +42,9 @@ def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str):
         tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, l1, l2, numerics=numerics
     )
     rows = torch.tensor([0, 7, 19])
-    assert torch.equal(reference_sample(SHAPE, tokens, rows, 3, numerics, None).y, expected[rows])
+    assert torch.equal(
+        reference_sample(SHAPE, tokens, rows, 3, numerics, Swiglu()).y, expected[rows]
+    )
     assert 0.05 < expected.float().std() < 5  # not lost in rounding, nor clamped away
 
 

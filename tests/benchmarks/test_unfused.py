@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.problem import reference_sample
 from benchmarks.unfused import UnfusedLayer
+from deep_moe.activations import Swiglu
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.trial.comparison import compare
@@ -25,9 +26,11 @@ def run_rank(rank: int, folder: str) -> None:
     cpu = torch.device("cpu")
     unfused = UnfusedLayer(SHAPE, rank_layer(SHAPE, rank, 5, cpu), dist.group.WORLD)
     tokens = rank_tokens(SHAPE, COUNTS[rank], rank, 5, cpu)
-    y = unfused(*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights, 10.0)
+    y = unfused(*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights, Swiglu(10.0))
     numerics = target_of("sm_90a").weights_of().numerics
-    expected = reference_sample(SHAPE, tokens, torch.arange(COUNTS[rank]), 5, numerics, 10.0)
+    expected = reference_sample(
+        SHAPE, tokens, torch.arange(COUNTS[rank]), 5, numerics, Swiglu(10.0)
+    )
     Path(folder, str(rank)).write_text(str(compare(y, expected.y).cosine_distance))
     dist.destroy_process_group()
 

@@ -75,6 +75,18 @@ def test_a_clamp_reaches_the_config():
     assert fields()["activation_clamp"] is None
 
 
+def test_an_activation_reaches_the_config():
+    oai = fields("--activation", "swiglu_oai:alpha=1.5", "--hidden", "256")
+    assert (oai["activation"], oai["activation_alpha"], oai["activation_limit"]) == (
+        "swiglu_oai",
+        1.5,
+        7.0,
+    )
+    situ = fields("--activation", "situ")
+    assert (situ["activation"], situ["activation_beta"]) == ("situ", 4.0)
+    assert fields("--activation", "swiglu_oai", "--clamp", "3")["activation_limit"] == 3.0
+
+
 def test_an_impossible_override_fails_and_names_the_limit():
     result = run_config(*WORKED_CASE, "--override", "num_stages=30")
     assert result.exit_code != 0

@@ -36,6 +36,20 @@ def test_a_random_layer_is_near_on_every_rank():
         assert (row["num_wrong"], row["num_wrong_tokens"], row["num_tokens"]) == (0, 0, 9)
 
 
+@pytest.mark.parametrize(
+    "activation", ["swiglu_oai", "situ:beta=2,linear_beta=3", "swiglu:clamp=0.5"]
+)
+def test_activations_reach_the_call_and_the_reference(activation: str):
+    assert ran(*TINY, "--tokens", "9", "--activation", activation)["passed"]
+
+
+def test_an_exact_layer_needs_an_activation_that_can_be_exact():
+    assert ran(*TINY, "--exact", "--activation", "swiglu_oai:limit=100")["passed"]
+    result = invoke(*TINY, "--exact", "--activation", "situ")
+    assert result.exit_code == 2
+    assert "--exact must be without --activation situ" in " ".join(result.output.split())
+
+
 def test_an_exact_layer_is_equal_with_other_tokens_on_each_rank():
     document = ran(*TINY, "--exact", "--ranks", "3", "--tokens", "5,0,17")
     assert [row["num_tokens"] for row in document["ranks"]] == [5, 0, 17]

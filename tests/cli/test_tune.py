@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import deep_moe.fused.gpu
 import deep_moe.trial.tuning
+from deep_moe.activations import Swiglu, SwigluOai
 from deep_moe.cli import app
 from deep_moe.fused.gpu import Gpu
 from deep_moe.targets.sm90 import SM90A
@@ -83,7 +84,21 @@ def test_options_reach_the_plan(plans: list[TuningPlan], tmp_path: Path):
     assert plan.shape.num_topk == 4
     assert plan.shape.num_max_tokens_per_rank == 64
     assert (plan.tokens, plan.arch, plan.num_sms) == ((8, 64), "sm_90a", 132)
-    assert (plan.clamp, plan.commit, plan.table) == (7.0, "abc", table)
+    assert (plan.activation, plan.commit, plan.table) == (Swiglu(7.0), "abc", table)
+
+
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        ((), Swiglu(10.0)),
+        (("--activation", "swiglu_oai"), SwigluOai()),
+        (("--activation", "swiglu_oai:alpha=2"), SwigluOai(alpha=2)),
+        (("--activation", "swiglu:clamp=3"), Swiglu(3.0)),
+    ],
+)
+def test_the_activation_that_is_measured(plans: list[TuningPlan], options, activation):
+    assert run_tune("--model", "deepseek-v3", "--tokens", "8", *options).exit_code == 0
+    assert plans[0].activation == activation
 
 
 def test_more_ranks_than_gpus_are_refused(plans: list[TuningPlan]):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import deep_moe
 import deep_moe.compat.deep_gemm as deep_gemm
+from deep_moe.activations import Situ, activation_of
 from deep_moe.compat.deep_gemm.testing import calc_diff
 from deep_moe.compat.deep_gemm.utils import (
     align,
@@ -187,7 +188,7 @@ class TestBuffer:
         [
             ({"mma_type": "bf16xbf16"}, "mma_type must be 'fp8xfp4'.* got 'bf16xbf16'"),
             ({"mma_type": "fp8xfp8"}, "mma_type must be"),
-            ({"activation": "situ"}, "activation must be 'swiglu'; got 'situ'"),
+            ({"activation": "swiglu_oai"}, "activation must be 'swiglu' or 'situ'; .*'swiglu_oai'"),
             ({"num_shared_experts": 1}, "num_shared_experts must be 0: .*; got 1"),
         ],
     )
@@ -235,8 +236,9 @@ class TestWeights:
 
     def test_activation_is_the_third_argument(self, pairs):
         assert_same(deep_gemm.transform_weights_for_mega_moe(*pairs, "swiglu"), transformed())
-        with pytest.raises(ValueError, match="activation must be 'swiglu'; got 'situ'"):
-            deep_gemm.transform_weights_for_mega_moe(*pairs, "situ")
+        assert_same(deep_gemm.transform_weights_for_mega_moe(*pairs, "situ"), transformed())
+        with pytest.raises(ValueError, match=r"activation must be 'swiglu' or 'situ'; .*'gelu'"):
+            deep_gemm.transform_weights_for_mega_moe(*pairs, "gelu")
         with pytest.raises(ValueError, match="mma_type must be 'fp8xfp4'"):
             deep_gemm.transform_weights_for_mega_moe(*pairs, mma_type="bf16xbf16")
 
@@ -330,14 +332,36 @@ class TestCall:
             ),
             (((1, 1, 32),), {}, r"shared_l1_weights .*got \(1, 1, 32\). Name the arguments"),
             ((), {"shared_l2_weights": (1.0, 2.0)}, "shared_l2_weights must be None.* got tuple"),
-            ((), {"situ_beta": 4.0}, "situ_beta must be None: .*'situ'; got 4.0"),
-            ((), {"activation": "situ"}, "activation must be 'swiglu'; got 'situ'"),
+            ((), {"situ_beta": 4.0}, "situ_beta must be None with .* 'swiglu': .*'situ'; got 4.0"),
+            ((), {"situ_linear_beta": 4.0}, "situ_linear_beta must be None with .*; got 4.0"),
+            ((), {"activation": "situ", "situ_beta": 0.0}, "beta must be a positive number"),
+            (
+                (),
+                {"activation": "situ", "activation_clamp": 7.0},
+                "activation_clamp must be None with activation 'situ'",
+            ),
+            ((), {"activation": "swiglu_oai"}, "activation must be 'swiglu' or 'situ'; .* got 'sw"),
             ((), {"recipe": (128, 128, 128)}, "recipe must be"),
         ],
     )
     def test_what_no_kernel_does(self, buffer, args, kwargs, message):
         with pytest.raises(ValueError, match=message):
             self.call(buffer, *args, **kwargs)
+
+    @pytest.mark.parametrize(
+        ("given", "activation"),
+        [
+            ({}, Situ()),
+            ({"situ_beta": 3.0}, Situ(beta=3.0)),
+            ({"situ_beta": 3.0, "situ_linear_beta": 20.0}, Situ(3.0, 20.0)),
+        ],
+    )
+    def test_situ_is_passed_on(self, buffer, given, activation, monkeypatch):
+        taken = []
+        monkeypatch.setattr(deep_moe, "fp8_fp4_mega_moe", lambda *args, **_: taken.extend(args))
+        self.call(buffer, activation="situ", **given)
+        assert activation_of(taken[6]) == activation
+        assert taken[7] is None
 
     def test_a_buffer_of_another_kind(self, buffer):
         with pytest.raises(TypeError, match=r"sym_buffer must be of deep_moe.compat.* SymmBuffer"):

@@ -7,6 +7,7 @@ import torch
 import deep_moe
 from benchmarks.host_overhead import SHAPE as GPU_SHAPE
 from benchmarks.host_overhead import Layers, UndrivenGpu, gpu_path_on_cpu
+from deep_moe.activations import Swiglu
 from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallOptions
 
@@ -164,8 +165,19 @@ def test_statistics(example, stats: object, error: type[Exception], message: str
     [
         ({"recipe": (1, 1, 128)}, ValueError, r"recipe must be \(1, 1, 32\).*got \(1, 1, 128\)"),
         ({"recipe": "111"}, TypeError, "recipe must be a tuple"),
-        ({"activation": "gelu"}, ValueError, "activation must be 'swiglu'; got 'gelu'"),
-        ({"activation": None}, TypeError, "activation must be a str"),
+        ({"activation": "gelu"}, ValueError, "activation must be one of 'swiglu', .*; got 'gelu'"),
+        ({"activation": None}, TypeError, "activation must be 'swiglu', .* got NoneType"),
+        ({"activation": Swiglu}, TypeError, "activation must be 'swiglu', .* object of"),
+        (
+            {"activation": "situ", "activation_clamp": 7.0},
+            ValueError,
+            "activation_clamp must be None with activation 'situ'",
+        ),
+        (
+            {"activation": Swiglu(2.0), "activation_clamp": 7.0},
+            ValueError,
+            "activation_clamp must be None beside Swiglu",
+        ),
         ({"activation_clamp": 0.0}, ValueError, "activation_clamp must be .*positive"),
         ({"activation_clamp": -1.0}, ValueError, "activation_clamp must be .*positive"),
         ({"activation_clamp": float("nan")}, ValueError, "activation_clamp must be .*positive"),

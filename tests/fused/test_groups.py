@@ -221,7 +221,12 @@ def test_a_rank_that_never_arrives_is_named_and_reset_helps(run_ranks) -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("num_sms", (2, 4)), ("fast_math", (True, False)), ("activation_clamp", (None, 7.0))],
+    [
+        ("num_sms", (2, 4)),
+        ("fast_math", (True, False)),
+        ("activation_clamp", (None, 7.0)),
+        ("activation", ("swiglu", "situ")),
+    ],
 )
 def test_calls_that_differ_are_an_error_on_every_rank(run_ranks, name: str, values) -> None:
     """The first rank is already inside its kernel when the second finds the difference."""

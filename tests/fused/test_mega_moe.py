@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from deep_moe.activations import Situ
+
 
 def test_the_result_is_exact_and_inputs_are_left_alone(example) -> None:
     buffer, tokens = example.sym_buffer, example.tokens
@@ -47,6 +49,21 @@ def test_the_clamp_reaches_the_kernel(example) -> None:
     clamped = example.expected(activation_clamp=4.0)
     assert torch.equal(example.y, clamped)
     assert not torch.equal(clamped, example.expected())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "swiglu_oai"},
+        {"activation": "swiglu_oai", "activation_clamp": 4.0},
+        {"activation": Situ(beta=3.0)},
+    ],
+    ids=str,
+)
+def test_the_activation_reaches_the_kernel(example, options) -> None:
+    example(**options)
+    assert torch.equal(example.y, example.expected(**options))
+    assert not torch.equal(example.y, example.expected())
 
 
 def test_nan_and_infinity_stay_in_their_token(example) -> None:

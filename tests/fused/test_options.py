@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.fused.options import (
     CallOptions,
@@ -50,6 +51,16 @@ def test_the_operator_takes_every_option_and_gives_it_back() -> None:
     schema = torch.ops.deep_moe.mega_moe.default._schema
     assert taken.keys() <= {argument.name for argument in schema.arguments}
     assert from_operator(taken) == OPTIONS
+
+
+@pytest.mark.parametrize("activation", ["situ", Swiglu(), SwigluOai(limit=3.0), Situ(beta=2.0)])
+def test_the_operator_takes_every_activation_and_gives_it_back(activation) -> None:
+    given = {"activation": activation, "activation_clamp": 2.0}
+    taken = to_operator(given)
+    schema = torch.ops.deep_moe.mega_moe.default._schema
+    assert taken.keys() <= {argument.name for argument in schema.arguments}
+    assert isinstance(taken["activation"], str)
+    assert from_operator(taken) == given
 
 
 def test_none_is_as_good_as_nothing() -> None:

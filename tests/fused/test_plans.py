@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_moe
+from deep_moe.activations import Situ
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallPlan, prepare_call
@@ -77,6 +78,9 @@ def kinds_of_calls(calls: Calls) -> list[dict[str, Any]]:
         {"overrides": {"block_m": 64, "num_stages": 3}},
         {"activation_clamp": 7.0},
         {"activation_clamp": 7.5},
+        {"activation": "swiglu_oai"},
+        {"activation": "situ"},
+        {"activation": Situ(beta=3.0)},
         {"fast_math": False},
         {"num_sms": 2},
         {"timeout_s": 3.0},

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.activations import SwigluOai, activation_of
 from deep_moe.fused.buffer import SymmBuffer
 
 
@@ -39,9 +40,10 @@ def memory_of(region):
 class Layer(torch.nn.Module):
     """What a model does: fill the buffer, call, use y."""
 
-    def __init__(self, example) -> None:
+    def __init__(self, example, **options) -> None:
         super().__init__()
         self.buffer = example.sym_buffer
+        self.options = options
         self.weights = example.l1_weights, example.l2_weights
 
     def forward(self, x, x_sf, topk_idx, topk_weights, stats):
@@ -51,7 +53,7 @@ class Layer(torch.nn.Module):
         self.buffer.topk_idx[:n].copy_(topk_idx)
         self.buffer.topk_weights[:n].copy_(topk_weights)
         y = torch.empty(n, self.buffer.shape.hidden, dtype=torch.bfloat16)
-        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer, stats)
+        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer, stats, **self.options)
         return y * 2
 
 
@@ -79,6 +81,28 @@ def test_a_compiled_model_writes_the_buffer_and_reads_y(example, recorder) -> No
     assert bool((compiled(*arguments) == 4).all())
     assert recorder.num_calls == 2
     assert arguments[-1].tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "situ"},
+        {"activation": "swiglu_oai", "activation_clamp": 3.0},
+        {"activation": SwigluOai(alpha=1.5)},
+    ],
+)
+def test_a_compiled_model_keeps_its_activation(example, recorder, monkeypatch, options) -> None:
+    chosen = []
+    compiled = torch.compile(Layer(example, **options), fullgraph=True, backend="aot_eager")
+    run = recorder.__call__
+
+    def look(launches, **others) -> None:
+        chosen.append(launches[0].config.activation)
+        run(launches, **others)
+
+    monkeypatch.setattr("deep_moe.fused.emulated_call.run_emulated", look)
+    assert bool((compiled(*inputs(example)) == 2).all())
+    assert chosen == [activation_of(options["activation"], options.get("activation_clamp"))]
 
 
 def test_two_layers_in_one_graph_share_a_buffer(example, recorder) -> None:

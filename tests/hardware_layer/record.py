@@ -186,7 +186,7 @@ def provenance(config: MegaMoEConfig, commit: str | None, place: Place) -> dict[
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": {
             name: str(value) if value == float("inf") else value
-            for name, value in config.kernel_fields().items()
+            for name, value in config.to_dict().items()
         },
     }
 

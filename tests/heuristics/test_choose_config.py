@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.heuristics import (
     MegaMoEConfig,
     MoEShape,
@@ -136,10 +137,22 @@ def test_uneven_counts_change_choices_only_where_the_architecture_says_so(arch: 
 
 def test_numerics_are_taken_over():
     config = choose_config(V3, 1, activation_clamp=7, fast_math=False)
-    assert config.activation_clamp == 7.0
-    assert isinstance(config.activation_clamp, float)
+    assert config.activation == Swiglu(7.0)
     assert config.fast_math is False
-    assert choose_config(V3, 1).activation_clamp == math.inf
+    assert choose_config(V3, 1).activation == Swiglu()
+    assert choose_config(V3, 1, activation="situ").activation == Situ()
+    assert choose_config(V3, 1, activation=SwigluOai(limit=3)).activation == SwigluOai(limit=3.0)
+
+
+def test_a_config_as_a_dict_names_the_activation_and_its_parameters():
+    config = choose_config(V3, 1, activation="swiglu_oai", activation_clamp=3)
+    added = config.to_dict().items() - config.kernel_fields().items()
+    alpha = SwigluOai().alpha
+    assert dict(added) == {
+        "activation": "swiglu_oai",
+        "activation_alpha": alpha,
+        "activation_limit": 3.0,
+    }
 
 
 def test_a_config_is_a_value():
@@ -159,7 +172,7 @@ def test_kernel_fields_are_numbers_in_declaration_order():
     fields = choose_config(V3, 5).kernel_fields()
     assert next(iter(fields)) == "num_ranks"
     assert list(fields)[-1] == "num_combine_chunks"
-    assert "arch" not in fields
+    assert not {"activation", "arch", "decision"} & set(fields)
     assert all(isinstance(value, (int, float)) for value in fields.values())
 
 

@@ -13,8 +13,8 @@ SHAPE = MoEShape(8, 256, 8, 7168, 2048, 1024)
 def test_every_field_has_a_reason():
     config = choose_config(SHAPE, 1024)
     fields = {field.name: field for field in config.explain().fields}
-    assert list(fields) == list(config.kernel_fields())
-    for name, value in config.kernel_fields().items():
+    assert list(fields) == list(config.to_dict())
+    for name, value in config.to_dict().items():
         assert fields[name].value == value
         assert fields[name].reason
 
@@ -72,6 +72,7 @@ def test_dict_is_plain_json(clamp):
     explanation = choose_config(SHAPE, 7, activation_clamp=clamp).explain()
     plain = json.loads(json.dumps(explanation.to_dict(), allow_nan=False))
     values = {field["name"]: field["value"] for field in plain["fields"]}
+    assert values["activation"] == "swiglu"
     assert values["activation_clamp"] == clamp
     assert values["num_experts"] == 256
     assert plain["smem_map"][0]["name"] == "expert_count"

@@ -256,7 +256,7 @@ def test_an_odd_number_of_ctas_is_allowed():
 def test_every_field_has_a_reason_and_the_explanation_has_no_tensor_memory():
     config = sm90_config(1024)
     explanation = config.explain()
-    assert {field.name: field.value for field in explanation.fields} == config.kernel_fields()
+    assert {field.name: field.value for field in explanation.fields} == config.to_dict()
     assert all(field.reason for field in explanation.fields)
     assert (explanation.tmem_map, explanation.tmem_columns) == ((), 0)
     assert explanation.to_dict()["arch"] == "sm_90a"

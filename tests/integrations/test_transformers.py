@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import deep_moe
 import deep_moe.integrations.transformers as adapter
+from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
 from deep_moe.trial.rank_processes import run_on_ranks
@@ -88,13 +89,15 @@ def random_call(num_tokens: int, num_experts: int = 8, seed: int = 0) -> list[to
     return [x, idx, weights]
 
 
-def called_directly(l1: Any, l2: Any, x: Any, idx: Any, weights: Any, clamp: float) -> torch.Tensor:
+def called_directly(
+    l1: Any, l2: Any, x: Any, idx: Any, weights: Any, activation: Any
+) -> torch.Tensor:
     """By the public API, without the adapter."""
     buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 8, 32, 2, 256, 128, device="cpu")
     transformed = deep_moe.transform_weights_for_mega_moe(l1, l2)
     deep_moe.prepare_inputs(x, idx, weights, buffer)
     y = torch.empty_like(x)
-    deep_moe.fp8_fp4_mega_moe(y, *transformed, buffer, activation_clamp=clamp)
+    deep_moe.fp8_fp4_mega_moe(y, *transformed, buffer, activation=activation)
     return y
 
 
@@ -145,7 +148,7 @@ def test_fp4_experts_are_taken_as_they_are(fp4_experts, scale_dtype):
     idx[1, 0], idx[2, 1] = -1, 8  # no expert; transformers' mark of another rank's
     y = module(x, idx, weights)
     idx[2, 1] = -1
-    assert torch.equal(y, called_directly(l1, l2, x, idx, weights, module.limit))
+    assert torch.equal(y, called_directly(l1, l2, x, idx, weights, Swiglu(module.limit)))
     assert module.gate_up_proj is None  # not held twice
 
 
@@ -185,7 +188,7 @@ def test_any_numbers_of_tokens(fp4_experts, monkeypatch):
         x, idx, weights = random_call(num_tokens, seed=num_tokens)
         y = module(x, idx, weights)
         parts = [
-            called_directly(l1, l2, x[rows], idx[rows], weights[rows], module.limit)
+            called_directly(l1, l2, x[rows], idx[rows], weights[rows], Swiglu(module.limit))
             for rows in (slice(i, i + 10) for i in range(0, num_tokens, 10))
         ]
         assert torch.equal(y, torch.cat([x[:0], *parts]))
@@ -271,6 +274,25 @@ def test_weights_are_rounded_if_asked():
     assert 0 < relative_error(rounded, plain) < 0.3
 
 
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({}, Swiglu()),
+        ({"limit": 10.0}, Swiglu(10.0)),
+        ({"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, SwigluOai(1.702, 7.0)),
+        ({"gate_softcap": 4.0, "up_softcap": 25.0}, Situ(4.0, 25.0)),
+    ],
+)
+def test_the_activation_is_found_out(fp4_experts, attributes, expected):
+    module, l1, l2 = fp4_experts(torch.float32)
+    names = ("limit", "swiglu_limit", "swiglu_alpha", "gate_softcap", "up_softcap")
+    for name in names:
+        setattr(module, name, attributes.get(name))
+    x, idx, weights = random_call(5)
+    y = module(x, idx, weights)
+    assert torch.equal(y, called_directly(l1, l2, x, idx, weights, expected))
+
+
 def small_gpt_oss() -> Any:
     config = transformers.GptOssConfig(
         vocab_size=32,
@@ -301,7 +323,7 @@ def test_what_cannot_be_served_is_left_to_transformers():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"act_fn": torch.nn.GELU()}, "activation of Qwen3MoeExperts is not SwiGLU"),
+        ({"act_fn": torch.nn.GELU()}, "activation of Qwen3MoeExperts is none that the kernel has"),
         ({"has_bias": True}, "experts with has_bias=True"),
         ({"is_transposed": True}, "experts with is_transposed=True"),
         ({"is_concatenated": False}, "experts with is_concatenated=False"),

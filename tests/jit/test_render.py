@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deep_moe import jit
+from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.errors import CompileError
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.jit import kernel_args
@@ -43,13 +44,10 @@ def compile_with(source: str, assertion: str) -> None:
 
 
 def test_every_field_and_offset_arrives_in_cpp() -> None:
-    config = small_config(activation_clamp=1.1)
+    config = small_config()
     assertions = []
     for name, value in config.kernel_fields().items():
-        if isinstance(value, float):
-            assertions.append(f"static_assert(Config::{name} == 1.1f);")
-        else:
-            assertions.append(f"static_assert(Config::{name} == {int(value)});")
+        assertions.append(f"static_assert(Config::{name} == {int(value)});")
     for struct, layout in (
         ("Symm", config.symm_buffer_layout),
         ("Smem", config.smem_layout),
@@ -70,7 +68,40 @@ def test_every_field_and_offset_arrives_in_cpp() -> None:
 
 def test_no_clamp_is_infinity_in_cpp() -> None:
     text = render_kernel(small_config())
-    compile_with(text, "static_assert(Config::activation_clamp > 3.4e38f);")
+    compile_with(text, "static_assert(Config::Activation::clamp > 3.4e38f);")
+
+
+@pytest.mark.parametrize(
+    ("activation", "in_cpp"),
+    [
+        (Swiglu(1.1), "Config::Activation::clamp == 1.1f"),
+        (
+            SwigluOai(1.3, 2.7),
+            "Config::Activation::alpha == 1.3f && Config::Activation::limit == 2.7f",
+        ),
+        (
+            Situ(1.3, 2.7),
+            "Config::Activation::beta == 1.3f && Config::Activation::linear_beta == 2.7f",
+        ),
+    ],
+)
+def test_parameters_of_activations_arrive_in_cpp(activation: Activation, in_cpp: str) -> None:
+    for fast_math in (False, True):
+        text = render_kernel(small_config(activation=activation, fast_math=fast_math))
+        struct = f"{type(activation).__name__}<Config::ActivationParameters, {fast_math:d}>"
+        compile_with(
+            text,
+            f"static_assert({in_cpp});\n"
+            f"template <class A, class B> constexpr bool same = false;\n"
+            f"template <class A> constexpr bool same<A, A> = true;\n"
+            f"static_assert(same<Config::Activation, deep_moe::{struct}>);",
+        )
+
+
+def test_configs_of_other_parameters_are_other_kernels() -> None:
+    activations = [Swiglu(), Swiglu(2.0), SwigluOai(), SwigluOai(2.0), Situ(), Situ(2.0)]
+    texts = {render_kernel(small_config(activation=activation)) for activation in activations}
+    assert len(texts) == len(activations)
 
 
 def test_offsets_beyond_32_bits_survive() -> None:
@@ -130,6 +161,7 @@ def test_build_gives_a_kernel_whose_manifest_says_what_it_is(tmp_path: Path) -> 
     assert kernel.source == render_kernel(config)
     manifest = kernel.manifest
     assert manifest["config"]["num_stages"] == config.num_stages
+    assert manifest["config"]["activation"] == "swiglu"
     assert manifest["config"]["activation_clamp"] == "inf"
     assert manifest["arch"] == "sm_100a"
     assert manifest["kernel"] == jit.KERNEL_NAME
@@ -152,6 +184,7 @@ def test_a_cached_kernel_needs_neither_torch_nor_cuda() -> None:
     script = """
 import sys
 from deep_moe import jit
+from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.heuristics import MoEShape, choose_config
 kernel = jit.build(choose_config(MoEShape(2, 8, 2, 256, 128, 16), 16, num_sms=4))
 assert kernel.ptx

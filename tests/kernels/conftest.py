@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from deep_moe import jit
+from deep_moe.activations import Activation
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage, WaitStatus
 
@@ -48,6 +49,8 @@ def small_config(
     arch: str = "sm_100a",
     num_sms: int = 2,
     overrides: dict[str, int] | None = None,
+    activation: str | Activation = "swiglu",
+    fast_math: bool = True,
     **shape: int,
 ) -> MegaMoEConfig:
     """A config as the heuristics make it, for a shape that is small unless said otherwise."""
@@ -61,14 +64,21 @@ def small_config(
         **shape,
     }
     return choose_config(
-        MoEShape(**sizes), num_tokens, arch=arch, num_sms=num_sms, overrides=overrides
+        MoEShape(**sizes),
+        num_tokens,
+        arch=arch,
+        num_sms=num_sms,
+        activation=activation,
+        fast_math=fast_math,
+        overrides=overrides,
     )
 
 
 def config_struct(config: MegaMoEConfig) -> str:
-    """The `struct Config` of a rendered kernel."""
+    """The `struct Config` of a rendered kernel, behind the header of its activation."""
     rendered = jit.render_kernel(config)
-    return rendered[rendered.index("struct Config {") : rendered.index("// The host fills")]
+    first = rendered.index("#include <deep_moe/activations/")
+    return rendered[first : rendered.index("// The host fills")]
 
 
 def aligned_bytes(num_bytes: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import torch
 
 import deep_moe
 from benchmarks.problem import reference_sample
+from deep_moe.activations import Swiglu
 from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.targets import target_of
 from deep_moe.trial.calls import fill_inputs
@@ -65,7 +66,9 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
         sent = rank.gather(routing.received(shape, [tokens]).cpu())
         received = torch.stack(sent).sum(dim=0).view(rank.num_ranks, -1)[rank.idx]
         rows = torch.linspace(0, own - 1, min(NUM_CHECKED, own), device=rank.device).long()
-        comparison = compare(y[rows], reference_sample(shape, tokens, rows, 0, numerics, CLAMP))
+        comparison = compare(
+            y[rows], reference_sample(shape, tokens, rows, 0, numerics, Swiglu(CLAMP))
+        )
         outcomes.append(
             (
                 comparison.is_right and not bool(y.isnan().any()),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from deep_moe.activations import Situ, Swiglu, SwigluOai
+
 RENDERED = "kernel.cu"
 
 
@@ -636,6 +638,83 @@ SM90_MUTATIONS = (
         "race|result|misuse",
         test="test_sm90_exact::test_more_than_64_linear1_blocks",
         arguments={"intermediate": 8320},
+    ),
+    M(
+        "gate_for_up",
+        replaced("gate_up_rounded", "(up, gate)", "(gate, up)"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Swiglu(), "fast_math": True},
+    ),
+    M(
+        "no_routing_weight",
+        replaced("activation_applied", "* topk_weight", ""),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Swiglu(), "fast_math": True},
+    ),
+    M(
+        "gate_not_clamped",
+        removed("swiglu_gate_clamped"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Swiglu(7.3), "fast_math": True},
+    ),
+    M(
+        "up_clamped_from_above_only",
+        replaced("swiglu_up_clamped", "-clamp", "-1e30f"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Swiglu(7.3), "fast_math": True},
+    ),
+    M(
+        "oai_gate_not_limited",
+        removed("oai_gate_limited"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": SwigluOai(), "fast_math": True},
+    ),
+    M(
+        "oai_up_limited_from_above_only",
+        replaced("oai_up_limited", "-limit", "-1e30f"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": SwigluOai(), "fast_math": True},
+    ),
+    M(
+        "oai_up_without_one",
+        replaced("oai_product", "+ 1.0f", ""),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": SwigluOai(), "fast_math": True},
+    ),
+    M(
+        "oai_without_alpha",
+        replaced("oai_product", "alpha", "1.0f"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": SwigluOai(), "fast_math": True},
+    ),
+    M(
+        "situ_gate_bounded_as_up",
+        replaced("situ_gate_bounded", "(gate, beta)", "(gate, linear_beta)"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Situ(), "fast_math": True},
+    ),
+    M(
+        "situ_up_bounded_as_gate",
+        replaced("situ_up_bounded", "linear_beta", "beta"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Situ(), "fast_math": True},
+    ),
+    M(
+        "tanh_as_near_zero_too_far",
+        replaced("tanh_chosen", "0.25f", "0.4f"),
+        "result",
+        test="test_activations::test_formula",
+        arguments={"activation": Situ(), "fast_math": True},
     ),
     M(
         "high_rank_forgotten",

@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deep_moe.activations import Activation, Swiglu
+from deep_moe.cli.options import parse_activation
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, target_of
 from deep_moe.trial.bounds import reference_bounds
@@ -49,10 +52,29 @@ def numerics_of(arch: str) -> Numerics:
     return target_of(arch).weights_of().numerics
 
 
-def judged_layer(number: int, arch: str, *, hopper_fp8_sums: bool = False) -> list[Comparison]:
-    """The layer with that number, rank by rank."""
+def of_one_shape(count: int) -> list[int]:
+    """Numbers of layers that share a compiled kernel, if they have the same activation."""
+    numbers = (number for number in itertools.count() if sizes_of(number) is _SHAPES[1])
+    return list(itertools.islice(numbers, count))
+
+
+def sizes_of(number: int) -> tuple[int, int, int, int, int, float | None]:
+    return random.Random(number).choice(_SHAPES)
+
+
+def judged_layer(
+    number: int,
+    arch: str,
+    *,
+    activation: Activation | None = None,
+    hopper_fp8_sums: bool = False,
+) -> list[Comparison]:
+    """The layer with that number, rank by rank. activation: instead of its SwiGLU."""
     choose = random.Random(number)
     num_ranks, num_experts, num_topk, hidden, intermediate, clamp = choose.choice(_SHAPES)
+    applied = Swiglu() if clamp is None else Swiglu(clamp)
+    if activation is not None:
+        applied = activation
     shape = MoEShape(num_ranks, num_experts, num_topk, hidden, intermediate, _MAX_TOKENS)
     layer = random_layer(shape, seed=number)
     inputs = [
@@ -65,7 +87,7 @@ def judged_layer(number: int, arch: str, *, hopper_fp8_sums: bool = False) -> li
         [inputs],
         arch=arch,
         num_sms=2,
-        activation_clamp=clamp,
+        activation=applied,
         overrides=_OVERRIDES[target_of(arch).kernel],
         checked=False,
         hopper_fp8_sums=hopper_fp8_sums,
@@ -84,18 +106,26 @@ def judged_layer(number: int, arch: str, *, hopper_fp8_sums: bool = False) -> li
                 layer.l2,
                 numerics=numerics,
                 sum_bits=sum_bits,
-                activation_clamp=clamp,
+                activation=applied,
             ),
         )
         for own, output in zip(inputs, outputs, strict=True)
     ]
 
 
-def judge_layers(numbers: Sequence[int], arch: str, *, hopper_fp8_sums: bool = False) -> Seen:
+def judge_layers(
+    numbers: Sequence[int],
+    arch: str,
+    *,
+    activation: Activation | None = None,
+    hopper_fp8_sums: bool = False,
+) -> Seen:
     num_values = num_different = 0
     wrong = []
     for number in numbers:
-        comparisons = judged_layer(number, arch, hopper_fp8_sums=hopper_fp8_sums)
+        comparisons = judged_layer(
+            number, arch, activation=activation, hopper_fp8_sums=hopper_fp8_sums
+        )
         num_values += sum(c.num_values for c in comparisons)
         num_different += sum(c.num_values - c.num_equal for c in comparisons)
         if not all(c.is_right for c in comparisons):
@@ -107,13 +137,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", choices=TARGETS)
     parser.add_argument("--hopper", action="store_true")
+    parser.add_argument("--activation", type=parse_activation, help="instead of SwiGLU")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)
     arguments = parser.parse_args(words)
     numbers = range(arguments.first, arguments.first + arguments.count)
     for start in range(0, len(numbers), 100):
         seen = judge_layers(
-            numbers[start : start + 100], arguments.arch, hopper_fp8_sums=arguments.hopper
+            numbers[start : start + 100],
+            arguments.arch,
+            activation=arguments.activation,
+            hopper_fp8_sums=arguments.hopper,
         )
         print(json.dumps({"first": numbers[start], **vars(seen)}), flush=True)
 

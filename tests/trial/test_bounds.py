@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.formats.block_scaled import (
     dequantize_e2m1_ue8m0,
     quantize_e2m1_ue8m0,
@@ -15,7 +17,13 @@ from deep_moe.formats.block_scaled import (
 )
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.trial.bounds import Bounds, reference_bounds, sums_with_errors
+from deep_moe.trial.bounds import (
+    Bounds,
+    Interval,
+    activated_ends,
+    reference_bounds,
+    sums_with_errors,
+)
 from deep_moe.trial.comparison import Comparison, compare
 from deep_moe.trial.reference import (
     FP32_SUM_BITS,
@@ -32,7 +40,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
-from tests.trial.random_layers import judge_layers, numerics_of
+from tests.trial.random_layers import judge_layers, numerics_of, of_one_shape
 
 # What runs where: the emulator with each architecture's rules, and SM90 on a GPU.
 KINDS = (("sm_100a", FP32_SUM_BITS), ("sm_90a", FP32_SUM_BITS), ("sm_90a", HOPPER_SUM_BITS))
@@ -89,6 +97,77 @@ def test_random_layers_of_the_emulated_kernel_are_right(arch: str, hopper: bool)
     seen = judge_layers(range(8), arch, hopper_fp8_sums=hopper)
     assert seen.wrong == []
     assert (seen.num_different > 0) is hopper
+
+
+OTHER_ACTIVATIONS = (SwigluOai(), SwigluOai(alpha=5.0, limit=0.7), Situ(), Situ(0.6, 0.9))
+
+
+@pytest.mark.parametrize("activation", OTHER_ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("arch", "hopper"), [("sm_100a", False), ("sm_90a", False), ("sm_90a", True)]
+)
+def test_random_layers_with_other_activations_are_right(
+    arch: str, hopper: bool, activation: Activation
+) -> None:
+    numbers = of_one_shape(4)
+    seen = judge_layers(numbers, arch, activation=activation, hopper_fp8_sums=hopper)
+    assert seen.wrong == []
+    assert seen.num_different == 0 or hopper
+
+
+@pytest.mark.parametrize("activation", [Swiglu(), Swiglu(0.5), *OTHER_ACTIVATIONS], ids=str)
+def test_ends_hold_the_formula_everywhere_between_and_the_approximations_round_it(
+    activation: Activation,
+) -> None:
+    """Intervals of all sizes, with what FP32 makes of the formula inside; and not much wider."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers() -> torch.Tensor:
+        sizes = torch.exp2(torch.rand(4096, generator=generator) * 14 - 8)
+        return (torch.randn(4096, generator=generator) * sizes).double()
+
+    gate, up = numbers(), numbers()
+    width = torch.exp2(-torch.rand(4096, generator=generator) * 20).double()
+    width[:1024] = 0
+    weight = torch.rand(4096, generator=generator) - 0.5
+    gates = Interval((gate - width).unsqueeze(1), (gate + width).unsqueeze(1))
+    ups = Interval((up - width / 2).unsqueeze(1), (up + width / 2).unsqueeze(1))
+    ends = activated_ends(gates, ups, weight, activation)
+    for gate_part, up_part in itertools.product(torch.linspace(-1, 1, 21), (-0.5, 0.0, 0.5)):
+        inside_gate, inside_up = gate + gate_part * width, up + up_part * width
+        exact = (activation(inside_gate, inside_up) * weight.double()).unsqueeze(1)
+        assert ((ends.low <= exact) & (exact <= ends.high)).all()
+    single = (activation(gate[:1024].float(), up[:1024].float()) * weight[:1024]).double()
+    low, high = ends.low[:1024, 0], ends.high[:1024, 0]
+    assert ((low <= single) & (single <= high)).all()
+    is_near_zero = gate[:1024] > -10 / activation.slope
+    assert ((high - low)[is_near_zero] <= 2e-5 * single[is_near_zero].abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize(("arch", "sum_bits"), KINDS)
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (Swiglu(), Situ()),
+        (SwigluOai(), SwigluOai(alpha=1.5)),
+        (SwigluOai(), SwigluOai(limit=1.5)),
+        (SwigluOai(), Swiglu(7.0)),
+        (Situ(), Situ(beta=3.0)),
+        (Situ(linear_beta=3.0), Situ(linear_beta=4.0)),
+    ],
+    ids=str,
+)
+def test_another_activation_is_seen(
+    arch: str, sum_bits: int, mine: Activation, other: Activation
+) -> None:
+    """Each way: whichever of the two the kernel takes instead."""
+    layer, tokens = random_layer(SHAPE, seed=1), random_tokens(SHAPE, 24, seed=1)
+    inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+    numerics = numerics_of(arch)
+    for right, wrong in ((mine, other), (other, mine)):
+        of = reference_bounds(*inputs, numerics=numerics, sum_bits=sum_bits, activation=right)
+        y = reference_mega_moe(*inputs, numerics=numerics, activation=wrong)
+        assert not compare(y, of).is_right
 
 
 @pytest.mark.slow

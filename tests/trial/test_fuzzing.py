@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deep_moe.activations import Activation
 from deep_moe.targets import target_of
 from deep_moe.trial import fuzzing
 from deep_moe.trial.calls import RankOutput, model_inputs
@@ -116,7 +117,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
                 own.topk_weights,
                 layer.l1,
                 layer.l2,
-                activation_clamp=case.values["clamp"],
+                activation=case.values["activation"],
                 numerics=target_of(case.arch).weights_of().numerics,
             )
             outputs[-1].append(RankOutput(y, stats[rank].clone()))
@@ -125,7 +126,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
 
 def one_value(outputs: list[list[RankOutput]]) -> None:
     row = outputs[1][0].y[-1]
-    row[~row.isnan()] += 1
+    row.mul_(2).add_(1)
 
 
 def a_nan(outputs: list[list[RankOutput]]) -> None:
@@ -142,11 +143,14 @@ def one_count(outputs: list[list[RankOutput]]) -> None:
     outputs[1][0].stats[0] += 1
 
 
+@pytest.mark.parametrize("activation", axes(ARCHS[0])["activation"], ids=str)
 @pytest.mark.parametrize("spoil", [one_value, a_nan, a_nan_lost, one_count])
 def test_what_is_wrong_in_either_call_is_told(
-    spoil: Callable[[list[list[RankOutput]]], None], monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[list[list[RankOutput]]], None],
+    activation: Activation,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = with_values(values="NaN", tokens="many", inputs="prepared", clamp=24.0)
+    case = with_values(values="NaN", tokens="many", inputs="prepared", activation=activation)
     outputs = right_outputs(case)
     monkeypatch.setattr(fuzzing, "run_emulated_in_a_row", lambda *_, **__: outputs)
     assert case.run() == ""

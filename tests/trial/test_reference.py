@@ -1,10 +1,12 @@
 """The torch reference against loops over single numbers, and the rules for odd inputs."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
+from deep_moe.activations import Situ, SwigluOai
 from deep_moe.formats.block_scaled import (
     dequantize_e2m1_ue8m0,
     dequantize_e4m3_ue8m0,
@@ -15,7 +17,6 @@ from deep_moe.trial.reference import (
     combine_slots,
     reference_mega_moe,
     slot_contributions,
-    swiglu,
     valid_slots,
 )
 
@@ -88,23 +89,17 @@ def test_the_clamp_changes_the_result(weights):
     assert torch.equal(free, reference_mega_moe(*args, *weights, activation_clamp=1e9))
 
 
-def test_swiglu_clamps_gate_from_above_only_and_up_from_both_sides():
-    gate = torch.tensor([-20.0, 20.0, 1.0, 1.0])
-    up = torch.tensor([1.0, 1.0, 20.0, -20.0])
-    clamped = swiglu(gate, up, 2.0)
-    expected = swiglu(
-        torch.tensor([-20.0, 2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2.0, -2.0]), None
-    )
-    assert torch.equal(clamped, expected)
-
-
-def test_swiglu_limits():
-    gate = torch.tensor([0.0, -200.0, 200.0, math.nan])
-    result = swiglu(gate, torch.ones(4), 10.0)
-    assert result[0] == 0
-    assert result[1] == 0  # exp overflows to infinity, the quotient is -0
-    assert result[2] == pytest.approx(10 / (1 + math.exp(-10)))
-    assert result[3].isnan()
+def test_activations_give_other_results(weights):
+    args = tokens(4)
+    named = ("swiglu", "swiglu_oai", "situ")
+    results = [reference_mega_moe(*args, *weights, activation=name) for name in named]
+    results.append(reference_mega_moe(*args, *weights, activation=Situ(beta=0.5)))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(results, 2))
+    assert torch.equal(results[0], reference_mega_moe(*args, *weights))
+    limited = reference_mega_moe(*args, *weights, activation="swiglu_oai", activation_clamp=0.5)
+    object_ = reference_mega_moe(*args, *weights, activation=SwigluOai(limit=0.5))
+    assert torch.equal(limited, object_)
+    assert not torch.equal(limited, results[1])
 
 
 def test_slots_are_summed_in_order_in_float32_and_rounded_once():

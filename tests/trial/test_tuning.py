@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import deep_moe.trial.tuning
+from deep_moe.activations import Swiglu
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.tuning import TunedLayerKey, read_table
 from deep_moe.trial.rank_processes import run_in_group
@@ -50,6 +51,7 @@ def plan(tmp_path: Path) -> TuningPlan:
         results=tmp_path / "results.json",
         arch="sm_90a",
         num_sms=132,
+        activation=Swiglu(10.0),
     )
 
 
@@ -242,7 +244,7 @@ class FakeLayer:
 
 def test_a_kernel_with_another_result_ends_the_search(monkeypatch):
     monkeypatch.setattr(deep_moe.trial.tuning, "timed", lambda *_: ([[1.0]], 0.0))
-    measure = RankMeasure(FakeLayer(wrong=32), None)  # type: ignore[arg-type]
+    measure = RankMeasure(FakeLayer(wrong=32), Swiglu())  # type: ignore[arg-type]
     assert measure([{"block_m": 8}, {"block_m": 16}]) == [1.0, 1.0]
     with pytest.raises(
         RuntimeError, match=r"\{'block_m': 32\} and the formula's differ in 2 of 8 .* at 4 tok"
@@ -259,7 +261,7 @@ def test_the_order_changes_from_round_to_round_and_is_balanced(monkeypatch):
         return [[1.0], [2.0]], 0.0
 
     monkeypatch.setattr(deep_moe.trial.tuning, "timed", timed)
-    measure = RankMeasure(FakeLayer(wrong=-1), None)  # type: ignore[arg-type]
+    measure = RankMeasure(FakeLayer(wrong=-1), Swiglu())  # type: ignore[arg-type]
     for _ in range(8):
         assert measure([{"block_m": 8}, {"block_m": 16}]) == [2.0, 2.0]  # of the slowest rank
     assert order[::2].count(8) == order[::2].count(16) == 4
@@ -287,6 +289,7 @@ def test_a_run_in_the_emulator_measures_every_size_and_writes_the_table(
         results=plan.results,
         arch="sm_90a",
         num_sms=4,
+        activation=Swiglu(10.0),
         commit="abc",
     )
     rendezvous = f"file://{tmp_path}/rendezvous"
@@ -312,6 +315,7 @@ def test_no_size_is_begun_when_the_time_is_over(plan: TuningPlan, tmp_path: Path
         results=plan.results,
         arch="sm_90a",
         num_sms=4,
+        activation=Swiglu(10.0),
     )
     plan.results.write_text("[]")
     group = {"init_method": f"file://{tmp_path}/rendezvous", "rank": 0, "world_size": 1}

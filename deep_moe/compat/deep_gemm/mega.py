@@ -11,6 +11,7 @@ import torch
 
 import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
+from deep_moe.activations import Activation, Situ
 from deep_moe.formats.weights import MegaMoEWeights
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.shape import K_BLOCK
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MMA_TYPE = "fp8xfp4"
 ACTIVATION = "swiglu"
+ACTIVATIONS = (ACTIVATION, Situ.name)  # that DeepGEMM has
 RECIPE = (1, 1, 32)
 TOKEN_ALIGNMENT = 384  # the least number that every size of an m-block there divides
 
@@ -60,9 +62,9 @@ class SymmBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """group: a process group, or None for one rank. num_shared_experts, mma_type, activation,
-        base: only the defaults. device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also
-        says what is raised."""
+        """group: a process group, or None for one rank. activation: "swiglu" or "situ", for which
+        the buffer is the same. num_shared_experts, mma_type, base: only the defaults. device: as in
+        `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is raised."""
         if num_shared_experts != 0:
             raise ValueError(
                 "num_shared_experts must be 0: no kernel here computes them, a layer's other code "
@@ -168,7 +170,8 @@ def transform_weights_for_mega_moe(
     l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales; l2_weights: packed
     E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2. Scales: one per 32 values,
     int32 with four in each, of any strides, float8_e8m0fnu, uint8, or float32 powers of two.
-    activation, mma_type: only the defaults. arch: the target, by default that of the device.
+    activation: "swiglu" or "situ"; the weights are the same. mma_type: only the default. arch: the
+    target, by default that of the device.
 
     Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
     """
@@ -200,8 +203,10 @@ def fp8_fp4_mega_moe(
     [tokens, hidden].
 
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned.
-    shared_l1_weights, shared_l2_weights, situ_beta, situ_linear_beta: None only. The order of what
-    follows sym_buffer has changed from version to version there; name it.
+    shared_l1_weights, shared_l2_weights: None only. The order of what follows sym_buffer has
+        changed from version to version there; name it.
+    activation: "swiglu" or "situ". activation_clamp: with "swiglu" only.
+    situ_beta, situ_linear_beta: with "situ" only, by default 4 and 25.
     arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError for what it does not compute, and as
@@ -221,9 +226,6 @@ def fp8_fp4_mega_moe(
                 f"{name} must be None: no kernel here computes shared experts; got "
                 f"{_kind(value)}. Name the arguments after sym_buffer, if this was another"
             )
-    for name, number in (("situ_beta", situ_beta), ("situ_linear_beta", situ_linear_beta)):
-        if number is not None:
-            raise ValueError(f"{name} must be None: it belongs to activation 'situ'; got {number}")
     deep_moe.fp8_fp4_mega_moe(
         y,
         l1_weights,
@@ -231,7 +233,7 @@ def fp8_fp4_mega_moe(
         sym_buffer.own,
         cumulative_local_expert_recv_stats,
         recipe,
-        activation,
+        _activation(activation, situ_beta, situ_linear_beta),
         activation_clamp,
         fast_math,
         arch=arch,
@@ -336,8 +338,31 @@ def _check_mma_type(mma_type: str) -> None:
 
 
 def _check_activation(activation: str) -> None:
-    if activation != ACTIVATION:
-        raise ValueError(f"activation must be {ACTIVATION!r}; got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be {' or '.join(map(repr, ACTIVATIONS))}; deep_moe.fp8_fp4_mega_moe "
+            f"takes others; got {activation!r}"
+        )
+
+
+def _activation(
+    name: str, situ_beta: float | None, situ_linear_beta: float | None
+) -> str | Activation:
+    """As `deep_moe.fp8_fp4_mega_moe` takes it."""
+    _check_activation(name)
+    given = {"situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}
+    parameters = {
+        argument.removeprefix("situ_"): value
+        for argument, value in given.items()
+        if value is not None
+    }
+    if name != Situ.name:
+        for parameter, value in parameters.items():
+            raise ValueError(
+                f"situ_{parameter} must be None with activation {name!r}: it belongs to "
+                f"{Situ.name!r}; got {value}"
+            )
+    return Situ(**parameters) if parameters else name
 
 
 def _kind(value: object) -> str:

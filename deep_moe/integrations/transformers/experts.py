@@ -156,7 +156,7 @@ def run(
             y[rows],
             *layer.weights,
             buffer,
-            activation_clamp=layer.activation_clamp,
+            activation=layer.activation,
             arch=options.arch,
         )
     return y.to(hidden_states.dtype)

@@ -7,6 +7,8 @@ twice. `restore` brings them back.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
@@ -51,7 +54,7 @@ class ExpertsLayer:
 
     weights: MegaMoEWeights
     sizes: LayerSizes
-    activation_clamp: float | None
+    activation: Activation
     group: ProcessGroup | None
     given: dict[str, torch.dtype]
     guard: RemovableHandle | None
@@ -73,10 +76,10 @@ def take_over(
 
     Raises UnsupportedError, on all ranks and before anything has changed.
     """
-    reason, source, clamp = None, None, None
+    reason, source, activation = None, None, None
     num_ranks = 1 if group is None else group.size()
     try:
-        clamp = _activation_clamp(module)
+        activation = _activation(module)
         source = _source(module, quantize)
         _check_sizes(source, num_ranks, num_topk)
     except UnsupportedError as error:
@@ -85,6 +88,7 @@ def take_over(
     if reason is not None:
         raise UnsupportedError(reason)
     assert source is not None
+    assert activation is not None
     weights = empty_weights_for_mega_moe(
         source.num_experts,
         source.hidden,
@@ -103,7 +107,7 @@ def take_over(
         LayerSizes(
             num_ranks * source.num_experts, num_topk, source.hidden, source.intermediate_hidden
         ),
-        clamp,
+        activation,
         group,
         given,
         module.register_state_dict_pre_hook(_refuse_state_dict) if given else None,
@@ -245,21 +249,37 @@ def _check_sizes(source: _Source, num_ranks: int, num_topk: int) -> None:
         raise UnsupportedError(str(error)) from None
 
 
-def _activation_clamp(module: Any) -> float | None:
-    """The clamp of a module's SwiGLU, or an UnsupportedError if it is none.
+def _activation(module: Any) -> Activation:
+    """A module's activation, or an UnsupportedError if the kernel has none like it.
 
-    Models write their activation in many ways, so that names say little: it is tried out.
+    Models write theirs in many ways, so that names say little: it is tried out, with the parameters
+    that the module or its config have.
     """
     probe = torch.cat([torch.linspace(-24, 24, 193), torch.tensor([-3e3, -40.0, 40.0, 3e3])])
-    gate, up = torch.meshgrid(probe, probe.roll(7), indexing="ij")
-    pairs = torch.stack([gate.flatten(), up.flatten()], dim=1)
-    device = module.gate_up_proj.device
-    result = module._apply_gate(pairs.to(device)).flatten().float().cpu()
-    for clamp in {getattr(module, name, None) for name in ("limit", "swiglu_limit")} | {None}:
-        if clamp is not None and not (isinstance(clamp, (int, float)) and clamp > 0):
-            continue
-        bound = float("inf") if clamp is None else float(clamp)
-        g, u = pairs[:, 0].clamp(max=bound), pairs[:, 1].clamp(-bound, bound)
-        if torch.allclose(result, torch.nn.functional.silu(g) * u, rtol=1e-5, atol=1e-6):
-            return None if clamp is None else float(clamp)
-    raise UnsupportedError(f"the activation of {type(module).__name__} is not SwiGLU")
+    gate, up = (each.flatten() for each in torch.meshgrid(probe, probe.roll(7), indexing="ij"))
+    pairs = torch.stack([gate, up], dim=1).to(module.gate_up_proj.device)
+    result = module._apply_gate(pairs).flatten().float().cpu()
+    for kind, names in _PARAMETERS.items():
+        for values in itertools.product(*(_values(module, each) for each in names)):
+            try:
+                activation = kind(*values)
+            except (TypeError, ValueError):
+                continue
+            if torch.allclose(result, activation(gate, up), rtol=1e-5, atol=1e-6):
+                return activation
+    raise UnsupportedError(f"the activation of {type(module).__name__} is none that the kernel has")
+
+
+# Attributes of modules and configs that hold an activation's parameters, in order.
+_LIMITS = ("limit", "swiglu_limit")
+_PARAMETERS: dict[type[Activation], tuple[tuple[str, ...], ...]] = {
+    Swiglu: (_LIMITS,),
+    SwigluOai: (("alpha", "swiglu_alpha"), _LIMITS),
+    Situ: (("gate_softcap", "mlp_gate_softcap"), ("up_softcap", "mlp_up_softcap")),
+}
+
+
+def _values(module: Any, names: tuple[str, ...]) -> list[Any]:
+    """Those that are there, and infinity, which for a clamp means none."""
+    found = [getattr(owner, name, None) for owner in (module, module.config) for name in names]
+    return [*dict.fromkeys(value for value in found if value is not None), math.inf]

@@ -1,5 +1,5 @@
-// From a Linear1 accumulator to Linear2's input: SwiGLU, requantization to E4M3 with one scale per
-// 32 values, store to the pool, and the arrival bit that lets Linear2 start.
+// From a Linear1 accumulator to Linear2's input: activation, requantization to E4M3 with one scale
+// per 32 values, store to the pool, and the arrival bit that lets Linear2 start.
 //
 // The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
 // a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
@@ -9,7 +9,7 @@
 // lie in the block's own padding, which nothing that matters reads.
 #pragma once
 
-#include "deep_moe/activations/swiglu.cuh"
+#include "deep_moe/activations/apply_activation.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/formats/quantize.cuh"
@@ -28,21 +28,21 @@
 namespace deep_moe::sm100 {
 
 // What one thread makes of 8 tokens: two values of each of its two tokens.
-struct SwigluAtom {
+struct ActivatedAtom {
     float values[2][2];  // [value lane/4 + 8*i of the warp's 16][token 2*(lane%4) + t]
     uint32_t amax[2];    // per token: bits of the largest magnitude among the warp's 16 values
 };
 
 template <class Config>
-__device__ __forceinline__ SwigluAtom swiglu_atom(const Accumulator& accumulator, uint32_t token,
-                                                  float2 topk_weights) {
+__device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
+                                                        uint32_t token, float2 topk_weights) {
     float rows[2][4];
     accumulator.load(token, rows);
-    SwigluAtom atom;
+    ActivatedAtom atom;
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-        atom.values[i][0] = swiglu<Config>(rows[i][0], rows[i][2], topk_weights.x);
-        atom.values[i][1] = swiglu<Config>(rows[i][1], rows[i][3], topk_weights.y);
+        atom.values[i][0] = apply_activation<Config>(rows[i][0], rows[i][2], topk_weights.x);
+        atom.values[i][1] = apply_activation<Config>(rows[i][1], rows[i][3], topk_weights.y);
     }
 #pragma unroll
     for (uint32_t t = 0; t < 2; ++t) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ SwigluAtom swiglu_atom(const Accumulator& accumulator
 }
 
 // The atom in E4M3, in stmatrix order: value lane/4 of both tokens, then value lane/4 + 8.
-__device__ __forceinline__ uint32_t quantize_atom(const SwigluAtom& atom, float factor0,
+__device__ __forceinline__ uint32_t quantize_atom(const ActivatedAtom& atom, float factor0,
                                                   float factor1) {
     const uint32_t low =
         ptx::cvt_rn_satfinite_e4m3x2_f32(atom.values[0][1] * factor1, atom.values[0][0] * factor0);
@@ -89,7 +89,7 @@ class L1Epilogue {
         if (num_tiles == 0) accumulator.release();
         for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
             const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
-            SwigluAtom atoms[Warp::atoms_per_tile];
+            ActivatedAtom atoms[Warp::atoms_per_tile];
             compute_tile(block, accumulator, token, atoms);        //~ l1_computed
             if (tile_idx + 1 == num_tiles) accumulator.release();  //~ l1_released
             store_tile(block, token, tile_idx % Smem::num_store_slots, atoms);
@@ -102,7 +102,7 @@ class L1Epilogue {
 
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                                 SwigluAtom (&atoms)[Warp::atoms_per_tile]) const {
+                                 ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
         const float* topk_weights =
             local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
@@ -112,7 +112,7 @@ class L1Epilogue {
             if (token + offset < block.num_valid_rows) {
                 const float2 weights = *reinterpret_cast<const float2*>(topk_weights + offset +
                                                                         2 * (warp_.lane_idx % 4));
-                atoms[i] = swiglu_atom<Config>(accumulator, token + offset, weights);
+                atoms[i] = activated_atom<Config>(accumulator, token + offset, weights);
             } else {
                 atoms[i] = {};
             }
@@ -124,7 +124,7 @@ class L1Epilogue {
     }
 
     __device__ void store_tile(const Block& block, uint32_t token, uint32_t slot,
-                               const SwigluAtom (&atoms)[Warp::atoms_per_tile]) const {
+                               const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const uint32_t neighbour = smem_.amax_exchange(warp_.warp_idx ^ 1);  //~ l1_neighbour
         const uint32_t staging = smem_.l1_output(slot, warp_.warpgroup_idx());
 

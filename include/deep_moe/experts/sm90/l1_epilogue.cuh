@@ -1,5 +1,5 @@
-// From Linear1's accumulators to Linear2's input: row and token factors, SwiGLU, requantization to
-// E4M3 with one scale for the block's 128 values of each token, and store to the pool.
+// From Linear1's accumulators to Linear2's input: row and token factors, activation, requantization
+// to E4M3 with one scale for the block's 128 values of each token, and store to the pool.
 // l1_publisher.cuh tells Linear2.
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
@@ -12,7 +12,7 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/activations/swiglu.cuh"
+#include "deep_moe/activations/apply_activation.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
@@ -79,10 +79,11 @@ class L1Epilogue {
             for (uint32_t b = 0; b < 2; ++b) {
                 float (&v)[num_rows / 2] = values[b];
                 const float (&row)[2] = rows.values[b];
-                v[2 * j] = swiglu<Config>(v[4 * j] * (row[0] * factor.x),
-                                          v[4 * j + 2] * (row[1] * factor.x), weight.x);
-                v[2 * j + 1] = swiglu<Config>(v[4 * j + 1] * (row[0] * factor.y),
-                                              v[4 * j + 3] * (row[1] * factor.y), weight.y);
+                v[2 * j] = apply_activation<Config>(v[4 * j] * (row[0] * factor.x),
+                                                    v[4 * j + 2] * (row[1] * factor.x), weight.x);
+                v[2 * j + 1] =
+                    apply_activation<Config>(v[4 * j + 1] * (row[0] * factor.y),
+                                             v[4 * j + 3] * (row[1] * factor.y), weight.y);
             }
         });
     }

@@ -1,4 +1,4 @@
-"""SwiGLU and the scale of its result, function by function, against the formats of the package."""
+"""The scale of an activation's results, against the formats of the package."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0, unpack_ue8m0
-from deep_moe.trial.reference import swiglu
 
 NUM_VALUES = 4096
 
@@ -29,28 +27,6 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
         const uint32_t scale_byte = e4m3_scale_byte(amax);
         words[4096 + i] = scale_byte;
         words[8192 + i] = __float_as_uint(e4m3_factor(amax, scale_byte));
-    }
-}
-"""
-
-SWIGLU_KERNEL = r"""
-#include <deep_moe/layout/kernel_args.cuh>
-#include <deep_moe/activations/swiglu.cuh>
-
-using namespace deep_moe;
-
-struct Activation {
-    static constexpr float activation_clamp = CLAMP;
-    static constexpr bool fast_math = FAST_MATH;
-};
-
-// y: gates, ups and routing weights in, values out.
-extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
-    auto* values = static_cast<float*>(args.y);
-    if (blockIdx.x != 0) return;
-    for (uint32_t i = threadIdx.x; i < 4096; i += 32) {
-        values[12288 + i] =
-            deep_moe::swiglu<Activation>(values[i], values[4096 + i], values[8192 + i]);
     }
 }
 """
@@ -85,24 +61,3 @@ def test_scale_is_that_of_the_formats(make_config: Any, make_ranks: Any) -> None
         quantized[finite, 0].view(torch.uint8),
     )
     assert factors[~torch.from_numpy(finite)].isnan().all()
-
-
-@pytest.mark.parametrize("fast_math", [False, True])
-@pytest.mark.parametrize("clamp", [None, 7.3])
-def test_swiglu(make_config: Any, make_ranks: Any, clamp: float | None, fast_math: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(3, NUM_VALUES, generator=generator) * 6
-    inputs[0, :6] = torch.tensor([200.0, -200.0, torch.nan, 1.0, torch.inf, 0.0])
-    inputs[1, :6] = torch.tensor([2.0, 2.0, 1.0, torch.nan, 1.0, 1.0])
-    inputs[2] = inputs[2].abs()
-    ranks = make_ranks(make_config(), output_bytes=4 * 4 * NUM_VALUES)
-    values = ranks.output(0, np.float32, 4, NUM_VALUES)
-    values[:3] = inputs.numpy()
-    source = SWIGLU_KERNEL.replace("FAST_MATH", "true" if fast_math else "false").replace(
-        "CLAMP", "__builtin_bit_cast(float, 0x7f800000)" if clamp is None else f"{clamp}f"
-    )
-    ranks.run(source, arch="sm_100a")
-
-    gate, up = inputs[:2].bfloat16().float()
-    expected = (swiglu(gate, up, clamp) * inputs[2]).numpy()
-    np.testing.assert_allclose(values[3], expected, rtol=5e-6, atol=1e-30)

@@ -1,0 +1,67 @@
+"""What comes between the two linear layers, by name. A call takes a name, or one of these objects
+with parameters of its own: `activation=deep_moe.activations.Situ(beta=3.0)`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .activation import Activation, positive_float
+from .situ import Situ
+from .swiglu import Swiglu
+from .swiglu_oai import SwigluOai
+
+__all__ = ["Activation", "Situ", "Swiglu", "SwigluOai"]
+
+# For a new one, write its file here and include/deep_moe/activations/<name>.cuh.
+ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Swiglu, SwigluOai, Situ)}
+DEFAULT_ACTIVATION = Swiglu.name
+
+_CLASSES = tuple(ACTIVATIONS.values())
+_NAMES = ", ".join(map(repr, ACTIVATIONS))
+
+
+def activation_of(
+    activation: str | Activation = DEFAULT_ACTIVATION, clamp: float | None = None
+) -> Activation:
+    """The activation that a call's arguments `activation` and `activation_clamp` name together, or
+    an error that says what is allowed.
+
+    clamp: of a name only, the bound of gate and up: swiglu's `clamp`, swiglu_oai's `limit`.
+
+    >>> activation_of("swiglu_oai", 5)
+    SwigluOai(alpha=1.7020000219345093, limit=5.0)
+    """
+    if isinstance(activation, _CLASSES):
+        if clamp is not None:
+            raise ValueError(
+                f"activation_clamp must be None beside {activation!r}, which has all of its "
+                f"parameters; got {clamp!r}"
+            )
+        return activation
+    if not isinstance(activation, str):
+        classes = ", ".join(kind.__name__ for kind in _CLASSES)
+        raise TypeError(
+            f"activation must be {_NAMES}, or an object of deep_moe.activations: {classes}; "
+            f"got {type(activation).__name__}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {_NAMES}; got {activation!r}")
+    if clamp is not None:
+        parameter = ACTIVATIONS[activation].clamp_parameter
+        if parameter is None:
+            raise ValueError(
+                f"activation_clamp must be None with activation {activation!r}, which has no "
+                f"clamp; got {clamp!r}"
+            )
+        clamp = positive_float("activation_clamp", clamp, or_none=True, or_infinite=True)
+    return _of_name(activation, clamp)
+
+
+@lru_cache(maxsize=256)
+def _of_name(name: str, clamp: float | None) -> Activation:
+    """Calls name the same few again and again."""
+    kind = ACTIVATIONS[name]
+    if clamp is None or kind.clamp_parameter is None:
+        return kind()
+    return kind(**{kind.clamp_parameter: clamp})

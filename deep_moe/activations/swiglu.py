@@ -1,0 +1,46 @@
+"""SwiGLU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .activation import LOWEST_OF_SILU, Activation, positive_float
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Swiglu(Activation):
+    """silu(gate) * up.
+
+    clamp: gate is at most this before, and up within plus and minus it. Nothing is, if it is
+        infinite.
+    """
+
+    name: ClassVar[str] = "swiglu"
+    struct: ClassVar[str] = "Swiglu"
+    clamp_parameter: ClassVar[str | None] = "clamp"
+
+    # ex2.approx may be off by 2 units in the last place and rcp.approx by 1, and there are six more
+    # roundings, that of the exponent's argument in proportion to it.
+    error_units: ClassVar[tuple[float, float]] = (12.0, 2.0)
+
+    clamp: float = math.inf
+
+    def __post_init__(self) -> None:
+        clamp = positive_float("clamp", self.clamp, or_infinite=True)
+        object.__setattr__(self, "clamp", clamp)
+
+    @property
+    def lowest_gate(self) -> float:
+        return LOWEST_OF_SILU
+
+    def gate_factor(self, gate: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=self.clamp)
+        return gate / (1 + (-gate).exp())
+
+    def up_factor(self, up: torch.Tensor) -> torch.Tensor:
+        return up.clamp(min=-self.clamp, max=self.clamp)

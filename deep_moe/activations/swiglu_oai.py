@@ -1,0 +1,44 @@
+"""The SwiGLU of gpt-oss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .activation import LOWEST_OF_SILU, Activation
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SwigluOai(Activation):
+    """gate * sigmoid(alpha * gate) * (up + 1).
+
+    limit: gate is at most this before, and up within plus and minus it.
+    """
+
+    name: ClassVar[str] = "swiglu_oai"
+    struct: ClassVar[str] = "SwigluOai"
+    clamp_parameter: ClassVar[str | None] = "limit"
+
+    # Swiglu's, the sum of up and 1, and the product of alpha and gate.
+    error_units: ClassVar[tuple[float, float]] = (13.0, 3.0)
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def slope(self) -> float:
+        return self.alpha
+
+    @property
+    def lowest_gate(self) -> float:
+        return LOWEST_OF_SILU / self.alpha
+
+    def gate_factor(self, gate: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=self.limit)
+        return gate / (1 + (-self.alpha * gate).exp())
+
+    def up_factor(self, up: torch.Tensor) -> torch.Tensor:
+        return up.clamp(min=-self.limit, max=self.limit) + 1

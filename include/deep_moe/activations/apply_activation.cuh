@@ -1,0 +1,23 @@
+// What all activations have in common: how they are applied to FP32 accumulators of Linear1.
+//
+// An activation is a struct `Config::Activation` with `static float apply(float gate, float up)`,
+// one per file of this folder. Its parameters and `fast_math` are compile-time constants.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/convert.cuh"
+
+namespace deep_moe {
+
+// activation(gate, up) * weight. Gate and up are rounded to BF16 first, as if Linear1 had stored
+// its result; everything after is FP32.
+template <class Config>
+__device__ __forceinline__ float apply_activation(float gate, float up, float topk_weight) {
+    const uint32_t rounded = ptx::cvt_rn_bf16x2_f32(up, gate);  //~ gate_up_rounded
+    gate = __uint_as_float(rounded << 16);
+    up = __uint_as_float(rounded & 0xffff0000u);
+    return Config::Activation::apply(gate, up) * topk_weight;  //~ activation_applied
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,62 @@
+// Functions that activations are made of, in FP32. fast: with the hardware's approximations of the
+// exponential and the reciprocal. All of them pass NaN on.
+#pragma once
+
+#include "deep_moe/ptx/convert.cuh"
+
+namespace deep_moe {
+
+template <bool fast>
+__device__ __forceinline__ float exponential(float x) {
+    if constexpr (fast) {
+        constexpr float log2_e = 1.44269504f;
+        return ptx::ex2_approx_ftz(log2_e * x);
+    } else {
+        return expf(x);
+    }
+}
+
+// x / (1 + e^(-slope*x)). Both forms give -0 for very negative x and x for very large x.
+template <bool fast>
+__device__ __forceinline__ float sigmoid_linear(float x, float slope) {
+    const float denominator = 1.0f + exponential<fast>(-slope * x);
+    if constexpr (fast) {
+        return x * ptx::rcp_approx_ftz(denominator);
+    } else {
+        return x / denominator;
+    }
+}
+
+// 1 / (1 + e^-x).
+template <bool fast>
+__device__ __forceinline__ float sigmoid(float x) {
+    const float denominator = 1.0f + exponential<fast>(-x);
+    if constexpr (fast) {
+        return ptx::rcp_approx_ftz(denominator);
+    } else {
+        return 1.0f / denominator;
+    }
+}
+
+// bound * tanh(x / bound): x near zero, and never beyond +-bound. Where tanh is near its argument,
+// x is multiplied by what little they differ by, so that no size of `bound` costs precision; and
+// 1 - 2 / (1 + e^2t) would cancel there.
+template <bool fast>
+__device__ __forceinline__ float bounded_linear(float x, float bound) {
+    if constexpr (fast) {
+        const float t = x * (1.0f / bound);
+        const float t2 = t * t;
+        // tanh(t)/t is 1 - t^2/3 + 2/15 t^4 - 17/315 t^6 + 62/2835 t^8 - ...
+        const float near_zero =
+            x + x * (t2 * (-1.0f / 3.0f + t2 * (2.0f / 15.0f - 17.0f / 315.0f * t2)));
+        const float elsewhere =
+            bound * (1.0f - 2.0f * ptx::rcp_approx_ftz(1.0f + exponential<fast>(2.0f * t)));
+        return fabsf(t) < 0.25f ? near_zero : elsewhere;  //~ tanh_chosen
+    } else {
+        const float t = x / bound;
+        constexpr float tanh_is_its_argument_below = 0x1p-13f;
+        return fabsf(t) < tanh_is_its_argument_below ? x : bound * tanhf(t);
+    }
+}
+
+}  // namespace deep_moe

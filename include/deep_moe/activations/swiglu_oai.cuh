@@ -1,0 +1,23 @@
+// gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit. A NaN
+// passes through the limits, as in torch.clamp.
+#pragma once
+
+#include "deep_moe/activations/elementary.cuh"
+#include "deep_moe/ptx/min_max.cuh"
+
+namespace deep_moe {
+
+template <class Parameters, bool fast_math>
+struct SwigluOai {
+    static constexpr float alpha = Parameters::alpha;
+    static constexpr float limit = Parameters::limit;
+    static_assert(alpha > 0.0f && limit > 0.0f, "alpha and limit must be positive");
+
+    static __device__ __forceinline__ float apply(float gate, float up) {
+        gate = ptx::min_nan_f32(gate, limit);                         //~ oai_gate_limited
+        up = ptx::max_nan_f32(ptx::min_nan_f32(up, limit), -limit);   //~ oai_up_limited
+        return sigmoid_linear<fast_math>(gate, alpha) * (up + 1.0f);  //~ oai_product
+    }
+};
+
+}  // namespace deep_moe

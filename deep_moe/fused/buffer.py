@@ -261,7 +261,7 @@ def get_symm_buffer_for_mega_moe(
     Raises ValueError or TypeError on all ranks if an argument is not allowed or differs between
     ranks.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_experts": num_experts,
         "num_max_tokens_per_rank": num_max_tokens_per_rank,
         "num_topk": num_topk,

@@ -260,9 +260,11 @@ def choose_config(
         "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
     }
     reasons = {**_SHAPE_REASONS, **reasons, **_pool_reasons(shape)}
+    pool_wraps = bool(chosen.pop("pool_wraps"))
     return MegaMoEConfig(
         **problem,
         **chosen,
+        pool_wraps=pool_wraps,
         fast_math=fast_math,
         trace=trace,
         activation=chosen_activation,

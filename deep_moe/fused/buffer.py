@@ -261,7 +261,7 @@ def get_symm_buffer_for_mega_moe(
     Raises ValueError or TypeError on all ranks if an argument is not allowed or differs between
     ranks.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_experts": num_experts,
         "num_max_tokens_per_rank": num_max_tokens_per_rank,
         "num_topk": num_topk,
@@ -300,10 +300,12 @@ def buffer_size(
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
 
-    >>> buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30
-    5.58...
-    >>> buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576) / 2**30
-    1.00...
+    deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a bounded pool:
+
+    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30, 2)
+    5.59
+    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576) / 2**30, 2)
+    1.03
     """
     shape = MoEShape(
         num_ranks=num_ranks,

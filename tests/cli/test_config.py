@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from deep_moe import buffer_size
 from deep_moe.cli import app
 from deep_moe.fused.tuning_tables import add_to_table
 from deep_moe.heuristics import choose_config, preset_shape
@@ -38,6 +39,21 @@ def test_worked_case_of_the_stages_and_the_wave():
 
 def test_worked_case_of_the_pool():
     assert fields("--model", "deepseek-v3", "--tokens", "256")["num_pool_tokens"] == 22656
+
+
+def test_a_bounded_pool_is_a_ring_and_takes_less():
+    case = ["--model", "deepseek-v4-pro", "--tokens", "8192"]
+    unbounded, bounded = explained(*case), explained(*case, "--pool-tokens", "24576")
+    chosen = {field["name"]: field["value"] for field in bounded["fields"]}
+    assert (chosen["num_pool_tokens"], chosen["pool_wraps"]) == (24_576, True)
+    assert bounded["symm_buffer_bytes"] == buffer_size(
+        8, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576
+    )
+    assert bounded["symm_buffer_bytes"] < unbounded["symm_buffer_bytes"] / 4
+    assert not {field["name"]: field["value"] for field in unbounded["fields"]}["pool_wraps"]
+    refused = run_config(*case, "--pool-tokens", "100")
+    assert refused.exit_code == 1
+    assert "num_pool_tokens must be a positive multiple of 384" in str(refused.exception)
 
 
 def test_the_printed_maps_add_up_to_the_declared_sizes():

@@ -67,6 +67,14 @@ def test_seeds_and_overrides_reach_the_call():
     assert "block_m must be one of" in str(refused.exception)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_small_pool_gives_the_same(arch: str):
+    options = ["--exact", "--ranks", "1", "--experts", "2", "--tokens", "250", "--arch", arch]
+    document = ran(*TINY, *options, "--override", "block_m=64", "--pool-tokens", "384")
+    assert document["shape"]["num_pool_tokens"] == 384
+    assert document["passed"]
+
+
 @pytest.mark.parametrize("kind", ["--exact", "--seed=3"], ids=["exact", "random"])
 def test_the_sm90_kernel_agrees_with_its_own_reference(kind: str):
     document = ran("--hidden", "384", "--intermediate", "256", kind, "--arch", "sm_90a")

@@ -29,6 +29,16 @@ def test_a_call_is_recorded_on_every_rank(tmp_path: Path, arch: str):
     assert {event["pid"] for event in events} == {0, 1}
 
 
+def test_a_small_pool_is_recorded(tmp_path: Path):
+    file = tmp_path / "layer.json"
+    words = ["--ranks", "1", "--experts", "2", "--tokens", "250", "--arch", "sm_90a"]
+    result = invoke(str(file), *TINY, *words, "--pool-tokens", "384", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["shape"]["num_pool_tokens"] == 384
+    assert document["num_lost"] == 0
+
+
 def test_the_table_and_the_file_are_named(tmp_path: Path):
     file = tmp_path / "layer.json.gz"
     result = invoke(str(file), *TINY, "--tokens", "2", "--arch", "sm_90a", "--num-sms", "2")

@@ -74,6 +74,7 @@ def test_what_is_found_is_printed(plans: list[TuningPlan], monkeypatch):
 def test_options_reach_the_plan(plans: list[TuningPlan], tmp_path: Path):
     table = tmp_path / "other.json"
     options = ["--ranks", "2", "--topk", "4", "--clamp", "7", "--commit", "abc"]
+    options += ["--pool-tokens", "768"]
     words = ["--model", "deepseek-v3", "--tokens", "8,64", *options, "--table", str(table)]
     document = json.loads(run_tune(*words, "--json").stdout)
     assert document["table"] == str(table)
@@ -83,6 +84,7 @@ def test_options_reach_the_plan(plans: list[TuningPlan], tmp_path: Path):
     assert plan.shape.num_ranks == 2
     assert plan.shape.num_topk == 4
     assert plan.shape.num_max_tokens_per_rank == 64
+    assert plan.shape.num_pool_tokens == 768
     assert (plan.tokens, plan.arch, plan.num_sms) == ((8, 64), "sm_90a", 132)
     assert (plan.activation, plan.commit, plan.table) == (Swiglu(7.0), "abc", table)
 

@@ -54,16 +54,19 @@ def test_kernels_for_uneven_routing_are_compiled_too(tmp_path: Path):
 def test_configs_are_chosen_for_uneven_routing_only_where_that_matters(
     arch: str, num_times: int, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = []
+    asked, pools = [], set()
 
     def choose(shape: MoEShape, num_tokens: int, **options):
         asked.append(num_tokens)
+        pools.add(shape.num_pool_tokens)
         return choose_config(shape, num_tokens, **options)
 
     monkeypatch.setattr(deep_moe.heuristics, "choose_config", choose)
     monkeypatch.setattr(deep_moe.fused.deployment, "build_deployment", lambda *_, **options: [])
-    result = CliRunner().invoke(app, ["warmup", "--max-tokens", "20", "--arch", arch])
+    words = ["warmup", "--max-tokens", "20", "--pool-tokens", "384", "--arch", arch]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
+    assert pools == {384}
     assert sorted(asked) == sorted([*range(21)] * num_times)
 
 

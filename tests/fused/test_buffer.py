@@ -50,6 +50,30 @@ def test_the_size_is_that_of_the_layout_for_this_number_of_ranks() -> None:
         assert buffer.memory.tensor.numel() == buffer.nbytes
 
 
+def test_the_size_is_known_without_a_buffer() -> None:
+    assert deep_moe.buffer_size(8, 256, 256, 8, 7168, 2048) == 294_773_760
+    assert make_buffer().nbytes == deep_moe.buffer_size(1, 4, 16, 2, 256, 128)
+    sizes = (1, 4, 256, 2, 256, 128)
+    bounded = deep_moe.get_symm_buffer_for_mega_moe(
+        None, *sizes[1:], num_pool_tokens=384, device="cpu"
+    )
+    assert bounded.shape.num_pool_rows == 384
+    assert bounded.nbytes == deep_moe.buffer_size(*sizes, num_pool_tokens=384)
+    assert bounded.nbytes < deep_moe.buffer_size(*sizes)
+    (of_emulated,) = EmulatedRanks(*sizes, num_pool_tokens=384).buffers
+    assert of_emulated.nbytes == bounded.nbytes
+    with pytest.raises(ValueError, match="num_pool_tokens must be a positive multiple of 384"):
+        deep_moe.buffer_size(*sizes, num_pool_tokens=383)
+
+
+def test_the_size_of_a_bounded_pool_hardly_grows_with_the_ranks() -> None:
+    of_8, of_64 = (
+        deep_moe.buffer_size(num_ranks, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576)
+        for num_ranks in (8, 64)
+    )
+    assert of_8 < of_64 < 1.1 * of_8
+
+
 def test_a_new_buffer_is_zero() -> None:
     buffer = make_buffer()
     assert not buffer.memory.tensor.any()

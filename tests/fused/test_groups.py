@@ -84,7 +84,13 @@ def test_every_rank_maps_the_memory_of_all(run_ranks) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("num_max_tokens_per_rank", 9), ("num_topk", 1), ("hidden", 256), ("num_experts", 9)],
+    [
+        ("num_max_tokens_per_rank", 9),
+        ("num_topk", 1),
+        ("hidden", 256),
+        ("num_experts", 9),
+        ("num_pool_tokens", 384),
+    ],
 )
 def test_sizes_that_differ_are_an_error_on_every_rank(run_ranks, argument: str, value: int) -> None:
     """B10. 9 experts are not even divisible by the ranks: still, no rank is left alone."""

@@ -1,4 +1,5 @@
-"""The worked examples in the docstrings of heuristics, formats, checkpoints and stand-ins hold."""
+"""The worked examples in the docstrings of heuristics, formats, buffers, checkpoints and stand-ins
+hold."""
 
 import doctest
 import importlib
@@ -20,6 +21,7 @@ OTHERS = [
     "deep_moe.formats.block_scaled",
     "deep_moe.formats.mx",
     "deep_moe.formats.weights",
+    "deep_moe.fused.buffer",
 ]
 
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import fp8_fp4_mega_moe
+    from .split.emulated_all_to_all import EmulatedAllToAll
+    from .split.handle import Dispatched, DispatchHandle
+    from .split.low_latency import LowLatencyAllToAll
 
 __version__ = "0.1.0"
 
@@ -45,7 +48,11 @@ _MODULES = {
     "CheckpointError": "errors",
     "CompileError": "errors",
     "DeepMoEError": "errors",
+    "DispatchHandle": "split.handle",
+    "Dispatched": "split.handle",
+    "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
+    "LowLatencyAllToAll": "split.low_latency",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
@@ -69,7 +76,11 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "DeepMoEError",
+    "DispatchHandle",
+    "Dispatched",
+    "EmulatedAllToAll",
     "EmulatedRanks",
+    "LowLatencyAllToAll",
     "MegaMoEError",
     "MegaMoETimeoutError",
     "MegaMoEWeights",

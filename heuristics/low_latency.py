@@ -42,7 +42,8 @@ class LowLatencyShape:
 
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
-    tokens of one call, 1 to 1024. format: a key of FORMATS.
+    tokens of one call, 1 to 1024. format: a key of FORMATS. has_shared_rows: experts may write
+    their rows into the buffer.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -55,6 +56,7 @@ class LowLatencyShape:
     hidden: int
     num_max_tokens_per_rank: int
     format: str
+    has_shared_rows: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -159,6 +161,12 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         dims = (num_ranks, max_tokens, shape.num_scale_words)
         data("staged_scales", "u32", dims, "their scales")
     data("combine", "bf16", (num_topk, max_tokens, shape.hidden), "rows of each slot")
+    if shape.has_shared_rows:
+        data("row_of_slot", "u32", (max_tokens * num_topk,), "its expert's row, on that one's rank")
+        num_rows = shape.num_experts_per_rank * shape.num_rows_per_expert
+        dims = (num_rows, shape.hidden)
+        purpose = "rows of the local experts"
+        builder.add("shared_rows", "bf16", dims, purpose, alignment=DATA_ALIGNMENT)
     return builder.build(alignment=DATA_ALIGNMENT)
 
 
@@ -167,7 +175,8 @@ class LowLatencyConfig:
     """One kernel; equal configs give equal kernels.
 
     step: which of the two. sends, receives: its parts; both in one kernel, or one in each of two.
-    has_int32_topk_idx: else int64. num_ctas: of each rank.
+    has_int32_topk_idx: else int64. fetches_rows: a combine of rows that experts have written into
+    the buffer. num_ctas: of each rank.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
@@ -182,12 +191,17 @@ class LowLatencyConfig:
     sends: bool = True
     receives: bool = True
     has_int32_topk_idx: bool = False
+    fetches_rows: bool = False
 
     def __post_init__(self) -> None:
         target_of(self.arch)  # or an error
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+        if self.fetches_rows and not self.shape.has_shared_rows:
+            raise ValueError(
+                "fetches_rows must be False for a buffer without shared rows; got True"
+            )
 
     @property
     def num_threads(self) -> int:
@@ -209,8 +223,8 @@ class LowLatencyConfig:
             builder.add(name, "u32", dims, purpose, alignment=16)
 
         if self.step == "combine":
-            dims = (shape.num_experts_per_rank + 1,)
-            add("expert_rows", dims, "rows before each local expert")
+            num_words = shape.num_experts_per_rank + 1
+            add("expert_rows", (num_words,), "rows before each local expert")
         else:
             if self.sends:
                 dims = (shape.num_experts + shape.num_ranks,)
@@ -238,4 +252,5 @@ class LowLatencyConfig:
             "sends": self.sends,
             "receives": self.receives,
             "has_int32_topk_idx": self.has_int32_topk_idx,
+            "fetches_rows": self.fetches_rows,
         }

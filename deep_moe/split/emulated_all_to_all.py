@@ -40,6 +40,7 @@ class EmulatedAllToAll:
         num_topk: int,
         *,
         format: str = "fp8_128",
+        zero_copy: bool = False,
         **options: Any,
     ) -> None:
         self.shape = LowLatencyShape(
@@ -49,6 +50,7 @@ class EmulatedAllToAll:
             hidden=hidden,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             format=format,
+            has_shared_rows=zero_copy,
         )
         memories = private_host_memories(num_ranks, low_latency_buffer_layout(self.shape).num_bytes)
         self.layers = [
@@ -82,6 +84,7 @@ class EmulatedAllToAll:
         handles: Sequence[DispatchHandle],
         outs: Sequence[torch.Tensor | None] | None = None,
         *,
+        zero_copy: bool = False,
         receive: bool = True,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
@@ -90,7 +93,7 @@ class EmulatedAllToAll:
         taking_part = self._taking_part(ranks)
         outs = [None] * len(taking_part) if outs is None else outs
         prepared = [
-            self.layers[rank].prepare_combine(*arguments, receive=receive)
+            self.layers[rank].prepare_combine(*arguments, zero_copy=zero_copy, receive=receive)
             for rank, *arguments in zip(
                 taking_part, ys, topk_idxs, topk_weights, handles, outs, strict=True
             )

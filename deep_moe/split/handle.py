@@ -25,12 +25,13 @@ class Progress(Enum):
 class Call:
     """One dispatch and what follows from it. number: of the layer's dispatches, from 0.
     generation: how often the layer had been reset. pending: the kernel that receives what has been
-    sent, if that is one of its own."""
+    sent, if that is one of its own. has_buffer: its experts write into the combine buffer."""
 
     number: int
     generation: int
     progress: Progress
     pending: Launch | None = None
+    has_buffer: bool = False
 
 
 @dataclass(frozen=True, eq=False)

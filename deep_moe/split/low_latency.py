@@ -74,6 +74,7 @@ class LowLatencyAllToAll:
         together; rank r owns the r-th part. hidden: a multiple of 128.
     format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
         "fp8_32": E4M3 with a UE8M0 scale per 32. "bf16": as they are.
+    zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
     scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128, N]
         transposed, not those of one row.
     device: where the calls run. A CPU runs them in the emulator. By default the current GPU for a
@@ -102,6 +103,7 @@ class LowLatencyAllToAll:
         num_topk: int,
         *,
         format: str = "fp8_128",
+        zero_copy: bool = False,
         scales_by_column: bool = False,
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
@@ -111,6 +113,7 @@ class LowLatencyAllToAll:
         schedule_seed: int = 0,
     ) -> None:
         require_type("format", format, str, "a str")
+        require_type("zero_copy", zero_copy, bool, "a bool")
         require_type("scales_by_column", scales_by_column, bool, "a bool")
         sizes = {
             "num_experts": num_experts,
@@ -118,6 +121,7 @@ class LowLatencyAllToAll:
             "hidden": hidden,
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "format": format,
+            "has_shared_rows": zero_copy,
         }
         num_ranks = ranks_of(group)
         device = device_for(group, device)
@@ -242,11 +246,13 @@ class LowLatencyAllToAll:
         handle: DispatchHandle,
         out: torch.Tensor | None = None,
         *,
+        zero_copy: bool = False,
         receive: bool = True,
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        y: bfloat16 [local experts, N, hidden], where recv_x had its rows. topk_idx: as given to the
+        y: bfloat16 [local experts, N, hidden], where recv_x had its rows; with zero_copy, what
+        `get_combine_buffer(handle)` gave, on all ranks. topk_idx: as given to the
         dispatch. topk_weights: float32 [tokens, topk]. out: where to write the result, by default a
         new tensor.
 
@@ -258,10 +264,33 @@ class LowLatencyAllToAll:
         one.
         """
         launch, result = self.prepare_combine(
-            y, topk_idx, topk_weights, handle, out, receive=receive
+            y, topk_idx, topk_weights, handle, out, zero_copy=zero_copy, receive=receive
         )
         self._run(launch)
         return result
+
+    def get_combine_buffer(self, handle: DispatchHandle) -> torch.Tensor:
+        """Memory for the experts' rows from which the other ranks fetch them: bfloat16 [local
+        experts, N, hidden], for a `combine` with zero_copy. No row is copied then before it is
+        added.
+
+        It is there once: for the newest dispatch, whose combine must be received before the next
+        one. The layer must have been made with zero_copy=True.
+        """
+        self._buffer.raise_if_unusable()
+        self._check_handle(handle)
+        if not self.shape.has_shared_rows:
+            raise ValueError(
+                "get_combine_buffer needs a layer with zero_copy=True; this one has False"
+            )
+        call = handle.call
+        if call is not self._call_before(1) or call.progress is not Progress.RECEIVED:
+            raise ValueError(
+                "handle must be of the newest dispatch, received and not combined; got that of "
+                f"call {call.number}: {call.progress.value}"
+            )
+        call.has_buffer = True
+        return self._shared_rows()
 
     def receive(self, handle: DispatchHandle) -> None:
         """Receive what a dispatch or combine with `receive=False` has sent. Its results are valid
@@ -340,6 +369,11 @@ class LowLatencyAllToAll:
                 "dispatch must follow receive(handle) of the dispatch before it; "
                 f"call {last.number} has only been sent"
             )
+        if last is not None and last.has_buffer and last.progress is not Progress.DONE:
+            raise ValueError(
+                "dispatch must follow the combine of the call before it, which has the combine "
+                f"buffer; of call {last.number}, {last.progress.value}"
+            )
         if older is not None and older.progress is Progress.RETURNING:
             raise ValueError(
                 "dispatch must follow receive(handle) of the combine two calls before it, whose "
@@ -383,6 +417,7 @@ class LowLatencyAllToAll:
         handle: DispatchHandle,
         out: torch.Tensor | None = None,
         *,
+        zero_copy: bool = False,
         receive: bool = True,
     ) -> tuple[Launch, torch.Tensor]:
         """The first kernel of a combine, after all checks."""
@@ -404,6 +439,13 @@ class LowLatencyAllToAll:
         check_tensor("y", y, torch.bfloat16, rows, self.device)
         check_contiguous("y", y)
         check_start("y", y, _ALIGNMENT)
+        if zero_copy != call.has_buffer or (
+            zero_copy and y.data_ptr() != self._shared_rows().data_ptr()
+        ):
+            raise ValueError(
+                "y must be what get_combine_buffer(handle) gave if zero_copy is True, which it "
+                f"must be if that was called; got zero_copy={zero_copy}"
+            )
         num_tokens = handle.num_tokens
         self._check_topk_idx(topk_idx, num_tokens)
         slots = (num_tokens, shape.num_topk)
@@ -426,7 +468,7 @@ class LowLatencyAllToAll:
         args.topk_weights = topk_weights.data_ptr()
         args.out = out.data_ptr()
         sent = {
-            "y": y,
+            **({} if zero_copy else {"y": y}),
             "call_idx": handle.call_idx,
             "recv_count": handle.recv_count,
             "src_info": handle.src_info,
@@ -434,13 +476,17 @@ class LowLatencyAllToAll:
         }
         received = {"topk_idx": topk_idx, "topk_weights": topk_weights}
         if receive:
-            launch = self._launch("combine", topk_idx, args, {**sent, **received}, {"out": out})
+            launch = self._launch(
+                "combine", topk_idx, args, {**sent, **received}, {"out": out}, zero_copy=zero_copy
+            )
             call.progress = Progress.DONE
         else:
-            launch = self._launch("combine", topk_idx, args, sent, {}, receives=False)
+            launch = self._launch(
+                "combine", topk_idx, args, sent, {}, receives=False, zero_copy=zero_copy
+            )
             received["call_idx"] = handle.call_idx
             call.pending = self._launch(
-                "combine", topk_idx, args, received, {"out": out}, sends=False
+                "combine", topk_idx, args, received, {"out": out}, sends=False, zero_copy=zero_copy
             )
             call.progress = Progress.RETURNING
         return launch, out
@@ -485,7 +531,12 @@ class LowLatencyAllToAll:
                     "ranks live in this process too"
                 )
             config = launch.config
-            parts = {"step": config.step, "sends": config.sends, "receives": config.receives}
+            parts = {
+                "step": config.step,
+                "sends": config.sends,
+                "receives": config.receives,
+                "zero_copy": config.fetches_rows,
+            }
             run_rank(
                 launch.emulated(self.rank, self.memory_regions()),
                 buffer,
@@ -505,6 +556,7 @@ class LowLatencyAllToAll:
         *,
         sends: bool = True,
         receives: bool = True,
+        zero_copy: bool = False,
     ) -> Launch:
         config = LowLatencyConfig(
             self.shape,
@@ -514,6 +566,7 @@ class LowLatencyAllToAll:
             sends=sends,
             receives=receives,
             has_int32_topk_idx=topk_idx.dtype == torch.int32,
+            fetches_rows=zero_copy,
         )
         return Launch(config, args, dict(read), dict(written))
 
@@ -611,5 +664,13 @@ class LowLatencyAllToAll:
             check_ids(topk_idx, self.shape.num_experts)
 
     def _masked_ranks(self) -> torch.Tensor:
-        segment = self._buffer.layout["masked_ranks"]
-        return self._buffer.memory.tensor[segment.offset : segment.end].view(torch.int32)
+        return self._segment("masked_ranks").view(torch.int32)
+
+    def _shared_rows(self) -> torch.Tensor:
+        shape = self.shape
+        rows = self._segment("shared_rows").view(torch.bfloat16)
+        return rows.view(shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
+
+    def _segment(self, name: str) -> torch.Tensor:
+        segment = self._buffer.layout[name]
+        return self._buffer.memory.tensor[segment.offset : segment.end]

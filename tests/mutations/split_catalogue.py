@@ -12,8 +12,8 @@ SPLIT_MUTATIONS = (
     # ---- which call it is
     M("one_half_only", replaced("half_in_turn", "call_idx % 2", "0u"), "race|timeout|result"),
     M(
-        "every_cta_counts_the_call",
-        replaced("call_counted", "is_last && ", ""),
+        "call_counted_before_all_know",
+        replaced("call_counted", "is_last", "blockIdx.x == 0"),
         "race|timeout|result",
     ),
     M(
@@ -82,7 +82,7 @@ SPLIT_MUTATIONS = (
         replaced("ranks_awaited", "Config::num_ctas", "Config::num_ctas - 1"),
         "race|timeout",
     ),
-    M("tokens_not_awaited", removed("tokens_awaited"), "race"),
+    M("tokens_not_awaited", removed("staging_awaited"), "race"),
     M("rows_not_awaited", removed("rows_awaited"), "race"),
     # ---- dispatch, receiving
     M(
@@ -90,8 +90,7 @@ SPLIT_MUTATIONS = (
         replaced("count_awaited", "word != 0", "true"),
         "race|result|misuse|timeout",
     ),
-    M("counts_before_shared", removed("counts_shared"), "race"),
-    M("rows_before_shared", removed("rows_shared"), "race"),
+    M("counts_before_shared", instead("counts_shared", "return true;"), "race"),
     M(
         "range_the_other_way_round",
         instead(
@@ -105,14 +104,33 @@ SPLIT_MUTATIONS = (
         replaced("row_placed", "received_.first_row(local_expert_idx, rank_idx)", "0u"),
         "race|result",
     ),
-    M("source_slot_forgotten", replaced("source_told", "+ ptx::lane_idx()", ""), "result"),
+    M(
+        "source_slot_forgotten",
+        replaced("source_told", "token_topk_idx", "header[0] * Config::num_topk"),
+        "race|result",
+    ),
     # ---- combine
-    M("expert_rows_before_shared", removed("expert_rows_shared"), "race"),
+    M("expert_rows_before_shared", removed("expert_rows_shared"), "race|misuse"),
     M("rows_into_the_other_half", replaced("row_sent", "half", "half ^ 1"), "race|result"),
     M(
         "row_of_a_slot_that_got_none",
         replaced("row_of_slot", "first_slot_of_expert", "slot_idx"),
         "race|result",
+    ),
+    # ---- combine of rows that stay where they are
+    M(
+        "told_the_other_half",
+        replaced("row_told", "half_", "half_ ^ 1"),
+        "race|result|misuse",
+        test=LOW_LATENCY + "test_rows_are_fetched_from_where_the_experts_wrote_them",
+        arguments={"receive": True},
+    ),
+    M(
+        "row_of_the_own_experts",
+        replaced("row_fetched", "ranks.of(rank_idx)", "local"),
+        "race|result|misuse",
+        test=LOW_LATENCY + "test_rows_are_fetched_from_where_the_experts_wrote_them",
+        arguments={"receive": True},
     ),
     # ---- masked ranks
     M(

@@ -75,12 +75,12 @@ def outcome(schedule: Any, seed: int) -> str:
     return noticed_in(run)
 
 
-def outcome_of_test(test: str) -> str:
-    _, _, name = test.partition("::")
+def outcome_of_test(mutation: Mutation) -> str:
+    _, _, name = mutation.test.partition("::")
 
     def run() -> bool:
         try:
-            getattr(test_low_latency, name)()
+            getattr(test_low_latency, name)(**mutation.arguments)
         except pytest.fail.Exception:
             return False
         return True
@@ -120,7 +120,7 @@ def planted(
 @pytest.mark.parametrize("planted", SPLIT_MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
     if planted.test:
-        noticed = outcome_of_test(planted.test)
+        noticed = outcome_of_test(planted)
     else:
         noticed = next((found for seed in range(3) if (found := outcome("random", seed))), "")
     assert noticed in planted.catcher.split("|")

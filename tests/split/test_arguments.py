@@ -210,6 +210,36 @@ def test_what_has_only_been_sent(layer, inputs) -> None:
     dispatch(layer, inputs)
 
 
+def test_the_combine_buffer(inputs) -> None:
+    layer = make()
+    handle = dispatch(layer, inputs)
+    with pytest.raises(ValueError, match="needs a layer with zero_copy=True"):
+        layer.get_combine_buffer(handle)
+    layer = make(zero_copy=True)
+    old, newest = dispatch(layer, inputs), dispatch(layer, inputs)
+    with pytest.raises(ValueError, match="handle must be of the newest dispatch"):
+        layer.get_combine_buffer(old)
+    with pytest.raises(ValueError, match=r"y must be what get_combine_buffer\(handle\) gave"):
+        combine(layer, inputs, newest, zero_copy=True)
+    rows = layer.get_combine_buffer(newest)
+    with pytest.raises(ValueError, match="got zero_copy=False"):
+        combine(layer, inputs, newest)
+    with pytest.raises(ValueError, match="got zero_copy=True"):
+        combine(layer, inputs, newest, zero_copy=True)
+    with pytest.raises(ValueError, match="dispatch must follow the combine of the call before it"):
+        dispatch(layer, inputs)
+    rows.copy_(inputs.ys[0])
+    ids, weights = inputs.topk_idxs[0], inputs.topk_weights[0]
+    layer.combine(rows, ids, weights, newest, zero_copy=True)
+    combine(layer, inputs, dispatch(layer, inputs))
+
+
+def test_a_config_that_fetches_rows_that_are_not_there() -> None:
+    shape = LowLatencyShape(1, 4, 2, 128, 4, "bf16")
+    with pytest.raises(ValueError, match="fetches_rows must be False"):
+        LowLatencyConfig(shape, "combine", 1, "sm_90a", fetches_rows=True)
+
+
 @pytest.mark.parametrize(
     ("ranks", "error", "text"),
     [

@@ -271,6 +271,38 @@ def test_unchecked_an_id_out_of_range_is_an_unused_slot() -> None:
         check_call(layer, inputs)
 
 
+# ---- rows that stay where the experts write them
+
+
+@pytest.mark.parametrize("receive", [True, False])
+def test_rows_are_fetched_from_where_the_experts_wrote_them(receive: bool) -> None:
+    """Other kinds of calls lie between."""
+    with ranks(num_ranks=3, num_experts=6, num_topk=4, zero_copy=True) as layer:
+        for seed in range(4):
+            inputs = random_inputs(layer.shape, (8, seed, 5), seed)
+            results = layer.dispatch(inputs.xs, inputs.topk_idxs)
+            rows = []
+            for own, result, y in zip(layer.layers, results, inputs.ys, strict=True):
+                rows.append(own.get_combine_buffer(result.handle))
+                rows[-1].copy_(y)
+            outs = layer.combine(
+                rows,
+                inputs.topk_idxs,
+                inputs.topk_weights,
+                handles(results),
+                zero_copy=True,
+                receive=receive,
+            )
+            if not receive:
+                layer.receive(handles(results))
+            for rank, out in enumerate(outs):
+                weights = inputs.topk_weights[rank]
+                expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, inputs.ys)
+                assert torch.equal(bits(out), bits(expected))
+            if seed % 2:
+                check_call(layer, random_inputs(layer.shape, (8, 4, 6), seed + 10))
+
+
 # ---- ranks that are missing
 
 
@@ -350,8 +382,8 @@ def test_the_last_of_many_ranks_can_be_masked() -> None:
     with ranks(
         num_ranks=66, num_experts=66, num_max_tokens_per_rank=1, hidden=128, num_sms=1, num_topk=4
     ) as layer:
-        layer.mask_ranks([0, 33, 64])
-        check_call(layer, random_inputs(layer.shape, [1] * 66), masked=[0, 33, 64])
+        layer.mask_ranks([1, 33, 64])
+        check_call(layer, random_inputs(layer.shape, [1] * 66), masked=[1, 33, 64])
 
 
 def test_the_kernel_finds_a_stale_handle_that_the_host_cannot_know() -> None:

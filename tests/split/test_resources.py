@@ -40,9 +40,17 @@ def compile_kernel(config: LowLatencyConfig):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spills(arch: str, format: str, problem: str) -> None:
-    shape = LowLatencyShape(*PROBLEMS[problem], format)
+    shape = LowLatencyShape(*PROBLEMS[problem], format, has_shared_rows=format == "fp8_32")
     for step, (sends, receives) in product(STEPS, PARTS):
-        config = LowLatencyConfig(shape, step, 132, arch, sends=sends, receives=receives)
+        config = LowLatencyConfig(
+            shape,
+            step,
+            132,
+            arch,
+            sends=sends,
+            receives=receives,
+            fetches_rows=shape.has_shared_rows and step == "combine",
+        )
         compilation = compile_kernel(config)
         resources = compilation.resources
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0

@@ -1,5 +1,6 @@
 // Low-latency combine: what the experts made goes back to the tokens' ranks, and is added there. In
-// one kernel, or in two: `sends` and `receives` say which parts this one has.
+// one kernel, or in two: `sends` and `receives` say which parts this one has. With `fetches_rows`
+// the rows stay where the experts wrote them, and the tokens' ranks fetch them.
 //
 // Grid: as dispatch's.
 #pragma once
@@ -32,7 +33,9 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const uint32_t half = half_of(call_idx);
     if constexpr (Config::sends) {
         if (is_sound) {
-            send_rows(args, ranks, active, shared_memory, half);
+            if constexpr (!Config::fetches_rows) {
+                send_rows(args, ranks, active, shared_memory, half);
+            }
             arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
                 return buffer.combine_arrivals(half, ranks.rank_idx());
             });
@@ -44,7 +47,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         };
         is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
                                            waiter);  //~ rows_awaited
-        if (is_sound) reduce_slots(args, local, active, half);
+        if (is_sound) reduce_slots(args, ranks, active, half);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
 }

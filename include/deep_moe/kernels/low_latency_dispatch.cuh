@@ -48,9 +48,10 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
 }
 
 template <class Config>
-__device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
+__device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                                  const ActiveRanks<Config>& active, uint32_t shared_memory,
                                  uint32_t call_idx, Waiter& waiter) {
+    const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const ReceivedTokens<Config> received(shared_memory);
     if (!received.acquire(local, active, half, waiter)) return;
@@ -58,9 +59,9 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyBuf
     const auto arrivals = [&](uint32_t rank_idx) {
         return local.dispatch_arrivals(half, rank_idx);
     };
-    //~ tokens_awaited
+    //~ staging_awaited
     if (!await_ranks(WaitSite::split_tokens, active, arrivals, waiter)) return;
-    TokenExpansion<Config>(args, local, received, half).run();
+    TokenExpansion<Config>(args, ranks, received, half).run();
 }
 
 template <class Config>
@@ -84,7 +85,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
         if (is_sound) dispatch_send(args, ranks, active, shared_memory, call_idx, waiter);
     }
     if constexpr (Config::receives) {
-        if (is_sound) dispatch_receive(args, local, active, shared_memory, call_idx, waiter);
+        if (is_sound) dispatch_receive(args, ranks, active, shared_memory, call_idx, waiter);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
 }

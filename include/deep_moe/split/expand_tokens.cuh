@@ -22,9 +22,9 @@ class TokenExpansion {
     using Format = TokenFormat<Config>;
 
  public:
-    __device__ TokenExpansion(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
+    __device__ TokenExpansion(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                               const ReceivedTokens<Config>& received, uint32_t half)
-        : args_(args), local_(local), received_(received), half_(half) {}
+        : args_(args), ranks_(ranks), local_(ranks.local()), received_(received), half_(half) {}
 
     __device__ void run() const {
         constexpr uint32_t num_warps = Config::num_threads / warp_size;
@@ -51,8 +51,12 @@ class TokenExpansion {
             row = local_expert_idx * rows_per_expert<Config> +
                   received_.first_row(local_expert_idx, rank_idx) +
                   RowOfExpert::row(row_of_expert);  //~ row_placed
-            args_.src_info[row] = static_cast<int32_t>(header[0] * Config::num_topk +
-                                                       ptx::lane_idx());  //~ source_told
+            const uint32_t token_topk_idx = header[0] * Config::num_topk + ptx::lane_idx();
+            args_.src_info[row] = static_cast<int32_t>(token_topk_idx);  //~ source_told
+            if constexpr (Config::has_shared_rows) {
+                // Read behind this rank's arrival in combine.
+                *ranks_.of(rank_idx).row_of_slot(half_, token_topk_idx) = row;  //~ row_told
+            }
         }
         copy_values(rank_idx, slot_idx, slots, row);
         if constexpr (Format::is_quantized) copy_scales(rank_idx, slot_idx, slots, row);
@@ -107,7 +111,8 @@ class TokenExpansion {
     }
 
     const LowLatencyArgs& args_;
-    const LowLatencyBuffer<Config>& local_;
+    const LowLatencyRanks<Config>& ranks_;
+    const LowLatencyBuffer<Config> local_;
     const ReceivedTokens<Config>& received_;
     uint32_t half_;
 };

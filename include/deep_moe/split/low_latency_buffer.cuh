@@ -2,7 +2,7 @@
 // element types come from `Config::Symm`, where Python renders the one declaration of the layout;
 // an accessor has the name of its segment. Shapes stand at the end of each line.
 //
-// Everything from `recv_counts` on exists twice: calls use the halves in turn.
+// Everything from `recv_counts` up to `combine` exists twice: calls use the halves in turn.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -83,6 +83,19 @@ class LowLatencyBuffer {
             (half * Symm::combine_dim1 + topk_idx) * Symm::combine_dim2 + token_idx;
         return at<typename Symm::combine_element>(Symm::combine_offset) +
                uint64_t{row} * Symm::combine_dim3;  // [2][topk][T][H] bf16
+    }
+
+    // With Config::has_shared_rows: the rows of the local experts, where the caller's experts write
+    // them and the tokens' ranks fetch them.
+    __device__ const uint16_t* shared_rows(uint32_t row_idx) const {
+        return at<typename Symm::shared_rows_element>(Symm::shared_rows_offset) +
+               uint64_t{row_idx} * Symm::shared_rows_dim1;  // [E_local * N][H] bf16
+    }
+    // And where there the row of a slot of this rank's tokens is: of the slot's owner's rows. Only
+    // for the first slot that names an expert. Its owner writes it when it receives the token.
+    __device__ uint32_t* row_of_slot(uint32_t half, uint32_t token_topk_idx) const {
+        return at<typename Symm::row_of_slot_element>(Symm::row_of_slot_offset) +
+               half * Symm::row_of_slot_dim1 + token_topk_idx;  // [2][T * topk]
     }
 
  private:

@@ -58,12 +58,11 @@ class ReceivedTokens {
                                    : token_word(rank_idx),
                                count);
         }
-        if (!cta_agrees<Config>(waiter)) return false;  //~ counts_shared
-        return true;
+        return cta_agrees<Config>(waiter);  //~ counts_shared
     }
 
-    // All threads of a CTA, behind `acquire`: from counts to what stands before; a barrier stands
-    // behind it. One CTA tells the caller.
+    // All threads of a CTA, behind `acquire`: from counts to what stands before. The others may
+    // read it behind a barrier, such as that of `await_ranks`. One CTA tells the caller.
     __device__ void sum_up(const LowLatencyArgs& args, bool tells_caller) const {
         for (uint32_t i = threadIdx.x; i <= Config::num_experts_per_rank;
              i += Config::num_threads) {
@@ -73,7 +72,6 @@ class ReceivedTokens {
                 sum_up_tokens();
             }
         }
-        cta_sync<Config>();  //~ rows_shared
     }
 
  private:

@@ -28,14 +28,31 @@ __device__ __forceinline__ void add_weighted(float (&sums)[8], uint4 row, float 
     }
 }
 
-// All warps of the grid, when all rows are here.
+// Where the row of a used slot is: in the own buffer, or, where it stays with its expert, there.
 template <class Config>
-__device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
+__device__ uint64_t row_address(const LowLatencyRanks<Config>& ranks,
+                                const LowLatencyBuffer<Config>& local, uint32_t half,
+                                uint32_t token_idx, const RoutedSlot& slot) {
+    const uint32_t row_slot = slot.first_slot_of_expert;  //~ row_of_slot
+    if constexpr (Config::fetches_rows) {
+        const uint32_t row_idx = *local.row_of_slot(half, token_idx * Config::num_topk + row_slot);
+        const uint32_t rank_idx = slot.rank_idx;
+        const uint16_t* const row = ranks.of(rank_idx).shared_rows(row_idx);  //~ row_fetched
+        return reinterpret_cast<uint64_t>(row);
+    } else {
+        return reinterpret_cast<uint64_t>(local.combine(half, row_slot, token_idx));
+    }
+}
+
+// All warps of the grid, when all rows are here, or complete where they are.
+template <class Config>
+__device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                              const ActiveRanks<Config>& active, uint32_t half) {
     constexpr uint32_t num_warps = Config::num_threads / warp_size;
     constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
     constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
     constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
+    const LowLatencyBuffer<Config> local = ranks.local();
     for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
          i < args.num_tokens * num_parts; i += num_warps * Config::num_ctas) {
         const uint32_t token_idx = i / num_parts;
@@ -48,6 +65,8 @@ __device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyBuffer<
         if (slot.is_used()) {
             weight = args.topk_weights[token_idx * Config::num_topk + slot.slot_idx];
         }
+        uint64_t row = 0;  // its address
+        if (slot.is_used()) row = row_address(ranks, local, half, token_idx, slot);
         float sums[8] = {};
 #pragma unroll 1
         for (uint32_t first = 0; first < Config::num_topk; first += loads_at_once) {
@@ -55,12 +74,8 @@ __device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyBuffer<
 #pragma unroll
             for (uint32_t j = 0; j < loads_at_once; ++j) {
                 if ((used >> (first + j) & 1) == 0) continue;
-                const uint32_t row_slot =
-                    __shfl_sync(full_warp, slot.first_slot_of_expert, first + j);  //~ row_of_slot
-                if (is_valid) {
-                    rows[j] = reinterpret_cast<const uint4*>(
-                        local.combine(half, row_slot, token_idx))[chunk_idx];
-                }
+                const uint64_t slot_row = __shfl_sync(full_warp, row, first + j);
+                if (is_valid) rows[j] = reinterpret_cast<const uint4*>(slot_row)[chunk_idx];
             }
 #pragma unroll
             for (uint32_t j = 0; j < loads_at_once; ++j) {

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .fused.mega_moe import fp8_fp4_mega_moe
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.handle import Dispatched, DispatchHandle
+    from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
 
 __version__ = "0.1.0"
@@ -49,7 +50,9 @@ _MODULES = {
     "CompileError": "errors",
     "DeepMoEError": "errors",
     "DispatchHandle": "split.handle",
+    "DispatchMetaInfo": "split.layer",
     "Dispatched": "split.handle",
+    "EPLowLatencyAllToAllLayer": "split.layer",
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
     "LowLatencyAllToAll": "split.low_latency",
@@ -77,7 +80,9 @@ __all__ = [
     "CompileError",
     "DeepMoEError",
     "DispatchHandle",
+    "DispatchMetaInfo",
     "Dispatched",
+    "EPLowLatencyAllToAllLayer",
     "EmulatedAllToAll",
     "EmulatedRanks",
     "LowLatencyAllToAll",

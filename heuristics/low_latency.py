@@ -181,7 +181,7 @@ class LowLatencyConfig:
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
-    (448, 2304)
+    (448, 2176)
     """
 
     shape: LowLatencyShape

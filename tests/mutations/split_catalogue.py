@@ -12,8 +12,8 @@ SPLIT_MUTATIONS = (
     # ---- which call it is
     M("one_half_only", replaced("half_in_turn", "call_idx % 2", "0u"), "race|timeout|result"),
     M(
-        "call_counted_before_all_know",
-        replaced("call_counted", "is_last", "blockIdx.x == 0"),
+        "every_cta_counts_the_call",
+        replaced("call_counted", "is_last && ", ""),
         "race|timeout|result",
     ),
     M(

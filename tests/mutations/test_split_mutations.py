@@ -12,6 +12,7 @@ import torch
 
 from deep_moe import jit
 from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.errors import MegaMoEError
 from deep_moe.jit import headers
 from deep_moe.split import kernels
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
@@ -62,7 +63,12 @@ def outcome(schedule: Any, seed: int) -> str:
                 queues[rank] += [dispatch, combine]
                 results[i].append(result)
                 outs[i].append(out)
-        layer.run(queues, schedule=schedule)
+        try:
+            layer.run(queues, schedule=schedule)
+        except MegaMoEError as error:
+            if "handle must be" not in str(error):
+                raise
+            return False
         for inputs, given, sums in zip(calls, results, outs, strict=True):
             for rank in range(2):
                 check_dispatched(layer.shape, given[rank], rank, inputs.xs, inputs.topk_idxs)

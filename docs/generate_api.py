@@ -31,13 +31,11 @@ calls go together, [environment.md](environment.md) lists the environment variab
 NOT_CONSTRUCTED = {"SymmBuffer", "Module", "Dispatched", "DispatchHandle", "DispatchMetaInfo"}
 NOT_CALLED = {
     "EmulatedAllToAll.run",
-    "LowLatencyAllToAll.buffer",
     "LowLatencyAllToAll.memory_regions",
     "LowLatencyAllToAll.of_memory",
     "LowLatencyAllToAll.prepare_combine",
     "LowLatencyAllToAll.prepare_dispatch",
     "LowLatencyAllToAll.prepare_receive",
-    "LowLatencyAllToAll.settings",
     "SymmBuffer.closed_error",
     "SymmBuffer.mark_failed",
     "SymmBuffer.of_handle",
@@ -45,7 +43,6 @@ NOT_CALLED = {
     "SymmBuffer.raise_if_unusable",
     "SymmBuffer.refuse_gradients",
     "SymmBuffer.refuse_second_user",
-    "SymmBuffer.state",
 }
 LINE_LENGTH = 88
 LONGEST_DEFAULT = 40

@@ -158,15 +158,15 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     )
     data("staged_values", "u8", (num_ranks, max_tokens, shape.row_bytes), "tokens, by source rank")
     if shape.num_scale_words:
-        dims = (num_ranks, max_tokens, shape.num_scale_words)
-        data("staged_scales", "u32", dims, "their scales")
+        num_words = shape.num_scale_words
+        data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
     data("combine", "bf16", (num_topk, max_tokens, shape.hidden), "rows of each slot")
     if shape.has_shared_rows:
         data("row_of_slot", "u32", (max_tokens * num_topk,), "its expert's row, on that one's rank")
         num_rows = shape.num_experts_per_rank * shape.num_rows_per_expert
-        dims = (num_rows, shape.hidden)
+        rows = (num_rows, shape.hidden)
         purpose = "rows of the local experts"
-        builder.add("shared_rows", "bf16", dims, purpose, alignment=DATA_ALIGNMENT)
+        builder.add("shared_rows", "bf16", rows, purpose, alignment=DATA_ALIGNMENT)
     return builder.build(alignment=DATA_ALIGNMENT)
 
 
@@ -227,8 +227,8 @@ class LowLatencyConfig:
             add("expert_rows", (num_words,), "rows before each local expert")
         else:
             if self.sends:
-                dims = (shape.num_experts + shape.num_ranks,)
-                add("token_counts", dims, "tokens before one, by expert and by rank")
+                num_words = shape.num_experts + shape.num_ranks
+                add("token_counts", (num_words,), "tokens before one, by expert and by rank")
                 add("destinations", (1 + shape.num_topk,), "how many ranks, and where there")
             if self.receives:
                 dims = (shape.num_experts_per_rank, shape.num_ranks)

@@ -55,7 +55,7 @@ class RankBuffer:
 
     @property
     def state(self) -> str:
-        """open, closed, or why it failed."""
+        # open, closed, or why it failed
         if self._closed:
             return "closed"
         return "open" if self._failure is None else f"failed: {self._failure}"

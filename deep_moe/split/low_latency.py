@@ -340,7 +340,6 @@ class LowLatencyAllToAll:
 
     @property
     def buffer(self) -> RankBuffer:
-        """The symmetric buffer."""
         return self._buffer
 
     @property

@@ -43,6 +43,7 @@ NOT_CALLED = {
     "SymmBuffer.raise_if_unusable",
     "SymmBuffer.refuse_gradients",
     "SymmBuffer.refuse_second_user",
+    "SymmBuffer.reset_among",
 }
 LINE_LENGTH = 88
 LONGEST_DEFAULT = 40

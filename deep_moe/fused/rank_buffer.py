@@ -104,16 +104,20 @@ class RankBuffer:
     def reset(self) -> None:
         """Bring the work space into its first state, after a failed call. Every rank of the group
         must call this; it returns when all have."""
+        self.reset_among(self.group)
+
+    def reset_among(self, group: ProcessGroup | None) -> None:
+        """The same for the ranks of `group`, when those of the buffer's are not all there."""
         with used([self]):
             self.raise_if_closed()
             self.memory.synchronize()
-            self._barrier()  # no rank writes to another any more
+            _barrier(group)  # no rank writes to another any more
             self.memory.tensor[: self.layout.mark("control_bytes")].zero_()
             self.memory.clear_status()
             self.num_calls = 0
             self._failure = None
             self.memory.synchronize()
-            self._barrier()
+            _barrier(group)
 
     def close(self) -> None:
         """Give the memory back as soon as no view of it is left. The buffer cannot be used after
@@ -129,9 +133,10 @@ class RankBuffer:
         """Drop what refers to the memory."""
         del self.memory
 
-    def _barrier(self) -> None:
-        if self.group is not None:
-            gather_objects(None, self.group)
+
+def _barrier(group: ProcessGroup | None) -> None:
+    if group is not None:
+        gather_objects(None, group)
 
 
 @contextmanager

@@ -302,7 +302,7 @@ class LowLatencyAllToAll:
 
         Their experts' slots count as unused, their tokens as none. All remaining ranks must do this
         between the same two calls; after a call that failed because of those ranks, behind a
-        `reset()` of each remaining rank."""
+        `reset` of each remaining rank."""
         masked = torch.zeros(self.shape.num_ranks, dtype=torch.int32)
         for rank in ranks:
             require_int("ranks", rank, f"0 to {self.shape.num_ranks - 1} each")
@@ -325,10 +325,14 @@ class LowLatencyAllToAll:
         self._buffer.raise_if_closed()
         self._buffer.raise_if_failed()
 
-    def reset(self) -> None:
+    def reset(self, group: ProcessGroup | None = None) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
-        it returns when all have. Handles become invalid, and all ranks take part again."""
-        self._buffer.reset()
+        it returns when all have. Handles become invalid, and all ranks take part again.
+
+        group: if ranks are dead, a group of all others, which are those that call; it has to have
+            been made before. `mask_ranks` comes next then.
+        """
+        self._buffer.reset_among(self._buffer.group if group is None else group)
         self._generation += 1
         self._calls = [None] * NUM_HALVES
 

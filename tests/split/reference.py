@@ -59,7 +59,7 @@ def rows_of_expert(
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Equal exactly if all bits are."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def check_dispatched(

@@ -71,6 +71,28 @@ def test_steps_that_differ_are_an_error_on_every_rank(run_ranks) -> None:
     run_ranks(2, work)
 
 
+def test_survivors_of_a_dead_rank_go_on(run_ranks) -> None:
+    def work(rank: int) -> None:
+        layer = make(num_experts=6, timeout_s=2.0)
+        survivors = dist.new_group([0, 2])
+        if rank == 1:
+            return
+        inputs = random_inputs(layer.shape, (4, 4, 3))
+        ids, weights = inputs.topk_idxs[rank], inputs.topk_weights[rank]
+        with pytest.raises(MegaMoETimeoutError, match="missing: rank 1"):
+            layer.dispatch(inputs.xs[rank], ids)
+        layer.reset(survivors)
+        layer.mask_ranks([1])
+        for _ in range(3):
+            result = layer.dispatch(inputs.xs[rank], ids)
+            check_dispatched(layer.shape, result, rank, inputs.xs, inputs.topk_idxs, [1])
+            out = layer.combine(inputs.ys[rank], ids, weights, result.handle)
+            expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, inputs.ys, [1])
+            assert torch.equal(bits(out), bits(expected))
+
+    run_ranks(3, work)
+
+
 def test_a_rank_that_never_comes_is_named_and_reset_helps(run_ranks) -> None:
     def work(rank: int) -> str:
         layer = make(timeout_s=2.0)

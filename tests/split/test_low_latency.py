@@ -303,6 +303,30 @@ def test_rows_are_fetched_from_where_the_experts_wrote_them(receive: bool) -> No
                 check_call(layer, random_inputs(layer.shape, (8, 4, 6), seed + 10))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_are_fetched_by_ranks_that_run_ahead(schedule: str) -> None:
+    """The places of rows are told anew in each call; the rows themselves stay the same."""
+    with ranks(num_ranks=3, num_experts=6, num_topk=4, zero_copy=True) as layer:
+        calls = [random_inputs(layer.shape, (8, seed, 8 - seed), seed) for seed in range(4)]
+        rows = calls[0].ys
+        queues: list[list[Any]] = [[] for _ in range(3)]
+        outs: list[list[torch.Tensor]] = [[] for _ in calls]
+        for rank, own in enumerate(layer.layers):
+            for i, inputs in enumerate(calls):
+                ids, weights = inputs.topk_idxs[rank], inputs.topk_weights[rank]
+                dispatch, result = own.prepare_dispatch(inputs.xs[rank], ids)
+                y = own.get_combine_buffer(result.handle).copy_(rows[rank])
+                combine, out = own.prepare_combine(y, ids, weights, result.handle, zero_copy=True)
+                queues[rank] += [dispatch, combine]
+                outs[i].append(out)
+        layer.run(queues, schedule=schedule)
+        for inputs, sums in zip(calls, outs, strict=True):
+            for rank, out in enumerate(sums):
+                weights = inputs.topk_weights[rank]
+                expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, rows)
+                assert torch.equal(bits(out), bits(expected))
+
+
 # ---- ranks that are missing
 
 

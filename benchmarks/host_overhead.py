@@ -110,7 +110,7 @@ class UndrivenGpu(Gpu):
 def gpu_path_on_cpu(gpu: Gpu) -> Iterator[None]:
     """Buffers that are made meanwhile, on the CPU, are taken for ones on `gpu`."""
     with (
-        patch("deep_moe.fused.buffer.gpu_of", lambda _: gpu),
+        patch("deep_moe.fused.rank_buffer.gpu_of", lambda _: gpu),
         patch("deep_moe.fused.input_preparation.gpu_of", lambda _: gpu),
         patch("deep_moe.fused.input_preparation._plans", BoundedCache(64)),  # plans name their GPU
     ):

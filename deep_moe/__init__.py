@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import fp8_fp4_mega_moe
+    from .split.emulated_all_to_all import EmulatedAllToAll
+    from .split.handle import Dispatched, DispatchHandle
+    from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
+    from .split.low_latency import LowLatencyAllToAll
 
 __version__ = "0.1.0"
 
@@ -45,7 +49,13 @@ _MODULES = {
     "CheckpointError": "errors",
     "CompileError": "errors",
     "DeepMoEError": "errors",
+    "DispatchHandle": "split.handle",
+    "DispatchMetaInfo": "split.layer",
+    "Dispatched": "split.handle",
+    "EPLowLatencyAllToAllLayer": "split.layer",
+    "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
+    "LowLatencyAllToAll": "split.low_latency",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
@@ -70,7 +80,13 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "DeepMoEError",
+    "DispatchHandle",
+    "DispatchMetaInfo",
+    "Dispatched",
+    "EPLowLatencyAllToAllLayer",
+    "EmulatedAllToAll",
     "EmulatedRanks",
+    "LowLatencyAllToAll",
     "MegaMoEError",
     "MegaMoETimeoutError",
     "MegaMoEWeights",

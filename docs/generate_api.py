@@ -28,14 +28,22 @@ calls go together, [environment.md](environment.md) lists the environment variab
 `Pair` stands for one linear layer's weights and their scales.
 """
 # What users do not make or call themselves.
-NOT_CONSTRUCTED = {"SymmBuffer", "Module"}
+NOT_CONSTRUCTED = {"SymmBuffer", "Module", "Dispatched", "DispatchHandle", "DispatchMetaInfo"}
 NOT_CALLED = {
+    "EmulatedAllToAll.run",
+    "LowLatencyAllToAll.memory_regions",
+    "LowLatencyAllToAll.of_memory",
+    "LowLatencyAllToAll.prepare_combine",
+    "LowLatencyAllToAll.prepare_dispatch",
+    "LowLatencyAllToAll.prepare_receive",
+    "SymmBuffer.closed_error",
     "SymmBuffer.mark_failed",
     "SymmBuffer.of_handle",
     "SymmBuffer.raise_if_closed",
     "SymmBuffer.raise_if_unusable",
     "SymmBuffer.refuse_gradients",
     "SymmBuffer.refuse_second_user",
+    "SymmBuffer.reset_among",
 }
 LINE_LENGTH = 88
 LONGEST_DEFAULT = 40
@@ -97,8 +105,13 @@ def _class(cls: type) -> str:
 
 
 def _public_members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Methods and properties that have a docstring, in the order of the source."""
-    for name, member in vars(cls).items():
+    """Methods and properties that have a docstring, in the order of the source, those of the base
+    classes last."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("deep_moe.")]
+    members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
+    in_order = dict.fromkeys(name for base in bases for name in vars(base))
+    for name in in_order:
+        member = members[name]
         if isinstance(member, (classmethod, staticmethod)):
             member = member.__func__
         is_kind = inspect.isfunction(member) or isinstance(member, property)

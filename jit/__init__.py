@@ -7,8 +7,8 @@
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`build_prepare_inputs` does the same for the kernel that prepares inputs, `compile_cached` for any
-other source that includes the header library.
+`build_prepare_inputs` and `build_low_latency` do the same for the other kernels, `compile_cached`
+for any other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
@@ -28,10 +28,18 @@ from typing import TYPE_CHECKING, Any
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
 from .nvrtc import COMPILE_OPTIONS, compile_source, compile_to_ptx, compiler_version
-from .render import KERNEL_NAME, PREPARE_INPUTS_NAME, render_kernel, render_prepare_inputs
+from .render import (
+    KERNEL_NAME,
+    PREPARE_INPUTS_NAME,
+    low_latency_name,
+    render_kernel,
+    render_low_latency,
+    render_prepare_inputs,
+)
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 
 __all__ = [
@@ -42,12 +50,15 @@ __all__ = [
     "EntryReport",
     "KernelCache",
     "build",
+    "build_low_latency",
     "build_prepare_inputs",
     "compile_cached",
     "compile_source",
     "compile_to_ptx",
     "find_headers",
+    "low_latency_name",
     "render_kernel",
+    "render_low_latency",
     "render_prepare_inputs",
 ]
 
@@ -66,6 +77,13 @@ def build_prepare_inputs(
     """The kernel that prepares inputs; otherwise as `build`."""
     source = render_prepare_inputs(config)
     return _build(source, PREPARE_INPUTS_NAME, config.arch, config.kernel_fields(), cache)
+
+
+def build_low_latency(
+    config: LowLatencyConfig, *, cache: KernelCache | None = None
+) -> CompiledKernel:
+    """A kernel of the low-latency all-to-all; otherwise as `build`."""
+    return _build(render_low_latency(config), low_latency_name(config), config, cache)
 
 
 def _build(

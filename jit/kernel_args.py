@@ -1,4 +1,5 @@
-"""The kernels' arguments, mirrored from kernel_args.cuh and prepare_inputs.cuh in include/deep_moe.
+"""The kernels' arguments, mirrored from kernel_args.cuh, prepare_inputs.cuh and
+low_latency_args.cuh in include/deep_moe.
 
 The templates render `layout_checks()` as static_asserts, so that a header that differs from this
 mirror in a size or an offset does not compile.
@@ -145,6 +146,36 @@ class PrepareInputsArgs(ctypes.Structure):
         ("num_topk", ctypes.c_uint32),
         ("num_mapped_experts", ctypes.c_uint32),
         ("num_experts", ctypes.c_uint32),
+    )
+
+
+class LowLatencyArgs(ctypes.Structure):
+    """By-value argument of both low-latency kernels; what one does not use is zero.
+
+    rank_buffers: base of every rank's symmetric buffer as this rank sees it. num_tokens: of this
+    rank. The pointers, and the strides of recv_scales in words: split/low_latency_args.cuh.
+    """
+
+    _fields_ = (
+        ("rank_buffers", ctypes.c_uint64 * MAX_RANKS),
+        ("status", ctypes.c_uint64),
+        ("wait_timeout_ns", ctypes.c_uint64),
+        ("rank_idx", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("topk_idx", ctypes.c_uint64),
+        ("call_idx", ctypes.c_uint64),
+        ("recv_count", ctypes.c_uint64),
+        ("src_info", ctypes.c_uint64),
+        ("layout_range", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("recv_x", ctypes.c_uint64),
+        ("recv_scales", ctypes.c_uint64),
+        ("scale_expert_stride", ctypes.c_uint64),
+        ("scale_row_stride", ctypes.c_uint64),
+        ("scale_column_stride", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("topk_weights", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
     )
 
 

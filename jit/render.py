@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .kernel_args import (
     KernelArgs,
+    LowLatencyArgs,
     PrepareInputsArgs,
     TraceAnchor,
     TraceCta,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import jinja2
 
     from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.segments import Layout
 
@@ -90,7 +92,27 @@ def render_prepare_inputs(config: PrepareInputsConfig) -> str:
     )
 
 
-@lru_cache(maxsize=2)
+def low_latency_name(config: LowLatencyConfig) -> str:
+    """The entry of a low-latency kernel."""
+    return f"low_latency_{config.step}_kernel"
+
+
+def render_low_latency(config: LowLatencyConfig) -> str:
+    """CUDA C++ source of the low-latency dispatch or combine."""
+    return _template("low_latency.cu.j2").render(
+        arch=config.arch,
+        step=config.step,
+        kernel=low_latency_name(config),
+        constants=_constants(config.kernel_fields()),
+        layouts=[
+            _layout_struct("Symm", config.buffer_layout, "unsigned long long"),
+            _layout_struct("Smem", config.smem_layout, "unsigned int"),
+        ],
+        layout_checks=list(layout_checks(LowLatencyArgs, WaitStatus)),
+    )
+
+
+@lru_cache(maxsize=3)
 def _template(name: str) -> jinja2.Template:
     import jinja2
 

@@ -27,6 +27,7 @@ class StatusCode(IntEnum):
     # Written by another rank's host, so that this rank's kernel does not wait for a call that the
     # other one refused.
     REFUSED_BY_PEER = 3
+    STALE_HANDLE = 4
 
 
 def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
@@ -47,6 +48,13 @@ def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
         )
     if status.code == StatusCode.REFUSED_BY_PEER:
         return MegaMoEError(f"rank {rank} stopped: another rank refused its call")
+    if status.code == StatusCode.STALE_HANDLE:
+        return MegaMoEError(
+            f"{where}: handle must be of one of the last {status.expected} dispatches; it is of "
+            f"the last but {status.seen - 1}"
+            if 0 < status.seen < 1 << 31
+            else f"{where}: handle must be of a dispatch of this buffer that has been sent"
+        )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 
 

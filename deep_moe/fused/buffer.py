@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from deep_moe.errors import DeepMoEError, MegaMoEError
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
-from deep_moe.jit.status import error_of
 
 from .call_plan import CallCaches
 from .checks import refuse_gradients
-from .gpu import gpu_of
+from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
     DeviceMemory,
     HostMemory,
@@ -30,6 +26,7 @@ from .symm_memory import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.heuristics.segments import Layout
     from deep_moe.trial.trace import Recorder
 
 _DTYPES = {
@@ -48,11 +45,7 @@ _open_buffers: weakref.WeakValueDictionary[int, SymmBuffer] = weakref.WeakValueD
 _next_handle = itertools.count(1)
 
 
-class _ClosedBufferError(ValueError, AttributeError):
-    """A use of a buffer after its `close()`."""
-
-
-class SymmBuffer:
+class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
     x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128].
@@ -71,14 +64,8 @@ class SymmBuffer:
         memory: HostMemory | DeviceMemory,
         group: ProcessGroup | None = None,
     ) -> None:
+        super().__init__("sym_buffer", symm_buffer_layout(shape), memory, group)
         self.shape = shape
-        self.layout = symm_buffer_layout(shape)
-        self.group = group
-        self.memory = memory
-        self.rank = memory.rank
-        self.device = memory.device
-        self.gpu = gpu_of(memory.device)
-        self.nbytes = self.layout.num_bytes
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
         self.x = self._view("input_x")
@@ -86,25 +73,16 @@ class SymmBuffer:
         self.topk_idx = self._view("input_topk_idx")
         self.topk_weights = self._view("input_topk_weights")
         self.caches = CallCaches()
-        # Who uses the buffer holds its only entry: ranks go through the calls on a buffer one after
-        # the other. Taking and giving it back are atomic, and a fifth of a lock's time.
-        self.turn = [None]
-        self.num_calls = 0
         # While calls are recorded: see deep_moe/trial/trace.py.
         self.recorder: Recorder | None = None
-        self._closed = False
-        self._failure: str | None = None
 
     def __repr__(self) -> str:
         shape = self.shape
-        state = "open" if self._failure is None else f"failed: {self._failure}"
-        if self._closed:
-            state = "closed"
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
             f"intermediate {shape.intermediate_hidden}, up to {shape.num_max_tokens_per_rank} "
-            f"tokens, {self.nbytes / 2**20:.1f} MiB, {state})"
+            f"tokens, {self.nbytes / 2**20:.1f} MiB, {self.state})"
         )
 
     if not TYPE_CHECKING:  # so that mypy still knows which attributes there are
@@ -112,53 +90,20 @@ class SymmBuffer:
         def __getattr__(self, name: str) -> NoReturn:
             """What a closed buffer no longer has."""
             if name in _GIVEN_BACK:
-                raise _ClosedBufferError("sym_buffer must be an open buffer; this one is closed")
+                raise self.closed_error()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def num_ranks(self) -> int:
         return self.shape.num_ranks
 
-    @property
-    def is_emulated(self) -> bool:
-        """Whether calls run in the emulator."""
-        return self.gpu is None
-
     @classmethod
     def of_handle(cls, handle: int) -> SymmBuffer:
         """The open buffer with this handle."""
         buffer = _open_buffers.get(handle)
         if buffer is None:
-            raise _ClosedBufferError(
-                f"sym_buffer must be an open buffer; handle {handle} is closed"
-            )
+            raise ClosedBufferError(f"sym_buffer must be an open buffer; handle {handle} is closed")
         return buffer
-
-    def raise_if_unusable(self) -> None:
-        """Raise if the buffer is closed or an earlier call failed.
-
-        A call on a GPU runs behind the host's back: its failure shows here, at the next call.
-        """
-        if not self._closed and self._failure is None and self.memory.status.code == 0:
-            return
-        self.raise_if_closed()
-        if self._failure is not None:
-            raise MegaMoEError(
-                f"sym_buffer cannot be used after a failed call ({self._failure}); call its "
-                "reset() on every rank"
-            )
-        self.raise_if_failed()
-
-    def raise_if_closed(self) -> None:
-        if self._closed:
-            raise _ClosedBufferError("sym_buffer must be an open buffer; this one is closed")
-
-    def refuse_second_user(self) -> NoReturn:
-        """For who finds `turn` taken."""
-        raise DeepMoEError(
-            "sym_buffer is in use by another thread; let one thread at a time call, reset or close "
-            "it: ranks go through the calls on a buffer one after the other, all in the same order"
-        ) from None
 
     def refuse_gradients(self, y: torch.Tensor) -> None:
         """Raise if a gradient is asked for of y or of what was written to the views. These are made
@@ -171,65 +116,16 @@ class SymmBuffer:
             self.x, self.topk_weights = self.x.detach(), self.topk_weights.detach()
             raise
 
-    def raise_if_failed(self) -> None:
-        """Raise what the last kernel reported, if it gave up. Does not wait for a GPU."""
-        error = error_of(self.memory.status, self.rank)
-        if error is not None:
-            self.mark_failed(str(error))
-            raise error
-
-    def mark_failed(self, reason: str) -> None:
-        """Refuse calls until `reset()`."""
-        self._failure = reason
-
-    def reset(self) -> None:
-        """Bring the work space into its first state, after a failed call. Every rank of the group
-        must call this; it returns when all have."""
-        with used([self]):
-            self.raise_if_closed()
-            self.memory.synchronize()
-            self._barrier()  # no rank writes to another any more
-            self.memory.tensor[: self.layout.mark("control_bytes")].zero_()
-            self.memory.clear_status()
-            self.num_calls = 0
-            self._failure = None
-            self.memory.synchronize()
-            self._barrier()
-
-    def close(self) -> None:
-        """Give the memory back as soon as no view of it is left. The buffer cannot be used after
-        this."""
-        with used([self]):
-            if self._closed:
-                return
-            self._closed = True
-            self.memory.synchronize()
-            _open_buffers.pop(self.handle, None)
-            self.caches.clear()
-            for name in _GIVEN_BACK:
-                delattr(self, name)
-
-    def _barrier(self) -> None:
-        if self.group is not None:
-            gather_objects(None, self.group)
+    def _give_back(self) -> None:
+        _open_buffers.pop(self.handle, None)
+        self.caches.clear()
+        for name in _GIVEN_BACK:
+            delattr(self, name)
 
     def _view(self, name: str) -> torch.Tensor:
         segment = self.layout[name]
         raw = self.memory.tensor[segment.offset : segment.end]
         return raw.view(_DTYPES[name]).view(segment.shape)
-
-
-@contextmanager
-def used(buffers: Iterable[SymmBuffer]) -> Iterator[None]:
-    """No other thread uses the buffers meanwhile; an error if one does now."""
-    with ExitStack() as stack:
-        for buffer in buffers:
-            try:
-                buffer.turn.pop()
-            except IndexError:
-                buffer.refuse_second_user()
-            stack.callback(buffer.turn.append, None)
-        yield
 
 
 def get_symm_buffer_for_mega_moe(
@@ -269,22 +165,27 @@ def get_symm_buffer_for_mega_moe(
         "intermediate_hidden": intermediate_hidden,
         "num_pool_tokens": num_pool_tokens,
     }
-    num_ranks = _num_ranks(group)
-    device = _buffer_device(group, device)
+    num_ranks = ranks_of(group)
+    device = device_for(group, device)
     if group is not None:
         require_equal({**arguments, "device": device.type}, group)
     shape = MoEShape(num_ranks=num_ranks, **arguments)
     layout = symm_buffer_layout(shape)
-    memory: HostMemory | DeviceMemory
+    return SymmBuffer(shape, memory_for(layout, group, device), group)
+
+
+def memory_for(
+    layout: Layout, group: ProcessGroup | None, device: torch.device
+) -> HostMemory | DeviceMemory:
+    """Symmetric memory with a zeroed control part. Every rank of `group` must call this."""
     if device.type == "cuda":
         memory = DeviceMemory(group, layout.num_bytes, layout.mark("control_bytes"), device)
         if group is not None:
             gather_objects(None, group)  # no rank may write to a buffer that is not zeroed yet
-    elif group is None:
-        (memory,) = private_host_memories(1, layout.num_bytes)
-    else:
-        memory = shared_host_memory(group, layout.num_bytes)
-    return SymmBuffer(shape, memory, group)
+        return memory
+    if group is None:
+        return private_host_memories(1, layout.num_bytes)[0]
+    return shared_host_memory(group, layout.num_bytes)
 
 
 def buffer_size(
@@ -346,7 +247,8 @@ def describe_difference(arguments_of: dict[int, dict[str, Any]]) -> str | None:
     return None
 
 
-def _num_ranks(group: object) -> int:
+def ranks_of(group: object) -> int:
+    """How many ranks a group has, or an error that says what a group is."""
     if group is None:
         return 1
     if not isinstance(group, dist.ProcessGroup):
@@ -357,9 +259,8 @@ def _num_ranks(group: object) -> int:
     return dist.get_world_size(group)
 
 
-def _buffer_device(
-    group: ProcessGroup | None, device: torch.device | str | int | None
-) -> torch.device:
+def device_for(group: ProcessGroup | None, device: torch.device | str | int | None) -> torch.device:
+    """Where a buffer for `group` lives; `device` as the caller gave it."""
     if device is None:
         if group is None:
             uses_gpu = torch.cuda.is_available()

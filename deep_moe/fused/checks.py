@@ -116,11 +116,15 @@ def check_statistics(stats: torch.Tensor, buffer: SymmBuffer) -> None:
 
 def check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:
     """Waits for what fills the buffer."""
-    ids = buffer.topk_idx[:num_tokens]
-    wrong = ((ids < -1) | (ids >= buffer.shape.num_experts)).nonzero()
+    check_ids(buffer.topk_idx[:num_tokens], buffer.shape.num_experts)
+
+
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Waits for what fills the tensor."""
+    wrong = ((topk_idx < -1) | (topk_idx >= num_experts)).nonzero()
     if wrong.numel():
         token, slot = wrong[0].tolist()
         raise ValueError(
-            f"topk_idx must hold expert ids 0 to {buffer.shape.num_experts - 1}, or -1 for an "
-            f"unused slot; got {int(ids[token, slot])} for token {token}, slot {slot}"
+            f"topk_idx must hold expert ids 0 to {num_experts - 1}, or -1 for an unused slot; "
+            f"got {int(topk_idx[token, slot])} for token {token}, slot {slot}"
         )

@@ -3,9 +3,10 @@ found when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from .buffer import SymmBuffer, describe_difference
 from .call_plan import built_kernel, is_checked, prepare_call
 from .checks import Pair
 from .options import CallArguments
+from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory
 
 
@@ -59,7 +61,7 @@ _WARP_PAIR_BYTES = 180
 
 
 def require_memory(
-    launches: Sequence[MegaMoELaunch], *, checked: bool, num_processes: int = 1
+    launches: Sequence[RankLaunch], *, checked: bool, num_processes: int = 1
 ) -> None:
     """Raise ValueError if the emulator would need more memory than there is.
 
@@ -97,12 +99,12 @@ def available_bytes() -> int:
     return available
 
 
-def finish_emulated(buffer: SymmBuffer, options: CallArguments) -> None:
+def finish_emulated(buffer: RankBuffer, *, checked: bool) -> None:
     """Raise what the kernel reported, or that something wrote beside the buffer."""
     memory = buffer.memory
     assert isinstance(memory, HostMemory)
     buffer.raise_if_failed()
-    if is_checked(options, buffer):
+    if checked:
         offset = memory.blocks[memory.rank].damaged_guard()
         if offset is not None:
             buffer.mark_failed("a write beside the buffer")
@@ -110,6 +112,43 @@ def finish_emulated(buffer: SymmBuffer, options: CallArguments) -> None:
                 f"rank {buffer.rank}: something wrote beside the symmetric buffer, at byte "
                 f"{offset} of {buffer.nbytes}"
             )
+
+
+def run_rank(
+    launch: RankLaunch,
+    buffer: RankBuffer,
+    agreed: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    seed: int,
+    checked: bool,
+) -> None:
+    """Run this process's rank in the emulator, and the others in their processes meanwhile.
+
+    agreed: what must be the same on every rank.
+    """
+    memory = buffer.memory
+    assert isinstance(memory, HostMemory)
+    require_memory([launch], checked=checked, num_processes=num_ranks)
+    buffer.num_calls += 1
+    if memory.is_shared:
+        # Compared with the ranks that have come before. Ranks that come later compare for
+        # themselves, and stop this one if they must.
+        memory.blocks[memory.rank].publish_call(buffer.num_calls, agreed)
+        _raise_if_different(memory, buffer)
+    try:
+        run_emulated(
+            [launch],
+            seed=seed,
+            checks=checked,
+            clock="real" if memory.is_shared else "virtual",
+        )
+    except BaseException:
+        buffer.mark_failed("the emulator stopped")
+        raise
+    if memory.is_shared:
+        _raise_if_different(memory, buffer)
+    finish_emulated(buffer, checked=checked)
 
 
 def call_emulated(
@@ -129,41 +168,23 @@ def call_emulated(
             "process too"
         )
     launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options)
-    checked = is_checked(options, buffer)
-    require_memory([launch], checked=checked, num_processes=buffer.num_ranks)
-    buffer.num_calls += 1
-    if memory.is_shared:
-        _agree(launch, memory, buffer)
-    try:
-        run_emulated(
-            [launch],
-            seed=options.get("schedule_seed") or 0,
-            checks=checked,
-            clock="real" if memory.is_shared else "virtual",
-        )
-    except BaseException:
-        buffer.mark_failed("the emulator stopped")
-        raise
-    if memory.is_shared:
-        _raise_if_different(memory, buffer)
-    finish_emulated(buffer, options)
-
-
-def _agree(launch: MegaMoELaunch, memory: HostMemory, buffer: SymmBuffer) -> None:
-    """Compare what must be equal on all ranks with the ranks that have come before. Ranks that come
-    later compare for themselves, and stop this one if they must."""
     config = launch.config
-    call = {
-        "num_sms": config.num_sms,
-        "arch": config.arch,
-        "fast_math": config.fast_math,
-        **{name: str(value) for name, value in config.activation.to_dict().items()},
-    }
-    memory.blocks[memory.rank].publish_call(buffer.num_calls, call)
-    _raise_if_different(memory, buffer)
+    run_rank(
+        launch,
+        buffer,
+        {
+            "num_sms": config.num_sms,
+            "arch": config.arch,
+            "fast_math": config.fast_math,
+            **{name: str(value) for name, value in config.activation.to_dict().items()},
+        },
+        num_ranks=buffer.num_ranks,
+        seed=options.get("schedule_seed") or 0,
+        checked=is_checked(options, buffer),
+    )
 
 
-def _raise_if_different(memory: HostMemory, buffer: SymmBuffer) -> None:
+def _raise_if_different(memory: HostMemory, buffer: RankBuffer) -> None:
     published = {
         rank: block.published_call(buffer.num_calls) for rank, block in enumerate(memory.blocks)
     }

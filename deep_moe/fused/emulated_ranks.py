@@ -13,11 +13,12 @@ from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import run_emulated
 
-from .buffer import SymmBuffer, used
+from .buffer import SymmBuffer
 from .checks import Pair
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
-from .options import CallArguments, CallOptions, given_options, with_call_options
+from .options import CallOptions, given_options, with_call_options
+from .rank_buffer import RankBuffer, used
 from .symm_memory import private_host_memories
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class EmulatedRanks:
                 for buffer in self.buffers:
                     buffer.mark_failed("the emulator stopped")
                 raise
-            self._raise_if_failed(arguments, taking_part, stall)
+            raise_if_failed(self.buffers, taking_part, stall, checked=checked)
 
     def reset(self) -> None:
         """Make all buffers usable again after a failed call."""
@@ -140,15 +141,18 @@ class EmulatedRanks:
     ) -> None:
         self.close()
 
-    def _raise_if_failed(self, options: CallArguments, ranks: Sequence[int], stall: str) -> None:
-        """Raise the first rank's failure; after one, no rank's buffer is usable. stall: who waited
-        for what, if the ranks came to a stop."""
-        try:
-            for rank in ranks:
-                finish_emulated(self.buffers[rank], options)
-        except RuntimeError as error:
-            for buffer in self.buffers:
-                buffer.mark_failed(str(error))
-            if stall:
-                error.args = (f"{error}\n{stall}",)
-            raise
+
+def raise_if_failed(
+    buffers: Sequence[RankBuffer], ranks: Sequence[int], stall: str, *, checked: bool
+) -> None:
+    """Raise the first failure of these ranks; after one, no rank's buffer is usable. stall: who
+    waited for what, if the ranks came to a stop."""
+    try:
+        for rank in ranks:
+            finish_emulated(buffers[rank], checked=checked)
+    except RuntimeError as error:
+        for buffer in buffers:
+            buffer.mark_failed(str(error))
+        if stall:
+            error.args = (f"{error}\n{stall}",)
+        raise

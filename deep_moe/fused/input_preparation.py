@@ -25,7 +25,7 @@ from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emul
 from deep_moe.targets import EMULATED
 
 from .bounded_cache import BoundedCache
-from .buffer import SymmBuffer, used
+from .buffer import SymmBuffer
 from .checks import (
     check_contiguous,
     check_start,
@@ -36,6 +36,7 @@ from .checks import (
 )
 from .eager import is_seen_by_nobody
 from .gpu import Gpu, gpu_of
+from .rank_buffer import used
 
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 _TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)

@@ -108,7 +108,7 @@ def call_in_a_row(
     seed = options[0].get("schedule_seed") or 0
     run_emulated(launches, seed=seed, schedule=schedule, checks=True, clock="virtual")
     for buffer in ranks.buffers:
-        finish_emulated(buffer, options[-1])
+        finish_emulated(buffer, checked=True)
     return outputs
 
 

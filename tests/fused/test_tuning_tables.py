@@ -97,7 +97,7 @@ def test_ranks_with_different_kernels_work_together(arch: str):
         assert all(first[name] != second[name] for name in first)
         run_emulated(launches, seed=1, checks=True, clock="virtual")
         for buffer in ranks.buffers:
-            finish_emulated(buffer, options)
+            finish_emulated(buffer, checked=True)
     for y, own in zip(ys, tokens, strict=True):
         expected = reference_mega_moe(
             own.x,

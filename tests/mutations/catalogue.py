@@ -567,7 +567,7 @@ SM90_MUTATIONS = (
     # ---- input preparation, a kernel of its own
     M(
         "maximum_of_two_lanes",
-        replaced("group_maximum", "lanes_per_scale", "lanes_per_scale / 2"),
+        replaced("group_maximum", "num_lanes", "num_lanes / 2"),
         "result",
     ),
     M("sign_in_maximum", replaced("magnitude", "0x7fff0000u", "0xffff0000u"), "result"),

@@ -30,6 +30,7 @@ from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
 from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
 from .marks import find_marks
+from .split_catalogue import SPLIT_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include" / "deep_moe"
@@ -245,7 +246,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
     marks = find_marks(INCLUDE)
     used = {
         mark
-        for mutation in MUTATIONS
+        for mutation in MUTATIONS + SPLIT_MUTATIONS
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)
         if mark is not None
@@ -329,9 +330,8 @@ def test_names_are_given_once() -> None:
 
 
 def concerns_preparation(mutation: Mutation) -> bool:
-    return any(
-        path.name == "prepare_inputs.cuh" for path in with_edits(header_edits(mutation), INCLUDE)
-    )
+    files = {"prepare_inputs.cuh", "bf16_chunk.cuh"}
+    return any(path.name in files for path in with_edits(header_edits(mutation), INCLUDE))
 
 
 @pytest.mark.slow

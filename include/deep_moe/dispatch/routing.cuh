@@ -1,4 +1,4 @@
-// Which top-k slots count. Dispatch and combine must agree on it.
+// Which top-k slots count, and how they are read. Dispatch and combine must agree on it.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -10,6 +10,16 @@ namespace deep_moe {
 template <class Config>
 __device__ __forceinline__ bool is_routed(int64_t expert_idx) {
     return expert_idx >= 0 && expert_idx < static_cast<int64_t>(Config::num_experts);  //~ routed
+}
+
+// An element of what a router gives, i64 or i32.
+template <class Config>
+__device__ __forceinline__ int64_t load_topk_idx(const void* topk_idx, uint32_t slot_idx) {
+    if constexpr (Config::has_int32_topk_idx) {
+        return static_cast<const int32_t*>(topk_idx)[slot_idx];
+    } else {
+        return static_cast<const int64_t*>(topk_idx)[slot_idx];
+    }
 }
 
 }  // namespace deep_moe

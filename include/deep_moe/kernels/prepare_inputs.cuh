@@ -12,15 +12,15 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/dispatch/routing.cuh"
+#include "deep_moe/formats/bf16_chunk.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
-#include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
 
 namespace deep_moe {
 
-inline constexpr uint32_t values_per_chunk = 8;
 inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
 
 // Mirrored by jit/kernel_args.py.
@@ -45,30 +45,6 @@ struct PrepareInputsArgs {
 // What an expert becomes that expert_map does not know: no call takes it for an expert's place.
 inline constexpr int64_t unknown_expert = INT64_MAX;
 
-// Four lanes that share a scale: the bits of their largest magnitude, in all of them. All 32 lanes.
-__device__ __forceinline__ uint32_t group_amax_bits(uint4 chunk) {
-    uint32_t low = 0;
-    uint32_t high = 0;
-#pragma unroll
-    for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) {
-        low = max(low, pair << 16 & 0x7fff0000u);  //~ magnitude
-        high = max(high, pair & 0x7fff0000u);
-    }
-    uint32_t amax = max(low, high);
-#pragma unroll
-    for (uint32_t lane_mask = 1; lane_mask < lanes_per_scale; lane_mask *= 2) {  //~ group_maximum
-        amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
-    }
-    return amax;
-}
-
-// Two BF16 values to E4M3.
-__device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, float factor) {
-    const float low = __uint_as_float(pair << 16);
-    const float high = __uint_as_float(pair & 0xffff0000u);
-    return ptx::cvt_rn_satfinite_e4m3x2_f32(high * factor, low * factor);
-}
-
 // What one lane quantizes.
 template <class Config>
 class TokenChunks {
@@ -92,13 +68,11 @@ class TokenChunks {
 #pragma unroll
         for (uint32_t i = 0; i < num_chunks; ++i) {
             const uint4 chunk = chunks_[i];
-            const uint32_t amax_bits = group_amax_bits(chunk);
+            const uint32_t amax_bits = group_maximum<lanes_per_scale>(chunk_amax_bits(chunk));
             const uint32_t scale_byte = e4m3_scale_byte(amax_bits);
             const float factor = e4m3_factor(amax_bits, scale_byte);
             if (!is_valid(i)) continue;  //~ chunk_exists
-            values[chunk_idx(i)] = {
-                quantize_pair(chunk.x, factor) | quantize_pair(chunk.y, factor) << 16,
-                quantize_pair(chunk.z, factor) | quantize_pair(chunk.w, factor) << 16};
+            values[chunk_idx(i)] = quantize_chunk(chunk, factor);
             if (chunk_idx(i) % lanes_per_scale == 0) {
                 scale_bytes[chunk_idx(i) / lanes_per_scale] = static_cast<uint8_t>(scale_byte);
             }
@@ -113,15 +87,6 @@ class TokenChunks {
     uint32_t first_;
     uint4 chunks_[num_chunks];
 };
-
-template <class Config>
-__device__ __forceinline__ int64_t load_topk_idx(const PrepareInputsArgs& args, uint32_t slot_idx) {
-    if constexpr (Config::has_int32_topk_idx) {
-        return static_cast<const int32_t*>(args.topk_idx)[slot_idx];
-    } else {
-        return static_cast<const int64_t*>(args.topk_idx)[slot_idx];
-    }
-}
 
 template <class Config>
 __device__ __forceinline__ float load_topk_weight(const PrepareInputsArgs& args,
@@ -163,7 +128,7 @@ __device__ __forceinline__ int64_t place_of_expert(const PrepareInputsArgs& args
 template <class Config>
 __device__ __forceinline__ int64_t expert_of_slot(const PrepareInputsArgs& args,
                                                   uint32_t slot_idx) {
-    int64_t expert = load_topk_idx<Config>(args, slot_idx);
+    int64_t expert = load_topk_idx<Config>(args.topk_idx, slot_idx);
     if constexpr (Config::has_token_mask || Config::num_expert_copies != 0) {
         const uint32_t token_idx = slot_idx / args.num_topk;
         if constexpr (Config::num_expert_copies != 0) {

@@ -18,6 +18,8 @@ enum class WaitCode : uint32_t {
     ok = 0,
     timeout = 1,
     pool_overflow = 2,
+    // 3 is the host's, jit/status.py
+    stale_handle = 4,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.

@@ -60,6 +60,10 @@ __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void st_relaxed_sys(int32_t* address, int32_t value) {
+    asm volatile("st.relaxed.sys.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void st_relaxed_sys(uint64_t* address, uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }

@@ -39,6 +39,9 @@ enum class WaitSite : uint32_t {
     block_header = 13,                // the next block, from the weight loader
     results_stored = 14,              // results of this CTA's block, to publish Linear1's
     rows_released = 15,               // rows of the pool that an earlier block uses, for a token
+    split_counts = 16,                // token counts of another rank, in a split dispatch
+    split_tokens = 17,                // tokens of another rank, in a split dispatch
+    split_contributions = 18,         // rows of another rank's experts, in a split combine
 };
 
 struct RankSet {
@@ -65,8 +68,10 @@ struct NoRanks {
 
 class Waiter {
  public:
-    __device__ explicit Waiter(const KernelArgs& args)
-        : args_(args), timeout_ns_(args.wait_timeout_ns) {}
+    // `args`: the kernel's __grid_constant__ parameter, with a `status` and a `wait_timeout_ns`.
+    template <class Args>
+    __device__ explicit Waiter(const Args& args)
+        : status_(args.status), timeout_ns_(args.wait_timeout_ns) {}
 
     // True once this thread has seen that its rank gave up; all later waits return false at once.
     __device__ bool aborted() const { return aborted_; }
@@ -149,6 +154,9 @@ class Waiter {
             case WaitSite::rank_barrier_before_combine:
             case WaitSite::combine_arrival:
             case WaitSite::rank_barrier_after_cleanup:
+            case WaitSite::split_counts:
+            case WaitSite::split_tokens:
+            case WaitSite::split_contributions:
                 return limit_across_ranks;
             case WaitSite::l1_block_arrival:
             case WaitSite::rows_released:
@@ -175,8 +183,7 @@ class Waiter {
             report(WaitCode::timeout, site, expected, seen, waited, late_ranks());
             aborted_ = true;
         } else if (waited >= quiet_ns) {
-            aborted_ =
-                ptx::ld_relaxed_sys(&args_.status->code) != static_cast<uint32_t>(WaitCode::ok);
+            aborted_ = ptx::ld_relaxed_sys(&status_->code) != static_cast<uint32_t>(WaitCode::ok);
             if (!aborted_) ptx::nanosleep(sleep_ns);
         }
         return aborted_;
@@ -186,20 +193,20 @@ class Waiter {
     __device__ void report(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
                            uint64_t waited_ns, RankSet missing_ranks) const {
         const uint32_t first = ptx::atom_cas_relaxed_sys(
-            &args_.status->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
+            &status_->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
         if (first != static_cast<uint32_t>(WaitCode::ok)) return;
-        args_.status->site = static_cast<uint32_t>(site);
-        args_.status->cta = blockIdx.x;
-        args_.status->warp = threadIdx.x / warp_size;
-        args_.status->peer_rank = missing_ranks.first();
-        args_.status->expected = expected;
-        args_.status->seen = seen;
-        args_.status->waited_ns = waited_ns;
-        args_.status->missing_ranks[0] = missing_ranks.low;
-        args_.status->missing_ranks[1] = missing_ranks.high;
+        status_->site = static_cast<uint32_t>(site);
+        status_->cta = blockIdx.x;
+        status_->warp = threadIdx.x / warp_size;
+        status_->peer_rank = missing_ranks.first();
+        status_->expected = expected;
+        status_->seen = seen;
+        status_->waited_ns = waited_ns;
+        status_->missing_ranks[0] = missing_ranks.low;
+        status_->missing_ranks[1] = missing_ranks.high;
     }
 
-    const KernelArgs& args_;  // what is read through it takes no registers meanwhile
+    WaitStatus* const& status_;  // in the parameter, where it takes no registers meanwhile
     uint64_t timeout_ns_;
     bool aborted_ = false;
 };

@@ -1,0 +1,48 @@
+"""E4M3 values with a float32 scale per 128 of them.
+
+A group is 128 consecutive values along the last dimension, and amax its largest magnitude, but at
+least 1e-4. Its scale is amax * (1 / 448), rounded once per operation, and the stored value is
+x * (448 / amax) rounded to E4M3, nearest, ties to even. A group that holds an infinity or a NaN
+becomes 128 NaNs (0x7F) with scale 1: E4M3 has no infinity. The kernels follow exactly these rules.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .block_scaled import E4M3_MAX, E4M3_NAN
+
+GROUP_SIZE = 128
+MIN_AMAX = 1e-4
+
+
+def quantize_e4m3_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize `x` [..., K], K a multiple of 128, to (float8_e4m3fn [..., K], float32
+    [..., K/128]).
+
+    >>> values, scales = quantize_e4m3_float(torch.full((128,), 3.5))
+    >>> values[0].item(), scales.item()
+    (448.0, 0.0078125)
+    """
+    if x.dim() == 0 or x.shape[-1] % GROUP_SIZE:
+        raise ValueError(f"x must have a last dimension of a multiple of 128; got {tuple(x.shape)}")
+    groups = x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
+    finite = groups.isfinite().all(dim=-1)
+    amax = groups.abs().amax(dim=-1).clamp(min=MIN_AMAX)
+    scales = (amax * (1 / E4M3_MAX)).where(finite, 1.0)
+    # Not a number divided by a tensor, which is a product with the rounded inverse.
+    factor = torch.full_like(amax, E4M3_MAX) / amax
+    scaled = groups * factor.unsqueeze(-1)
+    values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    values = values.where(finite.unsqueeze(-1), E4M3_NAN)
+    return values.view(torch.float8_e4m3fn).reshape(x.shape), scales
+
+
+def dequantize_e4m3_float(
+    values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The products of `values` [..., K] and their scales [..., K/128], in float32, as `dtype`."""
+    if values.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"values must be float8_e4m3fn; got {values.dtype}")
+    groups = values.float().unflatten(-1, (scales.shape[-1], GROUP_SIZE))
+    return (groups * scales.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -1,0 +1,164 @@
+"""`EPLowLatencyAllToAllLayer`: the low-latency all-to-all under another layer's names.
+
+A thin layer: what it adds are the names, and the refusal of what one NVLink domain cannot do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.fused.checks import require_type
+from deep_moe.heuristics.low_latency import NUM_HALVES
+
+from .handle import DispatchHandle
+from .low_latency import LowLatencyAllToAll
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_FORMATS = {128: "fp8_128"}
+
+
+@dataclass(frozen=True)
+class DispatchMetaInfo:
+    """What `EPLowLatencyAllToAllLayer.combine` needs of a dispatch.
+
+    recv_token_source_indices: int32 [experts per rank, world_size * max_m], token * topk + slot on
+        the source rank of each row.
+    recv_token_source_count_and_start: int64 [experts per rank, world_size], rows from a rank in the
+        low half, the first of them in the high half.
+    """
+
+    recv_token_source_indices: torch.Tensor
+    recv_token_source_count_and_start: torch.Tensor
+    handle: DispatchHandle = field(repr=False)
+
+
+class EPLowLatencyAllToAllLayer:
+    """Dispatch with quantization on the way, and combine, for small batches on one node.
+
+    max_m: most tokens per rank. hidden, topk, num_experts: sizes; num_experts of all ranks.
+    online_quant_fp8: only True. rank, world_size: as in `group`. local_world_size: ranks per node;
+        only world_size. fp8_gsize: values per scale; only 128. dtype: only bfloat16.
+    enable_profiling: only False.
+    group: the process group, by default all ranks; with world_size 1, none is needed.
+    device, timeout_s: as of `LowLatencyAllToAll`.
+
+    phase: of the next dispatch, 0 and 1 in turn; call_count: dispatches so far.
+    """
+
+    def __init__(
+        self,
+        max_m: int,
+        hidden: int,
+        topk: int,
+        online_quant_fp8: bool,
+        rank: int,
+        num_experts: int,
+        local_world_size: int,
+        world_size: int,
+        fp8_gsize: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        enable_profiling: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        require_type("online_quant_fp8", online_quant_fp8, bool, "True")
+        if not online_quant_fp8:
+            raise ValueError(
+                "online_quant_fp8 must be True: tokens are quantized on the way; for those as they "
+                'are, use LowLatencyAllToAll with format="bf16"'
+            )
+        if local_world_size != world_size:
+            raise ValueError(
+                f"local_world_size must be world_size ({world_size}): every rank writes to all "
+                f"others' memory, which needs one NVLink domain; got {local_world_size}"
+            )
+        if fp8_gsize not in _FORMATS:
+            raise ValueError(f"fp8_gsize must be 128; got {fp8_gsize}")
+        if dtype is not torch.bfloat16:
+            raise ValueError(f"dtype must be torch.bfloat16; got {dtype}")
+        if enable_profiling:
+            raise ValueError("enable_profiling must be False: these kernels record no traces")
+        if group is None and world_size > 1:
+            group = dist.group.WORLD
+        num_ranks = 1 if group is None else dist.get_world_size(group)
+        own_rank = 0 if group is None else dist.get_rank(group)
+        if (num_ranks, own_rank) != (world_size, rank):
+            raise ValueError(
+                f"rank and world_size must be those of the group, {own_rank} and {num_ranks}; "
+                f"got {rank} and {world_size}"
+            )
+        self._all_to_all = LowLatencyAllToAll(
+            group,
+            max_m,
+            hidden,
+            num_experts,
+            topk,
+            format=_FORMATS[fp8_gsize],
+            device=device,
+            timeout_s=timeout_s,
+        )
+        self.call_count = 0
+
+    @property
+    def phase(self) -> int:
+        """Which half of the buffer the next dispatch takes."""
+        return self.call_count % NUM_HALVES
+
+    def dispatch(
+        self,
+        send_tokens: torch.Tensor,
+        send_scales: None,
+        topk_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
+        """Send tokens to the ranks of their experts.
+
+        send_tokens: bfloat16 [tokens, hidden]. send_scales: only None. topk_indices: int32 or int64
+        [tokens, topk].
+
+        Returns recv_token float8_e4m3fn [experts per rank, world_size * max_m, hidden], recv_scale
+        float32 [experts per rank, world_size * max_m, hidden / 128], expert_recv_count int32
+        [experts per rank], and what `combine` needs.
+        """
+        if send_scales is not None:
+            raise ValueError("send_scales must be None: tokens are quantized on the way")
+        result = self._all_to_all.dispatch(send_tokens, topk_indices)
+        self.call_count += 1
+        assert result.scales is not None
+        meta = DispatchMetaInfo(result.src_info, result.layout_range, result.handle)
+        return result.recv_x, result.scales, result.recv_count, meta
+
+    def combine(
+        self,
+        send_tokens: torch.Tensor,
+        topk_indices: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dispatch_meta: DispatchMetaInfo,
+        zero_copy: bool = False,
+    ) -> torch.Tensor:
+        """The weighted sum of what the experts made of each token: bfloat16 [tokens, hidden].
+
+        send_tokens: bfloat16 [experts per rank, world_size * max_m, hidden]. topk_indices: as given
+        to the dispatch. topk_weights: float32 [tokens, topk]. zero_copy: only False; rows go
+        straight to their tokens' ranks from wherever they are.
+        """
+        if zero_copy:
+            raise ValueError(
+                "zero_copy must be False: rows are sent from wherever they are, without a copy to "
+                "a buffer; LowLatencyAllToAll has a zero_copy that also spares the way back"
+            )
+        require_type("dispatch_meta", dispatch_meta, DispatchMetaInfo, "what a dispatch returned")
+        return self._all_to_all.combine(
+            send_tokens, topk_indices, topk_weights, dispatch_meta.handle
+        )
+
+    def finalize(self) -> None:
+        """Give the symmetric memory back."""
+        self._all_to_all.close()

@@ -1,0 +1,679 @@
+"""`LowLatencyAllToAll`: dispatch and combine for small batches, in one kernel each.
+
+docs/split.md says how the kernels work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
+from deep_moe.fused.call_plan import (
+    DEFAULT_EMULATED_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    EMULATED_NUM_SMS,
+)
+from deep_moe.fused.checks import (
+    check_contiguous,
+    check_ids,
+    check_start,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+)
+from deep_moe.fused.emulated_call import run_rank
+from deep_moe.fused.options import MAX_TIMEOUT_S
+from deep_moe.fused.rank_buffer import RankBuffer, used
+from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
+from deep_moe.heuristics.low_latency import (
+    NUM_HALVES,
+    LowLatencyConfig,
+    LowLatencyShape,
+    Step,
+    low_latency_buffer_layout,
+)
+from deep_moe.heuristics.shape import require_int
+from deep_moe.jit.kernel_args import LowLatencyArgs
+from deep_moe.jit.launch import MemoryRegion
+from deep_moe.targets import EMULATED, target_of
+
+from .handle import Call, Dispatched, DispatchHandle, Progress
+from .kernels import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TOPK_IDX_DTYPES = (torch.int64, torch.int32)
+_ALIGNMENT = 16  # bytes that a lane loads at once
+_VALUES = {"fp8_128": torch.float8_e4m3fn, "fp8_32": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_SCALES = {"fp8_128": torch.float32, "fp8_32": torch.int32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the kernels of a layer run; see LowLatencyAllToAll."""
+
+    num_sms: int
+    arch: str
+    timeout_s: float
+    checked: bool
+    schedule_seed: int = 0
+    scales_by_column: bool = False
+
+
+class LowLatencyAllToAll:
+    """Sends tokens to the ranks of their experts, and brings back what those make of them.
+
+    group: a torch.distributed process group, or None for a single rank. Every rank of it makes one,
+        with the same arguments, and all call its methods in the same order.
+    num_max_tokens_per_rank: most tokens of one call, at most 1024. num_experts: of all ranks
+        together; rank r owns the r-th part. hidden: a multiple of 128.
+    format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
+        "fp8_32": E4M3 with a UE8M0 scale per 32. "bf16": as they are.
+    zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
+    scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128, N]
+        transposed, not those of one row.
+    device: where the calls run. A CPU runs them in the emulator. By default the current GPU for a
+        group with NCCL and, if there is a GPU, for None; otherwise the CPU.
+    num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
+    timeout_s: limit of the kernels' waits for other ranks; by default 60 on GPUs and 600 in the
+        emulator. After it MegaMoETimeoutError says who waited for whom, and `reset()` is needed.
+    arch: "sm_100a" and so on; by default that of the GPU, sm_100a on a CPU.
+    checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
+        in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as -1.
+    schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
+
+    Calls use the two halves of the buffer in turn: up to two dispatches may be under way, and the
+    host waits for none. All kernels of a layer run in the order of the calls: on one stream, or on
+    streams that wait for each other. They may be captured in a CUDA graph after a call outside.
+
+    nbytes: size of the symmetric buffer.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        format: str = "fp8_128",
+        zero_copy: bool = False,
+        scales_by_column: bool = False,
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+    ) -> None:
+        require_type("format", format, str, "a str")
+        require_type("zero_copy", zero_copy, bool, "a bool")
+        require_type("scales_by_column", scales_by_column, bool, "a bool")
+        sizes = {
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "hidden": hidden,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "format": format,
+            "has_shared_rows": zero_copy,
+        }
+        num_ranks = ranks_of(group)
+        device = device_for(group, device)
+        if group is not None:
+            kernels = {"num_sms": num_sms, "arch": arch}
+            require_equal({**sizes, "device": device.type, **kernels}, group)
+        shape = LowLatencyShape(num_ranks=num_ranks, **sizes)  # type: ignore[arg-type]
+        memory = memory_for(low_latency_buffer_layout(shape), group, device)
+        self._set_up(
+            shape,
+            memory,
+            group,
+            num_sms=num_sms,
+            timeout_s=timeout_s,
+            arch=arch,
+            checked=checked,
+            schedule_seed=schedule_seed,
+            scales_by_column=scales_by_column,
+        )
+
+    @classmethod
+    def of_memory(
+        cls, shape: LowLatencyShape, memory: HostMemory | DeviceMemory, **settings: Any
+    ) -> LowLatencyAllToAll:
+        """A rank whose memory is there already; for ranks that live in one process."""
+        layer = cls.__new__(cls)
+        layer._set_up(shape, memory, None, **settings)
+        return layer
+
+    def _set_up(
+        self,
+        shape: LowLatencyShape,
+        memory: HostMemory | DeviceMemory,
+        group: ProcessGroup | None,
+        *,
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+        scales_by_column: bool = False,
+    ) -> None:
+        self.shape = shape
+        layout = low_latency_buffer_layout(shape)
+        self._buffer = RankBuffer("LowLatencyAllToAll", layout, memory, group)
+        gpu = self._buffer.gpu
+        own = EMULATED if gpu is None else gpu.target
+        if arch is not None and target_of(arch) is not own and gpu is not None:
+            raise ValueError(
+                f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
+            )
+        num_ctas = (
+            (EMULATED_NUM_SMS if gpu is None else gpu.num_sms) if num_sms is None else num_sms
+        )
+        require_int("num_sms", num_ctas, "at least 1")
+        if num_ctas < 1 or (gpu is not None and num_ctas > gpu.num_sms):
+            most = "" if gpu is None else f" and at most {gpu.num_sms}, the SMs of {gpu.name}"
+            raise ValueError(f"num_sms must be at least 1{most}; got {num_ctas}")
+        if timeout_s is None:
+            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
+        require_type("timeout_s", timeout_s, (int, float), "a number or None")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
+                f"got {timeout_s}"
+            )
+        require_int("schedule_seed", schedule_seed, "at least 0")
+        self._settings = Settings(
+            num_sms=num_ctas,
+            arch=own.name if arch is None else arch,
+            timeout_s=timeout_s,
+            checked=gpu is None if checked is None else checked,
+            schedule_seed=schedule_seed,
+            scales_by_column=scales_by_column,
+        )
+        self._generation = 0
+        self._num_dispatches = 0
+        self._calls: list[Call | None] = [None] * NUM_HALVES
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"LowLatencyAllToAll(rank {self.rank} of {shape.num_ranks} on {self.device}, "
+            f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
+            f"{shape.format}, up to {shape.num_max_tokens_per_rank} tokens, "
+            f"{self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._buffer.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, *, receive: bool = True
+    ) -> Dispatched:
+        """Send every token to the ranks of its experts, and receive those of the local ones.
+
+        x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks. topk_idx: int64
+        or int32 [tokens, topk], global expert ids; -1: the slot is not used. A token that names an
+        expert in several slots is sent there once.
+
+        receive: False only sends. The results are written by `receive(handle)`, which must come
+        before the next dispatch.
+        """
+        launch, result = self.prepare_dispatch(x, topk_idx, receive=receive)
+        self._run(launch)
+        return result
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: DispatchHandle,
+        out: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        receive: bool = True,
+    ) -> torch.Tensor:
+        """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        y: bfloat16 [local experts, N, hidden], where recv_x had its rows; with zero_copy, what
+        `get_combine_buffer(handle)` gave, on all ranks. topk_idx: as given to the
+        dispatch. topk_weights: float32 [tokens, topk]. out: where to write the result, by default a
+        new tensor.
+
+        A token's sum goes over its used slots in their order: weight times row, in float32, each
+        product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
+        who comes first.
+
+        receive: False only sends; `receive(handle)` writes the result, before the next dispatch but
+        one.
+        """
+        launch, result = self.prepare_combine(
+            y, topk_idx, topk_weights, handle, out, zero_copy=zero_copy, receive=receive
+        )
+        self._run(launch)
+        return result
+
+    def get_combine_buffer(self, handle: DispatchHandle) -> torch.Tensor:
+        """Memory for the experts' rows from which the other ranks fetch them: bfloat16 [local
+        experts, N, hidden], for a `combine` with zero_copy. No row is copied then before it is
+        added.
+
+        It is there once: for the newest dispatch, whose combine must be received before the next
+        one. The layer must have been made with zero_copy=True.
+        """
+        self._buffer.raise_if_unusable()
+        self._check_handle(handle)
+        if not self.shape.has_shared_rows:
+            raise ValueError(
+                "get_combine_buffer needs a layer with zero_copy=True; this one has False"
+            )
+        call = handle.call
+        if call is not self._call_before(1) or call.progress is not Progress.RECEIVED:
+            raise ValueError(
+                "handle must be of the newest dispatch, received and not combined; got that of "
+                f"call {call.number}: {call.progress.value}"
+            )
+        call.has_buffer = True
+        return self._shared_rows()
+
+    def receive(self, handle: DispatchHandle) -> None:
+        """Receive what a dispatch or combine with `receive=False` has sent. Its results are valid
+        behind this, on the stream."""
+        self._run(self.prepare_receive(handle))
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Go on without these ranks, from the next call on; an empty list lets all take part.
+
+        Their experts' slots count as unused, their tokens as none. All remaining ranks must do this
+        between the same two calls; after a call that failed because of those ranks, behind a
+        `reset` of each remaining rank."""
+        masked = torch.zeros(self.shape.num_ranks, dtype=torch.int32)
+        for rank in ranks:
+            require_int("ranks", rank, f"0 to {self.shape.num_ranks - 1} each")
+            if not 0 <= rank < self.shape.num_ranks or rank == self.rank:
+                raise ValueError(
+                    f"ranks must be other ranks, 0 to {self.shape.num_ranks - 1} but not "
+                    f"{self.rank}; got {rank}"
+                )
+            masked[rank] = 1
+        self._buffer.raise_if_closed()
+        self._masked_ranks().copy_(masked)
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that `mask_ranks` left out. Waits for the device."""
+        self._buffer.raise_if_closed()
+        return [int(rank) for rank in self._masked_ranks().nonzero().flatten()]
+
+    def check(self) -> None:
+        """Raise what the last kernel reported, if it gave up. Does not wait for a GPU."""
+        self._buffer.raise_if_closed()
+        self._buffer.raise_if_failed()
+
+    def reset(self, group: ProcessGroup | None = None) -> None:
+        """Make the layer usable again after a failed call. Every rank of the group must call this;
+        it returns when all have. Handles become invalid, and all ranks take part again.
+
+        group: if ranks are dead, a group of all others, which are those that call; it has to have
+            been made before. `mask_ranks` comes next then.
+        """
+        self._buffer.reset_among(self._buffer.group if group is None else group)
+        self._generation += 1
+        self._calls = [None] * NUM_HALVES
+
+    def close(self) -> None:
+        """Give the symmetric memory back. The layer cannot be used after this."""
+        self._buffer.close()
+
+    # What follows is called by `EmulatedAllToAll` too.
+
+    @property
+    def buffer(self) -> RankBuffer:
+        return self._buffer
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def prepare_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, *, receive: bool = True
+    ) -> tuple[Launch, Dispatched]:
+        """The first kernel of a dispatch, after all checks."""
+        self._buffer.raise_if_unusable()
+        shape = self.shape
+        self._check_rows("x", x, shape.hidden, torch.bfloat16)
+        num_tokens = x.shape[0]
+        if num_tokens > shape.num_max_tokens_per_rank:
+            raise ValueError(
+                f"x must have at most num_max_tokens_per_rank ({shape.num_max_tokens_per_rank}) "
+                f"tokens; got {num_tokens}"
+            )
+        self._check_topk_idx(topk_idx, num_tokens)
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x)
+        last, older = self._call_before(1), self._call_before(2)
+        if last is not None and last.progress is Progress.SENT:
+            raise ValueError(
+                "dispatch must follow receive(handle) of the dispatch before it; "
+                f"call {last.number} has only been sent"
+            )
+        if last is not None and last.has_buffer and last.progress is not Progress.DONE:
+            raise ValueError(
+                "dispatch must follow the combine of the call before it, which has the combine "
+                f"buffer; of call {last.number}, {last.progress.value}"
+            )
+        if older is not None and older.progress is Progress.RETURNING:
+            raise ValueError(
+                "dispatch must follow receive(handle) of the combine two calls before it, whose "
+                f"half of the buffer it takes; that of call {older.number} has only been sent"
+            )
+        progress = Progress.RECEIVED if receive else Progress.SENT
+        call = Call(self._num_dispatches, self._generation, progress)
+        result = self._empty_result(call, num_tokens)
+        handle = result.handle
+        args = self._args(num_tokens, topk_idx, handle)
+        args.x = x.data_ptr()
+        args.recv_x = result.recv_x.data_ptr()
+        if result.scales is not None:
+            args.recv_scales = result.scales.data_ptr()
+            strides = result.scales.stride()
+            args.scale_expert_stride, args.scale_row_stride, args.scale_column_stride = strides
+        read = {"x": x, "topk_idx": topk_idx}
+        sent = {"call_idx": handle.call_idx}
+        written = {
+            "recv_x": result.recv_x,
+            "recv_count": handle.recv_count,
+            "src_info": handle.src_info,
+            "layout_range": handle.layout_range,
+        }
+        if result.scales is not None:
+            written["scales"] = result.scales
+        if receive:
+            launch = self._launch("dispatch", topk_idx, args, read, {**sent, **written})
+        else:
+            launch = self._launch("dispatch", topk_idx, args, read, sent, receives=False)
+            call.pending = self._launch("dispatch", topk_idx, args, sent, written, sends=False)
+        self._calls[self._num_dispatches % NUM_HALVES] = call
+        self._num_dispatches += 1
+        return launch, result
+
+    def prepare_combine(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: DispatchHandle,
+        out: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        receive: bool = True,
+    ) -> tuple[Launch, torch.Tensor]:
+        """The first kernel of a combine, after all checks."""
+        self._buffer.raise_if_unusable()
+        shape = self.shape
+        self._check_handle(handle)
+        call = handle.call
+        if call.progress is Progress.SENT:
+            raise ValueError(
+                f"combine must follow receive(handle) of its dispatch; call {call.number} has only "
+                "been sent"
+            )
+        if call.progress is not Progress.RECEIVED:
+            raise ValueError(
+                f"handle must be used for one combine; that of call {call.number} has been: "
+                f"{call.progress.value}"
+            )
+        rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
+        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_contiguous("y", y)
+        check_start("y", y, _ALIGNMENT)
+        if zero_copy != call.has_buffer or (
+            zero_copy and y.data_ptr() != self._shared_rows().data_ptr()
+        ):
+            raise ValueError(
+                "y must be what get_combine_buffer(handle) gave if zero_copy is True, which it "
+                f"must be if that was called; got zero_copy={zero_copy}"
+            )
+        num_tokens = handle.num_tokens
+        self._check_topk_idx(topk_idx, num_tokens)
+        slots = (num_tokens, shape.num_topk)
+        check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
+        check_contiguous("topk_weights", topk_weights)
+        if torch.is_grad_enabled():
+            refuse_gradients(y=y, topk_weights=topk_weights)
+        if out is None:
+            size = (num_tokens, shape.hidden)
+            out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        else:
+            self._check_rows("out", out, shape.hidden, torch.bfloat16)
+            if out.shape[0] != num_tokens:
+                raise ValueError(
+                    f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
+                    f"got {out.shape[0]}"
+                )
+        args = self._args(num_tokens, topk_idx, handle)
+        args.y = y.data_ptr()
+        args.topk_weights = topk_weights.data_ptr()
+        args.out = out.data_ptr()
+        sent = {
+            **({} if zero_copy else {"y": y}),
+            "call_idx": handle.call_idx,
+            "recv_count": handle.recv_count,
+            "src_info": handle.src_info,
+            "layout_range": handle.layout_range,
+        }
+        received = {"topk_idx": topk_idx, "topk_weights": topk_weights}
+        if receive:
+            launch = self._launch(
+                "combine", topk_idx, args, {**sent, **received}, {"out": out}, zero_copy=zero_copy
+            )
+            call.progress = Progress.DONE
+        else:
+            launch = self._launch(
+                "combine", topk_idx, args, sent, {}, receives=False, zero_copy=zero_copy
+            )
+            received["call_idx"] = handle.call_idx
+            call.pending = self._launch(
+                "combine", topk_idx, args, received, {"out": out}, sends=False, zero_copy=zero_copy
+            )
+            call.progress = Progress.RETURNING
+        return launch, out
+
+    def prepare_receive(self, handle: DispatchHandle) -> Launch:
+        """The kernel that receives, after all checks."""
+        self._buffer.raise_if_unusable()
+        self._check_handle(handle)
+        call = handle.call
+        if call.pending is None:
+            raise ValueError(
+                f"receive must follow a dispatch or a combine with receive=False; call "
+                f"{call.number} has nothing to receive: {call.progress.value}"
+            )
+        launch = call.pending
+        call.pending = None
+        is_dispatch = call.progress is Progress.SENT
+        call.progress = Progress.RECEIVED if is_dispatch else Progress.DONE
+        return launch
+
+    def memory_regions(self) -> tuple[MemoryRegion, ...]:
+        """What every kernel may touch, for the emulator."""
+        memory = self._buffer.memory
+        layout = self._buffer.layout
+        buffers = (
+            MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
+            for rank, address in enumerate(memory.addresses)
+        )
+        return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
+
+    def _run(self, launch: Launch) -> None:
+        buffer = self._buffer
+        with used([buffer]):
+            if buffer.gpu is not None:
+                launch.on_gpu(buffer.gpu)
+                return
+            memory = buffer.memory
+            assert isinstance(memory, HostMemory)
+            if self.shape.num_ranks > 1 and not memory.is_shared:
+                raise ValueError(
+                    "LowLatencyAllToAll must be called through its EmulatedAllToAll: its other "
+                    "ranks live in this process too"
+                )
+            config = launch.config
+            parts = {
+                "step": config.step,
+                "sends": config.sends,
+                "receives": config.receives,
+                "zero_copy": config.fetches_rows,
+            }
+            run_rank(
+                launch.emulated(self.rank, self.memory_regions()),
+                buffer,
+                parts,
+                num_ranks=self.shape.num_ranks,
+                seed=self._settings.schedule_seed,
+                checked=self._settings.checked,
+            )
+
+    def _launch(
+        self,
+        step: Step,
+        topk_idx: torch.Tensor,
+        args: LowLatencyArgs,
+        read: Mapping[str, torch.Tensor],
+        written: Mapping[str, torch.Tensor],
+        *,
+        sends: bool = True,
+        receives: bool = True,
+        zero_copy: bool = False,
+    ) -> Launch:
+        config = LowLatencyConfig(
+            self.shape,
+            step,
+            num_ctas=self._settings.num_sms,
+            arch=self._settings.arch,
+            sends=sends,
+            receives=receives,
+            has_int32_topk_idx=topk_idx.dtype == torch.int32,
+            fetches_rows=zero_copy,
+        )
+        return Launch(config, args, dict(read), dict(written))
+
+    def _args(
+        self, num_tokens: int, topk_idx: torch.Tensor, handle: DispatchHandle
+    ) -> LowLatencyArgs:
+        memory = self._buffer.memory
+        args = LowLatencyArgs()
+        for rank, address in enumerate(memory.addresses):
+            args.rank_buffers[rank] = address
+        args.status = memory.status_address
+        args.wait_timeout_ns = max(1, round(1e9 * self._settings.timeout_s))
+        args.rank_idx = self.rank
+        args.num_tokens = num_tokens
+        args.topk_idx = topk_idx.data_ptr()
+        args.call_idx = handle.call_idx.data_ptr()
+        args.recv_count = handle.recv_count.data_ptr()
+        args.src_info = handle.src_info.data_ptr()
+        args.layout_range = handle.layout_range.data_ptr()
+        return args
+
+    def _empty_result(self, call: Call, num_tokens: int) -> Dispatched:
+        shape = self.shape
+        num_experts, num_rows = shape.num_experts_per_rank, shape.num_rows_per_expert
+
+        def empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        scales = None
+        if shape.num_scale_words:
+            dtype = _SCALES[shape.format]
+            if self._settings.scales_by_column:
+                scales = empty((num_experts, shape.num_scale_words, num_rows), dtype).mT
+            else:
+                scales = empty((num_experts, num_rows, shape.num_scale_words), dtype)
+        handle = DispatchHandle(
+            layer=self,
+            call=call,
+            num_tokens=num_tokens,
+            call_idx=empty((1,), torch.int32),
+            recv_count=empty((num_experts,), torch.int32),
+            src_info=empty((num_experts, num_rows), torch.int32),
+            layout_range=empty((num_experts, shape.num_ranks), torch.int64),
+        )
+        return Dispatched(
+            empty((num_experts, num_rows, shape.hidden), _VALUES[shape.format]),
+            scales,
+            handle.recv_count,
+            handle.src_info,
+            handle.layout_range,
+            handle,
+        )
+
+    def _call_before(self, age: int) -> Call | None:
+        """The newest call (1) or the one before it (2)."""
+        if age > self._num_dispatches:
+            return None
+        return self._calls[(self._num_dispatches - age) % NUM_HALVES]
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        require_type("handle", handle, DispatchHandle, "what a dispatch returned")
+        call = handle.call
+        if handle.layer is not self:
+            raise ValueError(
+                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
+            )
+        if call.generation != self._generation:
+            raise ValueError(
+                "handle must be of a dispatch since the last reset(); got one of before"
+            )
+        age = self._num_dispatches - call.number
+        if age > NUM_HALVES:
+            raise ValueError(
+                f"handle must be of one of the last {NUM_HALVES} dispatches, since a later one "
+                f"takes its half of the buffer; got that of call {call.number}, and the newest is "
+                f"{self._num_dispatches - 1}"
+            )
+
+    def _check_rows(self, name: str, tensor: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+        require_type(name, tensor, torch.Tensor, "a tensor")
+        if tensor.ndim != 2:
+            raise ValueError(
+                f"{name} must be 2-dimensional [tokens, hidden]; got shape {tuple(tensor.shape)}"
+            )
+        check_tensor(name, tensor, dtype, (tensor.shape[0], width), self.device)
+        check_contiguous(name, tensor)
+        check_start(name, tensor, _ALIGNMENT)
+
+    def _check_topk_idx(self, topk_idx: torch.Tensor, num_tokens: int) -> None:
+        require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
+        slots = (num_tokens, self.shape.num_topk)
+        check_tensor("topk_idx", topk_idx, _TOPK_IDX_DTYPES, slots, self.device)
+        check_contiguous("topk_idx", topk_idx)
+        if self._settings.checked:
+            check_ids(topk_idx, self.shape.num_experts)
+
+    def _masked_ranks(self) -> torch.Tensor:
+        return self._segment("masked_ranks").view(torch.int32)
+
+    def _shared_rows(self) -> torch.Tensor:
+        shape = self.shape
+        rows = self._segment("shared_rows").view(torch.bfloat16)
+        return rows.view(shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
+
+    def _segment(self, name: str) -> torch.Tensor:
+        segment = self._buffer.layout[name]
+        return self._buffer.memory.tensor[segment.offset : segment.end]

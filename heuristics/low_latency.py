@@ -1,0 +1,256 @@
+"""The low-latency all-to-all: its sizes, its memory, and what its kernels are built from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from deep_moe.targets import target_of
+
+from .segments import Layout, LayoutBuilder, align_up
+from .shape import K_BLOCK, MAX_RANKS, MAX_TOPK, require_int
+
+MAX_TOKENS_PER_RANK = 1024
+MAX_EXPERTS = 4096  # for which every CTA has counters in shared memory
+NUM_HALVES = 2  # calls use them in turn
+SEGMENT_ALIGNMENT = 128
+DATA_ALIGNMENT = 1024
+CHUNK_BYTES = 16  # of a token, per thread
+MAX_THREADS = 512
+
+Step = Literal["dispatch", "combine"]
+
+
+class TokenFormat(NamedTuple):
+    """How tokens travel. values_per_scale: 0 without scales. element_bytes: of a value."""
+
+    values_per_scale: int
+    element_bytes: int
+
+
+FORMATS = {
+    "fp8_128": TokenFormat(128, 1),
+    "fp8_32": TokenFormat(32, 1),
+    "bf16": TokenFormat(0, 2),
+}
+
+
+@dataclass(frozen=True)
+class LowLatencyShape:
+    """Sizes of a low-latency all-to-all, equal on every rank.
+
+    num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
+    num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
+    tokens of one call, 1 to 1024. format: a key of FORMATS. has_shared_rows: experts may write
+    their rows into the buffer.
+
+    >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
+    >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
+    (32, 1024, 7168)
+    """
+
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    num_max_tokens_per_rank: int
+    format: str
+    has_shared_rows: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {
+            "num_ranks": (1, MAX_RANKS, 1),
+            "num_experts": (1, MAX_EXPERTS, 1),
+            "num_topk": (1, MAX_TOPK, 1),
+            "hidden": (K_BLOCK, None, K_BLOCK),
+            "num_max_tokens_per_rank": (1, MAX_TOKENS_PER_RANK, 1),
+        }
+        for name, (least, most, step) in limits.items():
+            allowed = f"a positive multiple of {step}" if most is None else f"{least} to {most}"
+            value = require_int(name, getattr(self, name), allowed)
+            if value < least or (most is not None and value > most) or value % step:
+                raise ValueError(f"{name} must be {allowed}; got {value}")
+        if self.num_experts % self.num_ranks:
+            raise ValueError(
+                f"num_experts must be a multiple of num_ranks ({self.num_ranks}); "
+                f"got {self.num_experts}"
+            )
+        if self.num_topk > self.num_experts:
+            raise ValueError(
+                f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
+            )
+        if self.format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {self.format!r}")
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        """Experts that live on one rank; rank r owns r*this .. (r+1)*this - 1."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_rows_per_expert(self) -> int:
+        """Most rows that an expert gets: every token of every rank, once."""
+        return self.num_ranks * self.num_max_tokens_per_rank
+
+    @property
+    def values_per_scale(self) -> int:
+        return FORMATS[self.format].values_per_scale
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token on its way, without scales."""
+        return self.hidden * FORMATS[self.format].element_bytes
+
+    @property
+    def num_scale_words(self) -> int:
+        """32-bit words of a token's scales: an FP32 number, or four UE8M0 bytes, per 128 values."""
+        return self.hidden // K_BLOCK if self.values_per_scale else 0
+
+
+def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
+    """Every segment of one rank's symmetric buffer. Mark: `control_bytes`, which are zero before
+    the first call.
+
+    >>> layout = low_latency_buffer_layout(LowLatencyShape(2, 8, 2, 256, 16, "fp8_32"))
+    >>> layout["staged_values"].shape, layout["combine"].shape
+    ((2, 2, 16, 256), (2, 2, 16, 256))
+    """
+    num_ranks, num_topk = shape.num_ranks, shape.num_topk
+    max_tokens = shape.num_max_tokens_per_rank
+    builder = LayoutBuilder()
+
+    def control(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        builder.add(name, dtype, dims, purpose, alignment=SEGMENT_ALIGNMENT)
+
+    def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        dims = (NUM_HALVES, *dims)
+        builder.add(name, dtype, dims, purpose, alignment=DATA_ALIGNMENT)
+
+    control("num_calls", "u32", (1,), "dispatches that this rank has sent")
+    control("gave_up", "u32", (1,), "not zero after a failed call")
+    control("gather_counter", "u32", (1,), "CTAs that have ended their sending")
+    control("masked_ranks", "u32", (num_ranks,), "not zero for ranks that take no part")
+    control(
+        "recv_counts",
+        "u32",
+        (NUM_HALVES, num_ranks, shape.num_experts_per_rank + 1),
+        "tokens of a source rank for each local expert, and for all; -n-1",
+    )
+    control(
+        "dispatch_arrivals",
+        "i32",
+        (NUM_HALVES, num_ranks),
+        "CTAs of a source rank whose tokens are here",
+    )
+    control(
+        "combine_arrivals",
+        "i32",
+        (NUM_HALVES, num_ranks),
+        "CTAs of an experts' rank whose rows are here",
+    )
+    builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
+    data(
+        "staged_headers",
+        "u32",
+        (num_ranks, max_tokens, 1 + num_topk),
+        "a token's index on its source rank; local expert and row of each slot",
+    )
+    data("staged_values", "u8", (num_ranks, max_tokens, shape.row_bytes), "tokens, by source rank")
+    if shape.num_scale_words:
+        num_words = shape.num_scale_words
+        data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
+    data("combine", "bf16", (num_topk, max_tokens, shape.hidden), "rows of each slot")
+    if shape.has_shared_rows:
+        data("row_of_slot", "u32", (max_tokens * num_topk,), "its expert's row, on that one's rank")
+        num_rows = shape.num_experts_per_rank * shape.num_rows_per_expert
+        rows = (num_rows, shape.hidden)
+        purpose = "rows of the local experts"
+        builder.add("shared_rows", "bf16", rows, purpose, alignment=DATA_ALIGNMENT)
+    return builder.build(alignment=DATA_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class LowLatencyConfig:
+    """One kernel; equal configs give equal kernels.
+
+    step: which of the two. sends, receives: its parts; both in one kernel, or one in each of two.
+    has_int32_topk_idx: else int64. fetches_rows: a combine of rows that experts have written into
+    the buffer. num_ctas: of each rank.
+
+    >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
+    >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
+    >>> config.num_threads, config.smem_bytes
+    (448, 2176)
+    """
+
+    shape: LowLatencyShape
+    step: Step
+    num_ctas: int
+    arch: str
+    sends: bool = True
+    receives: bool = True
+    has_int32_topk_idx: bool = False
+    fetches_rows: bool = False
+
+    def __post_init__(self) -> None:
+        target_of(self.arch)  # or an error
+        require_int("num_ctas", self.num_ctas, "at least 1")
+        if self.num_ctas < 1:
+            raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+        if self.fetches_rows and not self.shape.has_shared_rows:
+            raise ValueError(
+                "fetches_rows must be False for a buffer without shared rows; got True"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        """One per chunk of a token, where so many can be."""
+        num_chunks = align_up(self.shape.row_bytes // CHUNK_BYTES, 32)
+        return min(MAX_THREADS, max(num_chunks, 64))
+
+    @cached_property
+    def buffer_layout(self) -> Layout:
+        return low_latency_buffer_layout(self.shape)
+
+    @cached_property
+    def smem_layout(self) -> Layout:
+        """Shared memory of a CTA."""
+        shape = self.shape
+        builder = LayoutBuilder()
+
+        def add(name: str, dims: tuple[int, ...], purpose: str) -> None:
+            builder.add(name, "u32", dims, purpose, alignment=16)
+
+        if self.step == "combine":
+            num_words = shape.num_experts_per_rank + 1
+            add("expert_rows", (num_words,), "rows before each local expert")
+        else:
+            if self.sends:
+                num_words = shape.num_experts + shape.num_ranks
+                add("token_counts", (num_words,), "tokens before one, by expert and by rank")
+                add("destinations", (1 + shape.num_topk,), "how many ranks, and where there")
+            if self.receives:
+                dims = (shape.num_experts_per_rank, shape.num_ranks)
+                add("first_rows", dims, "first row of a rank's tokens")
+                add("first_tokens", (shape.num_ranks + 1,), "tokens of the ranks before")
+        return builder.build(alignment=16)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem_layout.num_bytes
+
+    def kernel_fields(self) -> dict[str, int | float | bool]:
+        """The fields that the kernel's `Config` struct has, in declaration order."""
+        shape = {name: value for name, value in asdict(self.shape).items() if name != "format"}
+        return {
+            **shape,
+            "num_experts_per_rank": self.shape.num_experts_per_rank,
+            "values_per_scale": self.shape.values_per_scale,
+            "num_ctas": self.num_ctas,
+            "num_threads": self.num_threads,
+            "sends": self.sends,
+            "receives": self.receives,
+            "has_int32_topk_idx": self.has_int32_topk_idx,
+            "fetches_rows": self.fetches_rows,
+        }

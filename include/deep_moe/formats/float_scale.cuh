@@ -1,0 +1,29 @@
+// How a group of values becomes E4M3 with one FP32 scale: the rule of
+// deep_moe/formats/float_scaled.py.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+
+namespace deep_moe {
+
+// A group of smaller magnitudes is quantized as if one of this were in it, so that neither the
+// scale nor its inverse leaves the range of normal numbers.
+inline constexpr float min_group_amax = 1e-4f;
+
+// The scale and what values are multiplied by, for the bits of a group's largest magnitude. With an
+// infinity or a NaN among them all values become NaN.
+struct FloatScale {
+    float scale;
+    float factor;
+
+    __device__ explicit FloatScale(uint32_t amax_bits) {
+        const float amax = __uint_as_float(max(amax_bits, __float_as_uint(min_group_amax)));
+        const bool is_finite = amax_bits < 0x7f800000u;
+        scale = is_finite ? amax * (1.0f / 448.0f) : 1.0f;
+        factor = is_finite ? __fdiv_rn(448.0f, amax) : __uint_as_float(0x7fffffffu);
+    }
+};
+
+}  // namespace deep_moe

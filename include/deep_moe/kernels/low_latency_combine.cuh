@@ -1,0 +1,55 @@
+// Low-latency combine: what the experts made goes back to the tokens' ranks, and is added there. In
+// one kernel, or in two: `sends` and `receives` say which parts this one has. With `fetches_rows`
+// the rows stay where the experts wrote them, and the tokens' ranks fetch them.
+//
+// Grid: as dispatch's.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/split/arrivals.cuh"
+#include "deep_moe/split/call.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/reduce_slots.cuh"
+#include "deep_moe/split/send_rows.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+__device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) {
+    static_assert(Config::sends || Config::receives);
+    static_assert(Config::num_threads % warp_size == 0);
+    extern __shared__ __align__(16) uint8_t shared_bytes[];
+    const uint32_t shared_memory = ptx::shared_address(shared_bytes);
+    const LowLatencyRanks<Config> ranks(args);
+    const LowLatencyBuffer<Config> local = ranks.local();
+    const ActiveRanks<Config> active(local);
+    Waiter waiter(args);
+    uint32_t call_idx;
+    bool is_sound = resume_call(args, local, waiter, call_idx);
+    const uint32_t half = half_of(call_idx);
+    if constexpr (Config::sends) {
+        if (is_sound) {
+            if constexpr (!Config::fetches_rows) {
+                send_rows(args, ranks, active, shared_memory, half);
+            }
+            arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+                return buffer.combine_arrivals(half, ranks.rank_idx());
+            });
+        }
+    }
+    if constexpr (Config::receives) {
+        const auto arrivals = [&](uint32_t rank_idx) {
+            return local.combine_arrivals(half, rank_idx);
+        };
+        is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
+                                           waiter);  //~ rows_awaited
+        if (is_sound) reduce_slots(args, ranks, active, half);
+    }
+    if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+}
+
+}  // namespace deep_moe

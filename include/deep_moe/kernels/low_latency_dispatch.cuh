@@ -1,0 +1,93 @@
+// Low-latency dispatch: tokens to the ranks of their experts, and into rows by expert there. In one
+// kernel, or in two: `sends` and `receives` say which parts this one has.
+//
+// Grid: num_ctas CTAs, equal on all ranks; those that receive wait for all of them, so they are all
+// resident at once. docs/split.md has the protocol.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/split/arrivals.cuh"
+#include "deep_moe/split/call.cuh"
+#include "deep_moe/split/expand_tokens.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/publish_counts.cuh"
+#include "deep_moe/split/receive_counts.cuh"
+#include "deep_moe/split/send_tokens.cuh"
+#include "deep_moe/split/token_counts.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+__device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                              const ActiveRanks<Config>& active, uint32_t shared_memory,
+                              uint32_t call_idx, const Waiter& waiter) {
+    const LowLatencyBuffer<Config> local = ranks.local();
+    const uint32_t half = half_of(call_idx);
+    const TokenCounts<Config> counts(shared_memory);
+    // Few tokens leave the last CTA free for the counts, and the first one has them anyway.
+    if (blockIdx.x == 0) {
+        clear_words(local, half);
+        if (threadIdx.x == 0) *args.call_idx = call_idx;
+    }
+    if (blockIdx.x == Config::num_ctas - 1) {
+        counts.clear();
+        counts.add(args.topk_idx, active, 0, args.num_tokens);
+        publish_counts(ranks, active, counts, half);
+        cta_sync<Config>();  //~ counts_read: they are cleared next
+    }
+    send_tokens(args, ranks, active, counts, shared_memory, half);
+    arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+        return buffer.dispatch_arrivals(half, ranks.rank_idx());
+    });
+    if (ptx::warp_idx() == 0) end_sending(local, waiter);
+}
+
+template <class Config>
+__device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                                 const ActiveRanks<Config>& active, uint32_t shared_memory,
+                                 uint32_t call_idx, Waiter& waiter) {
+    const LowLatencyBuffer<Config> local = ranks.local();
+    const uint32_t half = half_of(call_idx);
+    const ReceivedTokens<Config> received(shared_memory);
+    if (!received.acquire(local, active, half, waiter)) return;
+    received.sum_up(args, blockIdx.x == 0);
+    const auto arrivals = [&](uint32_t rank_idx) {
+        return local.dispatch_arrivals(half, rank_idx);
+    };
+    //~ staging_awaited
+    if (!await_ranks(WaitSite::split_tokens, active, arrivals, waiter)) return;
+    TokenExpansion<Config>(args, ranks, received, half).run();
+}
+
+template <class Config>
+__device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args) {
+    static_assert(Config::sends || Config::receives);
+    static_assert(Config::num_threads % warp_size == 0);
+    extern __shared__ __align__(16) uint8_t shared_bytes[];
+    const uint32_t shared_memory = ptx::shared_address(shared_bytes);
+    const LowLatencyRanks<Config> ranks(args);
+    const LowLatencyBuffer<Config> local = ranks.local();
+    const ActiveRanks<Config> active(local);
+    Waiter waiter(args);
+    uint32_t call_idx;
+    bool is_sound;
+    if constexpr (Config::sends) {
+        is_sound = begin_call(local, waiter, call_idx);
+    } else {
+        is_sound = resume_call(args, local, waiter, call_idx);
+    }
+    if constexpr (Config::sends) {
+        if (is_sound) dispatch_send(args, ranks, active, shared_memory, call_idx, waiter);
+    }
+    if constexpr (Config::receives) {
+        if (is_sound) dispatch_receive(args, ranks, active, shared_memory, call_idx, waiter);
+    }
+    if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,52 @@
+// How a rank learns that all CTAs of another one have sent what they had.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/split/cta.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// All threads of a CTA that has sent. `arrivals(buffer)`: this rank's word in another one's buffer.
+//
+// Order: the barrier puts all writes of the CTA in front of one thread's release at sys scope for
+// each rank, which covers them. Nobody gathers the grid's CTAs first: that would take longer than
+// the additions.
+template <class Config, class Arrivals>
+__device__ void arrive_at_ranks(const LowLatencyRanks<Config>& ranks,
+                                const ActiveRanks<Config>& active, const Arrivals& arrivals) {
+    cta_sync<Config>();  //~ all_sent
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+        if (active.contains(i)) {
+            ptx::red_add_release_sys(arrivals(ranks.of(i)), 1);  //~ arrival_released
+        }
+    }
+}
+
+// All threads of a CTA: until all CTAs of all ranks have arrived. `arrivals(rank_idx)`: that rank's
+// word in the own buffer. What they had sent may be read then, by the whole CTA: one thread
+// acquires it per rank, and the barrier passes it on.
+template <class Config, class Arrivals>
+__device__ bool await_ranks(WaitSite site, const ActiveRanks<Config>& active,
+                            const Arrivals& arrivals, Waiter& waiter) {
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+        if (!active.contains(i)) continue;
+        const auto num_arrived = [&] {
+            return static_cast<uint32_t>(ptx::ld_acquire_sys(arrivals(i)));  //~ arrival_acquired
+        };
+        const auto late_rank = [&] {
+            RankSet set;
+            set.insert(i);
+            return set;
+        };
+        waiter.until(site, Config::num_ctas, num_arrived, late_rank);  //~ ranks_awaited
+    }
+    return cta_agrees<Config>(waiter);
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,120 @@
+// Dispatch, receiving: each staged token is read once and written to a row of every local expert
+// that it is for.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/receive_counts.cuh"
+#include "deep_moe/split/token_format.cuh"
+
+namespace deep_moe {
+
+// Rows of a local expert in the tensors of all of them.
+template <class Config>
+inline constexpr uint32_t rows_per_expert = Config::num_ranks * Config::num_max_tokens_per_rank;
+
+// All warps of the grid, when all tokens are here.
+template <class Config>
+class TokenExpansion {
+    using Format = TokenFormat<Config>;
+
+ public:
+    __device__ TokenExpansion(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                              const ReceivedTokens<Config>& received, uint32_t half)
+        : args_(args), ranks_(ranks), local_(ranks.local()), received_(received), half_(half) {}
+
+    __device__ void run() const {
+        constexpr uint32_t num_warps = Config::num_threads / warp_size;
+        const uint32_t num_tokens = received_.num_tokens();
+        // Neighbouring tokens go to different CTAs: few tokens shall not all pass through a few
+        // SMs.
+        for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_tokens;
+             i += num_warps * Config::num_ctas) {
+            const uint32_t rank_idx = received_.rank_of(i);
+            expand(rank_idx, i - received_.first_token(rank_idx));
+        }
+    }
+
+ private:
+    // A whole warp; lanes stand for the token's slots first, then for its chunks.
+    __device__ void expand(uint32_t rank_idx, uint32_t slot_idx) const {
+        const uint32_t* const header = local_.staged_headers(half_, rank_idx, slot_idx);
+        uint32_t row_of_expert = RowOfExpert::none;
+        if (ptx::lane_idx() < Config::num_topk) row_of_expert = header[1 + ptx::lane_idx()];
+        const uint32_t slots = __ballot_sync(full_warp, row_of_expert != RowOfExpert::none);
+        uint32_t row = 0;  // of all experts' rows
+        if (row_of_expert != RowOfExpert::none) {
+            const uint32_t local_expert_idx = RowOfExpert::local_expert_idx(row_of_expert);
+            row = local_expert_idx * rows_per_expert<Config> +
+                  received_.first_row(local_expert_idx, rank_idx) +
+                  RowOfExpert::row(row_of_expert);  //~ row_placed
+            const uint32_t token_topk_idx = header[0] * Config::num_topk + ptx::lane_idx();
+            args_.src_info[row] = static_cast<int32_t>(token_topk_idx);  //~ source_told
+            if constexpr (Config::has_shared_rows) {
+                // Read behind this rank's arrival in combine.
+                *ranks_.of(rank_idx).row_of_slot(half_, token_topk_idx) = row;  //~ row_told
+            }
+        }
+        copy_values(rank_idx, slot_idx, slots, row);
+        if constexpr (Format::is_quantized) copy_scales(rank_idx, slot_idx, slots, row);
+    }
+
+    __device__ void copy_values(uint32_t rank_idx, uint32_t slot_idx, uint32_t slots,
+                                uint32_t row) const {
+        constexpr uint32_t loads_at_once = min(8u, ceil_div(Format::num_chunks, warp_size));
+        const auto* const staged =
+            reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx));
+#pragma unroll 1
+        for (uint32_t first = ptx::lane_idx(); first < align_up(Format::num_chunks, warp_size);
+             first += loads_at_once * warp_size) {
+            uint4 chunks[loads_at_once];
+#pragma unroll
+            for (uint32_t i = 0; i < loads_at_once; ++i) {
+                const uint32_t chunk_idx = first + i * warp_size;
+                if (chunk_idx < Format::num_chunks) chunks[i] = staged[chunk_idx];
+            }
+            for (uint32_t left = slots; left != 0; left &= left - 1) {
+                const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
+                auto* const out =
+                    static_cast<uint4*>(args_.recv_x) + uint64_t{slot_row} * Format::num_chunks;
+#pragma unroll
+                for (uint32_t i = 0; i < loads_at_once; ++i) {
+                    const uint32_t chunk_idx = first + i * warp_size;
+                    if (chunk_idx < Format::num_chunks) out[chunk_idx] = chunks[i];
+                }
+            }
+        }
+    }
+
+    __device__ void copy_scales(uint32_t rank_idx, uint32_t slot_idx, uint32_t slots,
+                                uint32_t row) const {
+        const uint32_t* const staged = local_.staged_scales(half_, rank_idx, slot_idx);
+#pragma unroll 1
+        for (uint32_t i = ptx::lane_idx(); i < align_up(Format::num_scale_words, warp_size);
+             i += warp_size) {
+            const bool is_valid = i < Format::num_scale_words;
+            const uint32_t word = is_valid ? staged[i] : 0;
+            for (uint32_t left = slots; left != 0; left &= left - 1) {
+                const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
+                if (is_valid) *scale_word(slot_row, i) = word;
+            }
+        }
+    }
+
+    __device__ uint32_t* scale_word(uint32_t row, uint32_t column) const {
+        return args_.recv_scales + row / rows_per_expert<Config> * args_.scale_expert_stride +
+               row % rows_per_expert<Config> * args_.scale_row_stride +
+               column * args_.scale_column_stride;
+    }
+
+    const LowLatencyArgs& args_;
+    const LowLatencyRanks<Config>& ranks_;
+    const LowLatencyBuffer<Config> local_;
+    const ReceivedTokens<Config>& received_;
+    uint32_t half_;
+};
+
+}  // namespace deep_moe

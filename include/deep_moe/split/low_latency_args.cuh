@@ -1,0 +1,41 @@
+// What the host hands to the low-latency kernels. Mirrored by jit/kernel_args.py.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/kernel_args.cuh"
+
+namespace deep_moe {
+
+// Of dispatch and of combine; what the other one uses is null. T: tokens of this rank, in this
+// call. N: rows of a local expert, num_ranks * num_max_tokens_per_rank. Chunks of 16 bytes make a
+// row of recv_x.
+struct LowLatencyArgs {
+    uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
+    WaitStatus* status;
+    uint64_t wait_timeout_ns;  // limit of a wait for other ranks, in nanoseconds of %globaltimer
+    uint32_t rank_idx;
+    uint32_t num_tokens;
+    const void* topk_idx;  // i64 or i32 [T, topk]
+
+    // What a dispatch gives to its combine.
+    uint32_t* call_idx;     // [1]
+    int32_t* recv_count;    // [E_local]
+    int32_t* src_info;      // [E_local, N]: token_idx * topk + slot on the source rank
+    int64_t* layout_range;  // [E_local, ranks]: count in the low half, first row in the high one
+
+    // Dispatch.
+    const void* x;          // bf16 [T, hidden]
+    void* recv_x;           // [E_local, N, hidden] of the format
+    uint32_t* recv_scales;  // [E_local, N, hidden/128] by the strides below, in words
+    uint64_t scale_expert_stride;
+    uint64_t scale_row_stride;
+    uint64_t scale_column_stride;
+
+    // Combine.
+    const void* y;              // bf16 [E_local, N, hidden]
+    const float* topk_weights;  // [T, topk]
+    void* out;                  // bf16 [T, hidden]
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,55 @@
+// Dispatch, sending: tell every rank how many tokens will come, before they do, so that the
+// receivers know their places while the tokens travel.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/token_counts.cuh"
+
+namespace deep_moe {
+
+// All threads of one CTA. `counts`: of all tokens of this rank.
+//
+// A count is all that its word says, so the stores need no order.
+template <class Config>
+__device__ void publish_counts(const LowLatencyRanks<Config>& ranks,
+                               const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
+                               uint32_t half) {
+    constexpr uint32_t num_words = LowLatencyBuffer<Config>::num_count_words;
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks * num_words; i += Config::num_threads) {
+        const uint32_t rank_idx = i / num_words;
+        const uint32_t word_idx = i % num_words;
+        if (!active.contains(rank_idx)) continue;
+        const uint32_t count =
+            word_idx < Config::num_experts_per_rank
+                ? counts.of_expert(rank_idx * Config::num_experts_per_rank + word_idx)
+                : counts.of_rank(rank_idx);
+        ptx::st_relaxed_sys(ranks.of(rank_idx).recv_counts(half, ranks.rank_idx(), word_idx),
+                            EncodedCount::encode(count));  //~ count_published
+    }
+}
+
+// All threads of one CTA: zeros for those who write next to words that they add to or that must say
+// "not yet" until then. All are this rank's own.
+//
+// Dispatch words of the other half, which the next dispatch uses: this rank has received the one
+// before, and a peer sends the next one only when it has seen this rank arrive in this one, behind
+// the zeros. Combine words of this half: this rank has combined the call before the last one, and a
+// peer's rows of this one come behind that arrival too.
+template <class Config>
+__device__ void clear_words(const LowLatencyBuffer<Config>& local, uint32_t half) {
+    constexpr uint32_t num_counts = Config::num_ranks * LowLatencyBuffer<Config>::num_count_words;
+    for (uint32_t i = threadIdx.x; i < num_counts; i += Config::num_threads) {
+        ptx::st_relaxed_sys(local.recv_counts(half ^ 1, 0, 0) + i, 0u);  //~ counts_zeroed_ahead
+    }
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+        //~ dispatch_arrivals_zeroed
+        ptx::st_relaxed_sys(local.dispatch_arrivals(half ^ 1, i), 0);
+        ptx::st_relaxed_sys(local.combine_arrivals(half, i), 0);  //~ combine_arrivals_zeroed
+    }
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,65 @@
+// How a token travels: as E4M3 with a scale per 32 or 128 values, or as BF16. A lane makes a chunk
+// of 16 bytes; the scales of 128 values are one word, an FP32 number or four UE8M0 bytes.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/formats/bf16_chunk.cuh"
+#include "deep_moe/formats/float_scale.cuh"
+#include "deep_moe/formats/quantize.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+struct TokenFormat {
+    static_assert(Config::values_per_scale == 0 || Config::values_per_scale == 32 ||
+                      Config::values_per_scale == 128,
+                  "a scale per 32 or 128 values, or none");
+    static_assert(Config::hidden % 128 == 0);
+    static constexpr bool is_quantized = Config::values_per_scale != 0;
+    static constexpr uint32_t chunk_bytes = 16;
+    static constexpr uint32_t row_bytes = Config::hidden * (is_quantized ? 1 : 2);
+    static constexpr uint32_t num_chunks = row_bytes / chunk_bytes;
+    static constexpr uint32_t num_loads = is_quantized ? 2 : 1;  // of 16 bytes of BF16, per chunk
+    static constexpr uint32_t num_scale_words = is_quantized ? Config::hidden / 128 : 0;
+    static constexpr uint32_t chunks_per_scale_word = 128 / chunk_bytes;  // if quantized
+
+    // A lane's part of a token.
+    struct Chunk {
+        uint4 values;
+        uint32_t scale_word;  // the same in all lanes whose chunks it belongs to
+    };
+
+    // All 32 lanes, with neighbouring chunks, the first a multiple of 8. `loaded`: the BF16 values;
+    // zeros where there is no chunk.
+    static __device__ Chunk make_chunk(const uint4 (&loaded)[num_loads]) {
+        if constexpr (!is_quantized) {
+            return {loaded[0], 0};
+        } else {
+            constexpr uint32_t lanes_per_scale = Config::values_per_scale / chunk_bytes;
+            const uint32_t amax_bits = group_maximum<lanes_per_scale>(
+                max(chunk_amax_bits(loaded[0]), chunk_amax_bits(loaded[1])));
+            float factor;
+            uint32_t scale_word;
+            if constexpr (Config::values_per_scale == 128) {
+                const FloatScale scale(amax_bits);
+                factor = scale.factor;
+                scale_word = __float_as_uint(scale.scale);
+            } else {
+                const uint32_t scale_byte = e4m3_scale_byte(amax_bits);
+                factor = e4m3_factor(amax_bits, scale_byte);
+                scale_word = scale_byte
+                             << ptx::lane_idx() / lanes_per_scale % 4 * 8;  //~ byte_place
+                scale_word |= __shfl_xor_sync(full_warp, scale_word, lanes_per_scale);
+                scale_word |= __shfl_xor_sync(full_warp, scale_word, 2 * lanes_per_scale);
+            }
+            const uint2 low = quantize_chunk(loaded[0], factor);
+            const uint2 high = quantize_chunk(loaded[1], factor);
+            return {{low.x, low.y, high.x, high.y}, scale_word};
+        }
+    }
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,142 @@
+"""Bugs to plant into the kernels of the split path; see catalogue.py."""
+
+# ruff: noqa: E501 (code of the headers)
+
+from __future__ import annotations
+
+from .catalogue import Mutation, instead, removed, replaced
+
+M = Mutation
+LOW_LATENCY = "test_low_latency::"
+SPLIT_MUTATIONS = (
+    # ---- which call it is
+    M("one_half_only", replaced("half_in_turn", "call_idx % 2", "0u"), "race|timeout|result"),
+    M(
+        "every_cta_counts_the_call",
+        replaced("call_counted", "is_last && ", ""),
+        "race|timeout|result",
+    ),
+    M(
+        "stale_handle_taken",
+        replaced("half_is_own", "age == 1 || age == 2", "true"),
+        "result",
+        test=LOW_LATENCY + "test_the_kernel_finds_a_stale_handle_that_the_host_cannot_know",
+    ),
+    # ---- dispatch, sending
+    M("count_before_cleared", removed("counts_cleared"), "race"),
+    M("place_before_counted", removed("tokens_counted"), "race"),
+    M("cleared_before_published", removed("counts_read"), "race"),
+    M("destinations_before_found", removed("destinations_found"), "race"),
+    M("zero_is_a_count", replaced("count_encoded", "~count", "0u - count"), "timeout|result"),
+    M(
+        "count_one_too_low",
+        replaced("count_encoded", "~count", "~count + 1"),
+        "race|timeout|result|misuse",
+    ),
+    M(
+        "counts_into_the_other_half",
+        replaced("count_published", "half", "half ^ 1"),
+        "race|timeout|result",
+    ),
+    M("counts_not_zeroed", removed("counts_zeroed_ahead"), "race|timeout|result|misuse"),
+    M("dispatch_arrivals_not_zeroed", removed("dispatch_arrivals_zeroed"), "race|timeout"),
+    M("combine_arrivals_not_zeroed", removed("combine_arrivals_zeroed"), "race|timeout"),
+    M(
+        "own_arrivals_zeroed_late",
+        replaced("dispatch_arrivals_zeroed", "half ^ 1", "half"),
+        "race|timeout",
+    ),
+    M(
+        "row_of_the_rank",
+        replaced("row_of_expert", "of_expert(slot.expert_idx)", "of_rank(slot.rank_idx)"),
+        "race|result|misuse",
+    ),
+    M(
+        "staging_slot_of_the_token",
+        replaced("slot_of_rank", "counts.of_rank(rank_idx)", "token_idx"),
+        "race|result|misuse",
+    ),
+    M("staging_slots_shared", replaced("slot_of_rank", "counts.of_rank(rank_idx)", "0"), "race"),
+    M(
+        "rows_of_other_ranks",
+        replaced("header_written", "slot.rank_idx == rank_idx", "true"),
+        "race|result|misuse",
+    ),
+    M("scale_bytes_mixed", replaced("byte_place", "% 4", "% 2"), "result"),
+    # ---- arrivals
+    M("arrive_before_all_sent", removed("all_sent"), "race"),
+    M(
+        "arrive_at_gpu_scope",
+        replaced("arrival_released", "red_add_release_sys", "red_add_relaxed_gpu"),
+        "race",
+    ),
+    M(
+        "arrival_not_acquired",
+        replaced(
+            "arrival_acquired", "ptx::ld_acquire_sys(", "ptx::ld_relaxed_sys((const uint32_t*)"
+        ),
+        "race",
+    ),
+    M(
+        "one_cta_not_awaited",
+        replaced("ranks_awaited", "Config::num_ctas", "Config::num_ctas - 1"),
+        "race|timeout",
+    ),
+    M("tokens_not_awaited", removed("staging_awaited"), "race"),
+    M("rows_not_awaited", removed("rows_awaited"), "race"),
+    # ---- dispatch, receiving
+    M(
+        "count_not_awaited",
+        replaced("count_awaited", "word != 0", "true"),
+        "race|result|misuse|timeout",
+    ),
+    M("counts_before_shared", instead("counts_shared", "return true;"), "race"),
+    M(
+        "range_the_other_way_round",
+        instead(
+            "range_packed",
+            "args.layout_range[local_expert_idx * Config::num_ranks + rank_idx] = static_cast<int64_t>(uint64_t{count} << 32 | num_rows);",
+        ),
+        "result|race|misuse",
+    ),
+    M(
+        "rows_of_ranks_overlap",
+        replaced("row_placed", "received_.first_row(local_expert_idx, rank_idx)", "0u"),
+        "race|result",
+    ),
+    M(
+        "source_slot_forgotten",
+        replaced("source_told", "token_topk_idx", "header[0] * Config::num_topk"),
+        "race|result",
+    ),
+    # ---- combine
+    M("expert_rows_before_shared", removed("expert_rows_shared"), "race|misuse"),
+    M("rows_into_the_other_half", replaced("row_sent", "half", "half ^ 1"), "race|result"),
+    M(
+        "row_of_a_slot_that_got_none",
+        replaced("row_of_slot", "first_slot_of_expert", "slot_idx"),
+        "race|result",
+    ),
+    # ---- combine of rows that stay where they are
+    M(
+        "told_the_other_half",
+        replaced("row_told", "half_", "half_ ^ 1"),
+        "race|result|misuse",
+        test=LOW_LATENCY + "test_rows_are_fetched_from_where_the_experts_wrote_them",
+        arguments={"receive": True},
+    ),
+    M(
+        "row_of_the_own_experts",
+        replaced("row_fetched", "ranks.of(rank_idx)", "local"),
+        "race|result|misuse",
+        test=LOW_LATENCY + "test_rows_are_fetched_from_where_the_experts_wrote_them",
+        arguments={"receive": True},
+    ),
+    # ---- masked ranks
+    M(
+        "high_ranks_masked_as_low_ones",
+        replaced("mask_word", "rank_idx < 64 ? low_ : high_", "low_"),
+        "result|race|timeout",
+        test=LOW_LATENCY + "test_the_last_of_many_ranks_can_be_masked",
+    ),
+)

@@ -1,0 +1,132 @@
+"""Plants bugs into copies of the split path's headers; each has to be noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe import jit
+from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.errors import MegaMoEError
+from deep_moe.jit import headers
+from deep_moe.split import kernels
+from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
+
+from ..split import test_low_latency
+from ..split.reference import bits, check_dispatched, expected_out, random_inputs
+from .catalogue import Mutation
+from .split_catalogue import SPLIT_MUTATIONS
+from .test_mutations import (
+    INCLUDE,
+    compile_without_cubin,
+    header_edits,
+    noticed_in,
+    plant_into_header,
+    with_edits,
+)
+
+
+def name_of(mutation: Mutation) -> str:
+    return mutation.name
+
+
+def outcome(schedule: Any, seed: int) -> str:
+    """Who noticed something in five calls that ranks begin without a look at each other."""
+
+    def run() -> bool:
+        layer = EmulatedAllToAll(
+            2, 8, 384, 8, 4, format="fp8_32", num_sms=3, timeout_s=0.01, schedule_seed=seed
+        )
+        calls = [
+            random_inputs(layer.shape, counts, seed=seed)
+            for seed, counts in enumerate([(8, 5), (3, 8), (8, 0), (7, 8), (5, 2)])
+        ]
+        for inputs in calls:
+            for ids in inputs.topk_idxs:
+                ids[:1, 2] = ids[:1, 0]  # an expert in two slots
+        queues: list[list[Any]] = [[], []]
+        results: list[list[Any]] = [[] for _ in calls]
+        outs: list[list[torch.Tensor]] = [[] for _ in calls]
+        for rank, own in enumerate(layer.layers):
+            # No call may count on zeros in the staging.
+            memory = own.buffer.memory.tensor
+            memory[own.buffer.layout.mark("control_bytes") :] = 0xFF
+            for i, inputs in enumerate(calls):
+                ids, weights = inputs.topk_idxs[rank], inputs.topk_weights[rank]
+                dispatch, result = own.prepare_dispatch(inputs.xs[rank], ids)
+                combine, out = own.prepare_combine(inputs.ys[rank], ids, weights, result.handle)
+                queues[rank] += [dispatch, combine]
+                results[i].append(result)
+                outs[i].append(out)
+        try:
+            layer.run(queues, schedule=schedule)
+        except MegaMoEError as error:
+            if "handle must be" not in str(error):
+                raise
+            return False
+        for inputs, given, sums in zip(calls, results, outs, strict=True):
+            for rank in range(2):
+                check_dispatched(layer.shape, given[rank], rank, inputs.xs, inputs.topk_idxs)
+                weights = inputs.topk_weights[rank]
+                out = expected_out(layer.shape, rank, inputs.topk_idxs, weights, inputs.ys)
+                if not torch.equal(bits(sums[rank]), bits(out)):
+                    return False
+        return True
+
+    return noticed_in(run)
+
+
+def outcome_of_test(mutation: Mutation) -> str:
+    _, _, name = mutation.test.partition("::")
+
+    def run() -> bool:
+        try:
+            getattr(test_low_latency, name)(**mutation.arguments)
+        except pytest.fail.Exception:
+            return False
+        return True
+
+    return noticed_in(run)
+
+
+@pytest.mark.parametrize("mutation", SPLIT_MUTATIONS, ids=name_of)
+def test_edit_changes_the_source(mutation: Mutation) -> None:
+    for path, text in with_edits(header_edits(mutation), INCLUDE).items():
+        assert text != path.read_text()
+
+
+def test_names_are_given_once() -> None:
+    assert max(Counter(map(name_of, SPLIT_MUTATIONS)).values()) == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_a_bug_nobody_complains(schedule: str) -> None:
+    assert outcome(schedule, 0) == ""
+
+
+@pytest.fixture
+def planted(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Mutation]:
+    mutation: Mutation = request.param
+    folder = plant_into_header(mutation, tmp_path)
+    monkeypatch.setattr(headers, "find_library", lambda: folder)
+    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
+    kernels.built_kernel.cache_clear()
+    yield mutation
+    kernels.built_kernel.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", SPLIT_MUTATIONS, ids=name_of, indirect=True)
+def test_bug_is_noticed(planted: Mutation) -> None:
+    if planted.test:
+        noticed = outcome_of_test(planted)
+    else:
+        noticed = next((found for seed in range(3) if (found := outcome("random", seed))), "")
+    assert noticed in planted.catcher.split("|")

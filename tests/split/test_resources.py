@@ -1,0 +1,84 @@
+"""The compiled kernels: no spills on any architecture, arguments that agree on both sides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.errors import CompileError
+from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
+from deep_moe.jit.kernel_args import LowLatencyArgs, layout_checks
+
+HEADER = Path(__file__).parents[2] / "include/deep_moe/split/low_latency_args.cuh"
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+PARTS = ((True, True), (True, False), (False, True))
+STEPS = ("dispatch", "combine")
+# ranks, experts, top-k, hidden, tokens
+PROBLEMS = {
+    "v3": (8, 256, 8, 7168, 128),
+    "one_rank": (1, 896, 16, 3584, 1024),
+    "most_ranks": (72, 288, 32, 7168, 1024),
+    "small": (2, 4, 2, 128, 8),
+}
+
+
+def compile_kernel(config: LowLatencyConfig):
+    return jit.compile_source(
+        jit.render_low_latency(config),
+        arch=config.arch,
+        include_paths=jit.find_headers().include_paths,
+        kernel=jit.low_latency_name(config),
+    )
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spills(arch: str, format: str, problem: str) -> None:
+    shape = LowLatencyShape(*PROBLEMS[problem], format, has_shared_rows=format == "fp8_32")
+    for step, (sends, receives) in product(STEPS, PARTS):
+        config = LowLatencyConfig(
+            shape,
+            step,
+            132,
+            arch,
+            sends=sends,
+            receives=receives,
+            fetches_rows=shape.has_shared_rows and step == "combine",
+        )
+        compilation = compile_kernel(config)
+        resources = compilation.resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+        assert resources.stack_bytes == resources.static_smem_bytes == 0
+        assert resources.num_registers * config.num_threads <= 65536
+        assert "warning" not in compilation.log.lower(), compilation.log
+
+
+@pytest.mark.parametrize("check", list(layout_checks(LowLatencyArgs)))
+def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, check) -> None:
+    wrong = replace(check, value=check.value + 8)
+    monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))
+    shape = LowLatencyShape(*PROBLEMS["small"], "bf16")
+    with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
+        compile_kernel(LowLatencyConfig(shape, "combine", 1, "sm_90a"))
+
+
+def test_every_member_of_the_header_is_mirrored_in_order() -> None:
+    body = re.search(r"struct LowLatencyArgs \{\n(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    assert body is not None
+    members = re.findall(r"^\s+(?:const )?\w+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE)
+    assert members == [name for name, *_ in LowLatencyArgs._fields_]
+
+
+def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
+    shape = LowLatencyShape(*PROBLEMS["small"], "fp8_32")
+    config = LowLatencyConfig(shape, "dispatch", 2, "sm_90a", has_int32_topk_idx=True)
+    kernel = jit.build_low_latency(config, cache=jit.KernelCache(tmp_path))
+    assert kernel.name == "low_latency_dispatch_kernel"
+    assert f".entry {kernel.name}" in kernel.ptx
+    assert kernel.manifest["config"] == {**config.kernel_fields(), "arch": "sm_90a"}

@@ -116,3 +116,12 @@ def test_a_small_ring(arch: str, schedule: Schedule) -> None:
     shape = shape_of(num_tokens)
     tokens = [exact_tokens(shape, n, seed=rank) for rank, n in enumerate(num_tokens)]
     check_calls(arch, overrides, [tokens], shape, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_with_small_blocks(arch: str, schedule: Schedule) -> None:
+    """Linear1's epilogues read routing weights in rows that Linear2's release."""
+    shape = MoEShape(1, 4, 2, 256, 256, 192, SMALLEST)
+    calls = [[exact_tokens(shape, 191, seed=call)] for call in range(2)]
+    overrides = {"sm_90a": {"block_m": 8}, "sm_100a": {"block_m": 16, "num_stages": 5}}[arch]
+    check_calls(arch, overrides, calls, shape, schedule)

@@ -610,6 +610,14 @@ SM90_MUTATIONS = (
         )
     ),
     M(
+        "linear1_not_acquired",
+        replaced("linear1_acquired", "&& wait_for_tokens(local, block, waiter)", ""),
+        "race",
+        arch="sm_100a",
+        test="test_small_rings::test_one_rank_with_small_blocks",
+        arguments={"arch": "sm_100a", "schedule": "starved_role"},
+    ),
+    M(
         "rows_released_before_read",
         removed("destinations_read"),
         "race",

@@ -73,7 +73,12 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
                 // rows go; behind the barrier all have.
                 if (block.is_reused) {
                     warp.sync_all();  //~ destinations_read
-                    if (epilogue_warp_idx == 0) release_rows(local, block);
+                    // Linear1's epilogues have read routing weights there. The loaders have
+                    // acquired that, but the commit does not hand it over: this is over at once.
+                    //~ linear1_acquired
+                    if (epilogue_warp_idx == 0 && wait_for_tokens(local, block, waiter)) {
+                        release_rows(local, block);
+                    }
                 }
             }
         }

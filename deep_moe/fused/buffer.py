@@ -245,7 +245,8 @@ def get_symm_buffer_for_mega_moe(
     """Make the buffer for `fp8_fp4_mega_moe`. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
-    num_experts: of all ranks together. num_max_tokens_per_rank: most tokens of one call.
+    num_experts: of all ranks together, at most 1024, and at most 512 of each.
+    num_max_tokens_per_rank: most tokens of one call.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.

@@ -29,7 +29,8 @@ def table() -> str:
     names += [f"T = {MAX_TOKENS[-1]}, {POOL_TOKENS} pool rows"]
     lines = [f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}"]
     for model in PRESETS:
-        for num_ranks in NUM_RANKS:
+        num_experts, *_ = PRESETS[model]
+        for num_ranks in (n for n in NUM_RANKS if num_experts % n == 0):
             shapes = [
                 preset_shape(model, num_ranks=num_ranks, num_max_tokens_per_rank=max_tokens)
                 for max_tokens in MAX_TOKENS

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .expected_tokens import expected_tokens_per_rank
     from .explain import Explanation
     from .prepare_inputs import PrepareInputsConfig
-    from .presets import PRESETS, preset_shape
+    from .presets import PRESETS, preset_activation, preset_shape
     from .segments import Layout, Segment
     from .shape import MoEShape
     from .tuning import Tuning, TuningTable
@@ -34,6 +34,7 @@ __all__ = [
     "TuningTable",
     "choose_config",
     "expected_tokens_per_rank",
+    "preset_activation",
     "preset_shape",
 ]
 
@@ -52,6 +53,7 @@ __getattr__, __dir__ = names_on_use(
         "TuningTable": "tuning",
         "choose_config": "config",
         "expected_tokens_per_rank": "expected_tokens",
+        "preset_activation": "presets",
         "preset_shape": "presets",
     },
 )

@@ -16,6 +16,7 @@ IMBALANCE_FACTOR = 2  # a wave should offer this many Linear1 blocks per SM
 MIN_STAGES = 2
 MAX_STAGES = 32
 MAX_REGISTERS_PER_CTA = 64512
+MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of blocks
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool]
@@ -126,7 +127,14 @@ def max_sums_per_lane(num_epilogue_registers: int) -> int:
 
 
 def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
-    """Rows and columns that the kernel counts in 32 bits, as its tensor copies do."""
+    """Experts whose counts a warp keeps in registers, and rows and columns that the kernel counts
+    in 32 bits, as its tensor copies do."""
+    if shape.num_experts_per_rank > MAX_EXPERTS_PER_RANK:
+        raise ValueError(
+            f"num_experts must be at most {MAX_EXPERTS_PER_RANK} per rank, "
+            f"{MAX_EXPERTS_PER_RANK * shape.num_ranks} on {shape.num_ranks}; "
+            f"got {shape.num_experts}"
+        )
     sizes = {
         "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
         "rows that a rank may receive, with their padding": shape.default_pool_tokens,

@@ -1,6 +1,8 @@
-"""Sizes of published models, by name."""
+"""Sizes and activations of published models, by name."""
 
 from __future__ import annotations
+
+from deep_moe.activations import DEFAULT_ACTIVATION
 
 from .shape import MoEShape
 
@@ -9,7 +11,25 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "deepseek-v4-flash": (256, 6, 4096, 2048),
     "deepseek-v4-pro": (384, 6, 7168, 3072),
     "deepseek-v3": (256, 8, 7168, 2048),
+    "deepseek-v4.1-flash": (384, 6, 5120, 2304),
+    "glm-5": (256, 8, 6144, 2048),
+    "glm-5.3-flash": (288, 8, 4096, 2048),
+    "kimi-k3": (896, 16, 3584, 3072),
+    "minimax-m3": (128, 4, 6144, 3072),
+    "qwen3-235b": (128, 8, 4096, 1536),
 }
+# Of those that do not have SwiGLU.
+_ACTIVATIONS = {"kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+
+
+def preset_activation(name: str) -> str:
+    """The name of a published model's activation.
+
+    >>> preset_activation("kimi-k3"), preset_activation("qwen3-235b")
+    ('situ', 'swiglu')
+    """
+    _check_name(name)
+    return _ACTIVATIONS.get(name, DEFAULT_ACTIVATION)
 
 
 def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> MoEShape:
@@ -19,8 +39,7 @@ def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> 
     >>> shape.num_experts, shape.num_topk, shape.hidden, shape.intermediate_hidden
     (256, 8, 7168, 2048)
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    _check_name(name)
     num_experts, num_topk, hidden, intermediate_hidden = PRESETS[name]
     return MoEShape(
         num_ranks=num_ranks,
@@ -30,3 +49,8 @@ def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> 
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
     )
+
+
+def _check_name(name: str) -> None:
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")

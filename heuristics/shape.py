@@ -8,6 +8,7 @@ from fractions import Fraction
 from .segments import align_up
 
 MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
+MAX_EXPERTS = 1024  # of all ranks
 MAX_TOPK = 32  # one warp lane per slot of a token
 K_BLOCK = 128  # hidden and intermediate sizes are cut into blocks of this many elements
 MAX_CANDIDATE_BLOCK_M = 192
@@ -41,7 +42,7 @@ class MoEShape:
     """Sizes of one expert-parallel MoE layer, equal on every rank.
 
     num_ranks: ranks among which the experts are divided, 1 to 72.
-    num_experts: experts of all ranks together, a multiple of `num_ranks`.
+    num_experts: experts of all ranks together, a multiple of `num_ranks`, at most 1024.
     num_topk: expert slots per token, 1 to 32 and not above `num_experts`.
     hidden: width of a token, a multiple of 128.
     intermediate_hidden: width between the two linear layers, a multiple of 128.
@@ -67,7 +68,7 @@ class MoEShape:
     def __post_init__(self) -> None:
         allowed = {
             "num_ranks": f"1 to {MAX_RANKS}",
-            "num_experts": "a positive multiple of num_ranks",
+            "num_experts": f"a positive multiple of num_ranks, at most {MAX_EXPERTS}",
             "num_topk": f"1 to {MAX_TOPK}",
             "hidden": f"a positive multiple of {K_BLOCK}",
             "intermediate_hidden": f"a positive multiple of {K_BLOCK}",
@@ -86,8 +87,8 @@ class MoEShape:
         check("num_ranks", 1 <= self.num_ranks <= MAX_RANKS)
         check(
             "num_experts",
-            self.num_experts >= 1 and self.num_experts % self.num_ranks == 0,
-            f"a positive multiple of num_ranks ({self.num_ranks})",
+            1 <= self.num_experts <= MAX_EXPERTS and self.num_experts % self.num_ranks == 0,
+            f"a positive multiple of num_ranks ({self.num_ranks}), at most {MAX_EXPERTS}",
         )
         check("num_topk", 1 <= self.num_topk <= MAX_TOPK)
         check(

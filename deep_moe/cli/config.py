@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.activations import DEFAULT_ACTIVATION
-
 from .options import (
     ActivationOption,
     ArchOption,
@@ -52,7 +50,7 @@ def config(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
-    activation: ActivationOption = DEFAULT_ACTIVATION,
+    activation: ActivationOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     uneven: Annotated[
@@ -84,7 +82,7 @@ def config(
         is_uneven=uneven,
         arch=arch,
         num_sms=num_sms,
-        activation=parse_activation(activation, clamp),
+        activation=parse_activation(activation, clamp, model=model),
         overrides=parse_overrides(override),
         tuning=tuning,
     ).explain()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
-from deep_moe.heuristics.presets import PRESETS
+from deep_moe.heuristics.presets import PRESETS, preset_activation
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape, Tuning
@@ -51,11 +51,12 @@ ExpertsOption = Annotated[
 ]
 TopkOption = Annotated[int | None, typer.Option("--topk", help="Expert slots per token.")]
 ActivationOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--activation",
         metavar="NAME[:PARAMETER=NUMBER,...]",
-        help=f"What comes between the linear layers: {', '.join(ACTIVATIONS)}.",
+        help=f"What comes between the linear layers: {', '.join(ACTIVATIONS)}; "
+        "default: the model's, or swiglu.",
     ),
 ]
 ClampOption = Annotated[
@@ -169,12 +170,16 @@ def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tu
     return arch or archs[0], tuning
 
 
-def parse_activation(text: str = DEFAULT_ACTIVATION, clamp: float | None = None) -> Activation:
-    """The activation that --activation and --clamp name together.
+def parse_activation(
+    text: str | None, clamp: float | None = None, *, model: str | None = None
+) -> Activation:
+    """The activation that --activation, --clamp and --model name together.
 
-    >>> parse_activation("situ:beta=3,linear_beta=20"), parse_activation("swiglu", 10)
+    >>> parse_activation("situ:beta=3,linear_beta=20"), parse_activation(None, 10)
     (Situ(beta=3.0, linear_beta=20.0), Swiglu(clamp=10.0))
     """
+    if text is None:
+        text = preset_activation(model) if model in PRESETS else DEFAULT_ACTIVATION
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if name not in ACTIVATIONS:
         raise typer.BadParameter(

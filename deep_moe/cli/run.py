@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deep_moe.activations import DEFAULT_ACTIVATION, Situ
+from deep_moe.activations import Situ
 
 from .checks import check_call
 from .options import (
@@ -74,7 +74,7 @@ def run(
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
     seed: SeedOption = 0,
-    activation: ActivationOption = DEFAULT_ACTIVATION,
+    activation: ActivationOption = None,
     clamp: ClampOption = None,
     calls: Annotated[
         int,
@@ -137,7 +137,7 @@ def run(
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp)
+    applied = parse_activation(activation, clamp, model=model)
     if exact and isinstance(applied, Situ):
         raise typer.BadParameter(
             f"--exact must be without --activation {applied.name}: tanh leaves no result exact"

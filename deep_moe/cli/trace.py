@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from deep_moe.activations import DEFAULT_ACTIVATION
-
 from .checks import check_call, check_output_file
 from .options import (
     ActivationOption,
@@ -53,7 +51,7 @@ def trace(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     seed: SeedOption = 0,
-    activation: ActivationOption = DEFAULT_ACTIVATION,
+    activation: ActivationOption = None,
     clamp: ClampOption = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
@@ -92,7 +90,7 @@ def trace(
         intermediate=intermediate,
     )
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp)
+    applied = parse_activation(activation, clamp, model=model)
     arch = arch or arch_of(device)
     check_call(
         shape,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deep_moe.activations import DEFAULT_ACTIVATION
+from deep_moe.activations import Swiglu
 
 from .options import (
     ActivationOption,
@@ -42,10 +42,10 @@ def tune(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
-    activation: ActivationOption = DEFAULT_ACTIVATION,
+    activation: ActivationOption = None,
     clamp: Annotated[
         float | None,
-        typer.Option("--clamp", help="Bound of gate and up; default: 10, the models', of swiglu."),
+        typer.Option("--clamp", help="Bound of gate and up; default: 10, if it is swiglu."),
     ] = None,
     budget: Annotated[
         float, typer.Option("--budget", min=1, help="Seconds for everything, about.")
@@ -66,9 +66,9 @@ def tune(
 
     started = time.time()
     sizes = parse_sizes(tokens)
-    if activation == DEFAULT_ACTIVATION and clamp is None:
-        clamp = 10.0
-    applied = parse_activation(activation, clamp)
+    applied = parse_activation(activation, clamp, model=model)
+    if activation is None and applied == Swiglu():
+        applied = Swiglu(10.0)
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ValueError(

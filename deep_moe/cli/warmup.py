@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.activations import DEFAULT_ACTIVATION
-
 from .options import (
     ActivationOption,
     ArchOption,
@@ -52,7 +50,7 @@ def warmup(
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
-    activation: ActivationOption = DEFAULT_ACTIVATION,
+    activation: ActivationOption = None,
     clamp: ClampOption = None,
     override: OverrideOption = None,
     workers: Annotated[
@@ -81,7 +79,7 @@ def warmup(
         pool_tokens=pool_tokens,
     )
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp)
+    applied = parse_activation(activation, clamp, model=model)
 
     def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(

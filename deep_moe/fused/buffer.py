@@ -142,7 +142,8 @@ def get_symm_buffer_for_mega_moe(
     """Make the buffer for `fp8_fp4_mega_moe`. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
-    num_experts: of all ranks together. num_max_tokens_per_rank: most tokens of one call.
+    num_experts: of all ranks together, at most 1024, and at most 512 of each.
+    num_max_tokens_per_rank: most tokens of one call.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.

@@ -189,3 +189,12 @@ def test_of_another_number_of_ranks_it_is_said_what_was_measured(measured: Tuned
     assert chosen["num_experts"] == 512
     monkeypatch.setenv("COLUMNS", "160")
     assert f"tuning: {made_with}" in " ".join(run_config(*case).stdout.split())
+
+
+def test_a_model_brings_its_activation():
+    kimi = ("--model", "kimi-k3", "--ranks", "8", "--tokens", "8")
+    assert fields(*kimi)["activation"] == "situ"
+    assert fields(*kimi, "--activation", "swiglu")["activation"] == "swiglu"
+    minimax = fields("--model", "minimax-m3", "--clamp", "5")
+    assert (minimax["activation"], minimax["activation_limit"]) == ("swiglu_oai", 5.0)
+    assert fields("--model", "glm-5")["activation"] == "swiglu"

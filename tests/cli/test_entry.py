@@ -112,7 +112,7 @@ REFUSED = {
     "run --tokens 2,x": "--tokens must be one number, or 2 separated by commas; got '2,x'",
     "run --max-tokens 1 --tokens 5": "num_tokens must be 0 to num_max_tokens_per_rank (1); got 5",
     "run --hidden 4096 --intermediate 12800000": "GiB, and this machine has",
-    "run --experts 999999998": "must be at most 2147483647; got",
+    "run --experts 999999998": "num_experts must be a positive multiple of num_ranks (2), at most",
     "run --activation gelu": "--activation must be one of",
     "trace trace.json --activation gelu": "--activation must be one of",
     "run --clamp 1e300": "activation_clamp must be None or a positive number that float32 holds",

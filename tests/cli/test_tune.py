@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import deep_moe.fused.gpu
 import deep_moe.trial.tuning
-from deep_moe.activations import Swiglu, SwigluOai
+from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.cli import app
 from deep_moe.fused.gpu import Gpu
 from deep_moe.targets.sm90 import SM90A
@@ -96,6 +96,8 @@ def test_options_reach_the_plan(plans: list[TuningPlan], tmp_path: Path):
         (("--activation", "swiglu_oai"), SwigluOai()),
         (("--activation", "swiglu_oai:alpha=2"), SwigluOai(alpha=2)),
         (("--activation", "swiglu:clamp=3"), Swiglu(3.0)),
+        (("--activation", "swiglu"), Swiglu()),
+        (("--model", "kimi-k3"), Situ()),
     ],
 )
 def test_the_activation_that_is_measured(plans: list[TuningPlan], options, activation):

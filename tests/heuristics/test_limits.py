@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,8 @@ from deep_moe.targets import TARGETS
 
 @st.composite
 def shapes(draw):
-    num_ranks = draw(st.integers(1, 72))
-    num_experts_per_rank = draw(st.sampled_from([1, 2, 7, 8, 32, 33, 48, 64, 65, 97, 256]))
+    num_experts_per_rank = draw(st.sampled_from([1, 2, 7, 8, 32, 33, 48, 64, 65, 97, 256, 512]))
+    num_ranks = draw(st.integers(1, min(72, 1024 // num_experts_per_rank)))
     num_experts = num_ranks * num_experts_per_rank
     return MoEShape(
         num_ranks=num_ranks,
@@ -147,3 +148,14 @@ def test_ordinary_sizes_are_never_refused(
         num_ranks, num_experts, min(8, num_experts), 128 * hidden, 128 * intermediate, 256
     )
     check_within_limits(choose_config(shape, tokens, arch=arch))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_more_experts_on_a_rank_than_a_warp_can_keep_counts_of_are_refused(arch):
+    for num_ranks in (1, 2):
+        check_within_limits(
+            choose_config(MoEShape(num_ranks, 512 * num_ranks, 16, 256, 128, 64), 64, arch=arch)
+        )
+    message = "num_experts must be at most 512 per rank, 512 on 1; got 513"
+    with pytest.raises(ValueError, match=message):
+        choose_config(MoEShape(1, 513, 16, 256, 128, 64), 64, arch=arch)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deep_moe.heuristics import PRESETS, MoEShape, preset_shape
+from deep_moe.heuristics import PRESETS, MoEShape, preset_activation, preset_shape
 
 VALID = {
     "num_ranks": 8,
@@ -98,9 +98,14 @@ def test_mask_has_a_bit_per_linear1_block(intermediate_hidden, num_words):
         (
             "num_experts",
             250,
-            r"num_experts must be a positive multiple of num_ranks \(8\); got 250",
+            r"num_experts must be a positive multiple of num_ranks \(8\), .*; got 250",
         ),
-        ("num_experts", 0, r"num_experts must be a positive multiple of num_ranks \(8\); got 0"),
+        (
+            "num_experts",
+            0,
+            r"num_experts must be a positive multiple of num_ranks .*; got 0",
+        ),
+        ("num_experts", 1032, r"num_experts must be .* \(8\), at most 1024; got 1032"),
         ("num_topk", 0, "num_topk must be 1 to 32; got 0"),
         ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
         ("hidden", 7169, "hidden must be a positive multiple of 128; got 7169"),
@@ -135,7 +140,16 @@ def test_presets():
         "deepseek-v4-flash": (256, 6, 4096, 2048),
         "deepseek-v4-pro": (384, 6, 7168, 3072),
         "deepseek-v3": (256, 8, 7168, 2048),
+        "deepseek-v4.1-flash": (384, 6, 5120, 2304),
+        "glm-5": (256, 8, 6144, 2048),
+        "glm-5.3-flash": (288, 8, 4096, 2048),
+        "kimi-k3": (896, 16, 3584, 3072),
+        "minimax-m3": (128, 4, 6144, 3072),
+        "qwen3-235b": (128, 8, 4096, 1536),
     }
+    others = {name: preset_activation(name) for name in PRESETS if name[0] in "km"}
+    assert others == {"kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+    assert {preset_activation(name) for name in PRESETS if name not in others} == {"swiglu"}
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=64)
     assert (shape.num_experts_per_rank, shape.hidden, shape.num_max_tokens_per_rank) == (
         48,
@@ -147,3 +161,5 @@ def test_presets():
 def test_unknown_preset():
     with pytest.raises(ValueError, match=r"preset must be one of deepseek-v4-flash, .*; got 'gpt'"):
         preset_shape("gpt", num_ranks=1, num_max_tokens_per_rank=1)
+    with pytest.raises(ValueError, match=r"preset must be one of deepseek-v4-flash, .*; got 'gpt'"):
+        preset_activation("gpt")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MegaMoEError,
         MegaMoETimeoutError,
         MissingPackageError,
+        RequantizationWarning,
     )
     from .formats.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from .formats.weights import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
-    from .fused.mega_moe import fp8_fp4_mega_moe
+    from .fused.mega_moe import fp8_fp4_mega_moe, fp8_mega_moe
 
 __version__ = "0.1.0"
 
@@ -50,11 +51,13 @@ _MODULES = {
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
+    "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
     "dequantize_mxfp8": "formats.mx",
     "empty_weights_for_mega_moe": "formats.weights",
     "fp8_fp4_mega_moe": "fused.mega_moe",
+    "fp8_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "inverse_transform_weights": "formats.weights",
     "prepare_inputs": "fused.input_preparation",
@@ -74,6 +77,7 @@ __all__ = [
     "MegaMoETimeoutError",
     "MegaMoEWeights",
     "MissingPackageError",
+    "RequantizationWarning",
     "SymmBuffer",
     "checkpoint",
     "compat",
@@ -81,6 +85,7 @@ __all__ = [
     "dequantize_mxfp8",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
+    "fp8_mega_moe",
     "get_symm_buffer_for_mega_moe",
     "inverse_transform_weights",
     "prepare_inputs",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
+
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
 
 from .segments import align_up
 
@@ -46,6 +48,7 @@ class MoEShape:
     hidden: width of a token, a multiple of 128.
     intermediate_hidden: width between the two linear layers, a multiple of 128.
     num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
+    weights: format of the weights.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -59,6 +62,7 @@ class MoEShape:
     hidden: int
     intermediate_hidden: int
     num_max_tokens_per_rank: int
+    weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -69,8 +73,9 @@ class MoEShape:
             "intermediate_hidden": f"a positive multiple of {K_BLOCK}",
             "num_max_tokens_per_rank": "at least 1",
         }
-        for field in fields(self):
-            require_int(field.name, getattr(self, field.name), allowed[field.name])
+        for name, words in allowed.items():
+            require_int(name, getattr(self, name), words)
+        check_weights_name(self.weights)
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:

@@ -67,7 +67,7 @@ def sm100_smem_layout(
         "weights",
         "u8",
         (num_stages, block_n, block_k),
-        "this CTA's weight rows, E2M1 in 16-byte chunks, 128-byte swizzle",
+        "this CTA's weight rows, 16 values in 16 bytes, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
     add(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .options import (
     ArchOption,
     ClampOption,
@@ -21,6 +23,7 @@ from .options import (
     OverrideOption,
     RanksOption,
     TopkOption,
+    WeightsOption,
     find_measurements,
     make_shape,
     parse_overrides,
@@ -43,6 +46,7 @@ def config(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -68,6 +72,7 @@ def config(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
+        weights=weights,
         max_tokens=tokens if max_tokens is None else max_tokens,
     )
     explanation = choose_config(
@@ -93,7 +98,7 @@ def config(
 def _tables(explanation: Explanation) -> list[Table]:
     schedule = explanation.schedule
     fields = new_table(
-        f"{explanation.arch}, {schedule.num_tokens} tokens per rank",
+        f"{explanation.arch}, {explanation.weights} weights, {schedule.num_tokens} tokens per rank",
         "field",
         "value",
         "why",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ ExpertsOption = Annotated[
     int | None, typer.Option("--experts", help="Experts of all ranks together.")
 ]
 TopkOption = Annotated[int | None, typer.Option("--topk", help="Expert slots per token.")]
+WEIGHTS = ", ".join(WEIGHT_FORMATS)
+WeightsOption = Annotated[
+    str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
+]
 ClampOption = Annotated[
     float | None, typer.Option("--clamp", help="Bound of gate and up before SwiGLU.")
 ]
@@ -80,6 +85,7 @@ def make_shape(
     hidden: int | None,
     intermediate: int | None,
     max_tokens: int,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -99,7 +105,14 @@ def make_shape(
         "intermediate_hidden": intermediate,
     }
     sizes |= {name: value for name, value in given.items() if value is not None}
-    return MoEShape(num_ranks=ranks, num_max_tokens_per_rank=max_tokens, **sizes)
+    check_weights(weights)
+    return MoEShape(num_ranks=ranks, num_max_tokens_per_rank=max_tokens, weights=weights, **sizes)
+
+
+def check_weights(weights: str) -> None:
+    """BadParameter unless it is a format of weights."""
+    if weights not in WEIGHT_FORMATS:
+        raise typer.BadParameter(f"--weights must be one of {WEIGHTS}; got {weights!r}")
 
 
 def parse_tokens(text: str, num_ranks: int) -> list[int]:

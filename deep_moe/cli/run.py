@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .checks import check_call
 from .options import (
     MAX_SEED,
@@ -24,6 +26,8 @@ from .options import (
     OverrideOption,
     SeedOption,
     TopkOption,
+    WeightsOption,
+    check_weights,
     make_shape,
     parse_overrides,
     parse_tokens,
@@ -64,6 +68,7 @@ def run(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -125,19 +130,25 @@ def run(
         arch = arch_of(device)
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
-    numerics = TARGETS[arch].weights_of().numerics
+    check_weights(weights)
+    numerics = TARGETS[arch].weights_of(weights).numerics
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
     overrides = parse_overrides(override)
     call: dict[str, Any] = {"arch": arch, "num_sms": num_sms, "overrides": overrides}
     if checkpoint is None:
-        shape = make_shape(model=model, ranks=ranks, max_tokens=capacity, **sizes)
+        shape = make_shape(model=model, ranks=ranks, max_tokens=capacity, weights=weights, **sizes)
         check_call(shape, counts, clamp=clamp, **call)
         whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
+        if weights != DEFAULT_WEIGHTS:
+            raise typer.BadParameter(
+                f"--weights must be {DEFAULT_WEIGHTS} with --checkpoint, whose experts are read in "
+                f"that format; got {weights}"
+            )
         shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity)
         check_call(shape, counts, clamp=clamp, **call)
     if unused_slots > shape.num_topk:
@@ -221,6 +232,7 @@ def run(
         stdout().print(
             f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
             f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
+            f"{shape.weights} weights, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
         _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")

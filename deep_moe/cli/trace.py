@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .checks import check_call, check_output_file
 from .options import (
     ClampOption,
@@ -21,6 +23,7 @@ from .options import (
     RanksOption,
     SeedOption,
     TopkOption,
+    WeightsOption,
     make_shape,
     parse_overrides,
     parse_tokens,
@@ -46,6 +49,7 @@ def trace(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     seed: SeedOption = 0,
     clamp: ClampOption = None,
     arch: Annotated[
@@ -77,6 +81,7 @@ def trace(
     shape = make_shape(
         model=model,
         ranks=ranks,
+        weights=weights,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         experts=experts,
         topk=topk,

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .options import (
     ExpertsOption,
     HiddenOption,
@@ -16,6 +18,7 @@ from .options import (
     JsonOption,
     ModelOption,
     TopkOption,
+    WeightsOption,
     make_shape,
 )
 from .output import new_table, print_error, print_json, stderr, stdout
@@ -36,6 +39,7 @@ def tune(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     clamp: Annotated[
         float | None, typer.Option("--clamp", help="Bound of gate and up before SwiGLU.")
     ] = 10.0,
@@ -86,6 +90,7 @@ def tune(
                 topk=topk,
                 hidden=hidden,
                 intermediate=intermediate,
+                weights=weights,
                 max_tokens=max(sizes),
             ),
             tokens=sizes,

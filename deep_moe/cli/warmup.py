@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .options import (
     ArchOption,
     ClampOption,
@@ -22,6 +24,7 @@ from .options import (
     OverrideOption,
     RanksOption,
     TopkOption,
+    WeightsOption,
     find_measurements,
     make_shape,
     parse_overrides,
@@ -43,6 +46,7 @@ def warmup(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -70,6 +74,7 @@ def warmup(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
+        weights=weights,
         max_tokens=max_tokens,
     )
     overrides = parse_overrides(override)
@@ -106,7 +111,7 @@ def warmup(
         return
     first = configs[0][2]
     table = new_table(
-        f"{first.arch}, {first.num_sms} SMs",
+        f"{first.arch}, {first.weights} weights, {first.num_sms} SMs",
         "tokens",
         "block_m",
         "kernel",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.errors import DeepMoEError, MegaMoEError
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.status import error_of
@@ -103,8 +104,8 @@ class SymmBuffer:
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, up to {shape.num_max_tokens_per_rank} "
-            f"tokens, {self.nbytes / 2**20:.1f} MiB, {state})"
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, {state})"
         )
 
     if not TYPE_CHECKING:  # so that mypy still knows which attributes there are
@@ -240,12 +241,14 @@ def get_symm_buffer_for_mega_moe(
     hidden: int,
     intermediate_hidden: int,
     *,
+    weights: str = DEFAULT_WEIGHTS,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
-    """Make the buffer for `fp8_fp4_mega_moe`. Every rank of `group` must call this.
+    """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
     num_experts: of all ranks together. num_max_tokens_per_rank: most tokens of one call.
+    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, or "fp8", for `fp8_mega_moe`.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -257,18 +260,22 @@ def get_symm_buffer_for_mega_moe(
     Raises ValueError or TypeError on all ranks if an argument is not allowed or differs between
     ranks.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_experts": num_experts,
         "num_max_tokens_per_rank": num_max_tokens_per_rank,
         "num_topk": num_topk,
         "hidden": hidden,
         "intermediate_hidden": intermediate_hidden,
+        "weights": weights,
     }
     num_ranks = _num_ranks(group)
     device = _buffer_device(group, device)
     if group is not None:
         require_equal({**arguments, "device": device.type}, group)
     shape = MoEShape(num_ranks=num_ranks, **arguments)
+    gpu = gpu_of(device)
+    if gpu is not None:
+        gpu.target.weights_of(weights)
     layout = symm_buffer_layout(shape)
     memory: HostMemory | DeviceMemory
     if device.type == "cuda":

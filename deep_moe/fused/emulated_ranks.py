@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import run_emulated
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class EmulatedRanks:
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
-    buffers: one SymmBuffer per rank; fill their views, then `call`. Sizes are those of
+    buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
     `get_symm_buffer_for_mega_moe`.
     """
 
@@ -40,6 +41,8 @@ class EmulatedRanks:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
+        *,
+        weights: str = DEFAULT_WEIGHTS,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -48,6 +51,7 @@ class EmulatedRanks:
             hidden=hidden,
             intermediate_hidden=intermediate_hidden,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
+            weights=weights,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

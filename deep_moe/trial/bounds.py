@@ -31,7 +31,6 @@ import torch
 
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
-    dequantize_e2m1_ue8m0,
     quantize_e4m3_groups,
     ue8m0_to_float,
 )
@@ -179,9 +178,7 @@ def expert_bounds(
     activation_clamp: float | None = None,
 ) -> SlotBounds:
     """Of one expert on float64 tokens [n, H] with routing weights [n]."""
-    sums, errors = sums_with_errors(
-        tokens, dequantize_e2m1_ue8m0(*l1_weights, torch.float64), sum_bits
-    )
+    sums, errors = sums_with_errors(tokens, numerics.weights(*l1_weights), sum_bits)
     gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
     activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
@@ -196,7 +193,7 @@ def expert_bounds(
         weights,
         numerics,
     )
-    dense = dequantize_e2m1_ue8m0(*l2_weights, torch.float64)
+    dense = numerics.weights(*l2_weights)
     sums, errors = sums_with_errors(quantized, dense, sum_bits)
     down, up_moves, squares = _moves(quantized, ends, dense)
     return SlotBounds(

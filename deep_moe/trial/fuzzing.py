@@ -22,7 +22,7 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import TARGETS, target_of
+from deep_moe.targets import TARGETS, TargetWeights, target_of
 
 from .calls import RankOutput, model_inputs, run_emulated_in_a_row, run_emulated_ranks
 from .comparison import compare
@@ -31,7 +31,7 @@ from .synthetic import Tokens, exact_layer, exact_tokens, name_twice, put_nan, r
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
-NUM_KERNEL_AXES = 5  # the first ones, which are compiled in
+NUM_KERNEL_AXES = 6  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -48,10 +48,13 @@ _CLAMP = 24.0
 
 @lru_cache
 def axes(arch: str) -> dict[str, tuple[Any, ...]]:
-    """What cases of an architecture differ in, each with its values."""
+    """What cases of an architecture differ in, each with its values. A tile is the n-th of those
+    that go with the weights."""
+    weights = target_of(arch).weights
     return {
+        "weights": tuple(own.format for own in weights),
         "shape": _SHAPES,
-        "tile": target_of(arch).weights_of().fuzz_tiles,
+        "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
         "clamp": (None, _CLAMP),
@@ -111,7 +114,13 @@ class FuzzCase:
             hidden=hidden,
             intermediate_hidden=intermediate_hidden,
             num_max_tokens_per_rank=_MAX_TOKENS,
+            weights=self.values["weights"],
         )
+
+    @property
+    def target_weights(self) -> TargetWeights:
+        """What the target does with the case's weights."""
+        return target_of(self.arch).weights_of(self.values["weights"])
 
     def inputs(self) -> list[list[Tokens]]:
         """Of each call, each rank's."""
@@ -144,7 +153,7 @@ class FuzzCase:
                     layer.l1,
                     layer.l2,
                     activation_clamp=self.values["clamp"],
-                    numerics=target_of(self.arch).weights_of().numerics,
+                    numerics=self.target_weights.numerics,
                 )
                 comparison = compare(output.y, expected)
                 if not comparison.is_right:
@@ -161,7 +170,7 @@ class FuzzCase:
         wave = 1 if self.values["wave"] == "one expert" else num_local
         turn = 1 if self.values["turn"] == "one expert" else wave
         overrides = {
-            **self.values["tile"],
+            **self.target_weights.fuzz_tiles[self.values["tile"]],
             "num_experts_per_wave": wave,
             "num_experts_per_turn": turn,
         }
@@ -294,7 +303,5 @@ def _values(arch: str, row: Sequence[int]) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """A value of an axis for people: a tile is its fields."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {number}" for name, number in value.items())
+    """A value of an axis for people."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

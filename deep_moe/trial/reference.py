@@ -18,12 +18,12 @@ import torch
 
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
-    dequantize_e2m1_ue8m0,
     dequantize_e4m3_ue8m0,
     quantize_e4m3_groups,
     ue8m0_to_float,
     unpack_ue8m0,
 )
+from deep_moe.formats.weight_formats import weight_format
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,8 @@ SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale 
 class Numerics:
     """How activations become what the tensor cores multiply.
 
-    tokens: a token's E4M3 values [n, H] and packed scales as float64. Linear1's output has a scale
+    tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
+    and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
     never has a smaller scale. sum_bits: what hardware keeps of a sum of products; the reference
@@ -47,6 +48,7 @@ class Numerics:
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     scale_block: int
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     sum_bits: int
@@ -96,8 +98,13 @@ def _sm90_scale_bytes(amax: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     return torch.where(fits, token_bytes, own_bytes)
 
 
-MXFP8 = Numerics(_exact_tokens, GROUP_SIZE, _smallest_scale_bytes, FP32_SUM_BITS)
-SM90 = Numerics(fold_token_scales, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS)
+_mxfp4_weights = weight_format("mxfp4").dequantize
+
+# With MXFP4 weights.
+MXFP8 = Numerics(_exact_tokens, _mxfp4_weights, GROUP_SIZE, _smallest_scale_bytes, FP32_SUM_BITS)
+SM90 = Numerics(
+    fold_token_scales, _mxfp4_weights, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS
+)
 
 
 def reference_mega_moe(
@@ -117,8 +124,8 @@ def reference_mega_moe(
     x: float8_e4m3fn [tokens, hidden]; x_sf: int32 [tokens, hidden/128]; topk_idx: int64
     [tokens, topk], global expert ids; topk_weights: float32 [tokens, topk].
     l1_weights, l2_weights: as in checkpoints (before `transform_weights_for_mega_moe`), with the
-    experts of all ranks: (int8 [experts, 2*I, H/2], int32 [experts, 2*I, H/128]) and
-    (int8 [experts, H, I/2], int32 [experts, H, I/128]).
+    experts of all ranks, in the format of `numerics`: for MXFP4 (int8 [experts, 2*I, H/2], int32
+    [experts, 2*I, H/128]) and (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. numerics: which kernel's.
@@ -183,11 +190,11 @@ def expert_output(
     numerics: Numerics = MXFP8,
 ) -> torch.Tensor:
     """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
-    accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
+    accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
     activated = swiglu(gate, up, activation_clamp) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
-    return round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
+    return round_to_bf16(quantized @ numerics.weights(*l2_weights).T)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, activation_clamp: float | None) -> torch.Tensor:

@@ -26,14 +26,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from deep_moe.formats.block_scaled import (
-    E2M1_MAGNITUDES,
     E4M3_NAN,
     GROUP_SIZE,
-    pack_e2m1_codes,
     pack_ue8m0,
-    quantize_e2m1_ue8m0,
     quantize_e4m3_ue8m0,
 )
+from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -101,11 +99,12 @@ _FIRST_LAYER_SEED = 1 << 31
 
 def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
     """Normally distributed weights that keep a token's size through the layer."""
+    weights = weight_format(shape.weights)
     generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
 
     def linear(num_rows: int, num_columns: int) -> LayerWeights:
         experts = [
-            quantize_e2m1_ue8m0(
+            weights.quantize(
                 torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5
             )
             for _ in range(shape.num_experts)
@@ -161,10 +160,8 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator)
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator)
     l1_sf[:, : shape.intermediate_hidden] += _UE8M0_OF_32 - _UE8M0_OF_ONE
-    return Layer(
-        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf)),
-        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf)),
-    )
+    weights = weight_format(shape.weights)
+    return Layer(weights.of_codes(l1, l1_sf), weights.of_codes(l2, l2_sf))
 
 
 def exact_tokens(
@@ -225,10 +222,3 @@ def _scale_groups(
     exponents = torch.randint(bounds[0], bounds[1] + 1, groups.shape[:-1], generator=generator)
     codes = (groups * torch.exp2(-exponents.float()).unsqueeze(-1)).flatten(-2)
     return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)
-
-
-def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Values that E2M1 holds exactly, as packed codes."""
-    magnitudes = torch.tensor(E2M1_MAGNITUDES)
-    codes = torch.searchsorted(magnitudes, values.abs()).to(torch.uint8)
-    return pack_e2m1_codes(codes | (values < 0).to(torch.uint8) << 3)

@@ -70,6 +70,15 @@ def test_an_override_is_marked_as_the_callers():
     assert reasons["num_stages"] == "set by the caller"
 
 
+def test_weights_reach_the_config():
+    assert explained()["weights"] == "mxfp4"
+    assert explained("--weights", "fp8")["weights"] == "fp8"
+    assert "fp8 weights" in run_config("--weights", "fp8").stdout
+    refused = run_config("--weights", "fp8", "--arch", "sm_90a")
+    assert "weights must be one of mxfp4 on sm_90a; got 'fp8'" in str(refused.exception)
+    assert run_config("--weights", "nvfp4").exit_code == 2
+
+
 def test_a_clamp_reaches_the_config():
     assert fields("--clamp", "10")["activation_clamp"] == 10
     assert fields()["activation_clamp"] is None

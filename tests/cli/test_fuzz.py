@@ -22,6 +22,19 @@ def test_some_cases_pass(arch: str) -> None:
     assert "2 cases, 0 failed" in result.output
 
 
+def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[FuzzCase] = []
+    monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
+    result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--weights", "fp8"])
+    assert [case.values["weights"] for case in cases] == ["fp8"] * 3
+    assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
+    refused = CliRunner().invoke(
+        app, ["fuzz", "--count", "1", "--weights", "fp8", "--arch", "sm_90a"]
+    )
+    assert "weights must be one of mxfp4 on sm_90a; got 'fp8'" in str(refused.exception)
+    assert CliRunner().invoke(app, ["fuzz", "--count", "1", "--weights", "fp7"]).exit_code == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
@@ -49,7 +62,8 @@ def test_the_grid_is_all_kernels_and_ends(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(app, ["fuzz", "--grid", "--first", str(first)])
     assert result.exit_code == 0
     assert [case.number for case in cases] == list(range(first, size))
-    kernels = {tuple(map(str, list(case.values.values())[:5])) for case in cases}
+    num_axes = fuzzing.NUM_KERNEL_AXES
+    kernels = {tuple(map(str, list(case.values.values())[:num_axes])) for case in cases}
     assert len(kernels) == 2
     with pytest.raises(ValueError, match=f"must be below {size}"):
         FuzzCase.of_grid(size)

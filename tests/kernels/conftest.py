@@ -48,7 +48,7 @@ def small_config(
     arch: str = "sm_100a",
     num_sms: int = 2,
     overrides: dict[str, int] | None = None,
-    **shape: int,
+    **shape: Any,
 ) -> MegaMoEConfig:
     """A config as the heuristics make it, for a shape that is small unless said otherwise."""
     sizes = {
@@ -66,9 +66,10 @@ def small_config(
 
 
 def config_struct(config: MegaMoEConfig) -> str:
-    """The `struct Config` of a rendered kernel."""
+    """The `struct Config` of a rendered kernel, with the policies that it names."""
     rendered = jit.render_kernel(config)
-    return rendered[rendered.index("struct Config {") : rendered.index("// The host fills")]
+    first_policy = "#include <deep_moe/formats/"
+    return rendered[rendered.index(first_policy) : rendered.index("// The host fills")]
 
 
 def aligned_bytes(num_bytes: int) -> np.ndarray:

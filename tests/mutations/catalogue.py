@@ -322,7 +322,7 @@ SM100_MUTATIONS = (
     M(
         "map_stride",
         in_module(
-            "deep_moe/targets/sm100_mxfp4.py",
+            "deep_moe/targets/sm100_weights.py",
             "strides=(num_columns * data_type.bits // 8,)",
             "strides=(num_columns * data_type.bits // 8 + 16,)",
         ),
@@ -331,7 +331,7 @@ SM100_MUTATIONS = (
     M(
         "map_box",
         in_module(
-            "deep_moe/targets/sm100_mxfp4.py",
+            "deep_moe/targets/sm100_weights.py",
             "half_m = config.block_m // 2",
             "half_m = config.block_m // 4",
         ),

@@ -9,7 +9,6 @@
 
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
-#include "deep_moe/formats/sm90_fp4_decode.cuh"
 #include "deep_moe/layout/elements.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -21,7 +20,7 @@ class SharedMemory {
     using Smem = typename Config::Smem;
 
  public:
-    static_assert(Smem::weight_blocks_stride == weight_block_bytes);
+    static_assert(Smem::weight_blocks_stride == Config::Weights::block_bytes);
     static_assert(Smem::block_headers_stride == sizeof(uint4), "a header is one vector");
     static_assert(
         all_are<float, typename Smem::row_factors_element, typename Smem::l1_token_factors_element,

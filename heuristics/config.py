@@ -127,7 +127,7 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        return self.target.smem_layout(self.kernel_fields())
+        return self.target.smem_layout({**self.kernel_fields(), "weights": self.weights})
 
     @property
     def tunable(self) -> dict[str, int]:

@@ -36,6 +36,7 @@ from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
+    from deep_moe.targets import TargetWeights
     from deep_moe.trial.synthetic import Layer, Tokens
 
 
@@ -131,7 +132,8 @@ def run(
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
     check_weights(weights)
-    numerics = TARGETS[arch].weights_of(weights).numerics
+    on_target = TARGETS[arch].weights_of(weights)
+    numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
@@ -140,7 +142,7 @@ def run(
     if checkpoint is None:
         shape = make_shape(model=model, ranks=ranks, max_tokens=capacity, weights=weights, **sizes)
         check_call(shape, counts, clamp=clamp, **call)
-        whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
+        whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
@@ -266,12 +268,13 @@ def _default_device(ranks: int | None, arch: str | None) -> Device:
     return Device.cuda
 
 
-def _made_layer(shape: MoEShape, *, exact: bool, seed: int, sum_bits: int) -> Layer:
+def _made_layer(shape: MoEShape, on_target: TargetWeights, *, exact: bool, seed: int) -> Layer:
     from deep_moe.trial.synthetic import exact_layer, random_layer
 
     if exact:
-        return exact_layer(shape, seed=seed, sum_bits=sum_bits)
-    return random_layer(shape, seed=seed)
+        sum_bits = on_target.numerics.sum_bits
+        return exact_layer(shape, seed=seed, sum_bits=sum_bits, scale_block=on_target.scale_block)
+    return random_layer(shape, seed=seed, scale_block=on_target.scale_block)
 
 
 def _loaded_layer(

@@ -72,6 +72,7 @@ def trace(
     In the emulator a nanosecond is a warp instruction: the order of things is real, their durations
     are not. Open the file at ui.perfetto.dev or chrome://tracing.
     """
+    from deep_moe.targets import target_of
     from deep_moe.trial import calls as trial
     from deep_moe.trial.synthetic import random_layer, random_tokens
     from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
@@ -98,7 +99,8 @@ def trace(
         clamp=clamp,
         overrides=overrides,
     )
-    layer = random_layer(shape, seed=seed)
+    scale_block = target_of(arch).weights_of(weights).scale_block
+    layer = random_layer(shape, seed=seed, scale_block=scale_block)
     inputs = [
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]

@@ -14,6 +14,7 @@ import torch
 from deep_moe.errors import RequantizationWarning
 
 from .block_scaled import (
+    E4M3_MAX,
     E4M3_NAN,
     GROUP_SIZE,
     GROUPS_PER_WORD,
@@ -26,7 +27,7 @@ from .block_scaled import (
     unpack_ue8m0,
 )
 from .checks import check_layers, check_no_nan_scale
-from .weight_formats import WeightFormat
+from .weight_formats import SCALE_GROUP, WeightFormat
 from .weights import LayerWeights
 
 BLOCK = 128  # rows and values along K that share a scale, if not 32 values do
@@ -34,6 +35,7 @@ BLOCK = 128  # rows and values along K that share a scale, if not 32 values do
 _SCALE_DTYPES = (torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.float32)
 # Root mean square of the numbers of E4M3, about 2^6.6.
 _SIZE_LOG2 = 6.6
+_SMALLEST_NORMAL = 2.0**-126  # of float32
 
 
 class Fp8(WeightFormat):
@@ -67,11 +69,18 @@ class Fp8(WeightFormat):
         rows, columns = num_rows // scales.shape[0], num_columns // scales.shape[1]
         return values * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
-    def quantize(self, x: torch.Tensor) -> LayerWeights:
-        return LayerWeights(*quantize_e4m3_ue8m0(x))
+    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+        if scale_block == SCALE_GROUP:
+            return LayerWeights(*quantize_e4m3_ue8m0(x))
+        return quantize_blocks(x)
 
     def random(
-        self, num_rows: int, num_columns: int, device: torch.device, generator: torch.Generator
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
     ) -> LayerWeights:
         codes = torch.randint(
             0,
@@ -82,15 +91,28 @@ class Fp8(WeightFormat):
             generator=generator,
         )
         codes.masked_fill_((codes & E4M3_NAN) == E4M3_NAN, 0)
-        groups = (1, num_rows, num_columns // GROUP_SIZE)
+        rows, columns = scale_block
+        groups = (1, num_rows // rows, num_columns // columns)
         sf = random_scale_bytes(groups, num_columns, _SIZE_LOG2, device, generator)
-        return LayerWeights(codes.view(torch.float8_e4m3fn), pack_ue8m0(sf))
+        return LayerWeights(codes.view(torch.float8_e4m3fn), _in_usual_form(sf, scale_block))
 
-    def of_codes(self, codes: torch.Tensor, scale_bytes: torch.Tensor) -> LayerWeights:
-        return LayerWeights(codes.to(torch.float8_e4m3fn), pack_ue8m0(scale_bytes))
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        return LayerWeights(codes.to(torch.float8_e4m3fn), _in_usual_form(scale_bytes, scale_block))
 
 
 FORMAT = Fp8()
+
+
+def _in_usual_form(scale_bytes: torch.Tensor, scale_block: tuple[int, int]) -> torch.Tensor:
+    """Packed per 32 values, float32 per 128 x 128."""
+    if scale_block == SCALE_GROUP:
+        return pack_ue8m0(scale_bytes)
+    return ue8m0_to_float(scale_bytes, torch.float32)
 
 
 class Moved:
@@ -113,10 +135,11 @@ class Moved:
         self._moved_squares += float(distances.square().sum())
         self._largest = max(self._largest, float(distances.max()))
 
-    def warning(self, layer: str) -> RequantizationWarning:
-        """For people."""
+    def warning(self, layer: str, scales: str) -> RequantizationWarning:
+        """For people. scales: what the values have now, in words."""
         return RequantizationWarning(
             layer,
+            scales,
             share_moved=self._num_moved / self._num_values,
             relative_error=math.sqrt(self._moved_squares / self._squares) if self._squares else 0.0,
             largest_change=self._largest,
@@ -142,9 +165,7 @@ def with_ue8m0_scales(
                     f"2^-127 to 2^127, for a kernel whose scales are UE8M0, or requantize must be "
                     f"True; got {sf[0, row, column].item()}"
                 )
-            before = FORMAT.dequantize(weight[0], sf[0])
-            new = FORMAT.quantize(before.float())
-            moved.add(before, FORMAT.dequantize(*new))
+            new = _rounded_anew(name, weight[0], sf[0], expert_idx, moved, SCALE_GROUP)
             return LayerWeights(new.weight[None], new.sf[None])
     else:
         scale_bytes = _bytes(sf)
@@ -152,6 +173,64 @@ def with_ue8m0_scales(
         groups_per_block = BLOCK // GROUP_SIZE
         scale_bytes = scale_bytes.repeat_interleave(BLOCK, 1).repeat_interleave(groups_per_block, 2)
     return LayerWeights(weight, pack_ue8m0(scale_bytes))
+
+
+def with_block_scales(
+    name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None = None
+) -> LayerWeights:
+    """One expert of checked weights as E4M3 [N, K] with float32 scales [N/128, K/128]. moved: where
+    the weights may be rounded anew, if a block has several scales; else that is a ValueError."""
+    weight, sf = (tensor[expert_idx] for tensor in layer)
+    if sf.dtype == torch.float32:
+        scales = sf
+    else:
+        scales = ue8m0_to_float(_bytes(sf), torch.float32)
+    if scales.shape[0] != weight.shape[0]:
+        return LayerWeights(weight, scales)
+    groups = BLOCK // GROUP_SIZE
+    in_blocks = scales.unflatten(1, (-1, groups)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    first = in_blocks[..., :1, :1]
+    is_other = (in_blocks != first).flatten(2).any(dim=2)
+    if not bool(is_other.any()):
+        return LayerWeights(weight, first.flatten(1).contiguous())
+    if moved is None:
+        row, column = is_other.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, block [{row}, {column}] of 128 x 128 values must have "
+            "one scale for a kernel that applies no others, or requantize must be True; got several"
+        )
+    return _rounded_anew(name, weight, sf, expert_idx, moved, (BLOCK, BLOCK))
+
+
+def _rounded_anew(
+    name: str,
+    weight: torch.Tensor,
+    sf: torch.Tensor,
+    expert_idx: int,
+    moved: Moved,
+    scale_block: tuple[int, int],
+) -> LayerWeights:
+    """An expert [N, K] with other scales."""
+    before = FORMAT.dequantize(weight, sf)
+    values = before.float()
+    if not bool(values.isfinite().all()):
+        raise ValueError(
+            f"{name}: expert {expert_idx} must hold numbers that float32 does to be rounded anew; "
+            f"got {float(before.abs().max()):.3g}"
+        )
+    new = FORMAT.quantize(values, scale_block)
+    moved.add(before, FORMAT.dequantize(*new))
+    return new
+
+
+def quantize_blocks(x: torch.Tensor) -> LayerWeights:
+    """float32 [..., N, K] as E4M3 with the float32 scale of each 128 x 128 with which its largest
+    magnitude becomes 448."""
+    blocks = x.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    largest = blocks.abs().amax(dim=(-2, -1))
+    scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_NORMAL).where(largest > 0, 1.0)
+    codes = (blocks / scales[..., None, None]).transpose(-3, -2).reshape(x.shape)
+    return LayerWeights(codes.to(torch.float8_e4m3fn), scales)
 
 
 def _bytes(sf: torch.Tensor) -> torch.Tensor:

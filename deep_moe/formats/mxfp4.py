@@ -15,7 +15,7 @@ from .block_scaled import (
     random_scale_bytes,
 )
 from .checks import check_layers, check_no_nan_scale
-from .weight_formats import WeightFormat
+from .weight_formats import SCALE_GROUP, WeightFormat
 from .weights import LayerWeights
 
 # Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
@@ -42,11 +42,16 @@ class Mxfp4(WeightFormat):
     def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
         return dequantize_e2m1_ue8m0(weight, sf, torch.float64)
 
-    def quantize(self, x: torch.Tensor) -> LayerWeights:
+    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
         return LayerWeights(*quantize_e2m1_ue8m0(x))
 
     def random(
-        self, num_rows: int, num_columns: int, device: torch.device, generator: torch.Generator
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
     ) -> LayerWeights:
         packed = torch.randint(
             -128,
@@ -65,7 +70,12 @@ class Mxfp4(WeightFormat):
         )
         return LayerWeights(packed, pack_ue8m0(sf))
 
-    def of_codes(self, codes: torch.Tensor, scale_bytes: torch.Tensor) -> LayerWeights:
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
         return LayerWeights(pack_e2m1_values(codes), pack_ue8m0(scale_bytes))
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .weights import LayerWeights
 
 DEFAULT_WEIGHTS = "mxfp4"
+SCALE_GROUP = (1, 32)  # rows and values along K that share a scale
 WEIGHT_FORMATS = ("mxfp4", "fp8")  # each has a file of its name, with a `FORMAT` in it
 
 # Of formats that there is no kernel for, why.
@@ -53,20 +54,30 @@ class WeightFormat(ABC):
         """What one expert's weights stand for, float64 [N, K]."""
 
     @abstractmethod
-    def quantize(self, x: torch.Tensor) -> LayerWeights:
-        """The nearest weights to float32 `x` [..., N, K]."""
+    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+        """The nearest weights to float32 `x` [..., N, K]. scale_block: one that the format has."""
 
     @abstractmethod
     def random(
-        self, num_rows: int, num_columns: int, device: torch.device, generator: torch.Generator
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
     ) -> LayerWeights:
         """One expert's weights [1, N, K] of any values, so large that a sum of K products is about
         as large as what they are multiplied by."""
 
     @abstractmethod
-    def of_codes(self, codes: torch.Tensor, scale_bytes: torch.Tensor) -> LayerWeights:
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
         """Weights whose values are `codes` [..., N, K], which the format holds, times 2^(byte -
-        127) for each 32 of them, uint8 [..., N, K/32]."""
+        127), uint8, one for each `scale_block` of them."""
 
 
 def check_weights_name(

@@ -23,6 +23,7 @@ from .weight_formats import DEFAULT_WEIGHTS, WeightFormat, weight_format
 
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
 SF_BLOCK = 128  # rows whose scales are permuted among themselves
+SM90_FP8_SCALES = 4  # of a block of 256 rows x 128 k
 
 _ALIGNMENT = 16  # bytes, of tensors that kernels load
 
@@ -71,11 +72,11 @@ def transform_weights_for_mega_moe(
         "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N, K/128], four
         UE8M0 bytes in each, one for every 32 values.
         "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E, N,
-        K/32], or for every 128 x 128 of them, [E, N/128, K/128]: float8_e8m0fnu, uint8, or float32
-        powers of two.
-    requantize: of fp8, let float32 scales be any positive numbers: the weights are then rounded
-        anew, with a scale for every 32 values, and a `RequantizationWarning` says how far they
-        moved.
+        K/32], or for every 128 x 128 of them, [E, N/128, K/128]: float8_e8m0fnu, uint8, or
+        float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
+        equal within 128 x 128 values, and may be any positive numbers.
+    requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
+        `RequantizationWarning` says how far they moved.
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
         After an error its contents are undefined.
 
@@ -146,8 +147,8 @@ def inverse_transform_weights(
     weights: str = DEFAULT_WEIGHTS,
 ) -> MegaMoEWeights:
     """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
-    scales, four UE8M0 bytes in each. Of mxfp4 for sm_90a, groups of zeros may have got another
-    scale.
+    scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
+    mxfp4 for sm_90a, groups of zeros may have got another scale.
 
     l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
     weights: their format.
@@ -267,6 +268,44 @@ def sm90_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...
         "l1_weights[1]": (torch.float32, (num_experts, num_l1_n_blocks, block_n)),
         "l2_weights[0]": (torch.int8, l2),
         "l2_weights[1]": (torch.float32, (num_experts, num_l2_n_blocks, block_n)),
+    }
+
+
+def sm90_fp8_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    from .sm90_fp8_weights import read_expert
+
+    axes = "[E, n-blocks, k-blocks, bytes]"
+    num_experts, num_n_blocks, num_k_blocks, _ = _sizes("l1_weights[0]", l1.weight, axes)
+    num_l1_rows = num_n_blocks * sm90_weights.BLOCK_N
+    hidden = num_k_blocks * sm90_weights.BLOCK_K
+    shape = _shape_of(num_experts, hidden, num_l1_rows // 2)
+    _check_form({"l1_weights": l1, "l2_weights": l2}, sm90_fp8_tensors(shape))
+
+    def read(layer: LayerWeights, num_rows: int, num_columns: int, is_l1: bool) -> LayerWeights:
+        made = LayerWeights(
+            layer.weight.new_empty((num_experts, num_rows, num_columns)),
+            layer.sf.new_empty((num_experts, num_rows // SF_BLOCK, num_columns // SF_BLOCK)),
+        )
+        for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
+            read_expert(LayerWeights(*own), LayerWeights(*out), is_l1=is_l1)
+        return made
+
+    return MegaMoEWeights(
+        read(l1, num_l1_rows, hidden, True), read(l2, hidden, num_l1_rows // 2, False)
+    )
+
+
+def sm90_fp8_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    num_experts = shape.num_experts_per_rank
+    block_n, block_k = sm90_weights.BLOCK_N, sm90_weights.BLOCK_K
+    l1 = (num_experts, 2 * shape.intermediate_hidden // block_n, shape.hidden // block_k)
+    l2 = (num_experts, -(-shape.hidden // block_n), shape.intermediate_hidden // block_k)
+    block_bytes = block_n * block_k
+    return {
+        "l1_weights[0]": (torch.float8_e4m3fn, (*l1, block_bytes)),
+        "l1_weights[1]": (torch.float32, (*l1, SM90_FP8_SCALES)),
+        "l2_weights[0]": (torch.float8_e4m3fn, (*l2, block_bytes)),
+        "l2_weights[1]": (torch.float32, (*l2, SM90_FP8_SCALES)),
     }
 
 

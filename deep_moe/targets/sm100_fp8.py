@@ -39,7 +39,8 @@ class Sm100Fp8(Sm100Weights):
 
         moved = {"l1_weights": Moved(), "l2_weights": Moved()}
         self._transform(l1, l2, out, *moved.values())
-        return [own.warning(name) for name, own in moved.items() if own]
+        words = "UE8M0 scales per 32"
+        return [own.warning(name, words) for name, own in moved.items() if own]
 
     def _transform(
         self,

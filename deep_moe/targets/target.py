@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, SCALE_GROUP, check_weights_name
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
-ConfigFields = Mapping[str, int | float | bool]
+ConfigFields = Mapping[str, int | float | bool | str]
 
 
 class Operands(NamedTuple):
@@ -42,12 +42,14 @@ class TargetWeights(ABC):
 
     format: its name. policy: the struct that the kernel has of it as `Config::Weights`, in
     deep_moe/formats/<kernel>_<format>.cuh. fuzz_tiles: overrides of config fields that stand for
-    all kinds of main loop; as many for each format of a target.
+    all kinds of main loop; as many for each format of a target. scale_block: rows and values along
+    K of which the kernel applies one scale.
     """
 
     format: ClassVar[str]
     policy: ClassVar[str]
     fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
+    scale_block: ClassVar[tuple[int, int]] = SCALE_GROUP
 
     @abstractmethod
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
@@ -128,7 +130,7 @@ class Target(ABC):
 
     @abstractmethod
     def smem_layout(self, fields: ConfigFields) -> Layout:
-        """Shared memory of a CTA, by the fields of its config."""
+        """Shared memory of a CTA, by the fields of its config and the format of its weights."""
 
     @abstractmethod
     def tmem_layout(self, fields: ConfigFields) -> Layout | None:

@@ -135,7 +135,7 @@ class FuzzCase:
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
-        layer = exact_layer(self.shape, seed=1)
+        layer = exact_layer(self.shape, seed=1, scale_block=self.target_weights.scale_block)
         calls = self.inputs()
         try:
             outputs = self._outputs(layer, calls)

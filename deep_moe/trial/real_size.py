@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
-from deep_moe.formats.weight_formats import weight_format
+from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 
@@ -18,18 +18,38 @@ ROUTINGS = ("uniform", "zipf", "one-expert")
 _CERTAIN = 1e6  # beyond any difference of Gumbel noise
 
 
-def expert_layer(shape: MoEShape, expert_idx: int, seed: int, device: torch.device) -> Layer:
-    """Random weights of one expert, the same on every rank."""
+def expert_layer(
+    shape: MoEShape,
+    expert_idx: int,
+    seed: int,
+    device: torch.device,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
+    """Random weights of one expert, the same on every rank. scale_block: rows and values along K
+    that share a scale."""
     generator = torch.Generator(device).manual_seed(1_000_003 * seed + expert_idx)
     weights = weight_format(shape.weights)
-    l1 = weights.random(2 * shape.intermediate_hidden, shape.hidden, device, generator)
-    return Layer(l1, weights.random(shape.hidden, shape.intermediate_hidden, device, generator))
+
+    def linear(num_rows: int, num_columns: int) -> LayerWeights:
+        return weights.random(num_rows, num_columns, device, generator, scale_block)
+
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
+    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
 
 
-def rank_layer(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
+def rank_layer(
+    shape: MoEShape,
+    rank: int,
+    seed: int,
+    device: torch.device,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
     """Weights of a rank's experts."""
     num_local = shape.num_experts_per_rank
-    experts = [expert_layer(shape, rank * num_local + i, seed, device) for i in range(num_local)]
+    experts = [
+        expert_layer(shape, rank * num_local + i, seed, device, scale_block)
+        for i in range(num_local)
+    ]
 
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))

@@ -43,8 +43,8 @@ class Numerics:
     and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
-    never has a smaller scale. sum_bits: what hardware keeps of a sum of products; the reference
-    keeps all.
+    never has a smaller scale. sum_bits: what hardware keeps of a sum of products, over
+    `sum_block` values along K or, if None, all of them; the reference keeps all.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +52,7 @@ class Numerics:
     scale_block: int
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     sum_bits: int
+    sum_block: int | None = None
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after SwiGLU, with its routing weights [n] in it, through E4M3: float64

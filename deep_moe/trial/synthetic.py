@@ -27,11 +27,10 @@ import torch
 
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
-    GROUP_SIZE,
     pack_ue8m0,
     quantize_e4m3_ue8m0,
 )
-from deep_moe.formats.weight_formats import weight_format
+from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -97,15 +96,19 @@ class Tokens:
 _FIRST_LAYER_SEED = 1 << 31
 
 
-def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
-    """Normally distributed weights that keep a token's size through the layer."""
+def random_layer(
+    shape: MoEShape, *, seed: int = 0, scale_block: tuple[int, int] = SCALE_GROUP
+) -> Layer:
+    """Normally distributed weights that keep a token's size through the layer. scale_block: rows
+    and values along K that share a scale."""
     weights = weight_format(shape.weights)
     generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
 
     def linear(num_rows: int, num_columns: int) -> LayerWeights:
         experts = [
             weights.quantize(
-                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5
+                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5,
+                scale_block,
             )
             for _ in range(shape.num_experts)
         ]
@@ -130,8 +133,15 @@ def random_tokens(
     return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
 
 
-def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
-    """Weights of the exact case; see above. sum_bits: 24 or 13."""
+def exact_layer(
+    shape: MoEShape,
+    *,
+    seed: int = 0,
+    sum_bits: int = 24,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
+    """Weights of the exact case; see above. sum_bits: 24 or 13. scale_block: rows and values along
+    K that share a scale."""
     if sum_bits not in _EXACT_BOUNDS:
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
     bounds = _EXACT_BOUNDS[sum_bits]
@@ -157,11 +167,11 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
-    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator)
-    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator)
-    l1_sf[:, : shape.intermediate_hidden] += _UE8M0_OF_32 - _UE8M0_OF_ONE
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block)
+    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
+    l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
-    return Layer(weights.of_codes(l1, l1_sf), weights.of_codes(l2, l2_sf))
+    return Layer(weights.of_codes(l1, l1_sf, scale_block), weights.of_codes(l2, l2_sf, scale_block))
 
 
 def exact_tokens(
@@ -215,10 +225,16 @@ def _random_routing(
 
 
 def _scale_groups(
-    values: torch.Tensor, bounds: tuple[int, int], generator: torch.Generator
+    values: torch.Tensor,
+    bounds: tuple[int, int],
+    generator: torch.Generator,
+    scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and UE8M0 scales per group of 32 that stand for `values`; exponents within `bounds`."""
-    groups = values.unflatten(-1, (-1, GROUP_SIZE))
-    exponents = torch.randint(bounds[0], bounds[1] + 1, groups.shape[:-1], generator=generator)
-    codes = (groups * torch.exp2(-exponents.float()).unsqueeze(-1)).flatten(-2)
+    """Codes and UE8M0 scales per block that stand for `values`; exponents within `bounds`."""
+    rows, columns = scale_block
+    *leading, num_rows, num_columns = values.shape
+    sizes = (*leading, num_rows // rows, num_columns // columns)
+    exponents = torch.randint(bounds[0], bounds[1] + 1, sizes, generator=generator)
+    factors = torch.exp2(-exponents.float())
+    codes = values * factors.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
     return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)

@@ -74,8 +74,11 @@ def test_weights_reach_the_config():
     assert explained()["weights"] == "mxfp4"
     assert explained("--weights", "fp8")["weights"] == "fp8"
     assert "fp8 weights" in run_config("--weights", "fp8").stdout
-    refused = run_config("--weights", "fp8", "--arch", "sm_90a")
-    assert "weights must be one of mxfp4 on sm_90a; got 'fp8'" in str(refused.exception)
+    sm90 = ("--arch", "sm_90a", "--weights", "fp8")
+    assert fields(*sm90)["block_m"] <= 88
+    segments = [row["name"] for row in explained(*sm90)["smem_map"]]
+    assert "weight_scales" in segments
+    assert "row_factors" not in segments
     assert run_config("--weights", "nvfp4").exit_code == 2
 
 

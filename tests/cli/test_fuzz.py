@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.targets.sm90 import Sm90
+from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial import fuzzing
 from deep_moe.trial.fuzzing import FuzzCase
 
@@ -28,6 +30,7 @@ def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--weights", "fp8"])
     assert [case.values["weights"] for case in cases] == ["fp8"] * 3
     assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
+    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
     refused = CliRunner().invoke(
         app, ["fuzz", "--count", "1", "--weights", "fp8", "--arch", "sm_90a"]
     )

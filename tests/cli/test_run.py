@@ -43,9 +43,10 @@ def test_an_exact_layer_is_equal_with_other_tokens_on_each_rank():
     assert sum(row["num_received"] for row in document["ranks"]) == 22 * 2
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 @pytest.mark.parametrize("kind", ["--exact", "--seed=3"], ids=["exact", "random"])
-def test_fp8_weights(kind: str):
-    document = ran(*TINY, "--tokens", "9", "--weights", "fp8", kind)
+def test_fp8_weights(kind: str, arch: str):
+    document = ran(*TINY, "--tokens", "9", "--weights", "fp8", kind, "--arch", arch)
     assert document["passed"]
     assert document["shape"]["weights"] == "fp8"
 

@@ -154,7 +154,7 @@ def test_fp8_weights(ue8m0):
     else:
         with pytest.raises(ValueError, match=r"l1_weights: expert 0, .* must be a power of two"):
             deep_gemm.transform_weights_for_mega_moe(*raw, mma_type="fp8xfp8")
-        with pytest.warns(deep_moe.RequantizationWarning, match="l2_weights: float32 scales"):
+        with pytest.warns(deep_moe.RequantizationWarning, match="l2_weights: rounded anew"):
             l1, l2 = deep_gemm.transform_weights_for_mega_moe(
                 *raw, mma_type="fp8xfp8", requantize=True
             )

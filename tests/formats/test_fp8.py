@@ -1,4 +1,4 @@
-"""FP8 weights: every form of their scales, the layout for SM100, and what is refused."""
+"""FP8 weights: every form of their scales, the layouts, and what is refused."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def random_codes(generator: torch.Generator, *size: int) -> torch.Tensor:
     return codes.masked_fill(codes & 0x7F == 0x7F, 1).view(torch.float8_e4m3fn)
 
 
-def layers(rows: int = 1, columns: int = 32, lowest: int = 0, seed: int = 0):
+def layers(rows: int = 1, columns: int = 32, lowest: int = 0, highest: int = 254, seed: int = 0):
     """Both layers' values, and UE8M0 bytes for each `rows` x `columns` of them."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for num_rows, num_columns in SIZES:
         size = (NUM_EXPERTS, num_rows // rows, num_columns // columns)
-        scale_bytes = torch.randint(lowest, 255, size, dtype=torch.uint8, generator=generator)
+        scale_bytes = torch.randint(
+            lowest, highest + 1, size, dtype=torch.uint8, generator=generator
+        )
         made.append((random_codes(generator, NUM_EXPERTS, num_rows, num_columns), scale_bytes))
     return made
 
@@ -179,6 +181,7 @@ class TestRequantize:
             assert own.largest_change == float(moved.max())
             assert 0.01 < own.relative_error < 0.05
             assert f"{own.relative_error:.2%} of their size" in str(own)
+            assert "rounded anew, to UE8M0 scales per 32 values" in str(own)
 
     def test_powers_of_two_stay_as_they_are_and_nothing_is_told(self) -> None:
         made = with_scales(layers(rows=128, columns=128), float_scales)
@@ -193,6 +196,115 @@ class TestRequantize:
                 transform_weights_for_mega_moe(l1, l2, arch, requantize=True)
         with pytest.raises(TypeError, match="requantize must be a bool; got 1"):
             transform_weights_for_mega_moe(l1, l2, requantize=1)
+
+
+def values_of(l1, l2) -> list[torch.Tensor]:
+    """What checkpoints' weights stand for."""
+    return [
+        torch.stack([FP8.dequantize(*own) for own in zip(weight, sf, strict=True)])
+        for weight, sf in (l1, l2)
+    ]
+
+
+class TestSm90:
+    """Blocks of 256 rows as they lie in shared memory, and float32 scales for 128 x 128."""
+
+    def transformed(self, l1, l2, **options):
+        return transform_weights_for_mega_moe(l1, l2, "sm_90a", weights="fp8", **options)
+
+    def checkpoint(self):
+        """Any positive scales."""
+        generator = torch.Generator().manual_seed(7)
+        made = layers(rows=128, columns=128)
+        return with_scales(made, lambda b: torch.rand(b.shape, generator=generator) + 0.01)
+
+    def test_every_byte_and_scale_is_where_the_kernel_wants_it(self) -> None:
+        made = self.checkpoint()
+        result = self.transformed(*made)
+        choose = torch.Generator().manual_seed(2)
+        for is_l1, (weight, sf), (blocks, factors) in zip((True, False), made, result, strict=True):
+            num_rows, num_columns = weight.shape[1:]
+            for _ in range(500):
+                sizes = (num_rows // 128, num_columns // 128, 4, 8, 2, 2, 4, 4, 2, 4)
+                part, k, w, r, b, h, q, j, half, byte = (
+                    int(torch.randint(size, (1,), generator=choose)) for size in sizes
+                )
+                n, g = divmod(part, 2)
+                if is_l1:  # gate and up of value 32*q + 4*c + s, which is the (16*c + 4*q + s)-th
+                    place = 64 * g + 16 * w + 2 * r + b
+                    value = 32 * (place % 16 // 4) + 4 * (place // 16) + place % 4
+                    row = h * INTERMEDIATE + 128 * n + value
+                else:
+                    row = 128 * part + 32 * w + 4 * r + 2 * b + h
+                column = 128 * k + 32 * q + 8 * j + 4 * half + byte
+                slot = 128 * g + 64 * b + 16 * w + 8 * h + r
+                offset = 32 * j + 16 * half + 4 * q + byte
+                address = 128 * slot + (offset // 16 ^ slot % 8) * 16 + offset % 16
+                stored = blocks.view(torch.uint8)[:, n, k, address]
+                assert torch.equal(stored, weight.view(torch.uint8)[:, row, column])
+                assert torch.equal(factors[:, n, k, 2 * g + h], sf[:, row // 128, k])
+        # Rows of a second half that do not exist.
+        half_block = result.l2.weight.view(torch.uint8)[:, -1, :, 128 * 128 :]
+        assert not half_block.any()
+        assert not result.l2.sf[:, -1, :, 2:].any()
+
+    def test_the_inverse_gives_back_what_was_transformed(self) -> None:
+        made = self.checkpoint()
+        result = inverse_transform_weights(*self.transformed(*made), "sm_90a", weights="fp8")
+        assert equal(result, made)
+
+    @pytest.mark.parametrize("form", ["packed", *FORMS])
+    def test_scales_that_are_equal_in_a_block_are_exact_in_any_form(self, form: str) -> None:
+        made = layers(rows=128, columns=128)
+        expected = self.transformed(*with_scales(made, float_scales))
+        small = {"packed": pack_ue8m0, **FORMS}[form]
+        assert equal(self.transformed(*with_scales(made, lambda b: small(per_32(b)))), expected)
+        if form != "packed":
+            assert equal(self.transformed(*with_scales(made, FORMS[form])), expected)
+
+    def test_other_scales_per_32_values_are_refused_by_name(self) -> None:
+        l1, (weight, scale_bytes) = layers(rows=128, columns=128)
+        l1 = (l1[0], pack_ue8m0(per_32(l1[1])))
+        scale_bytes = per_32(scale_bytes)
+        scale_bytes[1, 2 * 128 + 5, 4] ^= 1
+        words = r"l2_weights: expert 1, block \[2, 1\] of 128 x 128 values must have one scale"
+        with pytest.raises(ValueError, match=words):
+            self.transformed(l1, (weight, scale_bytes))
+
+    def test_they_are_rounded_anew_if_asked_for(self) -> None:
+        made = with_scales(layers(lowest=120, highest=134), pack_ue8m0)
+        with pytest.warns(RequantizationWarning, match="to float32 scales per 128 x 128") as caught:
+            result = self.transformed(*made, requantize=True)
+        back = inverse_transform_weights(*result, "sm_90a", weights="fp8")
+        told = [warning.message for warning in caught]
+        assert [own.layer for own in told] == ["l1_weights", "l2_weights"]
+        for own, before, after in zip(told, values_of(*made), values_of(*back), strict=True):
+            moved = (after - before).abs()
+            assert own.relative_error == pytest.approx(float(moved.norm() / before.norm()))
+            assert own.largest_change == float(moved.max())
+            assert own.relative_error < 0.05
+        for _, sf in back:
+            assert sf.dtype == torch.float32
+            assert (sf > 0).all()
+
+    def test_a_block_of_zeros_stays_one(self) -> None:
+        (weight, sf), l2 = with_scales(layers(lowest=120, highest=134), pack_ue8m0)
+        weight = weight.clone()
+        weight.view(torch.uint8)[0, :128, :128] = 0
+        with pytest.warns(RequantizationWarning):
+            result = self.transformed((weight, sf), l2, requantize=True)
+        back = inverse_transform_weights(*result, "sm_90a", weights="fp8")
+        assert not values_of(*back)[0][0, :128, :128].any()
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_what_float32_does_not_hold_is_not_rounded_anew(arch: str) -> None:
+    columns = {"sm_100a": (128, 128), "sm_90a": (1, 32)}[arch]
+    made = with_scales(layers(*columns, lowest=1, highest=254), float_scales)
+    made[0][1][0, 0, 0] = 3e38
+    words = "l1_weights: expert 0 must hold numbers that float32 does to be rounded anew"
+    with pytest.raises(ValueError, match=words):
+        transform_weights_for_mega_moe(*made, arch, weights="fp8", requantize=True)
 
 
 class TestRefusals:
@@ -252,6 +364,10 @@ class TestRefusals:
         words = r"l2_weights: expert 1, scale \[2, 1\] must be a positive number; got"
         with pytest.raises(ValueError, match=words):
             transformed(l1, (weight, sf), requantize=requantize)
+
+    def test_weights_that_were_not_transformed_for_sm90(self, packed) -> None:
+        with pytest.raises(ValueError, match=r"l1_weights\[0\] must have shape \[E, n-blocks"):
+            inverse_transform_weights(*packed, "sm_90a", weights="fp8")
 
     def test_weights_that_were_not_transformed(self, packed) -> None:
         with pytest.raises(ValueError, match=r"l1_weights\[1\] must be contiguous, of shape"):

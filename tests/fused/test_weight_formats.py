@@ -12,6 +12,8 @@ import deep_moe
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
+from deep_moe.targets.sm90 import Sm90
+from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
@@ -85,7 +87,8 @@ def test_weights_of_another_format_are_refused() -> None:
         deep_moe.fp8_mega_moe(y, l1, l2, buffer_for(FP8))
 
 
-def test_a_target_without_the_format_is_refused() -> None:
+def test_a_target_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
     pair = (torch.empty(1), torch.empty(1))
     y = torch.empty(1, SHAPE.hidden, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):

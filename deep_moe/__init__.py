@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         MegaMoEError,
         MegaMoETimeoutError,
         MissingPackageError,
+        RequantizationWarning,
     )
     from .formats.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from .formats.weights import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
-    from .fused.mega_moe import fp8_fp4_mega_moe
+    from .fused.mega_moe import fp8_fp4_mega_moe, fp8_mega_moe
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
@@ -60,12 +61,14 @@ _MODULES = {
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
+    "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "buffer_size": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
     "dequantize_mxfp8": "formats.mx",
     "empty_weights_for_mega_moe": "formats.weights",
     "fp8_fp4_mega_moe": "fused.mega_moe",
+    "fp8_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "inverse_transform_weights": "formats.weights",
     "prepare_inputs": "fused.input_preparation",
@@ -91,6 +94,7 @@ __all__ = [
     "MegaMoETimeoutError",
     "MegaMoEWeights",
     "MissingPackageError",
+    "RequantizationWarning",
     "SymmBuffer",
     "activations",
     "buffer_size",
@@ -100,6 +104,7 @@ __all__ = [
     "dequantize_mxfp8",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
+    "fp8_mega_moe",
     "get_symm_buffer_for_mega_moe",
     "integrations",
     "inverse_transform_weights",

@@ -24,6 +24,36 @@ class CheckpointError(DeepMoEError):
     """A checkpoint lacks a tensor, or holds one of another shape or type. The text names it."""
 
 
+class RequantizationWarning(UserWarning):
+    """Weights were rounded anew, to scales that the kernel can apply, because the caller asked for
+    that.
+
+    layer: which. scales: what they have now, in words. share_moved: how many of its values changed.
+    relative_error: by how much, the length of all changes against that of all values.
+    largest_change: of one value.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        scales: str,
+        *,
+        share_moved: float,
+        relative_error: float,
+        largest_change: float,
+    ) -> None:
+        super().__init__(
+            f"{layer}: rounded anew, to {scales} values: "
+            f"{share_moved:.1%} of the values moved, all together by {relative_error:.2%} of their "
+            f"size, the furthest by {largest_change:.3g}"
+        )
+        self.layer = layer
+        self.scales = scales
+        self.share_moved = share_moved
+        self.relative_error = relative_error
+        self.largest_change = largest_change
+
+
 class MegaMoEError(DeepMoEError):
     """The kernel stopped early and said why. The buffer needs `reset()` on every rank."""
 

@@ -19,7 +19,7 @@ MAX_REGISTERS_PER_CTA = 64512
 MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of blocks
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
-ConfigFields = Mapping[str, int | float | bool]
+ConfigFields = Mapping[str, int | float | bool | str]
 SmemLayout = Callable[[ConfigFields], Layout]
 
 
@@ -275,8 +275,7 @@ def choose_stages(
     fields = choices.fields
 
     def num_bytes(num_stages: int) -> int:
-        problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
-        return smem_layout({**fields, **problem, "num_stages": num_stages}).num_bytes
+        return smem_layout({**fields, **_problem(shape), "num_stages": num_stages}).num_bytes
 
     # Alignment makes stages differ by a few bytes, so the number that fits is looked for, from one
     # that is at most a few off.
@@ -304,6 +303,11 @@ def choose_stages(
         )
 
 
+def _problem(shape: MoEShape) -> dict[str, int | str]:
+    """What shared memory depends on beside the chosen fields."""
+    return {"num_experts": shape.num_experts, "hidden": shape.hidden, "weights": shape.weights}
+
+
 def choose_combine_chunks(
     shape: MoEShape, smem_layout: SmemLayout, choices: FieldChoices, *, num_min_chunks: int = 1
 ) -> None:
@@ -311,8 +315,7 @@ def choose_combine_chunks(
     may be so few that a chunk each is enough for the warps; hidden / num_min_chunks must be a
     multiple of 8."""
     fields = choices.fields
-    problem = {"num_experts": shape.num_experts, "hidden": shape.hidden}
-    num_free_bytes = smem_layout({**fields, **problem}).mark("barriers_offset")
+    num_free_bytes = smem_layout({**fields, **_problem(shape)}).mark("barriers_offset")
     num_epilogue_warps = fields["num_epilogue_warps"]
     num_epilogue_registers = fields["num_epilogue_registers"]
     # A chunk of 16 bytes always fits: the free bytes hold two stages at least.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activation_of
-from deep_moe.targets import EMULATED, Target, target_of
+from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
 from .segments import Layout
 from .shape import MoEShape, require_int
@@ -92,19 +92,20 @@ class MegaMoEConfig:
     num_l2_k_blocks: int
     num_combine_chunks: int
 
-    # what comes between the linear layers, rendered as `Config::Activation`
+    # rendered as types
     activation: Activation = field(default=Swiglu(), kw_only=True)
-    # not rendered
     arch: str = field(kw_only=True)
+    weights: str = field(kw_only=True)
+    # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
-        """The fields that the kernel's `Config` struct has, in declaration order."""
-        others = ("activation", "arch", "decision")
+        """The numbers of the kernel's `Config` struct, in declaration order."""
+        not_numbers = ("activation", "arch", "weights", "decision")
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
-            if entry.name not in others
+            if entry.name not in not_numbers
         }
 
     def to_dict(self) -> dict[str, int | float | bool | str]:
@@ -116,6 +117,11 @@ class MegaMoEConfig:
     def target(self) -> Target:
         """What the kernel is compiled for."""
         return target_of(self.arch)
+
+    @property
+    def target_weights(self) -> TargetWeights:
+        """What the target does with the config's weights."""
+        return self.target.weights_of(self.weights)
 
     @property
     def shape(self) -> MoEShape:
@@ -130,7 +136,7 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        return self.target.smem_layout(self.kernel_fields())
+        return self.target.smem_layout({**self.kernel_fields(), "weights": self.weights})
 
     @property
     def tunable(self) -> dict[str, int]:
@@ -200,6 +206,7 @@ def choose_config(
     target = EMULATED if arch is None else target_of(arch)
     if not isinstance(shape, MoEShape):
         raise TypeError(f"shape must be a MoEShape; got {type(shape).__name__}")
+    target.weights_of(shape.weights)
     allowed_tokens = f"0 to num_max_tokens_per_rank ({shape.num_max_tokens_per_rank})"
     require_int("num_tokens", num_tokens, allowed_tokens)
     if not 0 <= num_tokens <= shape.num_max_tokens_per_rank:
@@ -269,6 +276,7 @@ def choose_config(
         trace=trace,
         activation=chosen_activation,
         arch=target.name,
+        weights=shape.weights,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 

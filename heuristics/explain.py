@@ -87,6 +87,7 @@ class Explanation:
     """The explained config. The command line prints it as tables, or `to_dict` as JSON."""
 
     arch: str
+    weights: str
     smem_capacity: int
     fields: tuple[FieldReason, ...]
     tuning: TuningReport
@@ -118,6 +119,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
     smem, tmem, symm = config.smem_layout, config.tmem_layout, config.symm_buffer_layout
     return Explanation(
         arch=config.arch,
+        weights=config.weights,
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])

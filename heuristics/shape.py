@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
+
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
 
 from .segments import align_up
 
@@ -50,6 +52,7 @@ class MoEShape:
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, the pool is a ring, whose rows are used again within a call. None:
         as many as a call may bring. As many or more become None.
+    weights: format of the weights.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -64,6 +67,7 @@ class MoEShape:
     intermediate_hidden: int
     num_max_tokens_per_rank: int
     num_pool_tokens: int | None = None
+    weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -75,9 +79,10 @@ class MoEShape:
             "num_max_tokens_per_rank": "at least 1",
             "num_pool_tokens": f"a positive multiple of {POOL_ROUNDING}",
         }
-        for field in fields(self):
-            if field.name != "num_pool_tokens" or self.num_pool_tokens is not None:
-                require_int(field.name, getattr(self, field.name), allowed[field.name])
+        for name, words in allowed.items():
+            if name != "num_pool_tokens" or self.num_pool_tokens is not None:
+                require_int(name, getattr(self, name), words)
+        check_weights_name(self.weights)
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:

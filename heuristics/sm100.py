@@ -73,7 +73,7 @@ TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
 
-def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
+def warp_roles(fields: ConfigFields) -> dict[str, range]:
     """Which warps of a CTA do what, as the role table of kernels/sm100_mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
     epilogue = loader + NUM_TENSOR_WARPS

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
+
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 
 from .choices import (
     MIN_STAGES,
@@ -86,6 +89,31 @@ LONG_WAVES: Mapping[str, Any] = {"blocks_per_sm": 6}
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
 
+
+@dataclass(frozen=True)
+class WeightKind:
+    """What choices depend on of a format of weights.
+
+    block_bytes: of 256 rows x 128 k. has_row_factors: whether scales are a factor for each row; or
+    else for every 128 x 128, so that the sums of every k-block are added up in registers. tiles:
+    block_m and block_m_step of those that there are registers for.
+    """
+
+    block_bytes: int
+    has_row_factors: bool
+    tiles: tuple[tuple[int, int], ...]
+
+
+# A second set of accumulators leaves registers for tiles of half the size.
+MAX_PROMOTED_ROWS = 88
+WEIGHTS = {
+    "mxfp4": WeightKind(17408, True, TILES),
+    "fp8": WeightKind(
+        32768, False, tuple((rows, rows) for rows in BLOCK_MS if rows <= MAX_PROMOTED_ROWS)
+    ),
+}
+MMAS_PER_K_BLOCK = 4
+
 OVERRIDABLE = (
     "num_sms",
     "block_m",
@@ -101,7 +129,7 @@ TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")
 
 
-def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
+def warp_roles(fields: ConfigFields) -> dict[str, range]:
     """Which warps of a CTA do what, as the role table of kernels/sm90_mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
     math_warps = loader + NUM_LOADER_WARPS
@@ -113,7 +141,9 @@ def warp_roles(fields: Mapping[str, int | float | bool]) -> dict[str, range]:
     }
 
 
-def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
+def choose_tile(
+    expected: Fraction, is_uneven: bool = False, weights: str = DEFAULT_WEIGHTS
+) -> tuple[int, int]:
     """block_m and block_m_step of the tiles with the least expected cost, if routing scatters the
     tokens of an expert like a Poisson count with this mean, or, if uneven, with means that vary by
     half of it.
@@ -125,19 +155,24 @@ def choose_tile(expected: Fraction, is_uneven: bool = False) -> tuple[int, int]:
     [8, 8, 16, 16, 24, 24, 32, 40, 64, 88, 152, 160]
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
+
+    What tiles cost was measured with MXFP4 weights; nothing is known of others.
+
+    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 768)]
+    [8, 24, 80, 88]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
     unit = 2 ** max(0, int(expected).bit_length() - 7)
     return _choose_tile(
-        expected if expected < 32 else Fraction(round(expected / unit) * unit), is_uneven
+        expected if expected < 32 else Fraction(round(expected / unit) * unit), is_uneven, weights
     )
 
 
 @lru_cache(maxsize=4096)
-def _choose_tile(expected: Fraction, is_uneven: bool) -> tuple[int, int]:
+def _choose_tile(expected: Fraction, is_uneven: bool, weights: str) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    tiles = [tile for tile in TILES if not (is_uneven and tile in FITTED_TILES)]
+    tiles = [tile for tile in WEIGHTS[weights].tiles if not (is_uneven and tile in FITTED_TILES)]
     return min(tiles, key=lambda tile: _expected_cost(tile, counts))
 
 
@@ -248,8 +283,12 @@ def smem_layout(config: ConfigFields) -> Layout:
         "block_k",
         "num_stages",
     )
+    kind = WEIGHTS[str(config["weights"])]
     return sm90_smem_layout(
-        **{name: int(config[name]) for name in names}, num_block_slots=num_block_slots(config)
+        **{name: int(config[name]) for name in names},
+        num_block_slots=num_block_slots(config),
+        weight_block_bytes=kind.block_bytes,
+        has_row_factors=kind.has_row_factors,
     )
 
 
@@ -277,15 +316,19 @@ def choose_fields(
     choose("cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster")
 
     expected = shape.expected_tokens_per_expert(num_tokens)
-    chosen_block_m, chosen_step = choose_tile(expected, is_uneven)
+    kind = WEIGHTS[shape.weights]
+    allowed_rows = sorted({rows for rows, _ in kind.tiles})
+    chosen_block_m, chosen_step = choose_tile(expected, is_uneven, shape.weights)
     block_m = choose(
         "block_m",
         chosen_block_m,
         f"least expected cost with {float(expected):.4g} tokens per expert"
         + (", unevenly" if is_uneven else ""),
     )
-    if block_m not in BLOCK_MS:
-        raise ValueError(f"block_m must be one of {', '.join(map(str, BLOCK_MS))}; got {block_m}")
+    if block_m not in allowed_rows:
+        raise ValueError(
+            f"block_m must be one of {', '.join(map(str, allowed_rows))}; got {block_m}"
+        )
     default_step = chosen_step if block_m == chosen_block_m else block_m
     block_m_step = choose(
         "block_m_step",
@@ -294,7 +337,7 @@ def choose_fields(
         if default_step == block_m
         else "m-blocks are fitted to each expert's tokens",
     )
-    steps = [step for tile, step in TILES if tile == block_m]
+    steps = [step for tile, step in kind.tiles if tile == block_m]
     if block_m_step not in steps:
         raise ValueError(
             f"block_m_step must be {' or '.join(map(str, steps))} with block_m {block_m}; "
@@ -323,7 +366,9 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    needed_registers = num_math_registers(block_m, block_m_step)
+    needed_registers = num_math_registers(
+        block_m if kind.has_row_factors else 2 * block_m, block_m_step
+    )
     num_registers = choose(
         "num_dispatch_registers",
         NUM_OTHER_REGISTERS[needed_registers],
@@ -333,14 +378,20 @@ def choose_fields(
     math_registers = choose(
         "num_epilogue_registers",
         needed_registers,
-        "accumulators and decoded weights of the math warps"
+        (
+            "accumulators and decoded weights of the math warps"
+            if kind.has_row_factors
+            else "two sets of accumulators of the math warps"
+        )
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )
     mmas_per_group = choose(
         "num_mmas_per_group",
-        num_mmas_per_group(block_m, math_registers),
+        num_mmas_per_group(block_m, math_registers) if kind.has_row_factors else MMAS_PER_K_BLOCK,
         f"{math_registers - block_m} registers beside the accumulators; pairs of products need "
-        f"{PAIRED_LOOP_REGISTERS}",
+        f"{PAIRED_LOOP_REGISTERS}"
+        if kind.has_row_factors
+        else "all of a k-block, whose sums are added up in registers",
     )
     if is_mixed and mmas_per_group == 1:
         raise ValueError(
@@ -383,8 +434,9 @@ def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[in
     ((64, 16, 8), (11, 10))
     """
     num_stages = chosen["num_stages"]
+    block_ms = sorted({rows for rows, _ in WEIGHTS[shape.weights].tiles})
     return {
-        "block_m": neighbours(BLOCK_MS, chosen["block_m"], 3),
+        "block_m": neighbours(block_ms, chosen["block_m"], 3),
         "num_experts_per_wave": neighbours(
             divisors(shape.num_experts_per_rank), chosen["num_experts_per_wave"], 2
         ),

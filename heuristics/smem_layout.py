@@ -11,7 +11,6 @@ from .segments import Layout, LayoutBuilder, align_up
 
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
 BULK_COPY_ALIGNMENT = 128
-SM90_WEIGHT_BLOCK_BYTES = 17408  # 256 rows x 128 k: 16384 of nibbles, a shift per row and 32 k
 NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
 
 # To find the most stages that fit, a few layouts are asked for: most of what a config costs. The
@@ -67,7 +66,7 @@ def sm100_smem_layout(
         "weights",
         "u8",
         (num_stages, block_n, block_k),
-        "this CTA's weight rows, E2M1 in 16-byte chunks, 128-byte swizzle",
+        "this CTA's weight rows, 16 values in 16 bytes, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
     add(
@@ -118,8 +117,14 @@ def sm90_smem_layout(
     block_k: int,
     num_stages: int,
     num_block_slots: int,
+    weight_block_bytes: int,
+    has_row_factors: bool,
 ) -> Layout:
-    """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168."""
+    """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
+
+    weight_block_bytes: of 256 rows x 128 k. has_row_factors: of weights whose scales are a factor
+    for each row of a block; others come with each stage.
+    """
     builder = LayoutBuilder()
     add = builder.add
     add("expert_count", "u32", (num_experts,), "tokens of this CTA per expert", alignment=1024)
@@ -140,10 +145,12 @@ def sm90_smem_layout(
     add(
         "weight_blocks",
         "u8",
-        (num_stages, SM90_WEIGHT_BLOCK_BYTES),
-        "E2M1 of 256 rows and their shifts, in the order of the math threads",
+        (num_stages, weight_block_bytes),
+        "weights of 256 rows, in the order of the math threads",
         alignment=SWIZZLE_ALIGNMENT,
     )
+    weight_scales = ("weight_scales", "f32", (num_stages, 4), "of the stage's weights")
+    row_factors = ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows")
     for name, dtype, dims, purpose in (
         (
             "rescale_factors",
@@ -152,8 +159,9 @@ def sm90_smem_layout(
             "from a token's scale in one k-block of Linear2 to that in the next",
         ),
         ("changes_of_scale", "u32", (num_stages,), "whether they are to be applied"),
+        *([] if has_row_factors else [weight_scales]),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
-        ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows"),
+        *([row_factors] if has_row_factors else []),
         ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
         ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
         ("topk_weights", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),

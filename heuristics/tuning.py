@@ -25,6 +25,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
+
 from .shape import MoEShape, expected_tokens_per_expert
 
 SCHEMA_VERSION = 1
@@ -47,11 +49,13 @@ class TunedLayerKey:
     num_topk: int
     hidden: int
     intermediate_hidden: int
+    weights: str = DEFAULT_WEIGHTS
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
         """The key of a layer on a device."""
-        return cls(device, arch, num_sms, **{name: getattr(shape, name) for name in LAYER_FIELDS})
+        sizes = {name: getattr(shape, name) for name in LAYER_FIELDS}
+        return cls(device, arch, num_sms, **sizes, weights=shape.weights)
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -67,6 +71,7 @@ class TunedLayerKey:
             and self.num_sms == other.num_sms
             and self.device == other.device
             and self.arch == other.arch
+            and self.weights == other.weights
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -258,8 +263,8 @@ class Tuning:
         if not groups:
             return TuningResult(
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
-                f"{key.hidden} x {key.intermediate_hidden} has been measured on {self.device} "
-                f"with {key.num_sms} SMs"
+                f"{key.hidden} x {key.intermediate_hidden} in {key.weights} has been measured "
+                f"on {self.device} with {key.num_sms} SMs"
             )
         for group in groups:
             measurement = nearest(group, key, num_tokens)
@@ -377,7 +382,11 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
+        if field.name != "weights"
     }
+    if "weights" in record:  # tables of one format only do not say which
+        key["weights"] = _take(record, "weights", str)
+        check_weights_name(key["weights"])
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")

@@ -83,7 +83,8 @@ def build_low_latency(
     config: LowLatencyConfig, *, cache: KernelCache | None = None
 ) -> CompiledKernel:
     """A kernel of the low-latency all-to-all; otherwise as `build`."""
-    return _build(render_low_latency(config), low_latency_name(config), config, cache)
+    source, name = render_low_latency(config), low_latency_name(config)
+    return _build(source, name, config.arch, config.kernel_fields(), cache)
 
 
 def _build(

@@ -59,7 +59,7 @@ class _LayoutStruct:
 
 def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the Mega MoE kernel for `config`."""
-    target = config.target
+    target, weights = config.target, config.target_weights
     layouts = [
         _layout_struct("Symm", config.symm_buffer_layout, "unsigned long long"),
         _layout_struct("Smem", config.smem_layout, "unsigned int"),
@@ -69,6 +69,8 @@ def render_kernel(config: MegaMoEConfig) -> str:
     return _template("mega_moe.cu.j2").render(
         arch=config.arch,
         header=target.header,
+        policy_headers=[f"deep_moe/formats/{target.kernel}_{weights.format}.cuh"],
+        types={"Weights": f"deep_moe::{target.kernel}::{weights.policy}"},
         namespace=target.kernel,
         kernel=KERNEL_NAME,
         has_clusters=config.cluster_size > 1,

@@ -47,14 +47,17 @@ def check_call(
 
 
 def trial_bytes(shape: MoEShape, tokens: Sequence[int]) -> int:
-    """What a layer of all ranks and their tokens take at least while they are made: weights of four
-    bits as they are stored and as they are laid out, one expert's Linear1 and a token in FP32.
+    """What a layer of all ranks and their tokens take at least while they are made: weights as they
+    are stored and as they are laid out, one expert's Linear1 and a token in FP32.
 
     >>> from deep_moe.heuristics import MoEShape
     >>> trial_bytes(MoEShape(2, 4, 2, 256, 128, 16), (16, 8))
     679936
     """
-    per_expert = 3 * shape.hidden * shape.intermediate_hidden
+    from deep_moe.formats.weight_formats import weight_format
+
+    values_per_byte = weight_format(shape.weights).values_per_byte
+    per_expert = 2 * 3 * shape.hidden * shape.intermediate_hidden // values_per_byte
     linear1 = 2 * shape.hidden * shape.intermediate_hidden
     return shape.num_experts * per_expert + 4 * linear1 + 4 * sum(tokens) * shape.hidden
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .options import (
     ActivationOption,
     ArchOption,
@@ -23,6 +25,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     TopkOption,
+    WeightsOption,
     find_measurements,
     make_shape,
     parse_activation,
@@ -47,6 +50,7 @@ def config(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -73,6 +77,7 @@ def config(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
+        weights=weights,
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
     )
@@ -99,7 +104,7 @@ def config(
 def _tables(explanation: Explanation) -> list[Table]:
     schedule = explanation.schedule
     fields = new_table(
-        f"{explanation.arch}, {schedule.num_tokens} tokens per rank",
+        f"{explanation.arch}, {explanation.weights} weights, {schedule.num_tokens} tokens per rank",
         "field",
         "value",
         "why",

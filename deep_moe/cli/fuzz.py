@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .checks import check_output_file
-from .options import MAX_SEED, JsonOption
+from .options import MAX_SEED, JsonOption, check_weights
 from .output import new_table, print_json, stdout
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ def fuzz(
     arch: Annotated[
         str | None, typer.Option("--arch", help="Cases of this architecture only.")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="Cases with weights of this format only.")
+    ] = None,
     grid: Annotated[
         bool,
         typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
@@ -46,6 +49,7 @@ def fuzz(
 ) -> None:
     """Run cases one after the other; each failure ends with the line that repeats it, and the whole
     with what the cases were."""
+    from deep_moe.targets import target_of
     from deep_moe.trial.fuzzing import ARCHS, Coverage, FuzzCase, grid_size
 
     if not hours and not minutes and count is None and not grid:
@@ -54,6 +58,10 @@ def fuzz(
         raise typer.BadParameter("--corpus is for cases outside of the grid")
     if arch is not None and arch not in ARCHS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}; got {arch!r}")
+    if weights is not None:
+        check_weights(weights)
+        if arch is not None:
+            target_of(arch).weights_of(weights)
     known = [] if corpus is None else _numbers(corpus)
     ends = time.monotonic() + 3600 * hours + 60 * minutes
     failures: list[dict[str, Any]] = []
@@ -63,13 +71,17 @@ def fuzz(
         if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
         case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
-        if arch not in (None, case.arch):
+        if arch not in (None, case.arch) or weights not in (None, case.values["weights"]):
             continue
         failure = case.run()
         coverage.add(case, failure)
         if failure:
             words = "fuzz --grid" if grid else "fuzz"
-            only = "" if arch is None else f" --arch {arch}"
+            only = "".join(
+                f" {option} {value}"
+                for option, value in (("--arch", arch), ("--weights", weights))
+                if value is not None
+            )
             repeat = f"deep-moe {words} --first {number} --count 1{only}"
             failures.append({"case": str(case), "failure": failure, "repeat": repeat})
             if not as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics.presets import PRESETS, preset_activation
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ ActivationOption = Annotated[
         "default: the model's, or swiglu.",
     ),
 ]
+WEIGHTS = ", ".join(WEIGHT_FORMATS)
+WeightsOption = Annotated[
+    str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
+]
 ClampOption = Annotated[
     float | None,
     typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
@@ -100,6 +105,7 @@ def make_shape(
     intermediate: int | None,
     max_tokens: int,
     pool_tokens: int | None = None,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -119,12 +125,20 @@ def make_shape(
         "intermediate_hidden": intermediate,
     }
     sizes |= {name: value for name, value in given.items() if value is not None}
+    check_weights(weights)
     return MoEShape(
         num_ranks=ranks,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
+        weights=weights,
         **sizes,
     )
+
+
+def check_weights(weights: str) -> None:
+    """BadParameter unless it is a format of weights."""
+    if weights not in WEIGHT_FORMATS:
+        raise typer.BadParameter(f"--weights must be one of {WEIGHTS}; got {weights!r}")
 
 
 def parse_tokens(text: str, num_ranks: int) -> list[int]:

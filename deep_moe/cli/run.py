@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Situ
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 
 from .checks import check_call
 from .options import (
@@ -28,6 +29,8 @@ from .options import (
     PoolTokensOption,
     SeedOption,
     TopkOption,
+    WeightsOption,
+    check_weights,
     make_shape,
     parse_activation,
     parse_overrides,
@@ -37,6 +40,7 @@ from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
+    from deep_moe.targets import TargetWeights
     from deep_moe.trial.synthetic import Layer, Tokens
 
 
@@ -70,6 +74,7 @@ def run(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -132,7 +137,9 @@ def run(
         arch = arch_of(device)
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
-    numerics = TARGETS[arch].weights_of().numerics
+    check_weights(weights)
+    on_target = TARGETS[arch].weights_of(weights)
+    numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
@@ -150,13 +157,23 @@ def run(
     }
     if checkpoint is None:
         shape = make_shape(
-            model=model, ranks=ranks, max_tokens=capacity, pool_tokens=pool_tokens, **sizes
+            model=model,
+            ranks=ranks,
+            max_tokens=capacity,
+            pool_tokens=pool_tokens,
+            weights=weights,
+            **sizes,
         )
         check_call(shape, counts, **call)
-        whole_layer = _made_layer(shape, exact=exact, seed=seed, sum_bits=numerics.sum_bits)
+        whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
         if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
             raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
+        if weights != DEFAULT_WEIGHTS:
+            raise typer.BadParameter(
+                f"--weights must be {DEFAULT_WEIGHTS} with --checkpoint, whose experts are read in "
+                f"that format; got {weights}"
+            )
         shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity, pool_tokens)
         check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
@@ -240,6 +257,7 @@ def run(
         stdout().print(
             f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
             f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
+            f"{shape.weights} weights, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
         _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")
@@ -273,12 +291,13 @@ def _default_device(ranks: int | None, arch: str | None) -> Device:
     return Device.cuda
 
 
-def _made_layer(shape: MoEShape, *, exact: bool, seed: int, sum_bits: int) -> Layer:
+def _made_layer(shape: MoEShape, on_target: TargetWeights, *, exact: bool, seed: int) -> Layer:
     from deep_moe.trial.synthetic import exact_layer, random_layer
 
     if exact:
-        return exact_layer(shape, seed=seed, sum_bits=sum_bits)
-    return random_layer(shape, seed=seed)
+        sum_bits = on_target.numerics.sum_bits
+        return exact_layer(shape, seed=seed, sum_bits=sum_bits, scale_block=on_target.scale_block)
+    return random_layer(shape, seed=seed, scale_block=on_target.scale_block)
 
 
 def _loaded_layer(

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .checks import check_call, check_output_file
 from .options import (
     ActivationOption,
@@ -23,6 +25,7 @@ from .options import (
     RanksOption,
     SeedOption,
     TopkOption,
+    WeightsOption,
     make_shape,
     parse_activation,
     parse_overrides,
@@ -50,6 +53,7 @@ def trace(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     seed: SeedOption = 0,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
@@ -73,6 +77,7 @@ def trace(
     In the emulator a nanosecond is a warp instruction: the order of things is real, their durations
     are not. Open the file at ui.perfetto.dev or chrome://tracing.
     """
+    from deep_moe.targets import target_of
     from deep_moe.trial import calls as trial
     from deep_moe.trial.synthetic import random_layer, random_tokens
     from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
@@ -82,6 +87,7 @@ def trace(
     shape = make_shape(
         model=model,
         ranks=ranks,
+        weights=weights,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
         experts=experts,
@@ -100,7 +106,8 @@ def trace(
         activation=applied,
         overrides=overrides,
     )
-    layer = random_layer(shape, seed=seed)
+    scale_block = target_of(arch).weights_of(weights).scale_block
+    layer = random_layer(shape, seed=seed, scale_block=scale_block)
     inputs = [
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from deep_moe.activations import Swiglu
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,
@@ -20,6 +21,7 @@ from .options import (
     ModelOption,
     PoolTokensOption,
     TopkOption,
+    WeightsOption,
     make_shape,
     parse_activation,
 )
@@ -43,6 +45,7 @@ def tune(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     activation: ActivationOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     clamp: Annotated[
         float | None,
         typer.Option("--clamp", help="Bound of gate and up; default: 10, if it is swiglu."),
@@ -97,6 +100,7 @@ def tune(
                 topk=topk,
                 hidden=hidden,
                 intermediate=intermediate,
+                weights=weights,
                 max_tokens=max(sizes),
                 pool_tokens=pool_tokens,
             ),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+
 from .options import (
     ActivationOption,
     ArchOption,
@@ -24,6 +26,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     TopkOption,
+    WeightsOption,
     find_measurements,
     make_shape,
     parse_activation,
@@ -47,6 +50,7 @@ def warmup(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -75,6 +79,7 @@ def warmup(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
+        weights=weights,
         max_tokens=max_tokens,
         pool_tokens=pool_tokens,
     )
@@ -113,7 +118,7 @@ def warmup(
         return
     first = configs[0][2]
     table = new_table(
-        f"{first.arch}, {first.num_sms} SMs",
+        f"{first.arch}, {first.weights} weights, {first.num_sms} SMs",
         "tokens",
         "block_m",
         "kernel",

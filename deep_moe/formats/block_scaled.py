@@ -29,6 +29,9 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUPS_PER_WORD = 4  # UE8M0 bytes in one int32, the lowest group in the lowest byte
 WORD_SIZE = GROUP_SIZE * GROUPS_PER_WORD
 
+_UE8M0_OF_ONE = 127
+_MANTISSA = (1 << 23) - 1  # of float32
+_SMALLEST_UE8M0 = 1 << 22  # 2^-127, byte 0, which is not normalized in float32
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -113,6 +116,13 @@ def pack_e2m1_codes(codes: torch.Tensor) -> torch.Tensor:
     return (codes[..., 0::2] | codes[..., 1::2] << 4).view(torch.int8)
 
 
+def pack_e2m1_values(values: torch.Tensor) -> torch.Tensor:
+    """Float32 values that E2M1 holds exactly, packed."""
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, device=values.device)
+    codes = torch.searchsorted(magnitudes, values.abs()).to(torch.uint8)
+    return pack_e2m1_codes(codes | (values < 0).to(torch.uint8) << 3)
+
+
 def unpack_e2m1(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of packed E2M1: [..., K/2] bytes to [..., K] numbers of `dtype`."""
     if packed.dtype != torch.int8:
@@ -140,6 +150,31 @@ def unpack_ue8m0(sf: torch.Tensor) -> torch.Tensor:
     if sf.dtype != torch.int32:
         raise TypeError(f"sf must be int32, four UE8M0 bytes per word; got {sf.dtype}")
     return sf.contiguous().view(torch.uint8)
+
+
+def random_scale_bytes(
+    shape: tuple[int, ...],
+    num_columns: int,
+    size_log2: float,
+    device: torch.device,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """UE8M0 bytes of weights whose values are about 2^size_log2, so that sums of `num_columns`
+    products are about as large as what is multiplied; neighbouring groups differ."""
+    usual = _UE8M0_OF_ONE - round((num_columns.bit_length() - 1) / 2 + size_log2)
+    return torch.randint(
+        usual - 1, usual + 2, shape, dtype=torch.uint8, device=device, generator=generator
+    )
+
+
+def ue8m0_of_floats(sf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """UE8M0 bytes of float32 powers of two, and which numbers are none from 2^-127 to 2^127: uint8
+    and bool of the same shape."""
+    bits = sf.contiguous().view(torch.int32)
+    exponents = bits >> 23  # of a negative number negative too
+    is_power = ((bits & _MANTISSA) == 0) & (exponents > 0) & (exponents < 255)
+    is_power |= bits == _SMALLEST_UE8M0
+    return exponents.to(torch.uint8), ~is_power
 
 
 def ue8m0_to_float(sf: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -190,7 +190,7 @@ def _sections(
     factor_slots = factors.unflatten(-1, (2, 2, 4, 2, 4, 2)).permute(0, 1, 3, 5, 6, 2, 4)
 
     def section(of_rows: slice, n: slice, num_parts: int) -> _Section:
-        words, shifts, row_factors = (_slots(own[of_rows], num_parts, is_l1) for own in rows)
+        words, shifts, row_factors = (rows_by_slot(own[of_rows], num_parts, is_l1) for own in rows)
         return _Section(
             words,
             shifts,
@@ -206,7 +206,7 @@ def _sections(
         yield section(slice(num_full * BLOCK_N, None), slice(num_full, None), 1)
 
 
-def _slots(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
+def rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
     """A view of rows [N, ...] of whole n-blocks: [n, g, w, r / 2, (r % 2, b), h, ...]."""
     if not is_l1:
         return rows.unflatten(0, (-1, num_parts, 4, 4, 4, 2))

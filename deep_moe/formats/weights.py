@@ -1,13 +1,15 @@
 """Expert weights, from the layout of checkpoints to the layout that a kernel loads.
 
-A layer's weights are a pair (packed E2M1 int8 [E, N, K/2], UE8M0 scales int32 [E, N, K/128]) with E
-the local experts. For SM100 the rows of gate and up alternate in runs of 8, so that a tile of the
-accumulator holds matching pairs, and scales lie MN-major with the rows of each 128 in the order
-that one `tcgen05.cp` spreads over tensor memory. For SM90 see sm90_weights.py.
+A layer's weights are a pair of E local experts' values and scales, of a format that has a file of
+its own. For SM100 the rows of gate and up alternate in runs of 8, so that a tile of the accumulator
+holds matching pairs, and scales, in words of four UE8M0 bytes [E, N, K/128], lie MN-major with the
+rows of each 128 in the order that one `tcgen05.cp` spreads over tensor memory. For SM90 see
+sm90_weights.py.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,10 +19,12 @@ from deep_moe.formats import sm90_weights
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TargetWeights, target_of, target_of_device
 
+from .weight_formats import DEFAULT_WEIGHTS, WeightFormat, weight_format
+
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
 SF_BLOCK = 128  # rows whose scales are permuted among themselves
+SM90_FP8_SCALES = 4  # of a block of 256 rows x 128 k
 
-_NAN_BYTE = 255  # of UE8M0
 _ALIGNMENT = 16  # bytes, of tensors that kernels load
 
 
@@ -55,18 +59,30 @@ def transform_weights_for_mega_moe(
     l2_weights: Pair,
     arch: str | None = None,
     *,
+    weights: str = DEFAULT_WEIGHTS,
+    requantize: bool = False,
     out: tuple[Pair, Pair] | None = None,
 ) -> MegaMoEWeights:
     """Lay out weights for the kernel, once, after loading. The sources may then be freed.
 
-    l1_weights: (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), rows gate 0..I-1, then up 0..I-1.
-    l2_weights: (int8 [E, H, I/2], int32 [E, H, I/128]).
+    l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1.
+    l2_weights: (values [E, H, I], scales).
     arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+    weights: their format.
+        "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N, K/128], four
+        UE8M0 bytes in each, one for every 32 values.
+        "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E, N,
+        K/32], or for every 128 x 128 of them, [E, N/128, K/128]: float8_e8m0fnu, uint8, or
+        float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
+        equal within 128 x 128 values, and may be any positive numbers.
+    requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
+        `RequantizationWarning` says how far they moved.
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
         After an error its contents are undefined.
 
-    Returns `out`. Every weight keeps its exact value. ValueError names expert and row of a scale
-    that is NaN and, for sm_90a, of a row whose scales differ by more than 2^26.
+    Returns `out`. Every weight keeps its exact value, unless requantized. ValueError names expert
+    and row of a scale that is NaN, of one that the target cannot apply, and, for mxfp4 on sm_90a,
+    of a row whose scales differ by more than 2^26.
 
     Expert by expert, so that a layer and its transformed copy never exist at the same time:
 
@@ -77,20 +93,29 @@ def transform_weights_for_mega_moe(
     ...     l2 = quantize_mxfp4(torch.randn(1, 256, 128))
     ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
     """
-    l1 = weight_pair("l1_weights", l1_weights)
-    l2 = weight_pair("l2_weights", l2_weights)
-    num_experts, hidden, intermediate = _check_weights(l1, l2)
+    source = weight_format(weights)
+    l1 = weight_pair("l1_weights", l1_weights, source)
+    l2 = weight_pair("l2_weights", l2_weights, source)
+    if not isinstance(requantize, bool):
+        raise TypeError(f"requantize must be a bool; got {requantize!r}")
+    sizes = source.check(l1, l2)
     device = l1.weight.device
-    on_target = _target_weights(arch, device)
-    shape = _shape_of(num_experts, hidden, intermediate)
+    on_target = _target_weights(arch, device, weights)
+    shape = _shape_of(*sizes, weights)
     if out is None:
         out = _empty_weights(on_target, shape, device)
     else:
-        out = MegaMoEWeights(weight_pair("out[0]", out[0]), weight_pair("out[1]", out[1]))
+        out = MegaMoEWeights(
+            weight_pair("out[0]", out[0], source), weight_pair("out[1]", out[1], source)
+        )
         _check_out(out, (l1, l2), on_target, shape)
-    _check_no_nan("l1_weights", l1.sf)
-    _check_no_nan("l2_weights", l2.sf)
-    on_target.transform(l1, l2, out)
+    source.check_values("l1_weights", l1)
+    source.check_values("l2_weights", l2)
+    if not requantize:
+        on_target.transform(l1, l2, out)
+        return out
+    for warning in on_target.requantize(l1, l2, out):
+        warnings.warn(warning, stacklevel=2)
     return out
 
 
@@ -101,36 +126,44 @@ def empty_weights_for_mega_moe(
     *,
     arch: str | None = None,
     device: torch.device | str = "cpu",
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MegaMoEWeights:
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
     local experts, for its `out`.
 
     hidden, intermediate_hidden: H and I, multiples of 128. arch: the target; by default that of
-    `device`.
+    `device`. weights: their format.
     """
-    shape = _shape_of(num_experts, hidden, intermediate_hidden)
+    shape = _shape_of(num_experts, hidden, intermediate_hidden, weights)
     device = torch.device(device)
-    return _empty_weights(_target_weights(arch, device), shape, device)
+    return _empty_weights(_target_weights(arch, device, weights), shape, device)
 
 
 def inverse_transform_weights(
-    l1_weights: Pair, l2_weights: Pair, arch: str | None = None
+    l1_weights: Pair,
+    l2_weights: Pair,
+    arch: str | None = None,
+    *,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MegaMoEWeights:
-    """Give back what `transform_weights_for_mega_moe` was given, as new tensors. For sm_90a, groups
-    of zeros may have got another scale.
+    """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
+    scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
+    mxfp4 for sm_90a, groups of zeros may have got another scale.
 
     l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
+    weights: their format.
 
     Raises TypeError or ValueError if they have not the form that it makes.
     """
-    l1 = weight_pair("l1_weights", l1_weights)
-    l2 = weight_pair("l2_weights", l2_weights)
-    return _target_weights(arch, l1.weight.device).inverse(l1, l2)
+    source = weight_format(weights)
+    l1 = weight_pair("l1_weights", l1_weights, source)
+    l2 = weight_pair("l2_weights", l2_weights, source)
+    return _target_weights(arch, l1.weight.device, weights).inverse(l1, l2)
 
 
-def weight_pair(name: str, value: object) -> LayerWeights:
+def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
     """`value` as weights with their scales, or a TypeError that says what it should be."""
-    allowed = "a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it"
+    allowed = source.pair
     if not isinstance(value, (tuple, list)):
         got = type(value).__name__
         if isinstance(value, torch.Tensor):
@@ -170,7 +203,7 @@ def restore_sf_rows(sf: torch.Tensor) -> torch.Tensor:
 
 
 def sm100_transform(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-    """Interleave and permute, as above."""
+    """Interleave and permute, as above. Scales: int32 [E, N, K/128]."""
     interleave_gate_up(l1.weight, out.l1.weight)
     l1_sf = torch.empty(l1.sf.shape, dtype=l1.sf.dtype, device=l1.sf.device)
     out.l1.sf.copy_(permute_sf_rows(interleave_gate_up(l1.sf, l1_sf)))
@@ -178,23 +211,29 @@ def sm100_transform(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> 
     out.l2.sf.copy_(permute_sf_rows(l2.sf))
 
 
-def sm100_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
-    num_experts, num_l1_rows, num_bytes = _sizes("l1_weights[0]", l1.weight, "[E, 2*I, H/2]")
-    shape = _shape_of(num_experts, 2 * num_bytes, num_l1_rows // 2)
-    _check_form({"l1_weights": l1, "l2_weights": l2}, sm100_tensors(shape))
+def sm100_inverse(
+    l1: LayerWeights, l2: LayerWeights, *, dtype: torch.dtype, values_per_byte: int
+) -> MegaMoEWeights:
+    axes = "[E, 2*I, H]" if values_per_byte == 1 else f"[E, 2*I, H/{values_per_byte}]"
+    num_experts, num_l1_rows, num_bytes = _sizes("l1_weights[0]", l1.weight, axes)
+    shape = _shape_of(num_experts, values_per_byte * num_bytes, num_l1_rows // 2)
+    expected = sm100_tensors(shape, dtype=dtype, values_per_byte=values_per_byte)
+    _check_form({"l1_weights": l1, "l2_weights": l2}, expected)
     return MegaMoEWeights(
         LayerWeights(separate_gate_up(l1.weight), separate_gate_up(restore_sf_rows(l1.sf))),
         LayerWeights(_copy(l2.weight), restore_sf_rows(l2.sf)),
     )
 
 
-def sm100_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def sm100_tensors(
+    shape: MoEShape, *, dtype: torch.dtype, values_per_byte: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     num_experts, hidden = shape.num_experts_per_rank, shape.hidden
     intermediate = shape.intermediate_hidden
     return {
-        "l1_weights[0]": (torch.int8, (num_experts, 2 * intermediate, hidden // 2)),
+        "l1_weights[0]": (dtype, (num_experts, 2 * intermediate, hidden // values_per_byte)),
         "l1_weights[1]": (torch.int32, (num_experts, hidden // 128, 2 * intermediate)),
-        "l2_weights[0]": (torch.int8, (num_experts, hidden, intermediate // 2)),
+        "l2_weights[0]": (dtype, (num_experts, hidden, intermediate // values_per_byte)),
         "l2_weights[1]": (torch.int32, (num_experts, intermediate // 128, hidden)),
     }
 
@@ -232,12 +271,52 @@ def sm90_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...
     }
 
 
-def _target_weights(arch: str | None, device: torch.device) -> TargetWeights:
+def sm90_fp8_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    from .sm90_fp8_weights import read_expert
+
+    axes = "[E, n-blocks, k-blocks, bytes]"
+    num_experts, num_n_blocks, num_k_blocks, _ = _sizes("l1_weights[0]", l1.weight, axes)
+    num_l1_rows = num_n_blocks * sm90_weights.BLOCK_N
+    hidden = num_k_blocks * sm90_weights.BLOCK_K
+    shape = _shape_of(num_experts, hidden, num_l1_rows // 2)
+    _check_form({"l1_weights": l1, "l2_weights": l2}, sm90_fp8_tensors(shape))
+
+    def read(layer: LayerWeights, num_rows: int, num_columns: int, is_l1: bool) -> LayerWeights:
+        made = LayerWeights(
+            layer.weight.new_empty((num_experts, num_rows, num_columns)),
+            layer.sf.new_empty((num_experts, num_rows // SF_BLOCK, num_columns // SF_BLOCK)),
+        )
+        for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
+            read_expert(LayerWeights(*own), LayerWeights(*out), is_l1=is_l1)
+        return made
+
+    return MegaMoEWeights(
+        read(l1, num_l1_rows, hidden, True), read(l2, hidden, num_l1_rows // 2, False)
+    )
+
+
+def sm90_fp8_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    num_experts = shape.num_experts_per_rank
+    block_n, block_k = sm90_weights.BLOCK_N, sm90_weights.BLOCK_K
+    l1 = (num_experts, 2 * shape.intermediate_hidden // block_n, shape.hidden // block_k)
+    l2 = (num_experts, -(-shape.hidden // block_n), shape.intermediate_hidden // block_k)
+    block_bytes = block_n * block_k
+    return {
+        "l1_weights[0]": (torch.float8_e4m3fn, (*l1, block_bytes)),
+        "l1_weights[1]": (torch.float32, (*l1, SM90_FP8_SCALES)),
+        "l2_weights[0]": (torch.float8_e4m3fn, (*l2, block_bytes)),
+        "l2_weights[1]": (torch.float32, (*l2, SM90_FP8_SCALES)),
+    }
+
+
+def _target_weights(arch: str | None, device: torch.device, weights: str) -> TargetWeights:
     target = target_of_device(device) if arch is None else target_of(arch)
-    return target.weights_of()
+    return target.weights_of(weights)
 
 
-def _shape_of(num_experts: int, hidden: int, intermediate_hidden: int) -> MoEShape:
+def _shape_of(
+    num_experts: int, hidden: int, intermediate_hidden: int, weights: str = DEFAULT_WEIGHTS
+) -> MoEShape:
     """A shape whose one rank has these weights."""
     return MoEShape(
         num_ranks=1,
@@ -246,6 +325,7 @@ def _shape_of(num_experts: int, hidden: int, intermediate_hidden: int) -> MoESha
         hidden=hidden,
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=1,
+        weights=weights,
     )
 
 
@@ -261,34 +341,6 @@ def _empty_weights(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _check_weights(l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
-    """(experts, hidden, intermediate) of weights in the layout of checkpoints, or an error that
-    names the tensor."""
-    num_experts, num_l1_rows, hidden = _check_layer("l1_weights", l1, "[E, 2*I, H/2]")
-    if num_l1_rows % 256:
-        raise ValueError(
-            "l1_weights[0] must have 2*I rows with I a multiple of 128; "
-            f"got shape {tuple(l1.weight.shape)}"
-        )
-    _check_layer("l2_weights", l2, "[E, H, I/2]")
-    expected = (num_experts, hidden, num_l1_rows // 4)
-    if tuple(l2.weight.shape) != expected:
-        raise ValueError(
-            f"l2_weights[0] must have shape [E, H, I/2] = {expected} to go with l1_weights; "
-            f"got {tuple(l2.weight.shape)}"
-        )
-    for name, tensor in (
-        ("l1_weights[1]", l1.sf),
-        ("l2_weights[0]", l2.weight),
-        ("l2_weights[1]", l2.sf),
-    ):
-        if tensor.device != l1.weight.device:
-            raise ValueError(
-                f"{name} must be on {l1.weight.device} like l1_weights[0]; got {tensor.device}"
-            )
-    return num_experts, hidden, num_l1_rows // 2
 
 
 def _check_out(
@@ -339,42 +391,3 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     begin, end = a.data_ptr(), a.data_ptr() + a.nbytes
     length = sum((size - 1) * stride for size, stride in zip(b.shape, b.stride(), strict=True)) + 1
     return b.data_ptr() < end and begin < b.data_ptr() + length * b.element_size()
-
-
-def _check_no_nan(name: str, sf: torch.Tensor) -> None:
-    """Raise if a scale [E, N, W] is NaN. Expert by expert, to need little memory; one wait for a
-    GPU."""
-    highest = [own.contiguous().view(torch.uint8).amax(dim=-1) for own in sf]
-    is_nan = torch.stack(highest) == _NAN_BYTE
-    if bool(is_nan.any()):
-        expert_idx, row = is_nan.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: expert {expert_idx}, row {row} must have scales that are numbers; got NaN "
-            f"(UE8M0 byte {_NAN_BYTE})"
-        )
-
-
-def _check_layer(name: str, layer: LayerWeights, axes: str) -> tuple[int, int, int]:
-    """(experts, rows, values per row) of a layer, or an error that names the tensor."""
-    weight, sf = layer
-    if weight.dtype != torch.int8:
-        raise TypeError(
-            f"{name}[0] must be int8, two E2M1 values per byte, as deep_moe.quantize_mxfp4 packs "
-            f"them; got {weight.dtype}"
-        )
-    if sf.dtype != torch.int32:
-        raise TypeError(f"{name}[1] must be int32, four UE8M0 bytes per word; got {sf.dtype}")
-    if weight.dim() != 3 or weight.shape[0] == 0:
-        raise ValueError(f"{name}[0] must have shape {axes}, E >= 1; got {tuple(weight.shape)}")
-    num_experts, num_rows, num_bytes = weight.shape
-    if num_rows == 0 or num_rows % SF_BLOCK or num_bytes == 0 or num_bytes % 64:
-        raise ValueError(
-            f"{name}[0] must have shape {axes} with H and I positive multiples of 128; "
-            f"got {tuple(weight.shape)}"
-        )
-    expected = (num_experts, num_rows, num_bytes // 64)
-    if tuple(sf.shape) != expected:
-        raise ValueError(
-            f"{name}[1] must hold one scale per 32 values, shape {expected}; got {tuple(sf.shape)}"
-        )
-    return num_experts, num_rows, 2 * num_bytes

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
 from .call_plan import CallCaches
 from .checks import refuse_gradients
+from .gpu import gpu_of
 from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
     DeviceMemory,
@@ -81,8 +83,9 @@ class SymmBuffer(RankBuffer):
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, up to {shape.num_max_tokens_per_rank} "
-            f"tokens, {self.nbytes / 2**20:.1f} MiB, {self.state})"
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
+            f"{self.state})"
         )
 
     if not TYPE_CHECKING:  # so that mypy still knows which attributes there are
@@ -136,10 +139,11 @@ def get_symm_buffer_for_mega_moe(
     hidden: int,
     intermediate_hidden: int,
     *,
+    weights: str = DEFAULT_WEIGHTS,
     num_pool_tokens: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
-    """Make the buffer for `fp8_fp4_mega_moe`. Every rank of `group` must call this.
+    """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
@@ -147,6 +151,7 @@ def get_symm_buffer_for_mega_moe(
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
+    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, or "fp8", for `fp8_mega_moe`.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -165,12 +170,16 @@ def get_symm_buffer_for_mega_moe(
         "hidden": hidden,
         "intermediate_hidden": intermediate_hidden,
         "num_pool_tokens": num_pool_tokens,
+        "weights": weights,
     }
     num_ranks = ranks_of(group)
     device = device_for(group, device)
     if group is not None:
         require_equal({**arguments, "device": device.type}, group)
     shape = MoEShape(num_ranks=num_ranks, **arguments)
+    gpu = gpu_of(device)
+    if gpu is not None:
+        gpu.target.weights_of(weights)
     layout = symm_buffer_layout(shape)
     return SymmBuffer(shape, memory_for(layout, group, device), group)
 
@@ -197,6 +206,7 @@ def buffer_size(
     hidden: int,
     intermediate_hidden: int,
     *,
+    weights: str = DEFAULT_WEIGHTS,
     num_pool_tokens: int | None = None,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
@@ -217,6 +227,7 @@ def buffer_size(
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         num_pool_tokens=num_pool_tokens,
+        weights=weights,
     )
     return symm_buffer_layout(shape).num_bytes
 

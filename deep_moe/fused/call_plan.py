@@ -316,7 +316,7 @@ def _make_standing_args(
     config: MegaMoEConfig, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
 ) -> KernelArgs:
     """weights: of both layers, each with its scales."""
-    target_weights = config.target.weights_of()
+    target_weights = config.target_weights
     expected = target_weights.tensors(buffer.shape)
     for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
         check_tensor(name, tensor, dtype, shape, buffer.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import run_emulated
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class EmulatedRanks:
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
-    buffers: one SymmBuffer per rank; fill their views, then `call`. Sizes are those of
+    buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
     `get_symm_buffer_for_mega_moe`.
     """
 
@@ -43,6 +44,7 @@ class EmulatedRanks:
         hidden: int,
         intermediate_hidden: int,
         *,
+        weights: str = DEFAULT_WEIGHTS,
         num_pool_tokens: int | None = None,
     ) -> None:
         self.shape = MoEShape(
@@ -53,6 +55,7 @@ class EmulatedRanks:
             intermediate_hidden=intermediate_hidden,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             num_pool_tokens=num_pool_tokens,
+            weights=weights,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

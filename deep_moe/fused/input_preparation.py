@@ -89,7 +89,7 @@ def prepare_inputs(
     no backward pass: x and topk_weights that require a gradient are refused where gradients are
     enabled.
     """
-    given = (x, topk_idx, topk_weights)
+    given: tuple[torch.Tensor, ...] = (x, topk_idx, topk_weights)
     if token_mask is not None or expert_map is not None or expert_load is not None:
         optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
         for name, tensor in optional.items():

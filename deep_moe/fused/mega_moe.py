@@ -1,4 +1,4 @@
-"""The call as users and PyTorch see it: the function and the operator.
+"""The call as users and PyTorch see it: a function for each format of weights, and the operator.
 
 For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`; where nothing
 would see the operator (eager.py), a call does at once what the operator does. Under a compiler its
@@ -10,7 +10,7 @@ call_plan.py makes the kernel and its arguments, emulated_call.py runs them wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +62,8 @@ def fp8_fp4_mega_moe(
     The rows 0 .. tokens-1 of `sym_buffer`'s views are the input. Tokens may be 0 and may differ
     between ranks; every rank must call.
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned.
+    l1_weights, l2_weights: MXFP4, what `transform_weights_for_mega_moe` returned.
+    sym_buffer: of `get_symm_buffer_for_mega_moe`.
     cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
         this call sent to it added.
     recipe: only the default is allowed.
@@ -86,7 +87,77 @@ def fp8_fp4_mega_moe(
     CPUs after a ValueError for arguments that differ between processes, the buffer needs
     `sym_buffer.reset()` on every rank.
     """
-    stats = cumulative_local_expert_recv_stats
+    _call(
+        "fp8_fp4_mega_moe",
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        options,
+    )
+
+
+@with_call_options
+def fp8_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    **options: Unpack[CallOptions],
+) -> None:
+    """`fp8_fp4_mega_moe` with FP8 weights, which also says what holds for every call.
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe(..., weights="fp8")` returned.
+    sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="fp8")`.
+    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
+        this call sent to it added.
+    recipe, activation, activation_clamp, fast_math: as there.
+    {options}
+    """
+    _call(
+        "fp8_mega_moe",
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        options,
+    )
+
+
+# The call of each format.
+CALLS: dict[str, Callable[..., None]] = {"mxfp4": fp8_fp4_mega_moe, "fp8": fp8_mega_moe}
+_FORMATS = {call.__name__: weights for weights, call in CALLS.items()}
+
+
+def _call(
+    name: str,
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    recipe: tuple[int, int, int],
+    activation: str | Activation,
+    activation_clamp: float | None,
+    fast_math: bool,
+    options: CallOptions,
+) -> None:
+    """What the function of that name does."""
     is_direct = False
     if (
         isinstance(l1_weights, tuple)
@@ -104,9 +175,15 @@ def fp8_fp4_mega_moe(
             require_type(name, stats, torch.Tensor, "a tensor or None")
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    weights = sym_buffer.shape.weights
+    if weights != _FORMATS[name]:
+        raise ValueError(
+            f"sym_buffer must be made with weights={_FORMATS[name]!r} for {name}; got one with "
+            f"{weights!r}, for {CALLS[weights].__name__}"
+        )
     if recipe is not RECIPE:
         check_recipe(recipe)
-    arguments = given_options("fp8_fp4_mega_moe", options) if options else _NO_ARGUMENTS
+    arguments = given_options(name, options) if options else _NO_ARGUMENTS
     if (
         activation is not DEFAULT_ACTIVATION
         or activation_clamp is not None

@@ -1,112 +1,38 @@
-"""MXFP4 weights on SM100. The kernel has tensor maps of everything that it multiplies."""
+"""MXFP4 weights on SM100: a load unpacks 16 values to as many bytes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.jit.tensor_map import DataType
 
-from .target import Operands, TargetWeights
+from .sm100_weights import Sm100Weights
 
 if TYPE_CHECKING:
     import torch
 
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
-    from deep_moe.heuristics.config import MegaMoEConfig
-    from deep_moe.heuristics.shape import MoEShape
     from deep_moe.trial.reference import Numerics
 
-    from .target import Pair
 
-
-class Sm100Mxfp4(TargetWeights):
+class Sm100Mxfp4(Sm100Weights):
     format = "mxfp4"
-    # Few stages, for a small case never comes round the ring of the default.
-    fuzz_tiles = (
-        {"block_m": 16, "num_stages": 5},
-        {"block_m": 64, "num_stages": 2},
-        {"block_m": 96, "num_stages": 3},
-        {"block_m": 192, "num_stages": 2},
-    )
+    policy = "Mxfp4Weights"
+    data_type = DataType.PACKED_16U4_ALIGN16B
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.int8
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from deep_moe.formats.weights import sm100_transform
 
         sm100_transform(l1, l2, out)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
-        from deep_moe.formats.weights import sm100_inverse
-
-        return sm100_inverse(l1, l2)
-
-    def tensors(self, shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        from deep_moe.formats.weights import sm100_tensors
-
-        return sm100_tensors(shape)
-
-    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
-        return Operands(sm100_tensor_maps(config, buffer_address, l1, l2), {})
-
     @property
     def numerics(self) -> Numerics:
         from deep_moe.trial.reference import MXFP8
 
         return MXFP8
-
-
-def sm100_tensor_maps(
-    config: MegaMoEConfig, buffer_address: int, l1_weights: Pair, l2_weights: Pair
-) -> dict[str, TensorMapSpec]:
-    """A spec for each tensor map of KernelArgs: which tile of what each one copies.
-
-    buffer_address: this rank's symmetric buffer. l1_weights, l2_weights: as
-    `transform_weights_for_mega_moe` returns them.
-    """
-    layout = config.symm_buffer_layout
-    half_m = config.block_m // 2  # each CTA of a pair loads half of the tokens
-    sf_box = (-(-config.block_m // 128) * 128, 1)
-
-    def pool(
-        segment_name: str,
-        data_type: DataType,
-        box: tuple[int, int],
-        swizzle: Swizzle = Swizzle.NONE,
-    ) -> TensorMapSpec:
-        segment = layout[segment_name]
-        num_rows, num_columns = segment.shape
-        return TensorMapSpec(
-            data_type=data_type,
-            address=buffer_address + segment.offset,
-            dims=(num_columns, num_rows),
-            strides=(num_columns * data_type.bits // 8,),
-            box=box,
-            swizzle=swizzle,
-        )
-
-    def weights(name: str, weight: torch.Tensor) -> TensorMapSpec:
-        return TensorMapSpec.of_rows(
-            weight,
-            DataType.PACKED_16U4_ALIGN16B,
-            name=name,
-            box=(config.block_k, config.block_n),
-            swizzle=Swizzle.B128,
-        )
-
-    def weight_scales(name: str, sf: torch.Tensor) -> TensorMapSpec:
-        return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=(config.block_n, 1))
-
-    tokens_box = (config.block_k, half_m)
-    return {
-        "l1_activations": pool("l1_tokens", DataType.UINT8, tokens_box, Swizzle.B128),
-        "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
-        "l1_weights": weights("l1_weights[0]", l1_weights[0]),
-        "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
-        # Half of block_n: a pair of gate and up gives one value.
-        "l1_output": pool(
-            "l2_tokens", DataType.UINT8, (config.block_n // 2, config.store_block_m), Swizzle.B64
-        ),
-        "l2_activations": pool("l2_tokens", DataType.UINT8, tokens_box, Swizzle.B128),
-        "l2_activation_sf": pool("l2_token_sf", DataType.INT32, sf_box),
-        "l2_weights": weights("l2_weights[0]", l2_weights[0]),
-        "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
-    }

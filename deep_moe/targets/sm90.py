@@ -8,6 +8,7 @@ from deep_moe.heuristics import sm90
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
+from .sm90_fp8 import Sm90Fp8
 from .sm90_mxfp4 import Sm90Mxfp4
 from .target import ConfigFields, Target
 
@@ -22,7 +23,7 @@ class Sm90(Target):
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE
     roles = sm90.ROLES
-    weights = (Sm90Mxfp4(),)
+    weights = (Sm90Mxfp4(), Sm90Fp8())
 
     def choose_fields(
         self,

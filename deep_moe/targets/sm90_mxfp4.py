@@ -25,6 +25,7 @@ BULK_COPY_ALIGNMENT = 16
 
 class Sm90Mxfp4(TargetWeights):
     format = "mxfp4"
+    policy = "Mxfp4Weights"
     # Few stages, for a small case never comes round the ring of the default. The three kinds of
     # main loop: products in pairs, one by one, and a loop for each size of m-block.
     fuzz_tiles = (

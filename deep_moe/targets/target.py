@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, SCALE_GROUP, check_weights_name
+
 if TYPE_CHECKING:
     import torch
 
+    from deep_moe.errors import RequantizationWarning
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
     from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.segments import Layout
@@ -23,9 +26,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
-DEFAULT_WEIGHTS = "mxfp4"
-
-ConfigFields = Mapping[str, int | float | bool]
+ConfigFields = Mapping[str, int | float | bool | str]
 
 
 class Operands(NamedTuple):
@@ -39,15 +40,29 @@ class Operands(NamedTuple):
 class TargetWeights(ABC):
     """Weights of one format on one target.
 
-    format: its name. fuzz_tiles: overrides of config fields that stand for all kinds of main loop.
+    format: its name. policy: the struct that the kernel has of it as `Config::Weights`, in
+    deep_moe/formats/<kernel>_<format>.cuh. fuzz_tiles: overrides of config fields that stand for
+    all kinds of main loop; as many for each format of a target. scale_block: rows and values along
+    K of which the kernel applies one scale.
     """
 
     format: ClassVar[str]
+    policy: ClassVar[str]
     fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
+    scale_block: ClassVar[tuple[int, int]] = SCALE_GROUP
 
     @abstractmethod
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         """Lay out checked weights for the kernel in `out`; see `transform_weights_for_mega_moe`."""
+
+    def requantize(
+        self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights
+    ) -> list[RequantizationWarning]:
+        """`transform`, with scales changed that the kernel cannot apply: what moved."""
+        raise ValueError(
+            f"requantize must be False for {self.format} weights, which keep their exact values; "
+            "got True"
+        )
 
     @abstractmethod
     def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
@@ -115,7 +130,7 @@ class Target(ABC):
 
     @abstractmethod
     def smem_layout(self, fields: ConfigFields) -> Layout:
-        """Shared memory of a CTA, by the fields of its config."""
+        """Shared memory of a CTA, by the fields of its config and the format of its weights."""
 
     @abstractmethod
     def tmem_layout(self, fields: ConfigFields) -> Layout | None:
@@ -127,11 +142,9 @@ class Target(ABC):
 
     def weights_of(self, name: str = DEFAULT_WEIGHTS) -> TargetWeights:
         """What the target does with weights of the format `name`, or a ValueError."""
-        for weights in self.weights:
-            if weights.format == name:
-                return weights
-        known = ", ".join(weights.format for weights in self.weights)
-        raise ValueError(f"weights must be one of {known} on {self.name}; got {name!r}")
+        known = {weights.format: weights for weights in self.weights}
+        check_weights_name(name, known, f" on {self.name}")
+        return known[name]
 
     @property
     def header(self) -> str:

@@ -32,7 +32,6 @@ import torch
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
-    dequantize_e2m1_ue8m0,
     quantize_e4m3_groups,
     ue8m0_to_float,
 )
@@ -179,7 +178,7 @@ def expert_bounds(
 ) -> SlotBounds:
     """Of one expert on float64 tokens [n, H] with routing weights [n]."""
     sums, errors = sums_with_errors(
-        tokens, dequantize_e2m1_ue8m0(*l1_weights, torch.float64), sum_bits
+        tokens, numerics.weights(*l1_weights), sum_bits, numerics.sum_block
     )
     gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
     activated = activation(gate, up) * weights.unsqueeze(1)
@@ -195,8 +194,8 @@ def expert_bounds(
         weights,
         numerics,
     )
-    dense = dequantize_e2m1_ue8m0(*l2_weights, torch.float64)
-    sums, errors = sums_with_errors(quantized, dense, sum_bits)
+    dense = numerics.weights(*l2_weights)
+    sums, errors = sums_with_errors(quantized, dense, sum_bits, numerics.sum_block)
     down, up_moves, squares = _moves(quantized, ends, dense)
     return SlotBounds(
         round_to_bf16(sums),
@@ -209,10 +208,11 @@ def expert_bounds(
 
 
 def sums_with_errors(
-    values: torch.Tensor, weights: torch.Tensor, sum_bits: int
+    values: torch.Tensor, weights: torch.Tensor, sum_bits: int, sum_block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values @ weights.T of float64 [n, K] and [R, K], and how far off the tensor core's sum may
-    be: both float64 [n, R].
+    be: both float64 [n, R]. sum_block: of so many values along K the tensor core has the sum, and
+    sums are added up in FP32; None: of all.
 
     One instruction adds 32 products to the sum so far. All terms are cut, towards zero, below a
     unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of a
@@ -221,26 +221,35 @@ def sums_with_errors(
       positive over negative products, added up with its sign over all steps;
     - around that cuts scatter by up to u/sqrt(12) for each of 34 terms: 1.7 times the root of the
       sum of u^2, were all of them inexact. Most are not: FP8 products have few bits.
-    Rounding to nearest, and orders other than by 32 consecutive values, stay below that.
+    Rounding to nearest, and orders other than by 32 consecutive values, stay below that. Where sums
+    are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
     """
     num_groups = values.shape[1] // GROUP_SIZE
     grouped_values = values.unflatten(1, (num_groups, GROUP_SIZE)).transpose(0, 1)
     grouped_weights = weights.unflatten(1, (num_groups, GROUP_SIZE)).permute(1, 2, 0)
+    num_blocks = 1 if sum_block is None else values.shape[1] // sum_block
     weight_signs = grouped_weights.sign().float()
     largest_weights = grouped_weights.abs().amax(dim=1, keepdim=True)
     unit = 2.0 ** -min(sum_bits, _FP32_FRACTION_BITS)
     num_rows = max(1, _MAX_PARTIAL_SUMS // (num_groups * weights.shape[0]))
     sums, errors = [], []
     for part in grouped_values.split(num_rows, dim=1):
-        partial = torch.bmm(part, grouped_weights).cumsum(dim=0)
+        by_block = torch.bmm(part, grouped_weights).unflatten(0, (num_blocks, -1))
+        partial = by_block.cumsum(dim=1)
         sizes = partial.abs()
-        largest = torch.maximum(sizes, part.abs().amax(dim=2, keepdim=True) * largest_weights)
-        torch.maximum(largest[1:], sizes[:-1], out=largest[1:])
+        largest_products = part.abs().amax(dim=2, keepdim=True) * largest_weights
+        largest = torch.maximum(sizes, largest_products.view_as(sizes))
+        torch.maximum(largest[:, 1:], sizes[:, :-1], out=largest[:, 1:])
+        largest = largest.flatten(0, 1)
+        totals = partial[:, -1].cumsum(dim=0)
         excess = torch.bmm(part.sign().float(), weight_signs)
         bias = (largest * excess).sum(dim=0).abs() / 2
         scatter = _SUM_DEVIATIONS * largest.square().sum(dim=0).sqrt()
-        sums.append(partial[-1])
+        sums.append(totals[-1])
         errors.append(unit * (bias + scatter))
+        if num_blocks > 1:
+            rounding = _SUM_DEVIATIONS * totals.square().sum(dim=0).sqrt()
+            errors[-1] += _FP32_HALF_UNIT * rounding
     return torch.cat(sums), torch.cat(errors)
 
 

@@ -21,7 +21,7 @@ from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
-from deep_moe.fused.mega_moe import fp8_fp4_mega_moe, with_numerics
+from deep_moe.fused.mega_moe import CALLS, with_numerics
 from deep_moe.fused.options import CallArguments, CallOptions, given_options
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
@@ -228,6 +228,7 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
         shape.hidden,
         shape.intermediate_hidden,
         num_pool_tokens=shape.num_pool_tokens,
+        weights=shape.weights,
     )
 
 
@@ -235,7 +236,9 @@ def _transformed(ranks: EmulatedRanks, layer: Layer, arch: str | None) -> list[M
     """Each rank's weights."""
     num_ranks = ranks.shape.num_ranks
     return [
-        transform_weights_for_mega_moe(*layer.of_rank(rank, num_ranks), arch=arch)
+        transform_weights_for_mega_moe(
+            *layer.of_rank(rank, num_ranks), arch=arch, weights=ranks.shape.weights
+        )
         for rank in range(num_ranks)
     ]
 
@@ -270,12 +273,13 @@ def _rank_process(
         shape.hidden,
         shape.intermediate_hidden,
         num_pool_tokens=shape.num_pool_tokens,
+        weights=shape.weights,
     )
     l1, l2 = (
         (pair.weight.to(device), pair.sf.to(device))
         for pair in layer.of_rank(rank, shape.num_ranks)
     )
-    weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"))
+    weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"), weights=shape.weights)
     value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], call)
     torch.save(value, _output_file(folder, rank))
     dist.barrier()  # no rank takes its memory away while another still reads it
@@ -288,7 +292,7 @@ def _run_rank(
     for tokens in calls:
         fill_inputs(buffer, tokens)
         output = _empty_output(buffer.shape, tokens, buffer.device)
-        fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+        CALLS[buffer.shape.weights](output.y, *weights, buffer, output.stats, **call)
         buffer.memory.synchronize()
         buffer.raise_if_failed()
         outputs.append(RankOutput(output.y.cpu(), output.stats.cpu()))
@@ -310,7 +314,7 @@ def _trace_rank(
     with record(buffer) as (recorder,):
         for _ in range(num_warmup + 1):
             dist.all_reduce(together)  # so that ranks begin together
-            fp8_fp4_mega_moe(output.y, *weights, buffer, output.stats, **call)
+            CALLS[buffer.shape.weights](output.y, *weights, buffer, output.stats, **call)
         return recorder.collect()
 
 

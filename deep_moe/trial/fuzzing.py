@@ -23,7 +23,7 @@ import torch
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import TARGETS, target_of
+from deep_moe.targets import TARGETS, TargetWeights, target_of
 
 from .bounds import Bounds, reference_bounds
 from .calls import RankOutput, model_inputs, run_emulated_in_a_row, run_emulated_ranks
@@ -51,10 +51,13 @@ _SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 @lru_cache
 def axes(arch: str) -> dict[str, tuple[Any, ...]]:
-    """What cases of an architecture differ in, each with its values."""
+    """What cases of an architecture differ in, each with its values. A tile is the n-th of those
+    that go with the weights."""
+    weights = target_of(arch).weights
     return {
+        "weights": tuple(own.format for own in weights),
         "shape": _SHAPES,
-        "tile": target_of(arch).weights_of().fuzz_tiles,
+        "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
         "activation": (*_EXACT_ACTIVATIONS, Situ()),
@@ -119,7 +122,13 @@ class FuzzCase:
                 _MAX_TOKENS if self.values["pool"] is None else _MAX_TOKENS_OF_SMALL_POOL
             ),
             num_pool_tokens=self.values["pool"],
+            weights=self.values["weights"],
         )
+
+    @property
+    def target_weights(self) -> TargetWeights:
+        """What the target does with the case's weights."""
+        return target_of(self.arch).weights_of(self.values["weights"])
 
     def inputs(self) -> list[list[Tokens]]:
         """Of each call, each rank's."""
@@ -134,7 +143,7 @@ class FuzzCase:
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
-        layer = exact_layer(self.shape, seed=1)
+        layer = exact_layer(self.shape, seed=1, scale_block=self.target_weights.scale_block)
         calls = self.inputs()
         try:
             outputs = self._outputs(layer, calls)
@@ -158,7 +167,7 @@ class FuzzCase:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.values["activation"]
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
-        numerics = target_of(self.arch).weights_of().numerics
+        numerics = self.target_weights.numerics
         if activation in _EXACT_ACTIVATIONS:
             return reference_mega_moe(*inputs, activation=activation, numerics=numerics)
         return reference_bounds(
@@ -170,7 +179,7 @@ class FuzzCase:
         wave = 1 if self.values["wave"] == "one expert" else num_local
         turn = 1 if self.values["turn"] == "one expert" else wave
         overrides = {
-            **self.values["tile"],
+            **self.target_weights.fuzz_tiles[self.values["tile"]],
             "num_experts_per_wave": wave,
             "num_experts_per_turn": turn,
         }
@@ -304,7 +313,5 @@ def _values(arch: str, row: Sequence[int]) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """A value of an axis for people: a tile is its fields."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {number}" for name, number in value.items())
+    """A value of an axis for people."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

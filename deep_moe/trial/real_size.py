@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
+from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 
@@ -14,45 +15,41 @@ from .synthetic import Layer, Tokens
 # uniform: every expert is as likely as any other. zipf: the n-th most popular expert is 1/n times
 # as likely as the first. one-expert: every token names the same expert, and others at random.
 ROUTINGS = ("uniform", "zipf", "one-expert")
-_UE8M0_OF_ONE = 127
-# Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
-_E2M1_SIZE_LOG2 = 1.5
 _CERTAIN = 1e6  # beyond any difference of Gumbel noise
 
 
-def expert_layer(shape: MoEShape, expert_idx: int, seed: int, device: torch.device) -> Layer:
-    """Random weights of one expert, the same on every rank."""
+def expert_layer(
+    shape: MoEShape,
+    expert_idx: int,
+    seed: int,
+    device: torch.device,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
+    """Random weights of one expert, the same on every rank. scale_block: rows and values along K
+    that share a scale."""
     generator = torch.Generator(device).manual_seed(1_000_003 * seed + expert_idx)
+    weights = weight_format(shape.weights)
 
     def linear(num_rows: int, num_columns: int) -> LayerWeights:
-        packed = torch.randint(
-            -128,
-            128,
-            (1, num_rows, num_columns // 2),
-            dtype=torch.int8,
-            device=device,
-            generator=generator,
-        )
-        # So that outputs are about as large as inputs; neighbouring groups differ.
-        usual = _UE8M0_OF_ONE - round((num_columns.bit_length() - 1) / 2 + _E2M1_SIZE_LOG2)
-        sf = torch.randint(
-            usual - 1,
-            usual + 2,
-            (1, num_rows, num_columns // GROUP_SIZE),
-            dtype=torch.uint8,
-            device=device,
-            generator=generator,
-        )
-        return LayerWeights(packed, pack_ue8m0(sf))
+        return weights.random(num_rows, num_columns, device, generator, scale_block)
 
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
     return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
 
 
-def rank_layer(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
+def rank_layer(
+    shape: MoEShape,
+    rank: int,
+    seed: int,
+    device: torch.device,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
     """Weights of a rank's experts."""
     num_local = shape.num_experts_per_rank
-    experts = [expert_layer(shape, rank * num_local + i, seed, device) for i in range(num_local)]
+    experts = [
+        expert_layer(shape, rank * num_local + i, seed, device, scale_block)
+        for i in range(num_local)
+    ]
 
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))

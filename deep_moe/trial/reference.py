@@ -19,12 +19,12 @@ import torch
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
-    dequantize_e2m1_ue8m0,
     dequantize_e4m3_ue8m0,
     quantize_e4m3_groups,
     ue8m0_to_float,
     unpack_ue8m0,
 )
+from deep_moe.formats.weight_formats import weight_format
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,17 +40,20 @@ SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale 
 class Numerics:
     """How activations become what the tensor cores multiply.
 
-    tokens: a token's E4M3 values [n, H] and packed scales as float64. Linear1's output has a scale
+    tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
+    and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
-    never has a smaller scale. sum_bits: what hardware keeps of a sum of products; the reference
-    keeps all.
+    never has a smaller scale. sum_bits: what hardware keeps of a sum of products, over
+    `sum_block` values along K or, if None, all of them; the reference keeps all.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     scale_block: int
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     sum_bits: int
+    sum_block: int | None = None
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3:
@@ -97,8 +100,13 @@ def _sm90_scale_bytes(amax: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     return torch.where(fits, token_bytes, own_bytes)
 
 
-MXFP8 = Numerics(_exact_tokens, GROUP_SIZE, _smallest_scale_bytes, FP32_SUM_BITS)
-SM90 = Numerics(fold_token_scales, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS)
+_mxfp4_weights = weight_format("mxfp4").dequantize
+
+# With MXFP4 weights.
+MXFP8 = Numerics(_exact_tokens, _mxfp4_weights, GROUP_SIZE, _smallest_scale_bytes, FP32_SUM_BITS)
+SM90 = Numerics(
+    fold_token_scales, _mxfp4_weights, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS
+)
 
 
 def reference_mega_moe(
@@ -119,8 +127,8 @@ def reference_mega_moe(
     x: float8_e4m3fn [tokens, hidden]; x_sf: int32 [tokens, hidden/128]; topk_idx: int64
     [tokens, topk], global expert ids; topk_weights: float32 [tokens, topk].
     l1_weights, l2_weights: as in checkpoints (before `transform_weights_for_mega_moe`), with the
-    experts of all ranks: (int8 [experts, 2*I, H/2], int32 [experts, 2*I, H/128]) and
-    (int8 [experts, H, I/2], int32 [experts, H, I/128]).
+    experts of all ranks, in the format of `numerics`: for MXFP4 (int8 [experts, 2*I, H/2], int32
+    [experts, 2*I, H/128]) and (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
@@ -189,11 +197,11 @@ def expert_output(
     numerics: Numerics,
 ) -> torch.Tensor:
     """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
-    accumulator = tokens @ dequantize_e2m1_ue8m0(*l1_weights, torch.float64).T  # [n, 2*I]
+    accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
     activated = activation(gate, up) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
-    return round_to_bf16(quantized @ dequantize_e2m1_ue8m0(*l2_weights, torch.float64).T)
+    return round_to_bf16(quantized @ numerics.weights(*l2_weights).T)
 
 
 def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

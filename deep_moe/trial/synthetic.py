@@ -26,14 +26,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from deep_moe.formats.block_scaled import (
-    E2M1_MAGNITUDES,
     E4M3_NAN,
-    GROUP_SIZE,
-    pack_e2m1_codes,
     pack_ue8m0,
-    quantize_e2m1_ue8m0,
     quantize_e4m3_ue8m0,
 )
+from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -99,14 +96,19 @@ class Tokens:
 _FIRST_LAYER_SEED = 1 << 31
 
 
-def random_layer(shape: MoEShape, *, seed: int = 0) -> Layer:
-    """Normally distributed weights that keep a token's size through the layer."""
+def random_layer(
+    shape: MoEShape, *, seed: int = 0, scale_block: tuple[int, int] = SCALE_GROUP
+) -> Layer:
+    """Normally distributed weights that keep a token's size through the layer. scale_block: rows
+    and values along K that share a scale."""
+    weights = weight_format(shape.weights)
     generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
 
     def linear(num_rows: int, num_columns: int) -> LayerWeights:
         experts = [
-            quantize_e2m1_ue8m0(
-                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5
+            weights.quantize(
+                torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5,
+                scale_block,
             )
             for _ in range(shape.num_experts)
         ]
@@ -131,8 +133,15 @@ def random_tokens(
     return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
 
 
-def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
-    """Weights of the exact case; see above. sum_bits: 24 or 13."""
+def exact_layer(
+    shape: MoEShape,
+    *,
+    seed: int = 0,
+    sum_bits: int = 24,
+    scale_block: tuple[int, int] = SCALE_GROUP,
+) -> Layer:
+    """Weights of the exact case; see above. sum_bits: 24 or 13. scale_block: rows and values along
+    K that share a scale."""
     if sum_bits not in _EXACT_BOUNDS:
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
     bounds = _EXACT_BOUNDS[sum_bits]
@@ -158,13 +167,11 @@ def exact_layer(shape: MoEShape, *, seed: int = 0, sum_bits: int = 24) -> Layer:
     else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
-    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator)
-    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator)
-    l1_sf[:, : shape.intermediate_hidden] += _UE8M0_OF_32 - _UE8M0_OF_ONE
-    return Layer(
-        LayerWeights(_pack_e2m1(l1), pack_ue8m0(l1_sf)),
-        LayerWeights(_pack_e2m1(l2), pack_ue8m0(l2_sf)),
-    )
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block)
+    l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
+    l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
+    weights = weight_format(shape.weights)
+    return Layer(weights.of_codes(l1, l1_sf, scale_block), weights.of_codes(l2, l2_sf, scale_block))
 
 
 def exact_tokens(
@@ -218,17 +225,16 @@ def _random_routing(
 
 
 def _scale_groups(
-    values: torch.Tensor, bounds: tuple[int, int], generator: torch.Generator
+    values: torch.Tensor,
+    bounds: tuple[int, int],
+    generator: torch.Generator,
+    scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and UE8M0 scales per group of 32 that stand for `values`; exponents within `bounds`."""
-    groups = values.unflatten(-1, (-1, GROUP_SIZE))
-    exponents = torch.randint(bounds[0], bounds[1] + 1, groups.shape[:-1], generator=generator)
-    codes = (groups * torch.exp2(-exponents.float()).unsqueeze(-1)).flatten(-2)
+    """Codes and UE8M0 scales per block that stand for `values`; exponents within `bounds`."""
+    rows, columns = scale_block
+    *leading, num_rows, num_columns = values.shape
+    sizes = (*leading, num_rows // rows, num_columns // columns)
+    exponents = torch.randint(bounds[0], bounds[1] + 1, sizes, generator=generator)
+    factors = torch.exp2(-exponents.float())
+    codes = values * factors.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
     return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)
-
-
-def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Values that E2M1 holds exactly, as packed codes."""
-    magnitudes = torch.tensor(E2M1_MAGNITUDES)
-    codes = torch.searchsorted(magnitudes, values.abs()).to(torch.uint8)
-    return pack_e2m1_codes(codes | (values < 0).to(torch.uint8) << 3)

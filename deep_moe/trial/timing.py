@@ -18,7 +18,7 @@ from deep_moe.activations import Activation
 from deep_moe.formats.weights import transform_weights_for_mega_moe
 from deep_moe.fused.buffer import get_symm_buffer_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS, prepare_call
-from deep_moe.fused.mega_moe import fp8_fp4_mega_moe, with_numerics
+from deep_moe.fused.mega_moe import CALLS, with_numerics
 from deep_moe.fused.options import given_options
 from deep_moe.heuristics import MegaMoEConfig, MoEShape
 
@@ -45,9 +45,12 @@ class TimedLayer:
             shape.hidden,
             shape.intermediate_hidden,
             num_pool_tokens=shape.num_pool_tokens,
+            weights=shape.weights,
             device=device,
         )
-        self.weights = transform_weights_for_mega_moe(layer.l1, layer.l2, arch=arch)
+        self.weights = transform_weights_for_mega_moe(
+            layer.l1, layer.l2, arch=arch, weights=shape.weights
+        )
         self.y = torch.empty(0)
 
     def fill(self, tokens: Tokens) -> None:
@@ -66,7 +69,7 @@ class TimedLayer:
         overrides: Mapping[str, int] | None = None,
         stats: torch.Tensor | None = None,
     ) -> None:
-        fp8_fp4_mega_moe(
+        CALLS[self.shape.weights](
             self.y,
             *self.weights,
             self.buffer,

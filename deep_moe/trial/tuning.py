@@ -26,6 +26,7 @@ from deep_moe.fused.deployment import build_deployment
 from deep_moe.fused.tuning_tables import add_to_table
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
+from deep_moe.targets import target_of
 
 from .rank_processes import run_on_ranks
 from .real_size import rank_layer, rank_tokens
@@ -304,7 +305,8 @@ def tune_on_rank(device: torch.device, plan: TuningPlan) -> None:
     rank = dist.get_rank()
     facts = machine(device, plan.commit)
     require_equal({"the GPU": facts["gpu"], "its SMs": facts["num_sms"]}, _world())
-    weights = rank_layer(plan.shape, rank, plan.seed, device)
+    scale_block = target_of(plan.arch).weights_of(plan.shape.weights).scale_block
+    weights = rank_layer(plan.shape, rank, plan.seed, device, scale_block)
     layer = TimedLayer(plan.shape, weights, device, arch=plan.arch)
     del weights
     results: list[SizeResult] = []

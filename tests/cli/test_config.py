@@ -86,6 +86,18 @@ def test_an_override_is_marked_as_the_callers():
     assert reasons["num_stages"] == "set by the caller"
 
 
+def test_weights_reach_the_config():
+    assert explained()["weights"] == "mxfp4"
+    assert explained("--weights", "fp8")["weights"] == "fp8"
+    assert "fp8 weights" in run_config("--weights", "fp8").stdout
+    sm90 = ("--arch", "sm_90a", "--weights", "fp8")
+    assert fields(*sm90)["block_m"] <= 88
+    segments = [row["name"] for row in explained(*sm90)["smem_map"]]
+    assert "weight_scales" in segments
+    assert "row_factors" not in segments
+    assert run_config("--weights", "nvfp4").exit_code == 2
+
+
 def test_a_clamp_reaches_the_config():
     assert fields("--clamp", "10")["activation_clamp"] == 10
     assert fields()["activation_clamp"] is None

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.targets.sm90 import Sm90
+from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial import fuzzing
 from deep_moe.trial.fuzzing import FuzzCase
 
@@ -20,6 +22,20 @@ def test_some_cases_pass(arch: str) -> None:
     result = CliRunner().invoke(app, ["fuzz", "--count", "2", "--arch", arch])
     assert result.exit_code == 0, result.output
     assert "2 cases, 0 failed" in result.output
+
+
+def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[FuzzCase] = []
+    monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
+    result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--weights", "fp8"])
+    assert [case.values["weights"] for case in cases] == ["fp8"] * 3
+    assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
+    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
+    refused = CliRunner().invoke(
+        app, ["fuzz", "--count", "1", "--weights", "fp8", "--arch", "sm_90a"]
+    )
+    assert "weights must be one of mxfp4 on sm_90a; got 'fp8'" in str(refused.exception)
+    assert CliRunner().invoke(app, ["fuzz", "--count", "1", "--weights", "fp7"]).exit_code == 2
 
 
 @pytest.mark.slow
@@ -50,7 +66,8 @@ def test_the_grid_is_all_kernels_and_ends(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(app, ["fuzz", "--grid", "--first", str(first)])
     assert result.exit_code == 0
     assert [case.number for case in cases] == list(range(first, size))
-    kernels = {tuple(map(str, list(case.values.values())[:5])) for case in cases}
+    num_axes = fuzzing.NUM_KERNEL_AXES
+    kernels = {tuple(map(str, list(case.values.values())[:num_axes])) for case in cases}
     assert len(kernels) == 2
     with pytest.raises(ValueError, match=f"must be below {size}"):
         FuzzCase.of_grid(size)

@@ -57,6 +57,21 @@ def test_an_exact_layer_is_equal_with_other_tokens_on_each_rank():
     assert sum(row["num_received"] for row in document["ranks"]) == 22 * 2
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("kind", ["--exact", "--seed=3"], ids=["exact", "random"])
+def test_fp8_weights(kind: str, arch: str):
+    document = ran(*TINY, "--tokens", "9", "--weights", "fp8", kind, "--arch", arch)
+    assert document["passed"]
+    assert document["shape"]["weights"] == "fp8"
+
+
+def test_weights_that_there_are_not():
+    result = invoke(*TINY, "--weights", "nvfp4")
+    assert result.exit_code == 2
+    assert "--weights must be one of mxfp4, fp8; got" in " ".join(result.output.split())
+    assert invoke(*TINY, "--weights", "fp8", "--checkpoint", "somewhere").exit_code == 2
+
+
 def test_seeds_and_overrides_reach_the_call():
     document = ran(
         *TINY, "--exact", "--override", "block_m=64", "--num-sms", "2", "--schedule-seed", "3"

@@ -134,6 +134,56 @@ def test_its_own_tests_usage(group, arch):
     buffer.destroy()
 
 
+def block_scaled(bf16: torch.Tensor, ue8m0: bool):
+    """FP8 weights with a float32 scale for every 128 x 128, as per_block_cast_to_fp8 makes them."""
+    blocks = bf16.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    sf = blocks.abs().amax(dim=(2, 4)) / 448
+    if ue8m0:
+        sf = torch.exp2(sf.log2().ceil())
+    values = (blocks / sf[:, :, None, :, None]).flatten(3).flatten(1, 2)
+    return values.to(torch.float8_e4m3fn), sf
+
+
+@pytest.mark.parametrize("ue8m0", [True, False])
+def test_fp8_weights(ue8m0):
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(
+        None, NUM_EXPERTS, MAX_TOKENS, TOPK, HIDDEN, INTERMEDIATE, mma_type="fp8xfp8", device="cpu"
+    )
+    raw = [block_scaled(own, ue8m0) for own in bf16_weights()]
+    if ue8m0:
+        l1, l2 = deep_gemm.transform_weights_for_mega_moe(*raw, mma_type="fp8xfp8")
+    else:
+        with pytest.raises(ValueError, match=r"l1_weights: expert 0, .* must be a power of two"):
+            deep_gemm.transform_weights_for_mega_moe(*raw, mma_type="fp8xfp8")
+        with pytest.warns(deep_moe.RequantizationWarning, match="l2_weights: rounded anew"):
+            l1, l2 = deep_gemm.transform_weights_for_mega_moe(
+                *raw, mma_type="fp8xfp8", requantize=True
+            )
+    x, topk_idx, topk_weights = inputs()
+    views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    for view, value in zip(views, (*x, topk_idx, topk_weights), strict=True):
+        view[:NUM_TOKENS].copy_(value)
+    y = torch.empty((NUM_TOKENS, HIDDEN), dtype=torch.bfloat16)
+    deep_gemm.fp8_mega_moe(y, l1, l2, buffer, activation_clamp=CLAMP)
+
+    expected = reference_mega_moe(
+        *x,
+        topk_idx,
+        topk_weights,
+        *raw,
+        activation_clamp=CLAMP,
+        numerics=target_of("sm_100a").weights_of("fp8").numerics,
+    )
+    assert calc_diff(y, expected) < (1e-5 if ue8m0 else 1e-2)
+    with pytest.raises(ValueError, match="sym_buffer must be made with weights='mxfp4'"):
+        deep_gemm.fp8_fp4_mega_moe(y, l1, l2, buffer)
+    with pytest.raises(ValueError, match=r"recipe must be \(1, 1, 32\)"):
+        deep_gemm.fp8_mega_moe(y, l1, l2, buffer, recipe=(128, 128, 128))
+    with pytest.raises(TypeError, match="sym_buffer must be of deep_moe"):
+        deep_gemm.fp8_mega_moe(y, l1, l2, buffer.own)
+    buffer.destroy()
+
+
 class TestBuffer:
     def test_attributes(self, buffer):
         assert buffer.num_experts == NUM_EXPERTS
@@ -186,8 +236,7 @@ class TestBuffer:
     @pytest.mark.parametrize(
         ("option", "message"),
         [
-            ({"mma_type": "bf16xbf16"}, "mma_type must be 'fp8xfp4'.* got 'bf16xbf16'"),
-            ({"mma_type": "fp8xfp8"}, "mma_type must be"),
+            ({"mma_type": "bf16xbf16"}, "mma_type must be 'fp8xfp4' or 'fp8xfp8'.*'bf16xbf16'"),
             ({"activation": "swiglu_oai"}, "activation must be 'swiglu' or 'situ'; .*'swiglu_oai'"),
             ({"num_shared_experts": 1}, "num_shared_experts must be 0: .*; got 1"),
         ],

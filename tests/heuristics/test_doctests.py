@@ -20,6 +20,7 @@ OTHERS = [
     "deep_moe.compat.deep_gemm",
     "deep_moe.formats.block_scaled",
     "deep_moe.formats.mx",
+    "deep_moe.formats.weight_formats",
     "deep_moe.formats.weights",
     "deep_moe.fused.buffer",
 ]

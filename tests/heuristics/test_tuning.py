@@ -121,6 +121,7 @@ class TestLookUp:
             {"num_experts": 128},
             {"hidden": 7168},
             {"intermediate_hidden": 3072},
+            {"weights": "fp8"},
         ],
         ids=lambda changes: next(iter(changes)),
     )
@@ -128,8 +129,8 @@ class TestLookUp:
         config = formula_config(tuning=tuning_of(entry_at(128), **changes))
         assert config == formula_config()
         assert outcome(config) == (
-            "formula: no layer with 64 experts per rank of 4096 x 2048 has been measured on "
-            "NVIDIA H200 with 132 SMs"
+            "formula: no layer with 64 experts per rank of 4096 x 2048 in mxfp4 has been measured "
+            "on NVIDIA H200 with 132 SMs"
         )
 
     def test_the_capacity_of_the_buffer_does_not_matter(self):
@@ -374,6 +375,17 @@ class TestFile:
         assert [entry.num_tokens for entry in updated.entries] == [64, 512]
         elsewhere = dataclasses.replace(layer.key, num_ranks=8)
         assert len(table.updated(TunedLayer(elsewhere, (1,), ())).layers) == 2
+
+    def test_the_format_of_weights_is_kept_and_mxfp4_where_a_file_does_not_say(self):
+        (table,) = tuning_of(entry_at(64), weights="fp8").tables
+        document = json.loads(format_table(table))
+        assert parse_table(json.dumps(document), "a table") == table
+        del document["layers"][0]["weights"]
+        (layer,) = parse_table(json.dumps(document), "a table").layers
+        assert layer.key == dataclasses.replace(table.layers[0].key, weights="mxfp4")
+        document["layers"][0]["weights"] = "nvfp4"
+        with pytest.raises(ValueError, match="tuning table, a table: weights must be one of mxfp4"):
+            parse_table(json.dumps(document), "a table")
 
     @pytest.mark.parametrize(
         ("damage", "message"),

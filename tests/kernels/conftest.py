@@ -51,7 +51,7 @@ def small_config(
     overrides: dict[str, int] | None = None,
     activation: str | Activation = "swiglu",
     fast_math: bool = True,
-    **shape: int,
+    **shape: Any,
 ) -> MegaMoEConfig:
     """A config as the heuristics make it, for a shape that is small unless said otherwise."""
     sizes = {
@@ -75,7 +75,7 @@ def small_config(
 
 
 def config_struct(config: MegaMoEConfig) -> str:
-    """The `struct Config` of a rendered kernel, behind the header of its activation."""
+    """The `struct Config` of a rendered kernel, behind the headers of its policies."""
     rendered = jit.render_kernel(config)
     first = rendered.index("#include <deep_moe/activations/")
     return rendered[first : rendered.index("// The host fills")]

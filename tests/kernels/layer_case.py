@@ -41,9 +41,13 @@ class LayerCase:
             shape.hidden,
             shape.intermediate_hidden,
             num_pool_tokens=shape.num_pool_tokens,
+            weights=shape.weights,
         )
+        self.numerics = target_of(arch).weights_of(shape.weights).numerics
         self.weights = [
-            transform_weights_for_mega_moe(*layer.of_rank(rank, shape.num_ranks), arch=arch)
+            transform_weights_for_mega_moe(
+                *layer.of_rank(rank, shape.num_ranks), arch=arch, weights=shape.weights
+            )
             for rank in range(shape.num_ranks)
         ]
 
@@ -76,7 +80,7 @@ class LayerCase:
                 self.layer.l1,
                 self.layer.l2,
                 activation_clamp=activation_clamp,
-                numerics=target_of(self.arch).weights_of().numerics,
+                numerics=self.numerics,
             )
             for mine in tokens
         ]
@@ -98,7 +102,7 @@ class LayerCase:
                 self.layer.l1,
                 self.layer.l2,
                 activation_clamp=activation_clamp,
-                numerics=target_of(self.arch).weights_of().numerics,
+                numerics=self.numerics,
                 sum_bits=sum_bits,
             )
             for mine in tokens
@@ -111,7 +115,7 @@ class LayerCase:
         ys = self.call(tokens, activation_clamp=activation_clamp, **options)
         sum_bits = FP32_SUM_BITS
         if options.get("hopper_fp8_sums"):
-            sum_bits = target_of(self.arch).weights_of().numerics.sum_bits
+            sum_bits = self.numerics.sum_bits
         bounds = self.bounds(
             tokens,
             activation_clamp=activation_clamp,

@@ -22,10 +22,14 @@ MORE_PROBLEMS = {
 }
 
 
-def check(block_m: int, problem: tuple[int, int, int, int, int, float | None, bool]) -> None:
+def check(
+    block_m: int,
+    problem: tuple[int, int, int, int, int, float | None, bool],
+    weights: str = "mxfp4",
+) -> None:
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
     config = choose_config(
-        MoEShape(ranks, experts, topk, hidden, intermediate, 1024),
+        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights),
         1024,
         activation_clamp=clamp,
         fast_math=fast_math,
@@ -48,8 +52,14 @@ def test_no_spills(block_m: int, problem: str) -> None:
     check(block_m, PROBLEMS[problem])
 
 
+@pytest.mark.parametrize("block_m", TILES)
+def test_no_spills_with_fp8_weights(block_m: int) -> None:
+    check(block_m, PROBLEMS["clamp_precise"], "fp8")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("problem", MORE_PROBLEMS)
 @pytest.mark.parametrize("block_m", TILES)
-def test_no_spills_in_more_problems(block_m: int, problem: str) -> None:
-    check(block_m, MORE_PROBLEMS[problem])
+def test_no_spills_in_more_problems(block_m: int, problem: str, weights: str) -> None:
+    check(block_m, MORE_PROBLEMS[problem], weights)

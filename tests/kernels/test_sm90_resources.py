@@ -31,11 +31,15 @@ MORE_PROBLEMS: dict[str, tuple[int, int, int, int, int, float | None, bool]] = {
 }
 
 
-def check(tile: tuple[int, int], problem: str) -> None:
+# With FP8 weights, whose sums take a second set of accumulators.
+FP8_TILES = ((8, 8), (24, 24), (48, 48), (64, 64), (72, 72), (80, 80), (88, 88))
+
+
+def check(tile: tuple[int, int], problem: str, weights: str = "mxfp4") -> None:
     values = {**PROBLEMS, **MORE_PROBLEMS}[problem]
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = values
     config = choose_config(
-        MoEShape(ranks, experts, topk, hidden, intermediate, 1024),
+        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights),
         1024,
         arch="sm_90a",
         activation_clamp=clamp,
@@ -61,6 +65,12 @@ def check(tile: tuple[int, int], problem: str) -> None:
 @pytest.mark.parametrize("tile", TILES)
 def test_no_spills(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("tile", FP8_TILES)
+def test_no_spills_with_fp8_weights(tile: tuple[int, int], problem: str) -> None:
+    check(tile, problem, "fp8")
 
 
 @pytest.mark.slow

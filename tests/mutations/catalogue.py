@@ -78,6 +78,7 @@ class Mutation:
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
     in_a_row: bool = False  # calls that ranks begin without a look at each other
     one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
+    weights: str = "mxfp4"  # their format
     test: str = ""  # "module::function" below tests/kernels, where two small calls cannot notice
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function
 
@@ -324,7 +325,7 @@ SM100_MUTATIONS = (
     M(
         "map_stride",
         in_module(
-            "deep_moe/targets/sm100_mxfp4.py",
+            "deep_moe/targets/sm100_weights.py",
             "strides=(num_columns * data_type.bits // 8,)",
             "strides=(num_columns * data_type.bits // 8 + 16,)",
         ),
@@ -333,7 +334,7 @@ SM100_MUTATIONS = (
     M(
         "map_box",
         in_module(
-            "deep_moe/targets/sm100_mxfp4.py",
+            "deep_moe/targets/sm100_weights.py",
             "half_m = config.block_m // 2",
             "half_m = config.block_m // 4",
         ),
@@ -401,6 +402,33 @@ SM90_MUTATIONS = (
     M("k_step_of_descriptor", replaced("wgmma", "mma_k >> 4", "mma_k >> 5"), "result"),
     M("descriptor_stride", replaced("operand_stride", "1024", "512"), "result"),
     M("one_half_not_rescaled", removed("lower_rescaled"), "result"),
+    M(
+        "upper_promoted_early",
+        replaced("upper_complete", "wgmma_wait_group<1>", "wgmma_wait_group<2>"),
+        "race",
+        weights="fp8",
+    ),
+    M(
+        "lower_promoted_early",
+        replaced("lower_complete", "wgmma_wait_group<0>", "wgmma_wait_group<1>"),
+        "race",
+        weights="fp8",
+    ),
+    M("promoted_stage_not_awaited", removed("promoted_stage_awaited"), "race", weights="fp8"),
+    M("promoted_without_fence", removed("promoted_fence"), "race", weights="fp8"),
+    M(
+        "products_of_the_block_before_kept",
+        replaced("promoted_wgmma", "i > 0", "true"),
+        "misuse|result",  # the first products are added to nothing that was written
+        weights="fp8",
+    ),
+    M("one_promoted_half_not_rescaled", removed("promoted_rescaled"), "result", weights="fp8"),
+    M(
+        "scales_not_counted",
+        replaced("scales_counted", "block_bytes + scale_bytes", "block_bytes"),
+        "race|misuse",
+        weights="fp8",
+    ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- set-up
     M(

@@ -4,6 +4,7 @@ it compiles, runs in the emulator, and rounds as its reference says."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import re
 import subprocess
@@ -18,6 +19,8 @@ from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, WEIGHT_POINTER_NAMES
 from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
+from deep_moe.targets.sm90 import Sm90
+from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.kernels.layer_case import LayerCase
 
@@ -54,9 +57,21 @@ def test_a_devices_target(monkeypatch: pytest.MonkeyPatch, capability, name) -> 
         assert target_of_device(torch.device("cuda", 1)).name == name
 
 
-def test_a_format_that_a_target_does_not_have_is_refused_with_both_names() -> None:
-    with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'nvfp4'"):
+def test_a_format_that_a_target_does_not_have_is_refused_with_both_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = "weights must be one of mxfp4, fp8 on sm_90a; got "
+    with pytest.raises(ValueError, match=f"{words}'nvfp4': its scales, E4M3 per 16 values"):
         target_of("sm_90a").weights_of("nvfp4")
+    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
+    fp8 = dataclasses.replace(SHAPE, weights="fp8")
+    with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
+        choose_config(fp8, 4, arch="sm_90a")
+    with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
+        deep_moe.empty_weights_for_mega_moe(4, 256, 128, arch="sm_90a", weights="fp8")
+    assert choose_config(fp8, 4, arch="sm_100a").target_weights.format == "fp8"
+    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8; got 'bf17'"):
+        dataclasses.replace(SHAPE, weights="bf17")
 
 
 def test_targets_load_no_torch() -> None:
@@ -88,11 +103,15 @@ def test_the_worked_cases_hold() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_operands_have_the_names_of_the_kernels_arguments(name: str) -> None:
     target = target_of(name)
-    config = choose_config(SHAPE, 4, arch=name)
-    layer = exact_layer(SHAPE)
     for weights in target.weights:
-        l1, l2 = deep_moe.transform_weights_for_mega_moe(*layer.of_rank(0, 2), arch=name)
-        expected = weights.tensors(SHAPE).values()
+        shape = dataclasses.replace(SHAPE, weights=weights.format)
+        config = choose_config(shape, 4, arch=name)
+        l1, l2 = deep_moe.transform_weights_for_mega_moe(
+            *exact_layer(shape, scale_block=weights.scale_block).of_rank(0, 2),
+            arch=name,
+            weights=weights.format,
+        )
+        expected = weights.tensors(shape).values()
         assert [(t.dtype, tuple(t.shape)) for t in (*l1, *l2)] == list(expected)
         operands = weights.operands(config, 1 << 20, l1, l2)
         assert operands.tensor_maps.keys() <= set(TENSOR_MAP_NAMES)
@@ -111,9 +130,19 @@ def test_sm_103a_is_the_kernel_of_sm_100a_under_its_own_name() -> None:
     assert ".target sm_103a" in kernel.ptx
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_target_runs_in_the_emulator_as_its_reference(name: str) -> None:
-    sum_bits = target_of(name).weights_of().numerics.sum_bits
-    case = LayerCase(SHAPE, exact_layer(SHAPE, sum_bits=sum_bits), arch=name)
-    tokens = [exact_tokens(SHAPE, count, seed=count) for count in (9, 4)]
+PAIRS = [(name, own.format) for name, target in TARGETS.items() for own in target.weights]
+
+
+@pytest.mark.parametrize(("name", "weights"), PAIRS)
+def test_a_target_runs_in_the_emulator_as_its_reference(name: str, weights: str) -> None:
+    shape = dataclasses.replace(SHAPE, weights=weights)
+    own = target_of(name).weights_of(weights)
+    layer = exact_layer(shape, sum_bits=own.numerics.sum_bits, scale_block=own.scale_block)
+    case = LayerCase(shape, layer, arch=name)
+    tokens = [exact_tokens(shape, count, seed=count) for count in (9, 4)]
     assert all(result.is_exact for result in case.compare_call(tokens, num_sms=2))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_formats_of_a_target_have_as_many_tiles_to_fuzz(name: str) -> None:
+    assert len({len(own.fuzz_tiles) for own in target_of(name).weights}) == 1

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MMA_TYPE = "fp8xfp4"
+WEIGHTS = {MMA_TYPE: "mxfp4", "fp8xfp8": "fp8"}  # their format here, by mma_type
 ACTIVATION = "swiglu"
 ACTIVATIONS = (ACTIVATION, Situ.name)  # that DeepGEMM has
 RECIPE = (1, 1, 32)
@@ -62,15 +63,16 @@ class SymmBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """group: a process group, or None for one rank. activation: "swiglu" or "situ", for which
-        the buffer is the same. num_shared_experts, mma_type, base: only the defaults. device: as in
+        """group: a process group, or None for one rank. mma_type: "fp8xfp4" or "fp8xfp8", for calls
+        of `fp8_fp4_mega_moe` or `fp8_mega_moe`. activation: "swiglu" or "situ": the buffer is
+        the same. num_shared_experts, base: only the defaults. device: as in
         `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is raised."""
         if num_shared_experts != 0:
             raise ValueError(
                 "num_shared_experts must be 0: no kernel here computes them, a layer's other code "
                 f"has to; got {num_shared_experts}"
             )
-        _check_mma_type(mma_type)
+        weights = _weights_of(mma_type)
         _check_activation(activation)
         if base is not None:
             raise ValueError("base must be None: every buffer has memory of its own")
@@ -81,6 +83,7 @@ class SymmBuffer:
             num_topk,
             hidden,
             intermediate_hidden,
+            weights=weights,
             device=device,
         )
         self.group = group
@@ -164,22 +167,29 @@ def transform_weights_for_mega_moe(
     mma_type: str = MMA_TYPE,
     *,
     arch: str | None = None,
+    requantize: bool = False,
 ) -> MegaMoEWeights:
-    """(l1, l2) for `fp8_fp4_mega_moe`, as new tensors, in deep_moe's layout.
+    """(l1, l2) for `fp8_fp4_mega_moe` or, with mma_type "fp8xfp8", `fp8_mega_moe`, as new tensors,
+    in deep_moe's layout.
 
     l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales; l2_weights: packed
     E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2. Scales: one per 32 values,
     int32 with four in each, of any strides, float8_e8m0fnu, uint8, or float32 powers of two.
-    activation: "swiglu" or "situ"; the weights are the same. mma_type: only the default. arch: the
-    target, by default that of the device.
+    With "fp8xfp8" float8_e4m3fn [E, 2*I, H] and [E, H, I], and such scales, or one for each 128 x
+    128 values.
+    activation: "swiglu" or "situ"; the weights are the same. arch: the target, by default that of
+    the device. requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
     Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
     """
     _check_activation(activation)
-    _check_mma_type(mma_type)
-    l1 = packed_weights("l1_weights", l1_weights)
-    l2 = packed_weights("l2_weights", l2_weights)
-    return deep_moe.transform_weights_for_mega_moe(l1, l2, arch)
+    weights = _weights_of(mma_type)
+    if mma_type == MMA_TYPE:
+        l1_weights = packed_weights("l1_weights", l1_weights)
+        l2_weights = packed_weights("l2_weights", l2_weights)
+    return deep_moe.transform_weights_for_mega_moe(
+        l1_weights, l2_weights, arch, weights=weights, requantize=requantize
+    )
 
 
 def fp8_fp4_mega_moe(
@@ -212,11 +222,7 @@ def fp8_fp4_mega_moe(
     Raises TypeError or ValueError for what it does not compute, and as
     `deep_moe.fp8_fp4_mega_moe`.
     """
-    if not isinstance(sym_buffer, SymmBuffer):
-        raise TypeError(
-            "sym_buffer must be of deep_moe.compat.deep_gemm.get_symm_buffer_for_mega_moe; "
-            f"got {type(sym_buffer).__name__}"
-        )
+    _check_buffer(sym_buffer)
     for name, value in (
         ("shared_l1_weights", shared_l1_weights),
         ("shared_l2_weights", shared_l2_weights),
@@ -234,6 +240,46 @@ def fp8_fp4_mega_moe(
         cumulative_local_expert_recv_stats,
         recipe,
         _activation(activation, situ_beta, situ_linear_beta),
+        activation_clamp,
+        fast_math,
+        arch=arch,
+        num_sms=_num_sms,
+    )
+
+
+def fp8_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    arch: str | None = None,
+) -> None:
+    """`deep_moe.fp8_mega_moe`, for a `SymmBuffer` of this module with mma_type "fp8xfp8": writes y,
+    bfloat16 [tokens, hidden].
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned for that
+        mma_type.
+    recipe: (1, 1, 32) only: tokens have a UE8M0 scale for every 32 values, where the kernel for
+        Hopper there, whose recipe is (128, 128, 128), has a float32 scale for every 128.
+    arch: on a CPU, the target to emulate.
+
+    Raises TypeError or ValueError as `deep_moe.fp8_mega_moe`.
+    """
+    _check_buffer(sym_buffer)
+    deep_moe.fp8_mega_moe(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer.own,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
         activation_clamp,
         fast_math,
         arch=arch,
@@ -297,9 +343,16 @@ def get_block_m_for_mega_moe(
     """Rows of an m-block of the kernel for `num_tokens` tokens per rank, on the current GPU or, if
     there is none, what a CPU emulates: the heuristics' choice, which overrides and tuning tables
     can change."""
-    _check_mma_type(mma_type)
     # The widths have no say in the number of rows.
-    shape = MoEShape(num_ranks, num_experts, num_topk, K_BLOCK, K_BLOCK, num_max_tokens_per_rank)
+    shape = MoEShape(
+        num_ranks,
+        num_experts,
+        num_topk,
+        K_BLOCK,
+        K_BLOCK,
+        num_max_tokens_per_rank,
+        weights=_weights_of(mma_type),
+    )
     target = target_of_device(torch.device(_default_device()))
     return choose_config(shape, num_tokens, arch=target.name).block_m
 
@@ -330,10 +383,20 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check_mma_type(mma_type: str) -> None:
-    if mma_type != MMA_TYPE:
+def _weights_of(mma_type: str) -> str:
+    if mma_type not in WEIGHTS:
         raise ValueError(
-            f"mma_type must be {MMA_TYPE!r}, FP8 tokens and MXFP4 weights; got {mma_type!r}"
+            f"mma_type must be 'fp8xfp4' or 'fp8xfp8', FP8 tokens and MXFP4 or FP8 weights; got "
+            f"{mma_type!r}"
+        )
+    return WEIGHTS[mma_type]
+
+
+def _check_buffer(sym_buffer: object) -> None:
+    if not isinstance(sym_buffer, SymmBuffer):
+        raise TypeError(
+            "sym_buffer must be of deep_moe.compat.deep_gemm.get_symm_buffer_for_mega_moe; "
+            f"got {type(sym_buffer).__name__}"
         )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.formats.block_scaled import GROUP_SIZE, WORD_SIZE, pack_ue8m0
+from deep_moe.formats.block_scaled import GROUP_SIZE, WORD_SIZE, pack_ue8m0, ue8m0_of_floats
+from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights, weight_pair
 
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _RECIPES = ((1, GROUP_SIZE), (1, 1, GROUP_SIZE))
-_MANTISSA = (1 << 23) - 1  # of float32
-_SMALLEST = 1 << 22  # 2^-127, UE8M0's byte 0, which is not normalized in float32
 
 
 def transform_sf_into_required_layout(
@@ -53,7 +52,7 @@ def transform_sf_into_required_layout(
 
 def packed_weights(name: str, value: object) -> LayerWeights:
     """A pair in any of the formats as (int8 [E, N, K/2], int32 [E, N, K/128])."""
-    weight, sf = weight_pair(name, value)
+    weight, sf = weight_pair(name, value, weight_format("mxfp4"))
     if weight.dtype not in _PACKED_DTYPES:
         raise TypeError(
             f"{name}[0] must be packed E2M1, int8, uint8 or float4_e2m1fn_x2; got {weight.dtype}"
@@ -90,15 +89,12 @@ def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) ->
 
 def _bytes_of_floats(name: str, sf: torch.Tensor) -> torch.Tensor:
     """UE8M0 bytes of float32 powers of two, or an error that names the first other number."""
-    bits = sf.contiguous().view(torch.int32)
-    exponents = bits >> 23  # of a negative number negative too
-    is_power = ((bits & _MANTISSA) == 0) & (exponents > 0) & (exponents < 255)
-    is_power |= bits == _SMALLEST
-    wrong = (~is_power).nonzero()
+    scale_bytes, is_wrong = ue8m0_of_floats(sf)
+    wrong = is_wrong.nonzero()
     if wrong.numel():
         index = tuple(wrong[0].tolist())
         raise ValueError(
             f"{name} must hold powers of two, 2^-127 to 2^127; got {sf[index].item()} at "
             f"{list(index)}"
         )
-    return exponents.to(torch.uint8)
+    return scale_bytes

@@ -1,5 +1,6 @@
 // wgmma: the fourth-generation tensor core of SM90. A warpgroup multiplies 64 rows of A, in its
-// registers, with B in shared memory; the products run asynchronously, in groups.
+// registers or in shared memory, with B in shared memory; the products run asynchronously, in
+// groups.
 //
 // All four warps of a warpgroup execute each of these, converged. Thread t of warp w holds
 //   A, register r, byte e:  row 16*w + t/4 + 8*(r%2), k = 4*(t%4) + e + 16*(r/2)
@@ -110,6 +111,40 @@ DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
 DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
 DEEP_MOE_WGMMA("168", 84, "%84", "%85", "%86", "%87", "%88")
 DEEP_MOE_WGMMA("176", 88, "%88", "%89", "%90", "%91", "%92")
+
+#undef DEEP_MOE_WGMMA
+
+// D[64 rows][n] (+)= A (E4M3) x B (E4M3), K = 32, FP32 accumulation, both in shared memory: 64 and
+// n rows of 32 bytes of K. `accumulate` false overwrites D.
+#define DEEP_MOE_WGMMA(n, num_accumulators, a, b, p)                                       \
+    __device__ __forceinline__ void wgmma_m64k32_f32_e4m3_e4m3(                            \
+        float (&d)[num_accumulators], uint64_t a_descriptor, uint64_t b_descriptor,        \
+        bool accumulate) {                                                                 \
+        asm volatile(                                                                      \
+            "{\n"                                                                          \
+            ".reg .pred p;\n"                                                              \
+            "setp.ne.b32 p, " p                                                            \
+            ", 0;\n"                                                                       \
+            "wgmma.mma_async.sync.aligned.m64n" n                                          \
+            "k32.f32.e4m3.e4m3 "                                                           \
+            "{" DEEP_MOE_NUMBERS_##num_accumulators "}, " a ", " b                         \
+                                                    ", p, 1, 1;\n"                         \
+                                                    "}"                                    \
+            : DEEP_MOE_FLOATS_##num_accumulators(d, 0)                                     \
+            : "l"(a_descriptor), "l"(b_descriptor), "r"(static_cast<uint32_t>(accumulate)) \
+            : "memory");                                                                   \
+    }
+DEEP_MOE_WGMMA("8", 4, "%4", "%5", "%6")
+DEEP_MOE_WGMMA("16", 8, "%8", "%9", "%10")
+DEEP_MOE_WGMMA("24", 12, "%12", "%13", "%14")
+DEEP_MOE_WGMMA("32", 16, "%16", "%17", "%18")
+DEEP_MOE_WGMMA("40", 20, "%20", "%21", "%22")
+DEEP_MOE_WGMMA("48", 24, "%24", "%25", "%26")
+DEEP_MOE_WGMMA("56", 28, "%28", "%29", "%30")
+DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34")
+DEEP_MOE_WGMMA("72", 36, "%36", "%37", "%38")
+DEEP_MOE_WGMMA("80", 40, "%40", "%41", "%42")
+DEEP_MOE_WGMMA("88", 44, "%44", "%45", "%46")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4

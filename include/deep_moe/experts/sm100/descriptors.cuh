@@ -6,8 +6,8 @@
 
 namespace deep_moe::sm100 {
 
-// One MMA consumes 32 elements of K. Operands have one byte per element (E2M1 weights were unpacked
-// by the load), so the next K step starts 32 bytes further inside the same 128-byte row.
+// One MMA consumes 32 elements of K. Operands have one byte per element (E2M1 was unpacked by the
+// load), so the next K step starts 32 bytes further inside the same 128-byte row.
 constexpr uint32_t mma_k = 32;
 // A k-block is one 128-byte row of the swizzle, and one 32-bit word of scales.
 constexpr uint32_t mmas_per_k_block = 128 / mma_k;
@@ -46,12 +46,13 @@ __device__ __forceinline__ uint64_t scale_descriptor(uint32_t smem_address) {
     return descriptor;
 }
 
-// D[256 weight rows][num_tokens] in FP32 = E2M1 weights x E4M3 tokens, both K-major, UE8M0 scales.
+// D[256 weight rows][num_tokens] in FP32 = weights x E4M3 tokens, both K-major, UE8M0 scales.
 // `scale_idx` picks the byte of each scale word, which is the K step inside the k-block.
+template <class Weights>
 __device__ __forceinline__ uint32_t instruction_descriptor(uint32_t num_tokens,
                                                            uint32_t scale_idx) {
     cute::UMMA::InstrDescriptorBlockScaled descriptor{};
-    descriptor.a_format_ = static_cast<uint16_t>(cute::UMMA::MXF8F6F4Format::E2M1);
+    descriptor.a_format_ = static_cast<uint16_t>(Weights::mma_format);
     descriptor.b_format_ = static_cast<uint16_t>(cute::UMMA::MXF8F6F4Format::E4M3);
     descriptor.scale_format_ = static_cast<uint16_t>(cute::UMMA::ScaleFormat::UE8M0);
     descriptor.m_dim_ = 256 >> 4;

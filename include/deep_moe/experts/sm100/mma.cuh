@@ -46,7 +46,8 @@ __device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& sme
         //~ mma
         ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
             accumulator, advance_along_k(weights, i * mma_k), advance_along_k(tokens, i * mma_k),
-            instruction_descriptor(num_tokens, i), weight_sf, token_sf, !is_first || i > 0);
+            instruction_descriptor<typename Config::Weights>(num_tokens, i), weight_sf, token_sf,
+            !is_first || i > 0);
     }
 }
 

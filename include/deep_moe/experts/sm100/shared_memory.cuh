@@ -24,8 +24,9 @@ class SharedMemory {
     static constexpr uint32_t activation_tile_bytes = Smem::activations_stride;
     static constexpr uint32_t activation_sf_bytes = Smem::activation_sf_stride;
     static constexpr uint32_t weight_sf_bytes = Smem::weight_sf_stride;
-    // What a load of packed E2M1 counts on its barrier: half of what it spans in shared memory.
-    static constexpr uint32_t weight_tile_packed_bytes = Smem::weights_stride / 2;
+    // What a load counts on its barrier.
+    static constexpr uint32_t weight_tile_loaded_bytes =
+        Config::Weights::loaded_bytes(Smem::weights_stride);
     static constexpr uint32_t num_store_slots = 2;
     static constexpr uint32_t l1_output_row_bytes =
         Config::block_n / 2;  // e4m3, gate and up merged
@@ -51,7 +52,7 @@ class SharedMemory {
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * activation_tile_bytes;
     }
-    // e2m1 [block_n][block_k], 16 elements in 16 bytes, 128-byte swizzle: this CTA's weight rows.
+    // [block_n][block_k], 16 elements in 16 bytes, 128-byte swizzle: this CTA's weight rows.
     __device__ uint32_t weights(uint32_t stage) const {
         return base_ + Smem::weights_offset + stage * Smem::weights_stride;
     }

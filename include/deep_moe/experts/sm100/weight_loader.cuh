@@ -48,7 +48,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             if (ptx::elect_sync()) {
                 const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(
-                    full, smem.weight_tile_packed_bytes + smem.weight_sf_bytes);
+                    full, smem.weight_tile_loaded_bytes + smem.weight_sf_bytes);
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                     smem.weights(ring.stage), weights, full, k_block_idx * Config::block_k,
                     first_row);  //~ weight_tile

@@ -79,7 +79,7 @@ class MathWarps {
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header<Config>(header_address());
         const Thread thread = Thread::here();
-        const RowFactors rows = load_row_factors(smem_.row_factors(slot()), thread);
+        const RowFactors rows = row_factors(thread);
         const RankBuffers<Config> ranks(args_);
         if (block.phase == Phase::linear1) {
             return L1Epilogue<Config, num_rows>(smem_, ranks.local(), thread, slot(), turn())
@@ -99,6 +99,15 @@ class MathWarps {
         }
     }
 
+    // Where weights have none, their scales are in the sums already.
+    __device__ __forceinline__ RowFactors row_factors(const Thread& thread) const {
+        if constexpr (Config::Weights::has_row_factors) {
+            return load_row_factors(smem_.row_factors(slot()), thread);
+        } else {
+            return {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+        }
+    }
+
     __device__ uint32_t slot() const { return block_idx_ % Config::num_block_slots; }  //~ math_slot
     __device__ uint32_t header_address() const { return smem_.block_headers(slot()); }
     // Which maxima a block uses: they alternate.
@@ -107,7 +116,7 @@ class MathWarps {
     const KernelArgs& args_;
     const SharedMemory<Config>& smem_;
     Waiter& waiter_;
-    MainLoop<Config> main_loop_;
+    typename Config::Weights::template MainLoop<Config> main_loop_;
     Tracer<Config> trace_;
     uint32_t block_idx_ = 0;  // of this CTA, in the order of the list
 };

@@ -9,7 +9,6 @@
 
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
-#include "deep_moe/formats/sm90_fp4_decode.cuh"
 #include "deep_moe/layout/elements.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -21,10 +20,10 @@ class SharedMemory {
     using Smem = typename Config::Smem;
 
  public:
-    static_assert(Smem::weight_blocks_stride == weight_block_bytes);
+    static_assert(Smem::weight_blocks_stride == Config::Weights::block_bytes);
     static_assert(Smem::block_headers_stride == sizeof(uint4), "a header is one vector");
     static_assert(
-        all_are<float, typename Smem::row_factors_element, typename Smem::l1_token_factors_element,
+        all_are<float, typename Smem::l1_token_factors_element,
                 typename Smem::l2_token_factors_element, typename Smem::topk_weights_element>);
     static_assert(all_are<uint32_t, typename Smem::changes_of_scale_element,
                           typename Smem::amax_exchange_element>);
@@ -41,9 +40,15 @@ class SharedMemory {
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * Smem::activations_stride;
     }
-    // 256 rows x 128 k of FP4 weights as the host shuffled them (formats/sm90_fp4_decode.cuh).
+    // 256 rows x 128 k of weights as the host laid them out (Config::Weights).
     __device__ uint32_t weight_blocks(uint32_t stage) const {
         return base_ + Smem::weight_blocks_offset + stage * Smem::weight_blocks_stride;
+    }
+    // f32 [2][2]: the weights' scales in this k-block, of each warpgroup's rows of h = 0 and of h =
+    // 1 (math_thread.cuh), for formats without row factors.
+    __device__ uint32_t weight_scales(uint32_t stage) const {
+        static_assert(all_are<float, typename Smem::weight_scales_element>);
+        return base_ + Smem::weight_scales_offset + stage * Smem::weight_scales_stride;
     }
     // bf16 [4][block_m / 8][2]: what the accumulators of token 8*j + 2*q + p are multiplied by, at
     // [q][j][p], before the k-block of this stage is added (Linear2).
@@ -75,8 +80,10 @@ class SharedMemory {
     __device__ uint32_t block_headers(uint32_t slot) const {
         return base_ + Smem::block_headers_offset + slot * Smem::block_headers_stride;
     }
-    // Weight loader, with the first stage: f32 [256], factors of the weight rows, in slot order.
+    // Weight loader, with the first stage: f32 [256], factors of the weight rows, in slot order,
+    // for formats that have some.
     __device__ uint32_t row_factors(uint32_t slot) const {
+        static_assert(all_are<float, typename Smem::row_factors_element>);
         return base_ + Smem::row_factors_offset + slot * Smem::row_factors_stride;
     }
     // Activation loader, with the first stage of Linear1: f32 [block_m], the tokens' scales.

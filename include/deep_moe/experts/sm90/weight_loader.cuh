@@ -12,7 +12,6 @@
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
-#include "deep_moe/formats/sm90_fp4_decode.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -34,7 +33,11 @@ __device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
+    using Weights = typename Config::Weights;
+    constexpr uint32_t block_bytes = Weights::block_bytes;
     constexpr uint32_t row_factor_bytes = Config::block_n * sizeof(float);
+    constexpr uint32_t scales_per_block = 4;
+    constexpr uint32_t scale_bytes = scales_per_block * sizeof(float);
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -52,11 +55,15 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const BlockHeader header{block, linear.weight_block_row(block), block.n_block_idx};
         trace.mark(linear.load_step(), header.weight_block_row_idx, header.num_valid_rows);
         const auto* src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
-                          uint64_t{header.weight_block_row_idx} * num_k_blocks * weight_block_bytes;
+                          uint64_t{header.weight_block_row_idx} * num_k_blocks * block_bytes;
         // With a single m-block, these weights are read once.
         const bool is_read_once = counts.num_m_blocks(block.expert_idx) == 1;
-        const float* row_factors =
-            linear.row_factors(args) + header.weight_block_row_idx * Config::block_n;
+        const float* factors = linear.row_factors(args);
+        if constexpr (Weights::has_row_factors) {
+            factors += header.weight_block_row_idx * Config::block_n;
+        } else {
+            factors += header.weight_block_row_idx * num_k_blocks * scales_per_block;
+        }
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&
@@ -70,25 +77,31 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t dst = smem.weight_blocks(ring.stage);
-                if (k_block_idx == 0) {
+                if constexpr (!Weights::has_row_factors) {
+                    if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
+                    ptx::mbarrier_arrive_expect_tx(full,
+                                                   block_bytes + scale_bytes);  //~ scales_counted
+                    ptx::cp_async_bulk_shared_global(smem.weight_scales(ring.stage), factors,
+                                                     scale_bytes, full);
+                } else if (k_block_idx == 0) {
                     tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes + row_factor_bytes);
-                    ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), row_factors,
+                    ptx::mbarrier_arrive_expect_tx(full, block_bytes + row_factor_bytes);
+                    ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), factors,
                                                      row_factor_bytes, full);
                 } else {
-                    ptx::mbarrier_arrive_expect_tx(full, weight_block_bytes);  //~ weight_bytes
+                    ptx::mbarrier_arrive_expect_tx(full, block_bytes);  //~ weight_bytes
                 }
                 if (is_read_once) {
-                    ptx::cp_async_bulk_shared_global_evict_first(dst, src, weight_block_bytes,
-                                                                 full);
+                    ptx::cp_async_bulk_shared_global_evict_first(dst, src, block_bytes, full);
                 } else {
-                    ptx::cp_async_bulk_shared_global(dst, src, weight_block_bytes, full);
+                    ptx::cp_async_bulk_shared_global(dst, src, block_bytes, full);
                 }
             }
             __syncwarp();
             constexpr uint32_t num_ahead = BlockClaims<Config>::num_k_blocks_ahead;
             if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
-            src += weight_block_bytes;
+            src += block_bytes;
+            if constexpr (!Weights::has_row_factors) factors += scales_per_block;
             ring.advance();
         }
         walk.advance(claims.take());

@@ -1,0 +1,289 @@
+"""FP8 weights: E4M3 [E, N, K] with scales, for every 32 values along K, or for every 128 x 128.
+
+Scales per 32 are UE8M0, four in an int32 [E, N, K/128], or one in each element of [E, N, K/32];
+those per 128 x 128 are [E, N/128, K/128]. Elements are float8_e8m0fnu, uint8 with the same bytes,
+or float32. Where a kernel applies UE8M0 scales, float32 scales that are powers of two are as exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from deep_moe.errors import RequantizationWarning
+
+from .block_scaled import (
+    E4M3_MAX,
+    E4M3_NAN,
+    GROUP_SIZE,
+    GROUPS_PER_WORD,
+    WORD_SIZE,
+    pack_ue8m0,
+    quantize_e4m3_ue8m0,
+    random_scale_bytes,
+    ue8m0_of_floats,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
+from .checks import check_layers, check_no_nan_scale
+from .weight_formats import SCALE_GROUP, WeightFormat
+from .weights import LayerWeights
+
+BLOCK = 128  # rows and values along K that share a scale, if not 32 values do
+
+_SCALE_DTYPES = (torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.float32)
+# Root mean square of the numbers of E4M3, about 2^6.6.
+_SIZE_LOG2 = 6.6
+_SMALLEST_NORMAL = 2.0**-126  # of float32
+
+
+class Fp8(WeightFormat):
+    name = "fp8"
+    pair = "a pair (E4M3 float8_e4m3fn, scales), as deep_moe.quantize_mxfp8 gives it"
+    values_per_byte = 1
+
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+        return check_layers(
+            l1,
+            l2,
+            values_per_byte=self.values_per_byte,
+            check_dtypes=_check_dtypes,
+            check_scales=_check_scales,
+        )
+
+    def check_values(self, name: str, layer: LayerWeights) -> None:
+        _check_numbers(name, layer.weight)
+        if layer.sf.dtype == torch.float32:
+            _check_positive(name, layer.sf)
+        else:
+            check_no_nan_scale(name, layer.sf)
+
+    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+        values = weight.float().double()
+        if sf.dtype == torch.float32:
+            scales = sf.double()
+        else:
+            scales = ue8m0_to_float(_bytes(sf))
+        num_rows, num_columns = values.shape
+        rows, columns = num_rows // scales.shape[0], num_columns // scales.shape[1]
+        return values * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+        if scale_block == SCALE_GROUP:
+            return LayerWeights(*quantize_e4m3_ue8m0(x))
+        return quantize_blocks(x)
+
+    def random(
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        codes = torch.randint(
+            0,
+            256,
+            (1, num_rows, num_columns),
+            dtype=torch.uint8,
+            device=device,
+            generator=generator,
+        )
+        codes.masked_fill_((codes & E4M3_NAN) == E4M3_NAN, 0)
+        rows, columns = scale_block
+        groups = (1, num_rows // rows, num_columns // columns)
+        sf = random_scale_bytes(groups, num_columns, _SIZE_LOG2, device, generator)
+        return LayerWeights(codes.view(torch.float8_e4m3fn), _in_usual_form(sf, scale_block))
+
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        return LayerWeights(codes.to(torch.float8_e4m3fn), _in_usual_form(scale_bytes, scale_block))
+
+
+FORMAT = Fp8()
+
+
+def _in_usual_form(scale_bytes: torch.Tensor, scale_block: tuple[int, int]) -> torch.Tensor:
+    """Packed per 32 values, float32 per 128 x 128."""
+    if scale_block == SCALE_GROUP:
+        return pack_ue8m0(scale_bytes)
+    return ue8m0_to_float(scale_bytes, torch.float32)
+
+
+class Moved:
+    """How far those of one layer's values moved that were rounded anew."""
+
+    def __init__(self) -> None:
+        self._num_values = self._num_moved = 0
+        self._squares = self._moved_squares = self._largest = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether any were rounded anew."""
+        return self._num_values > 0
+
+    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Values of an expert, float64."""
+        distances = (after - before).abs()
+        self._num_values += distances.numel()
+        self._num_moved += int((distances > 0).sum())
+        self._squares += float(before.square().sum())
+        self._moved_squares += float(distances.square().sum())
+        self._largest = max(self._largest, float(distances.max()))
+
+    def warning(self, layer: str, scales: str) -> RequantizationWarning:
+        """For people. scales: what the values have now, in words."""
+        return RequantizationWarning(
+            layer,
+            scales,
+            share_moved=self._num_moved / self._num_values,
+            relative_error=math.sqrt(self._moved_squares / self._squares) if self._squares else 0.0,
+            largest_change=self._largest,
+        )
+
+
+def with_ue8m0_scales(
+    name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None = None
+) -> LayerWeights:
+    """One expert of checked weights as E4M3 [1, N, K] with UE8M0 scales per 32, int32 [1, N,
+    K/128]. moved: where the weights may be rounded anew, if their scales are no powers of two; else
+    that is a ValueError."""
+    weight, sf = (tensor[expert_idx : expert_idx + 1] for tensor in layer)
+    if sf.dtype == torch.int32:
+        return LayerWeights(weight, sf)
+    if sf.dtype == torch.float32:
+        scale_bytes, is_other = ue8m0_of_floats(sf)
+        if bool(is_other.any()):
+            if moved is None:
+                _, row, column = is_other.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{name}: expert {expert_idx}, scale [{row}, {column}] must be a power of two, "
+                    f"2^-127 to 2^127, for a kernel whose scales are UE8M0, or requantize must be "
+                    f"True; got {sf[0, row, column].item()}"
+                )
+            new = _rounded_anew(name, weight[0], sf[0], expert_idx, moved, SCALE_GROUP)
+            return LayerWeights(new.weight[None], new.sf[None])
+    else:
+        scale_bytes = _bytes(sf)
+    if scale_bytes.shape[1] != weight.shape[1]:
+        groups_per_block = BLOCK // GROUP_SIZE
+        scale_bytes = scale_bytes.repeat_interleave(BLOCK, 1).repeat_interleave(groups_per_block, 2)
+    return LayerWeights(weight, pack_ue8m0(scale_bytes))
+
+
+def with_block_scales(
+    name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None = None
+) -> LayerWeights:
+    """One expert of checked weights as E4M3 [N, K] with float32 scales [N/128, K/128]. moved: where
+    the weights may be rounded anew, if a block has several scales; else that is a ValueError."""
+    weight, sf = (tensor[expert_idx] for tensor in layer)
+    if sf.dtype == torch.float32:
+        scales = sf
+    else:
+        scales = ue8m0_to_float(_bytes(sf), torch.float32)
+    if scales.shape[0] != weight.shape[0]:
+        return LayerWeights(weight, scales)
+    groups = BLOCK // GROUP_SIZE
+    in_blocks = scales.unflatten(1, (-1, groups)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    first = in_blocks[..., :1, :1]
+    is_other = (in_blocks != first).flatten(2).any(dim=2)
+    if not bool(is_other.any()):
+        return LayerWeights(weight, first.flatten(1).contiguous())
+    if moved is None:
+        row, column = is_other.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, block [{row}, {column}] of 128 x 128 values must have "
+            "one scale for a kernel that applies no others, or requantize must be True; got several"
+        )
+    return _rounded_anew(name, weight, sf, expert_idx, moved, (BLOCK, BLOCK))
+
+
+def _rounded_anew(
+    name: str,
+    weight: torch.Tensor,
+    sf: torch.Tensor,
+    expert_idx: int,
+    moved: Moved,
+    scale_block: tuple[int, int],
+) -> LayerWeights:
+    """An expert [N, K] with other scales."""
+    before = FORMAT.dequantize(weight, sf)
+    values = before.float()
+    if not bool(values.isfinite().all()):
+        raise ValueError(
+            f"{name}: expert {expert_idx} must hold numbers that float32 does to be rounded anew; "
+            f"got {float(before.abs().max()):.3g}"
+        )
+    new = FORMAT.quantize(values, scale_block)
+    moved.add(before, FORMAT.dequantize(*new))
+    return new
+
+
+def quantize_blocks(x: torch.Tensor) -> LayerWeights:
+    """float32 [..., N, K] as E4M3 with the float32 scale of each 128 x 128 with which its largest
+    magnitude becomes 448."""
+    blocks = x.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    largest = blocks.abs().amax(dim=(-2, -1))
+    scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_NORMAL).where(largest > 0, 1.0)
+    codes = (blocks / scales[..., None, None]).transpose(-3, -2).reshape(x.shape)
+    return LayerWeights(codes.to(torch.float8_e4m3fn), scales)
+
+
+def _bytes(sf: torch.Tensor) -> torch.Tensor:
+    """UE8M0 scales in any of their forms, an element each."""
+    return unpack_ue8m0(sf) if sf.dtype == torch.int32 else sf.view(torch.uint8)
+
+
+def _check_dtypes(name: str, layer: LayerWeights) -> None:
+    weight, sf = layer
+    if weight.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{name}[0] must be float8_e4m3fn for fp8 weights; got {weight.dtype}")
+    if sf.dtype not in _SCALE_DTYPES:
+        raise TypeError(
+            f"{name}[1] must be float32, float8_e8m0fnu, uint8, or int32 with four UE8M0 bytes in "
+            f"each; got {sf.dtype}"
+        )
+
+
+def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+    num_experts, num_rows, num_values = sizes
+    if sf.dtype == torch.int32:
+        expected = (num_experts, num_rows, num_values // WORD_SIZE)
+        if tuple(sf.shape) != expected:
+            raise ValueError(
+                f"{name} must hold one scale per 32 values, {GROUPS_PER_WORD} in each int32, shape "
+                f"{expected}; got {tuple(sf.shape)}"
+            )
+        return
+    per_32 = (num_experts, num_rows, num_values // GROUP_SIZE)
+    per_block = (num_experts, num_rows // BLOCK, num_values // BLOCK)
+    if tuple(sf.shape) not in (per_32, per_block):
+        raise ValueError(
+            f"{name} must hold one scale per 32 values, shape {per_32}, or per 128 x 128, shape "
+            f"{per_block}; got {tuple(sf.shape)}"
+        )
+
+
+def _check_numbers(name: str, weight: torch.Tensor) -> None:
+    """Raise if a value is NaN. Expert by expert, to need little memory; one wait for a GPU."""
+    largest = [(own.contiguous().view(torch.uint8) & E4M3_NAN).amax(dim=-1) for own in weight]
+    is_nan = torch.stack(largest) == E4M3_NAN
+    if bool(is_nan.any()):
+        expert_idx, row = is_nan.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, row {row} must hold numbers; got NaN (E4M3 byte 0x7f)"
+        )
+
+
+def _check_positive(name: str, sf: torch.Tensor) -> None:
+    wrong = ~((sf > 0) & sf.isfinite())
+    if bool(wrong.any()):
+        expert_idx, row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, scale [{row}, {column}] must be a positive number; got "
+            f"{sf[expert_idx, row, column].item()}"
+        )

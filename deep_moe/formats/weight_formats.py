@@ -1,0 +1,104 @@
+"""The formats that weights come in, by name. What one is, its own file says; what a target does
+with it, the target's file for it (deep_moe/targets). For a new format, write both, and name it in
+`WEIGHT_FORMATS`.
+
+Nothing here imports PyTorch: shapes, configs and the command line ask for names only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from .weights import LayerWeights
+
+DEFAULT_WEIGHTS = "mxfp4"
+SCALE_GROUP = (1, 32)  # rows and values along K that share a scale
+WEIGHT_FORMATS = ("mxfp4", "fp8")  # each has a file of its name, with a `FORMAT` in it
+
+# Of formats that there is no kernel for, why.
+_WITHOUT_KERNEL = {
+    "nvfp4": "its scales, E4M3 per 16 values, are applied by no kernel here",
+}
+
+
+class WeightFormat(ABC):
+    """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
+    scales, of all local experts.
+
+    name: what it is chosen by. pair: what a layer is, in words. values_per_byte: in the values'
+    tensor.
+    """
+
+    name: ClassVar[str]
+    pair: ClassVar[str]
+    values_per_byte: ClassVar[int]
+
+    @abstractmethod
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+        """(experts, hidden, intermediate) of a layer, or an error that names the tensor. Does not
+        look at values."""
+
+    @abstractmethod
+    def check_values(self, name: str, layer: LayerWeights) -> None:
+        """Raise ValueError if checked weights hold what stands for no number."""
+
+    @abstractmethod
+    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+        """What one expert's weights stand for, float64 [N, K]."""
+
+    @abstractmethod
+    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+        """The nearest weights to float32 `x` [..., N, K]. scale_block: one that the format has."""
+
+    @abstractmethod
+    def random(
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        """One expert's weights [1, N, K] of any values, so large that a sum of K products is about
+        as large as what they are multiplied by."""
+
+    @abstractmethod
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        """Weights whose values are `codes` [..., N, K], which the format holds, times 2^(byte -
+        127), uint8, one for each `scale_block` of them."""
+
+
+def check_weights_name(
+    name: object, known: Iterable[str] = WEIGHT_FORMATS, where: str = ""
+) -> None:
+    """Raise unless it is one of `known`. where: behind their list in the error."""
+    allowed = f"one of {', '.join(known)}{where}"
+    if not isinstance(name, str):
+        raise TypeError(f"weights must be {allowed}; got {name!r}")
+    if name not in known:
+        reason = f": {_WITHOUT_KERNEL[name]}" if name in _WITHOUT_KERNEL else ""
+        raise ValueError(f"weights must be {allowed}; got {name!r}{reason}")
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of this name, or an error that says which there are.
+
+    >>> weight_format("mxfp4").pair
+    'a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it'
+    """
+    check_weights_name(name)
+    found = importlib.import_module(f"{__package__}.{name}").FORMAT
+    assert isinstance(found, WeightFormat)
+    return found

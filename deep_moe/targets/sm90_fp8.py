@@ -1,0 +1,90 @@
+"""FP8 weights on SM90, with a scale for every 128 x 128. Maps and addresses are those of MXFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from .sm90_mxfp4 import sm90_tensor_maps, sm90_weight_pointers
+from .target import Operands, TargetWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.errors import RequantizationWarning
+    from deep_moe.formats.fp8 import Moved
+    from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
+    from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.trial.reference import Numerics
+
+    from .target import Pair
+
+
+class Sm90Fp8(TargetWeights):
+    format = "fp8"
+    policy = "Fp8Weights"
+    scale_block = (128, 128)
+    # Few stages, for a small case never comes round the ring of the default.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 4},
+        {"block_m": 88, "num_stages": 3},
+        {"block_m": 64, "num_stages": 2},
+        {"block_m": 40, "num_stages": 3},
+    )
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        self._transform(l1, l2, out, None, None)
+
+    def requantize(
+        self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights
+    ) -> list[RequantizationWarning]:
+        from deep_moe.formats.fp8 import Moved
+
+        moved = {"l1_weights": Moved(), "l2_weights": Moved()}
+        self._transform(l1, l2, out, *moved.values())
+        words = "float32 scales per 128 x 128"
+        return [own.warning(name, words) for name, own in moved.items() if own]
+
+    def _transform(
+        self,
+        l1: LayerWeights,
+        l2: LayerWeights,
+        out: MegaMoEWeights,
+        l1_moved: Moved | None,
+        l2_moved: Moved | None,
+    ) -> None:
+        from deep_moe.formats.fp8 import with_block_scales
+        from deep_moe.formats.sm90_fp8_weights import lay_out_expert
+        from deep_moe.formats.weights import LayerWeights
+
+        for expert_idx in range(l1.weight.shape[0]):
+            own_out = out.expert(expert_idx)
+            for name, layer, to, moved in (
+                ("l1_weights", l1, own_out.l1, l1_moved),
+                ("l2_weights", l2, own_out.l2, l2_moved),
+            ):
+                one = with_block_scales(name, layer, expert_idx, moved)
+                place = LayerWeights(to.weight[0], to.sf[0])
+                lay_out_expert(one, place, is_l1=layer is l1)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+        from deep_moe.formats.weights import sm90_fp8_inverse
+
+        return sm90_fp8_inverse(l1, l2)
+
+    def tensors(self, shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        from deep_moe.formats.weights import sm90_fp8_tensors
+
+        return sm90_fp8_tensors(shape)
+
+    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        maps = sm90_tensor_maps(config, buffer_address)
+        return Operands(maps, sm90_weight_pointers(l1, l2))
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.fp8 import FORMAT
+        from deep_moe.trial.reference import SM90
+
+        return dataclasses.replace(SM90, weights=FORMAT.dequantize, sum_block=128)

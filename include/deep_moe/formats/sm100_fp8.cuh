@@ -1,0 +1,16 @@
+// FP8 weights on SM100: E4M3 as it lies in memory.
+#pragma once
+
+#include <cuda/std/cstdint>
+#include <cute/arch/mma_sm100_desc.hpp>
+
+namespace deep_moe::sm100 {
+
+struct Fp8Weights {
+    static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E4M3;
+
+    // What a load counts on its barrier for so many bytes of shared memory.
+    static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes; }
+};
+
+}  // namespace deep_moe::sm100

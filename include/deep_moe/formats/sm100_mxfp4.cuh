@@ -1,0 +1,17 @@
+// MXFP4 weights on SM100: E2M1, which a load unpacks to a byte per value.
+#pragma once
+
+#include <cuda/std/cstdint>
+#include <cute/arch/mma_sm100_desc.hpp>
+
+namespace deep_moe::sm100 {
+
+struct Mxfp4Weights {
+    static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E2M1;
+
+    // What a load counts on its barrier for so many bytes of shared memory: packed, 16 values are 8
+    // bytes, which it spreads over 16.
+    static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes / 2; }
+};
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,20 @@
+// FP8 weights on SM90: E4M3 that wgmma takes from shared memory, with a scale for every 128 x 128.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/promoting_loop.cuh"
+
+namespace deep_moe::sm90 {
+
+struct Fp8Weights {
+    static constexpr uint32_t block_bytes = 256 * 128;
+    // Scales come with each stage, nothing with the block.
+    static constexpr bool has_row_factors = false;
+
+    template <class Config>
+    using MainLoop = PromotingLoop<Config>;
+};
+
+}  // namespace deep_moe::sm90

@@ -1,0 +1,20 @@
+// MXFP4 weights on SM90: blocks that the math warps decode.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/formats/sm90_fp4_decode.cuh"
+
+namespace deep_moe::sm90 {
+
+struct Mxfp4Weights {
+    static constexpr uint32_t block_bytes = weight_block_bytes;
+    // A factor for each row; what its groups of 32 differ in lies in the block.
+    static constexpr bool has_row_factors = true;
+
+    template <class Config>
+    using MainLoop = sm90::MainLoop<Config>;
+};
+
+}  // namespace deep_moe::sm90

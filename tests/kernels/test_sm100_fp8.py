@@ -1,0 +1,108 @@
+"""The SM100 kernel with FP8 weights in the emulator: exact layers bit for bit, random ones within
+what rounding explains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_moe.formats.weights import LayerWeights
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer, random_tokens
+
+from .layer_case import LayerCase
+
+
+def shape_of(num_ranks: int = 1, **sizes: int) -> MoEShape:
+    defaults = {
+        "num_experts": 4,
+        "num_topk": 2,
+        "hidden": 256,
+        "intermediate_hidden": 256,
+        "num_max_tokens_per_rank": 50,
+    }
+    return MoEShape(num_ranks=num_ranks, weights="fp8", **{**defaults, **sizes})
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 96, 128, 192])
+def test_every_tile(block_m: int) -> None:
+    shape = shape_of(num_experts=2, num_max_tokens_per_rank=block_m + 11)
+    tokens = exact_tokens(shape, block_m + 11, seed=block_m)
+    case = LayerCase(shape, exact_layer(shape))
+    (result,) = case.compare_call([tokens], overrides={"block_m": block_m})
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize(("hidden", "intermediate_hidden"), [(128, 128), (384, 128), (128, 640)])
+def test_odd_numbers_of_blocks(hidden: int, intermediate_hidden: int) -> None:
+    shape = shape_of(hidden=hidden, intermediate_hidden=intermediate_hidden)
+    tokens = exact_tokens(shape, 24, seed=hidden)
+    (result,) = LayerCase(shape, exact_layer(shape)).compare_call([tokens])
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_ranks_and_calls_in_a_row(arch: str) -> None:
+    shape = shape_of(num_ranks=2)
+    case = LayerCase(shape, exact_layer(shape), arch=arch)
+    calls = [
+        [exact_tokens(shape, count, seed=10 * i + count) for count in counts]
+        for i, counts in enumerate([(17, 5), (0, 30)])
+    ]
+    for of_call in case.compare_calls_in_a_row(calls):
+        assert all(result.is_exact for result in of_call), of_call
+
+
+@pytest.mark.parametrize("activation_clamp", [None, 0.3])
+def test_random_layer_is_right(activation_clamp: float | None) -> None:
+    shape = shape_of(hidden=512)
+    case = LayerCase(shape, random_layer(shape))
+    tokens = random_tokens(shape, 50, seed=1)
+    (result,) = case.compare_call([tokens], activation_clamp=activation_clamp)
+    assert result.is_right, result
+
+
+def test_every_e4m3_weight() -> None:
+    """Subnormal, largest and negative ones, which random weights rarely are."""
+    shape = shape_of(num_experts=1, num_topk=1)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(num_rows: int, num_columns: int) -> LayerWeights:
+        order = torch.rand(num_rows, num_columns, generator=generator).argsort(dim=1) % 256
+        sf = torch.randint(110, 118, (1, num_rows, num_columns // 32), generator=generator)
+        values = codes[order].view(torch.float8_e4m3fn)[None]
+        return LayerWeights(values, sf.to(torch.uint8).view(torch.float8_e8m0fnu))
+
+    case = LayerCase(shape, Layer(layer(512, 256), layer(256, 256)))
+    (result,) = case.compare_call([random_tokens(shape, 20, seed=2)])
+    assert result.is_right, result
+
+
+def test_scales_per_128_by_128() -> None:
+    shape = shape_of(hidden=384)
+    generator = torch.Generator().manual_seed(5)
+    made = random_layer(shape)
+
+    def with_block_scales(layer: LayerWeights) -> LayerWeights:
+        num_experts, num_rows, num_columns = layer.weight.shape
+        size = (num_experts, num_rows // 128, num_columns // 128)
+        exponents = torch.randint(-15, -9, size, generator=generator)
+        return LayerWeights(layer.weight, torch.exp2(exponents.float()))
+
+    case = LayerCase(shape, Layer(with_block_scales(made.l1), with_block_scales(made.l2)))
+    (result,) = case.compare_call([random_tokens(shape, 40, seed=3)])
+    assert result.is_right, result
+
+
+def test_the_judge_sees_a_scale_of_a_neighbouring_block() -> None:
+    shape = shape_of()
+    case = LayerCase(shape, random_layer(shape))
+    tokens = random_tokens(shape, 20, seed=4)
+    ys = case.call([tokens])
+    sf = case.layer.l1.sf
+    sf.view(torch.uint8)[:, 3, 1] += 1
+    (bounds,) = case.bounds([tokens])
+    assert not compare(ys[0], bounds).is_right

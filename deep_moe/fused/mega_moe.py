@@ -145,7 +145,7 @@ _FORMATS = {call.__name__: weights for weights, call in CALLS.items()}
 
 
 def _call(
-    name: str,
+    function: str,
     y: torch.Tensor,
     l1_weights: Pair,
     l2_weights: Pair,
@@ -176,14 +176,14 @@ def _call(
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     weights = sym_buffer.shape.weights
-    if weights != _FORMATS[name]:
+    if weights != _FORMATS[function]:
         raise ValueError(
-            f"sym_buffer must be made with weights={_FORMATS[name]!r} for {name}; got one with "
-            f"{weights!r}, for {CALLS[weights].__name__}"
+            f"sym_buffer must be made with weights={_FORMATS[function]!r} for {function}; got one "
+            f"with {weights!r}, for {CALLS[weights].__name__}"
         )
     if recipe is not RECIPE:
         check_recipe(recipe)
-    arguments = given_options(name, options) if options else _NO_ARGUMENTS
+    arguments = given_options(function, options) if options else _NO_ARGUMENTS
     if (
         activation is not DEFAULT_ACTIVATION
         or activation_clamp is not None

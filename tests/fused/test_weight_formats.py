@@ -36,7 +36,7 @@ def buffer_for(shape: MoEShape):
 
 
 @pytest.mark.parametrize("weights", CALLS)
-@pytest.mark.parametrize("how", ["function", "operator"])
+@pytest.mark.parametrize("how", ["function", "function with lists", "operator"])
 def test_the_function_of_a_format(weights: str, how: str) -> None:
     shape = dataclasses.replace(SHAPE, weights=weights)
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
@@ -47,6 +47,8 @@ def test_the_function_of_a_format(weights: str, how: str) -> None:
     stats = torch.zeros(4, dtype=torch.int32)
     if how == "function":
         CALLS[weights](y, l1, l2, buffer, stats)
+    elif how == "function with lists":
+        CALLS[weights](y, list(l1), list(l2), buffer, stats)
     else:
         torch.ops.deep_moe.mega_moe(y, stats, *l1, *l2, buffer.handle)
     expected = reference_mega_moe(

@@ -17,12 +17,14 @@ _SMALLEST = 32  # tokens
 
 
 class LayerSizes(NamedTuple):
-    """What a buffer is made for, beside the number of tokens. num_experts: of all ranks."""
+    """What a buffer is made for, beside the number of tokens. num_experts: of all ranks. weights:
+    their format."""
 
     num_experts: int
     num_topk: int
     hidden: int
     intermediate_hidden: int
+    weights: str
 
 
 class SharedBuffers:
@@ -61,6 +63,7 @@ class SharedBuffers:
                 sizes.num_topk,
                 sizes.hidden,
                 sizes.intermediate_hidden,
+                weights=sizes.weights,
                 device=device,
             )
         self._buffers[key] = made

@@ -90,14 +90,28 @@ def random_call(num_tokens: int, num_experts: int = 8, seed: int = 0) -> list[to
 
 
 def called_directly(
-    l1: Any, l2: Any, x: Any, idx: Any, weights: Any, activation: Any
+    l1: Any,
+    l2: Any,
+    x: Any,
+    idx: Any,
+    weights: Any,
+    activation: Any,
+    *,
+    arch: str = "sm_100a",
+    form: str = "mxfp4",
+    requantize: bool = False,
 ) -> torch.Tensor:
     """By the public API, without the adapter."""
-    buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 8, 32, 2, 256, 128, device="cpu")
-    transformed = deep_moe.transform_weights_for_mega_moe(l1, l2)
-    deep_moe.prepare_inputs(x, idx, weights, buffer)
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, 8, 32, 2, 256, 128, weights=form, device="cpu"
+    )
+    transformed = deep_moe.transform_weights_for_mega_moe(
+        l1, l2, arch, weights=form, requantize=requantize
+    )
+    deep_moe.prepare_inputs(x, idx, weights, buffer, arch=arch)
     y = torch.empty_like(x)
-    deep_moe.fp8_fp4_mega_moe(y, *transformed, buffer, activation=activation)
+    call = deep_moe.fp8_mega_moe if form == "fp8" else deep_moe.fp8_fp4_mega_moe
+    call(y, *transformed, buffer, activation=activation, arch=arch)
     return y
 
 
@@ -139,6 +153,80 @@ def fp4_experts() -> Any:
         return module, *pairs
 
     return make
+
+
+@pytest.fixture
+def fp8_experts() -> Any:
+    """The module of FP8 experts, and its weights as pairs. is_power: scales that every target
+    applies; otherwise those of DeepSeek-V3's checkpoints, which SM90's kernel applies."""
+    from transformers.integrations.finegrained_fp8 import (
+        ALL_FP8_EXPERTS_FUNCTIONS,
+        FP8Experts,
+    )
+    from transformers.integrations.moe import use_experts_implementation
+
+    class Experts(FP8Experts):
+        pass
+
+    use_experts_implementation(Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    config = transformers.DeepseekV4Config(
+        hidden_size=256, moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "deep_moe"
+
+    def make(*, is_power: bool) -> tuple[Any, Any, Any]:
+        module = Experts(config, block_size=(128, 128))
+        generator = torch.Generator().manual_seed(2)
+        pairs = []
+        for name in ("gate_up_proj", "down_proj"):
+            weight, sf = getattr(module, name), getattr(module, f"{name}_scale_inv")
+            values = torch.randn(weight.shape, generator=generator).to(torch.float8_e4m3fn)
+            scales = torch.exp2(torch.randint(-5, -2, sf.shape, generator=generator).float())
+            if not is_power:
+                scales = scales * 1.3
+            for key, tensor in ((name, values), (f"{name}_scale_inv", scales)):
+                setattr(module, key, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+            pairs.append((values, scales))
+        return module, *pairs
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("arch", "is_power"), [("sm_90a", True), ("sm_90a", False), ("sm_100a", True)]
+)
+def test_fp8_experts_are_taken_as_they_are(fp8_experts, arch, is_power):
+    adapter.register(arch=arch)
+    module, l1, l2 = fp8_experts(is_power=is_power)
+    x, idx, weights = random_call(5)
+    y = module(x, idx, weights)
+    activation = Swiglu(module.limit)
+    expected = called_directly(l1, l2, x, idx, weights, activation, arch=arch, form="fp8")
+    assert torch.equal(y, expected)
+    assert module.gate_up_proj is None
+    adapter.release(torch.nn.ModuleDict({"experts": module}))
+    for name, (weight, sf) in (("gate_up_proj", l1), ("down_proj", l2)):
+        given = getattr(module, name).view(torch.uint8)
+        assert torch.equal(given, weight.view(torch.uint8))
+        assert torch.equal(getattr(module, f"{name}_scale_inv"), sf)
+
+
+def test_fp8_with_other_scales_is_rounded_if_asked(fp8_experts):
+    module, l1, l2 = fp8_experts(is_power=False)
+    model = torch.nn.ModuleDict({"experts": module})
+    (reason,) = adapter.prepare(model).values()
+    assert reason.startswith("transformers: expert 0: ")
+    adapter.release(model)
+    adapter.register(quantize=True)
+    x, idx, weights = random_call(5)
+    with pytest.warns(deep_moe.RequantizationWarning):
+        y = module(x, idx, weights)
+    with pytest.warns(deep_moe.RequantizationWarning):
+        expected = called_directly(
+            l1, l2, x, idx, weights, Swiglu(module.limit), form="fp8", requantize=True
+        )
+    assert torch.equal(y, expected)
+    assert torch.equal(module.down_proj_scale_inv, l2[1])  # they stay: nothing else has room
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32, torch.uint8])

@@ -32,8 +32,9 @@ def register(
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
     known to transformers. Call it before `from_pretrained`, on every rank with the same arguments.
 
-    quantize: round experts that are not MXFP4 to it. Without it, they are left to transformers.
-        Floats that are exactly MXFP4, as a dequantized checkpoint's are, need no rounding.
+    quantize: round experts in floats to MXFP4, and those in FP8 to scales that the target applies.
+        Without it, such experts are left to transformers. What is exact needs no rounding: floats
+        that are MXFP4 in fact, as a dequantized checkpoint's are, and FP8 with most scales.
     max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
         different tokens need not ask each other how many there are. By default buffers grow.
     arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.

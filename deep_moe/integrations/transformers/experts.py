@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.fused.input_preparation import prepare_inputs
-from deep_moe.fused.mega_moe import fp8_fp4_mega_moe
+from deep_moe.fused.mega_moe import CALLS
 
 from ..shared_buffers import SharedBuffers
 from .layer import ExpertsLayer, UnsupportedError, restore, take_over
@@ -152,7 +152,7 @@ def run(
     for first in range(0, max(most, 1), chunk):
         rows = slice(first, first + chunk)
         prepare_inputs(x[rows], topk_idx[rows], topk_weights[rows], buffer, arch=options.arch)
-        fp8_fp4_mega_moe(
+        CALLS[layer.sizes.weights](
             y[rows],
             *layer.weights,
             buffer,

@@ -11,7 +11,8 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
+from deep_moe.formats.block_scaled import ue8m0_of_floats, ue8m0_to_float, unpack_ue8m0
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
 from deep_moe.formats.weights import (
     LayerWeights,
@@ -48,15 +49,15 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """Experts in the kernel's form. group: of the ranks that they are spread over. given: dtype of
-    each tensor that was given up, by the name that the module has for it. guard: what keeps the
+    """Experts in the kernel's form. group: of the ranks that they are spread over. given: the form
+    of each tensor that was given up, by the name that the module has for it. guard: what keeps the
     module's state_dict from being read without them, if there are any."""
 
     weights: MegaMoEWeights
     sizes: LayerSizes
     activation: Activation
     group: ProcessGroup | None
-    given: dict[str, torch.dtype]
+    given: dict[str, _Given]
     guard: RemovableHandle | None
 
 
@@ -71,47 +72,38 @@ def take_over(
 ) -> ExpertsLayer:
     """Lay out a module's experts for the kernel and give up the module's tensors.
 
-    quantize: round weights that are not MXFP4 to it. agree: is told why this rank cannot take its
-    experts over, or None, and gives back the reason of the first rank that cannot.
+    quantize: round floats that are not MXFP4 to it, and FP8 to scales that the target applies.
+    agree: is told why this rank cannot take its experts over, or None, and gives back the reason of
+    the first rank that cannot.
 
     Raises UnsupportedError, on all ranks and before anything has changed.
     """
-    reason, source, activation = None, None, None
     num_ranks = 1 if group is None else group.size()
+    reason = None
     try:
         activation = _activation(module)
         source = _source(module, quantize)
-        _check_sizes(source, num_ranks, num_topk)
+        sizes = LayerSizes(
+            num_ranks * source.num_experts,
+            num_topk,
+            source.hidden,
+            source.intermediate_hidden,
+            source.format,
+        )
+        _check_sizes(sizes, num_ranks)
+        weights, is_requantized = _laid_out(source, arch, quantize)
     except UnsupportedError as error:
         reason = str(error)
     reason = agree(reason)
     if reason is not None:
         raise UnsupportedError(reason)
-    assert source is not None
-    assert activation is not None
-    weights = empty_weights_for_mega_moe(
-        source.num_experts,
-        source.hidden,
-        source.intermediate_hidden,
-        arch=arch,
-        device=source.device,
-    )
-    for i in range(source.num_experts):
-        transform_weights_for_mega_moe(*source.expert(i), arch, out=weights.expert(i))
-    # FSDP keeps count of the parameters that it shards, so they stay.
-    given = {} if isinstance(module, FSDPModule) else source.given
+    # FSDP keeps count of the parameters that it shards, so they stay; and scales that are not the
+    # module's own have no place in it.
+    given = {} if isinstance(module, FSDPModule) or is_requantized else source.given
     for name in given:
         module._parameters[name] = None
-    return ExpertsLayer(
-        weights,
-        LayerSizes(
-            num_ranks * source.num_experts, num_topk, source.hidden, source.intermediate_hidden
-        ),
-        activation,
-        group,
-        given,
-        module.register_state_dict_pre_hook(_refuse_state_dict) if given else None,
-    )
+    guard = module.register_state_dict_pre_hook(_refuse_state_dict) if given else None
+    return ExpertsLayer(weights, sizes, activation, group, given, guard)
 
 
 def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> None:
@@ -119,22 +111,35 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
     if layer.guard is None:
         return
     layer.guard.remove()
-    given = inverse_transform_weights(*layer.weights, arch)
-    for name, (weight, sf) in zip(_LINEARS, given, strict=True):
-        dtype = layer.given[name]
-        if dtype in _FLOATS:
-            tensors = {name: dequantize_mxfp4(weight, sf, torch.float32).to(dtype)}
+    inverse = inverse_transform_weights(*layer.weights, arch, weights=layer.sizes.weights)
+    for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
+        own = layer.given[name]
+        if own.dtype in _FLOATS:
+            tensors = {name: dequantize_mxfp4(weight, sf, torch.float32).to(own.dtype)}
         else:
-            scales = unpack_ue8m0(sf)
-            sf_dtype = layer.given[name + _SCALES]
+            scales = layer.given[name + _SCALES]
             tensors = {
-                name: weight.view(dtype),
-                name + _SCALES: ue8m0_to_float(scales, torch.float32)
-                if sf_dtype == torch.float32
-                else scales.view(sf_dtype),
+                name: weight.view(own.dtype),
+                name + _SCALES: _scales_as(sf, scales.dtype, scales.shape),
             }
         for key, tensor in tensors.items():
             module._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _scales_as(sf: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Scales as a kernel takes them, int32 for 32 values or float32 for 128 x 128, in the form that
+    the module had: one for each block of equal scales."""
+    if sf.dtype == torch.int32:
+        sf = ue8m0_to_float(unpack_ue8m0(sf), torch.float32)
+    for axis in (1, 2):
+        have, want = sf.shape[axis], shape[axis]
+        if have > want:
+            sf = sf[:, :: have // want] if axis == 1 else sf[:, :, :: have // want]
+        else:
+            sf = sf.repeat_interleave(want // have, axis)
+    if dtype == torch.float32:
+        return sf.contiguous()
+    return ue8m0_of_floats(sf)[0].view(dtype)
 
 
 def _refuse_state_dict(*_: object) -> NoReturn:
@@ -144,15 +149,24 @@ def _refuse_state_dict(*_: object) -> NoReturn:
     )
 
 
+class _Given(NamedTuple):
+    """The form of a tensor that a module gave up."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 @dataclass(frozen=True)
 class _Source:
-    """A module's own weights. expert: of one expert, [1, ...], MXFP4 in rows gate before up."""
+    """A module's own weights, and the format in which the kernel gets them. expert: of one expert,
+    [1, ...], rows of gate before those of up."""
 
     num_experts: int
     hidden: int
     intermediate_hidden: int
     device: torch.device
-    given: dict[str, torch.dtype]
+    format: str
+    given: dict[str, _Given]
     expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
 
 
@@ -172,43 +186,83 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             raise UnsupportedError(f"{name} is no stack of matrices")
     l1, l2 = tensors.values()
-    assert l1 is not None
-    assert l2 is not None
-    if l1.dtype != l2.dtype or l1.dtype not in (*_FLOATS, *_PACKED):
+    if l1.dtype != l2.dtype or l1.dtype not in (*_FLOATS, *_PACKED, torch.float8_e4m3fn):
         raise UnsupportedError(f"weights of {l1.dtype} and {l2.dtype} are not supported")
-    is_packed = l1.dtype in _PACKED
-    factor = 2 if is_packed else 1
+    factor = 2 if l1.dtype in _PACKED else 1
     num_experts, num_rows, hidden = l1.shape[0], l1.shape[1], l1.shape[2] * factor
     if num_rows % 2 or tuple(l2.shape) != (num_experts, hidden, num_rows // 2 // factor):
         raise UnsupportedError(
             f"gate_up_proj {tuple(l1.shape)} and down_proj {tuple(l2.shape)} do not fit each other"
         )
-    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    if not is_packed:
+    if l1.dtype in _FLOATS:
         if not quantize:
             _require_mxfp4(l1, l2)
 
         def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
-            one = slice(i, i + 1)
-            return quantize_mxfp4(l1[one]), quantize_mxfp4(l2[one])
+            return quantize_mxfp4(l1[i : i + 1]), quantize_mxfp4(l2[i : i + 1])
 
     else:
         scales = [_local(getattr(module, name + _SCALES)) for name in _LINEARS]
-        given |= {name + _SCALES: sf.dtype for name, sf in zip(_LINEARS, scales, strict=True)}
-        try:
-            pairs = [
-                packed_weights(name, (weight, sf))
-                for name, weight, sf in zip(_LINEARS, (l1, l2), scales, strict=True)
-            ]
-        except (TypeError, ValueError) as error:
-            raise UnsupportedError(f"weights are not MXFP4: {error}") from None
+        if any(sf.dim() != 3 for sf in scales):
+            raise UnsupportedError("weights with one scale for a whole expert are not supported")
+        tensors |= {name + _SCALES: sf for name, sf in zip(_LINEARS, scales, strict=True)}
+        pairs = list(zip((l1, l2), scales, strict=True))
+        if l1.dtype in _PACKED:
+            pairs = _packed(pairs)
 
         def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
             one = slice(i, i + 1)
             first, second = (LayerWeights(weight[one], sf[one]) for weight, sf in pairs)
             return first, second
 
-    return _Source(num_experts, hidden, num_rows // 2, l1.device, given, expert)
+    return _Source(
+        num_experts,
+        hidden,
+        num_rows // 2,
+        l1.device,
+        "fp8" if l1.dtype == torch.float8_e4m3fn else "mxfp4",
+        {name: _Given(tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
+        expert,
+    )
+
+
+def _packed(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
+    try:
+        return [packed_weights(name, pair) for name, pair in zip(_LINEARS, pairs, strict=True)]
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"weights are not MXFP4: {error}") from None
+
+
+def _laid_out(source: _Source, arch: str | None, quantize: bool) -> tuple[MegaMoEWeights, bool]:
+    """Expert by expert; and whether FP8 weights had to be rounded to other scales."""
+    is_requantized = False
+    weights = empty_weights_for_mega_moe(
+        source.num_experts,
+        source.hidden,
+        source.intermediate_hidden,
+        arch=arch,
+        device=source.device,
+        weights=source.format,
+    )
+    for i in range(source.num_experts):
+        transform = partial(
+            transform_weights_for_mega_moe,
+            *source.expert(i),
+            arch,
+            weights=source.format,
+            out=weights.expert(i),
+        )
+        try:
+            try:
+                transform()
+            except ValueError:
+                if not quantize or source.format != "fp8":
+                    raise
+                transform(requantize=True)
+                is_requantized = True
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"expert {i}: {error}") from None
+    return weights, is_requantized
 
 
 def _local(tensor: Any) -> Any:
@@ -235,16 +289,9 @@ def _require_mxfp4(*stacks: torch.Tensor) -> None:
                 )
 
 
-def _check_sizes(source: _Source, num_ranks: int, num_topk: int) -> None:
+def _check_sizes(sizes: LayerSizes, num_ranks: int) -> None:
     try:
-        MoEShape(
-            num_ranks=num_ranks,
-            num_experts=num_ranks * source.num_experts,
-            num_topk=num_topk,
-            hidden=source.hidden,
-            intermediate_hidden=source.intermediate_hidden,
-            num_max_tokens_per_rank=1,
-        )
+        MoEShape(num_ranks=num_ranks, num_max_tokens_per_rank=1, **sizes._asdict())
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
 

@@ -70,6 +70,7 @@ OVERRIDABLE = (
     "num_combine_chunks",
 )
 TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
+USUAL_REGISTERS = (48, 40, 208)  # per thread of each of ROLES
 ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
 
@@ -125,8 +126,13 @@ def choose_fields(
     num_sms: int,
     smem_capacity: int,
     overrides: Mapping[str, int],
+    registers: tuple[int, int, int] = USUAL_REGISTERS,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """All fields that are not given by the problem, and the reason of each."""
+    """All fields that are not given by the problem, and the reason of each.
+
+    registers: per thread of dispatch, of loaders and MMA, and of the epilogue, where there are not
+    too many experts for that.
+    """
     choices = FieldChoices(overrides)
     choose = choices.choose
 
@@ -161,7 +167,7 @@ def choose_fields(
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_TENSOR_WARPS} loader, MMA and idle + "
         f"{num_epilogue_warps} epilogue warps",
     )
-    _choose_registers(shape, num_epilogue_warps, choices)
+    _choose_registers(shape, num_epilogue_warps, choices, registers)
 
     choose("block_m_step", block_m, "all m-blocks have the same size")
     choose("min_block_m", block_m, "all m-blocks have the same size")
@@ -200,12 +206,16 @@ def _check_epilogue(block_m: int, store_block_m: int, num_epilogue_warps: int) -
         )
 
 
-def _choose_registers(shape: MoEShape, num_epilogue_warps: int, choices: FieldChoices) -> None:
+def _choose_registers(
+    shape: MoEShape,
+    num_epilogue_warps: int,
+    choices: FieldChoices,
+    registers: tuple[int, int, int],
+) -> None:
     if shape.num_experts_per_rank > MANY_LOCAL_EXPERTS:
         registers = (96, 88, 160)
         reason = f"more than {MANY_LOCAL_EXPERTS} local experts: counts take dispatch registers"
     else:
-        registers = (48, 40, 208)
         reason = f"at most {MANY_LOCAL_EXPERTS} local experts: the epilogue gets the most"
     names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
     counts = {

@@ -1,6 +1,7 @@
 """Expert weights from safetensors checkpoints, for one rank at a time.
 
-Three ways to name the tensors are known (`NAMINGS`); others can be given. Whatever the naming, a
+The ways of published models to name the tensors are known (`NAMINGS`); others can be given. Weights
+are MXFP4 or FP8 (forms.py), by what the tensors hold. Whatever the naming, a
 rank opens only files that hold experts of its own and reads only their bytes.
 
 How many experts a layer has says config.json, or the caller: what is missing is then known to be.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -23,14 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from deep_moe.errors import CheckpointError
-from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0, unpack_ue8m0
+from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.formats.weights import (
-    LayerWeights,
     MegaMoEWeights,
     Pair,
     empty_weights_for_mega_moe,
     transform_weights_for_mega_moe,
 )
+
+from .forms import Form, Fp8, Mxfp4
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -43,15 +45,13 @@ NUM_EXPERTS_KEYS = (
     "moe_num_experts",
 )
 
-_WEIGHT_DTYPES = (torch.uint8, torch.int8)
-_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
-_NAN_BYTE = 255
 _MAX_NAMED = 8  # experts or files that an error lists
 
 
 @dataclass(frozen=True)
 class ExpertNaming:
-    """A tensor per expert and projection: packed E2M1 [rows, K/2], UE8M0 scales [rows, K/32].
+    """A tensor per expert and projection: packed E2M1 [rows, K/2] with UE8M0 scales [rows, K/32],
+    or E4M3 [rows, K] with scales [rows/128, K/128] or [rows, K/32].
 
     The names contain {layer} and {expert}; `weight` and `scale` are appended to each.
     """
@@ -89,15 +89,36 @@ DEFAULT_NAMING = ExpertNaming(
     scale=".weight_scale",
 )
 
-NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
-    "experts": DEFAULT_NAMING,
-    "numbered": ExpertNaming(
-        gate="layers.{layer}.ffn.experts.{expert}.w1",
-        up="layers.{layer}.ffn.experts.{expert}.w3",
-        down="layers.{layer}.ffn.experts.{expert}.w2",
+_MODULES = "model.layers.{layer}.mlp.experts.{expert}."
+_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def _numbered(prefix: str) -> ExpertNaming:
+    """DeepSeek-V4's."""
+    return ExpertNaming(
+        gate=f"{prefix}.ffn.experts.{{expert}}.w1",
+        up=f"{prefix}.ffn.experts.{{expert}}.w3",
+        down=f"{prefix}.ffn.experts.{{expert}}.w2",
         weight=".weight",
         scale=".scale",
-    ),
+    )
+
+
+def _by_modules(weight: str, scale: str) -> ExpertNaming:
+    names = {part: _MODULES + name for part, name in _PARTS.items()}
+    return ExpertNaming(**names, weight=weight, scale=scale)
+
+
+# By name. "mtp": the layers behind the others that predict further tokens, counted from 0.
+# "scale_inv": DeepSeek-V3 and those like it. "compressed": compressed-tensors.
+NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
+    "experts": DEFAULT_NAMING,
+    "scale_inv": _by_modules(".weight", ".weight_scale_inv"),
+    "compressed": _by_modules(".weight_packed", ".weight_scale"),
+    "numbered": _numbered("layers.{layer}"),
+    "numbered_model": _numbered("model.layers.{layer}"),
+    "mtp": _numbered("mtp.{layer}"),
+    "mtp_model": _numbered("model.mtp.{layer}"),
     "stacked": StackedNaming(
         gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
         down="model.layers.{layer}.mlp.experts.down_proj",
@@ -116,22 +137,28 @@ def load_experts(
     num_experts: int | None = None,
     rank_idx: int = 0,
     num_ranks: int = 1,
-    naming: ExpertNaming | StackedNaming | None = None,
+    experts: Sequence[int] | None = None,
+    naming: str | ExpertNaming | StackedNaming | None = None,
     device: torch.device | str = "cpu",
 ) -> MegaMoEWeights:
     """The experts of one layer that rank `rank_idx` of `num_ranks` owns, not yet transformed.
 
     path: a .safetensors file, or a folder with an index or with such files. num_experts: of the
     layer, all ranks together; by default what config.json beside the files says
-    (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts. naming: by default
-    the one of `NAMINGS` that the checkpoint follows.
+    (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts. experts: those to
+    load, in that order, one of them several times if it has copies; by default the rank's share of
+    all. naming: one of `NAMINGS`, by name, or another; by default the first one of these that the
+    checkpoint follows. Of a model's layers for further tokens it is "mtp" or "mtp_model".
 
-    Returns l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before up rows, and
-    l2 = (int8 [E, H, I/2], int32 [E, H, I/128]).
+    Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
+    up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
+    [E, 2*I, H], scales) and l2 = (float8_e4m3fn [E, H, I], scales), with the checkpoint's scales
+    for 128 x 128 or 32 values: what `transform_weights_for_mega_moe(..., weights="fp8")` takes.
 
     Raises CheckpointError, which names tensor or file, for what is missing, of any rank's experts,
-    for another shape or type, for a scale that is NaN, and if nothing says how many experts there
-    are. Raises ValueError if the ranks cannot share them.
+    for another shape or type, for a scale that is NaN, or no positive number, and if nothing says
+    how many experts there are. Raises ValueError if the ranks cannot share them, and for `experts`
+    that there are none of.
 
     >>> from tempfile import mkdtemp
     >>> from deep_moe import quantize_mxfp4, transform_weights_for_mega_moe
@@ -143,10 +170,11 @@ def load_experts(
     (torch.Size([2, 256, 128]), torch.Size([2, 256, 1]))
     >>> weights = transform_weights_for_mega_moe(l1, l2)
     """
-    with _opened(path, layer, num_experts, rank_idx, num_ranks, naming) as (tensors, experts):
-        weights = _empty_weights(len(experts), *tensors.sizes(experts[0]), torch.device(device))
-        for local, expert in enumerate(experts):
-            tensors.read(expert, weights.expert(local))
+    with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
+        form, sizes = tensors.form(own[0]), tensors.sizes(own[0])
+        weights = form.empty_weights(len(own), *sizes, torch.device(device))
+        for local, expert in enumerate(own):
+            tensors.read(expert, form, weights.expert(local))
         return weights
 
 
@@ -157,15 +185,18 @@ def load_transformed_experts(
     num_experts: int | None = None,
     rank_idx: int = 0,
     num_ranks: int = 1,
-    naming: ExpertNaming | StackedNaming | None = None,
+    experts: Sequence[int] | None = None,
+    naming: str | ExpertNaming | StackedNaming | None = None,
     arch: str | None = None,
+    requantize: bool = False,
     device: torch.device | str = "cpu",
 ) -> MegaMoEWeights:
     """What `transform_weights_for_mega_moe` makes of `load_experts`, expert by expert: beside the
     result there is never more than one expert's raw weights.
 
-    arch: the target; by default that of `device`. The others, and what is raised, are as in
-    `load_experts`; CheckpointError also for scales that the target cannot hold.
+    arch: the target; by default that of `device`. requantize: as in
+    `transform_weights_for_mega_moe`. The others, and what is raised, are as in `load_experts`;
+    CheckpointError also for scales that the target cannot hold.
 
     >>> from tempfile import mkdtemp
     >>> from deep_moe import quantize_mxfp4
@@ -174,16 +205,23 @@ def load_transformed_experts(
     >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
     >>> l1, l2 = load_transformed_experts(folder, layer=7, rank_idx=1, num_ranks=2)
     """
-    with _opened(path, layer, num_experts, rank_idx, num_ranks, naming) as (tensors, experts):
-        intermediate, hidden = tensors.sizes(experts[0])
-        raw = _empty_weights(1, intermediate, hidden, torch.device(device))
+    with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
+        form = tensors.form(own[0])
+        intermediate, hidden = tensors.sizes(own[0])
+        raw = form.empty_weights(1, intermediate, hidden, torch.device(device))
         weights = empty_weights_for_mega_moe(
-            len(experts), hidden, intermediate, arch=arch, device=device
+            len(own), hidden, intermediate, arch=arch, device=device, weights=form.weights
         )
-        for local, expert in enumerate(experts):
-            tensors.read(expert, raw)
+        for local, expert in enumerate(own):
+            tensors.read(expert, form, raw)
             try:
-                transform_weights_for_mega_moe(*raw, arch, out=weights.expert(local))
+                transform_weights_for_mega_moe(
+                    *raw,
+                    arch,
+                    weights=form.weights,
+                    requantize=requantize,
+                    out=weights.expert(local),
+                )
             except ValueError as error:
                 raise CheckpointError(
                     f"{path}: expert {expert} of layer {layer} by itself: {error}"
@@ -198,8 +236,9 @@ def _opened(
     num_experts: int | None,
     rank_idx: int,
     num_ranks: int,
-    naming: ExpertNaming | StackedNaming | None,
-) -> Iterator[tuple[_LayerTensors, range]]:
+    experts: Sequence[int] | None,
+    naming: str | ExpertNaming | StackedNaming | None,
+) -> Iterator[tuple[_LayerTensors, Sequence[int]]]:
     """A layer's tensors, complete by name, and the experts of the rank."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1; got {num_ranks}")
@@ -207,9 +246,26 @@ def _opened(
         raise ValueError(f"rank_idx must be 0 to {num_ranks - 1}; got {rank_idx}")
     if num_experts is not None and num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, or None; got {num_experts}")
+    if experts is not None and num_ranks != 1:
+        raise ValueError(
+            f"num_ranks must be 1 beside experts, which are one rank's; got {num_ranks}"
+        )
+    if isinstance(naming, str):
+        if naming not in NAMINGS:
+            raise ValueError(f"naming must be one of {', '.join(NAMINGS)}; got {naming!r}")
+        naming = NAMINGS[naming]
     with _Tensors(Path(path)) as tensors:
         own = _find_layer(tensors, layer, naming)
         count = own.check(num_experts)
+        if experts is not None:
+            unknown = [e for e in experts if not (isinstance(e, int) and 0 <= e < count)]
+            if unknown or not experts:
+                raise ValueError(
+                    f"experts must be some of 0 to {count - 1}, those of layer {layer}; got "
+                    f"{_listed(unknown) if experts else 'none'}"
+                )
+            yield own, experts
+            return
         if count % num_ranks:
             raise ValueError(
                 f"num_ranks must divide the {count} experts of layer {layer}; got {num_ranks}"
@@ -319,6 +375,10 @@ class _Tensors:
             lost |= {f"{stem}{shard}.safetensors" for shard in all_shards} - names
         return sorted(lost)
 
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it, from the header."""
+        return str(self._file(name).get_slice(name).get_dtype())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header, without reading the tensor."""
         return tuple(self._file(name).get_slice(name).get_shape())
@@ -384,6 +444,11 @@ class _LayerTensors(ABC):
     def present(self) -> set[int]:
         """Experts of which there is any tensor."""
 
+    @property
+    @abstractmethod
+    def has_pairs(self) -> bool:
+        """Whether there are weights and scales; namings may share the names of one of these."""
+
     @abstractmethod
     def check(self, num_experts: int | None) -> int:
         """How many experts there are, all of them complete. num_experts: what the caller says."""
@@ -393,7 +458,11 @@ class _LayerTensors(ABC):
         """Intermediate and hidden size, by the tensors of this expert."""
 
     @abstractmethod
-    def read(self, expert: int, target: MegaMoEWeights) -> None:
+    def form(self, expert: int) -> Form:
+        """What the tensors hold, by those of this expert."""
+
+    @abstractmethod
+    def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         """Read one expert into tensors [1, ...]."""
 
     def expected_count(self, num_experts: int | None) -> tuple[int | None, str]:
@@ -411,11 +480,20 @@ class _SeparateExperts(_LayerTensors):
         self.naming = naming
 
     def present(self) -> set[int]:
+        return self._experts_with(self.naming.weight, self.naming.scale)
+
+    @property
+    def has_pairs(self) -> bool:
+        endings = (self.naming.weight, self.naming.scale)
+        return bool(set.intersection(*map(self._experts_with, endings)))
+
+    def _experts_with(self, *endings: str) -> set[int]:
+        """Experts of which a tensor has a name with one of these endings."""
         found = set()
         for template in (self.naming.gate, self.naming.up, self.naming.down):
             marked = template.format(layer=self.layer, expert="\0")
             prefix, _, rest = marked.partition("\0")
-            suffixes = f"({re.escape(self.naming.weight)}|{re.escape(self.naming.scale)})"
+            suffixes = f"({'|'.join(map(re.escape, endings))})"
             pattern = re.compile(r"(\d+)" + re.escape(rest).replace("\0", r"\1") + suffixes)
             for name in self.tensors.names():
                 if name.startswith(prefix):
@@ -460,22 +538,31 @@ class _SeparateExperts(_LayerTensors):
         first = self._names(expert)[0]
         shape = self.tensors.shape(first)
         if len(shape) != 2:
-            raise CheckpointError(f"{first} must have shape [rows, K/2]; got {shape}")
-        return shape[0], 2 * shape[1]
+            raise CheckpointError(
+                f"{first} must have shape [rows, K/2] of MXFP4, or [rows, K] of FP8; got {shape}"
+            )
+        return shape[0], shape[1] * self.form(expert).values_per_byte
 
-    def read(self, expert: int, target: MegaMoEWeights) -> None:
+    def form(self, expert: int) -> Form:
+        weight, scale, *_ = self._names(expert)
+        if self.tensors.dtype(weight) != "F8_E4M3":
+            return Mxfp4()
+        num_rows, num_columns = self.tensors.shape(weight)
+        return Fp8.of(scale, self.tensors.read(scale), num_rows, num_columns)
+
+    def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         (l1, l1_sf), (l2, l2_sf) = target
-        num_rows = l1.shape[1] // 2
+        rows, sf_rows = l1.shape[1] // 2, l1_sf.shape[1] // 2
         targets = (
-            (l1[0, :num_rows], l1_sf[0, :num_rows]),
-            (l1[0, num_rows:], l1_sf[0, num_rows:]),
+            (l1[0, :rows], l1_sf[0, :sf_rows]),
+            (l1[0, rows:], l1_sf[0, sf_rows:]),
             (l2[0], l2_sf[0]),
         )
         names = iter(self._names(expert))
         for weight, sf in targets:
             weight_name, scale_name = next(names), next(names)
-            weight.copy_(_as_e2m1(weight_name, self.tensors.read(weight_name), weight))
-            sf.copy_(_as_words(scale_name, self.tensors.read(scale_name), sf))
+            weight.copy_(form.weight(weight_name, self.tensors.read(weight_name), weight))
+            sf.copy_(form.scale(scale_name, self.tensors.read(scale_name), sf))
 
     def _names(self, expert: int) -> list[str]:
         """Weight and scale of gate, up and down."""
@@ -496,6 +583,10 @@ class _StackedExperts(_LayerTensors):
     def present(self) -> set[int]:
         is_there = any(name in self.tensors for name in self._names())
         return {0} if is_there else set()
+
+    @property
+    def has_pairs(self) -> bool:
+        return all(name in self.tensors for name in self._names())
 
     def check(self, num_experts: int | None) -> int:
         path = self.tensors.path
@@ -530,12 +621,15 @@ class _StackedExperts(_LayerTensors):
             )
         return shape[1] // 2, 2 * prod(shape[2:])
 
-    def read(self, expert: int, target: MegaMoEWeights) -> None:
+    def form(self, expert: int) -> Form:
+        return Mxfp4()
+
+    def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         for prefix, (weight, sf) in ((self.gate_up, target.l1), (self.down, target.l2)):
             weight_name, scale_name = prefix + self.naming.weight, prefix + self.naming.scale
             read = self.tensors.read_entry
-            packed = _as_e2m1(weight_name, read(weight_name, expert), weight[0])
-            words = _as_words(scale_name, read(scale_name, expert), sf[0])
+            packed = form.weight(weight_name, read(weight_name, expert), weight[0])
+            words = form.scale(scale_name, read(scale_name, expert), sf[0])
             is_mixed = self.naming.interleaved and prefix == self.gate_up
             weight[0].copy_(_separate_rows(packed) if is_mixed else packed)
             sf[0].copy_(_separate_rows(words) if is_mixed else words)
@@ -551,15 +645,21 @@ class _StackedExperts(_LayerTensors):
 def _find_layer(
     tensors: _Tensors, layer: int, naming: ExpertNaming | StackedNaming | None
 ) -> _LayerTensors:
-    """The layer, by the given naming or by the known one that has any of its tensors."""
+    """The layer, by the given naming or by the first known one that has any of its pairs, or
+    tensors at all."""
+    partial: _LayerTensors | None = None
     for candidate in NAMINGS.values() if naming is None else (naming,):
         own: _LayerTensors
         if isinstance(candidate, StackedNaming):
             own = _StackedExperts(tensors, layer, candidate)
         else:
             own = _SeparateExperts(tensors, layer, candidate)
-        if own.present():
+        if own.has_pairs:
             return own
+        if partial is None and own.present():
+            partial = own
+    if partial is not None:
+        return partial
     looked_for = ", ".join(
         own.gate_up if isinstance(own, StackedNaming) else own.gate
         for own in (NAMINGS.values() if naming is None else (naming,))
@@ -636,58 +736,3 @@ def _listed(names: list[Any]) -> str:
 def _separate_rows(rows: torch.Tensor) -> torch.Tensor:
     """Even rows (gate), then odd rows (up)."""
     return torch.cat([rows[0::2], rows[1::2]])
-
-
-def _empty_weights(
-    num_experts: int, intermediate: int, hidden: int, device: torch.device
-) -> MegaMoEWeights:
-    if intermediate % 128 or hidden % 128 or not intermediate or not hidden:
-        raise CheckpointError(
-            "hidden and intermediate sizes must be positive multiples of 128; the checkpoint has "
-            f"{hidden} and {intermediate}"
-        )
-
-    def empty(num_rows: int, num_columns: int) -> LayerWeights:
-        return LayerWeights(
-            torch.empty((num_experts, num_rows, num_columns // 2), dtype=torch.int8, device=device),
-            torch.empty(
-                (num_experts, num_rows, num_columns // 128), dtype=torch.int32, device=device
-            ),
-        )
-
-    return MegaMoEWeights(empty(2 * intermediate, hidden), empty(hidden, intermediate))
-
-
-def _as_e2m1(name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A packed weight as int8, checked against where it goes."""
-    if tensor.dtype not in _WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"{name} must be uint8 or int8, two E2M1 values per byte; got {tensor.dtype}"
-        )
-    _check_shape(name, tensor, tuple(like.shape))
-    return tensor.view(torch.int8)
-
-
-def _as_words(name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Scale bytes packed four to an int32, checked against where they go."""
-    if tensor.dtype not in _SCALE_DTYPES:
-        raise CheckpointError(
-            f"{name} must be uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values; "
-            f"got {tensor.dtype}"
-        )
-    _check_shape(name, tensor, (like.shape[0], 4 * like.shape[1]))
-    scales = tensor.view(torch.uint8)
-    nans = (scales.amax(dim=-1) == _NAN_BYTE).nonzero()
-    if nans.numel():
-        raise CheckpointError(
-            f"{name} must hold numbers; got NaN (UE8M0 byte {_NAN_BYTE}) in row {int(nans[0])}"
-        )
-    return pack_ue8m0(scales)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != expected:
-        raise CheckpointError(
-            f"{name} must have shape {expected} to go with the other tensors; "
-            f"got {tuple(tensor.shape)}"
-        )

@@ -167,14 +167,14 @@ def run(
         check_call(shape, counts, **call)
         whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
-        if exact or model or any(sizes[name] for name in ("experts", "hidden", "intermediate")):
-            raise typer.BadParameter("--checkpoint decides the weights and all sizes but --topk")
-        if weights != DEFAULT_WEIGHTS:
+        if exact or model or hidden or intermediate:
             raise typer.BadParameter(
-                f"--weights must be {DEFAULT_WEIGHTS} with --checkpoint, whose experts are read in "
-                f"that format; got {weights}"
+                "--checkpoint decides the weights and all sizes but --topk; --experts says how "
+                "many there are if it does not"
             )
-        shape, whole_layer = _loaded_layer(checkpoint, layer, ranks, topk, capacity, pool_tokens)
+        shape, whole_layer = _loaded_layer(
+            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights
+        )
         check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
@@ -307,22 +307,32 @@ def _loaded_layer(
     num_topk: int | None,
     max_tokens: int,
     pool_tokens: int | None,
+    num_experts: int | None,
+    weights: str,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
+    import torch
+
     from deep_moe.checkpoint.experts import load_experts
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
-    l1, l2 = load_experts(checkpoint, layer)
-    num_experts, num_l1_rows, num_packed = l1.weight.shape
+    l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts)
+    loaded = "fp8" if l1.weight.dtype == torch.float8_e4m3fn else "mxfp4"
+    if weights != loaded:
+        raise typer.BadParameter(
+            f"--weights must be {loaded}, which the checkpoint's experts are; got {weights}"
+        )
+    num_experts, num_l1_rows, _ = l1.weight.shape
     shape = MoEShape(
         num_ranks=num_ranks,
         num_experts=num_experts,
         num_topk=min(2, num_experts) if num_topk is None else num_topk,
-        hidden=2 * num_packed,
+        hidden=l2.weight.shape[1],
         intermediate_hidden=num_l1_rows // 2,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
+        weights=weights,
     )
     return shape, Layer(l1, l2)
 

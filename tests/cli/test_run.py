@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import deep_moe.trial.bounds
@@ -69,7 +70,6 @@ def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp4")
     assert result.exit_code == 2
     assert "--weights must be one of mxfp4, fp8; got" in " ".join(result.output.split())
-    assert invoke(*TINY, "--weights", "fp8", "--checkpoint", "somewhere").exit_code == 2
 
 
 def test_seeds_and_overrides_reach_the_call():
@@ -167,6 +167,31 @@ def test_a_checkpoint_gives_the_sizes(checkpoint: Path):
     assert document["shape"]["num_experts"] == 4
     assert document["shape"]["hidden"] == 256
     assert document["shape"]["intermediate_hidden"] == 128
+
+
+def test_a_checkpoint_that_does_not_say_how_many_experts_it_has(checkpoint: Path):
+    (checkpoint / "config.json").unlink()
+    refused = invoke("--checkpoint", str(checkpoint), "--layer", "3")
+    assert refused.exit_code == 1
+    assert "does not say how many experts" in str(refused.exception)
+    document = ran("--checkpoint", str(checkpoint), "--layer", "3", "--experts", "4")
+    assert document["passed"]
+
+
+def test_an_fp8_checkpoint(tmp_path: Path):
+    tensors = {}
+    for expert in range(2):
+        for part, rows, columns in (("gate", 128, 256), ("up", 128, 256), ("down", 256, 128)):
+            name = f"model.layers.0.mlp.experts.{expert}.{part}_proj"
+            tensors[f"{name}.weight"] = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+            tensors[f"{name}.weight_scale_inv"] = torch.full((rows // 128, columns // 128), 0.0625)
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = ("--checkpoint", str(tmp_path), "--layer", "0", "--experts", "2", "--tokens", "3")
+    assert "--weights must be fp8" in " ".join(invoke(*options).output.split())
+    document = ran(*options, "--weights", "fp8")
+    assert document["passed"]
+    assert document["shape"]["weights"] == "fp8"
+    assert document["shape"]["hidden"] == 256
 
 
 def test_a_checkpoint_refuses_other_sizes_and_absent_layers(checkpoint: Path):

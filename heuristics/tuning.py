@@ -50,12 +50,20 @@ class TunedLayerKey:
     hidden: int
     intermediate_hidden: int
     weights: str = DEFAULT_WEIGHTS
+    num_pool_tokens: int | None = None  # of a bounded pool
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
         """The key of a layer on a device."""
         sizes = {name: getattr(shape, name) for name in LAYER_FIELDS}
-        return cls(device, arch, num_sms, **sizes, weights=shape.weights)
+        return cls(
+            device,
+            arch,
+            num_sms,
+            **sizes,
+            weights=shape.weights,
+            num_pool_tokens=shape.num_pool_tokens,
+        )
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -72,6 +80,7 @@ class TunedLayerKey:
             and self.device == other.device
             and self.arch == other.arch
             and self.weights == other.weights
+            and self.num_pool_tokens == other.num_pool_tokens
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -91,7 +100,8 @@ class TunedLayerKey:
         '2 ranks x 192 experts, top-6'
         """
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        return f"{ranks} x {self.num_experts} experts, top-{self.num_topk}"
+        pool = "" if self.num_pool_tokens is None else f", {self.num_pool_tokens} pool rows"
+        return f"{ranks} x {self.num_experts} experts, top-{self.num_topk}{pool}"
 
 
 @dataclass(frozen=True)
@@ -263,8 +273,9 @@ class Tuning:
         if not groups:
             return TuningResult(
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
-                f"{key.hidden} x {key.intermediate_hidden} in {key.weights} has been measured "
-                f"on {self.device} with {key.num_sms} SMs"
+                f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
+                f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
+                f"has been measured on {self.device} with {key.num_sms} SMs"
             )
         for group in groups:
             measurement = nearest(group, key, num_tokens)
@@ -382,11 +393,13 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name != "weights"
+        if field.name not in ("weights", "num_pool_tokens")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
         check_weights_name(key["weights"])
+    if record.get("num_pool_tokens") is not None:
+        key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")

@@ -122,6 +122,7 @@ class TestLookUp:
             {"hidden": 7168},
             {"intermediate_hidden": 3072},
             {"weights": "fp8"},
+            {"num_pool_tokens": 384},
         ],
         ids=lambda changes: next(iter(changes)),
     )
@@ -375,6 +376,17 @@ class TestFile:
         assert [entry.num_tokens for entry in updated.entries] == [64, 512]
         elsewhere = dataclasses.replace(layer.key, num_ranks=8)
         assert len(table.updated(TunedLayer(elsewhere, (1,), ())).layers) == 2
+
+    def test_the_pool_is_kept_and_unbounded_where_a_file_does_not_say(self):
+        (table,) = tuning_of(entry_at(64), num_pool_tokens=768).tables
+        document = json.loads(format_table(table))
+        assert parse_table(json.dumps(document), "a table").layers == table.layers
+        del document["layers"][0]["num_pool_tokens"]
+        (layer,) = parse_table(json.dumps(document), "a table").layers
+        assert layer.key == dataclasses.replace(table.layers[0].key, num_pool_tokens=None)
+        document["layers"][0]["num_pool_tokens"] = "384"
+        with pytest.raises(ValueError, match="num_pool_tokens"):
+            parse_table(json.dumps(document), "a table")
 
     def test_the_format_of_weights_is_kept_and_mxfp4_where_a_file_does_not_say(self):
         (table,) = tuning_of(entry_at(64), weights="fp8").tables

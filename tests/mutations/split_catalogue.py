@@ -83,7 +83,7 @@ SPLIT_MUTATIONS = (
         "race|timeout",
     ),
     M("tokens_not_awaited", removed("staging_awaited"), "race"),
-    M("rows_not_awaited", removed("rows_awaited"), "race"),
+    M("contributions_not_awaited", removed("contributions_awaited"), "race"),
     # ---- dispatch, receiving
     M(
         "count_not_awaited",

@@ -46,7 +46,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
             return local.combine_arrivals(half, rank_idx);
         };
         is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
-                                           waiter);  //~ rows_awaited
+                                           waiter);  //~ contributions_awaited
         if (is_sound) reduce_slots(args, ranks, active, half);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);

@@ -91,7 +91,7 @@ class MathWarps {
                 // All stages of the block have been loaded, and what else the activation loader
                 // reads in the pool it has read before the last of them.
                 if (block.is_reused && thread.thread_idx < warp_size) {
-                    release_rows(ranks.local(), block);  //~ math_releases
+                    release_rows(ranks.local(), block);
                 }
             }
             L2Epilogue<Config, num_rows>(smem_, thread, slot()).run(block, rows, accumulators);

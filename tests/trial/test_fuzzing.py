@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from deep_moe.activations import Activation
-from deep_moe.targets import target_of
 from deep_moe.trial import fuzzing
 from deep_moe.trial.calls import RankOutput, model_inputs
 from deep_moe.trial.fuzzing import ARCHS, CASES_PER_ROUND, Coverage, FuzzCase, axes, pairwise
@@ -103,7 +102,8 @@ def test_calls_have_other_tokens_and_one_may_be_nan() -> None:
 
 def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
     """What a right kernel gives."""
-    layer = fuzzing.exact_layer(case.shape, seed=1)
+    scale_block = case.target_weights.scale_block
+    layer = fuzzing.exact_layer(case.shape, seed=1, scale_block=scale_block)
     outputs = []
     for of_call in case.inputs():
         stats = received(case.shape, of_call).split(case.shape.num_experts_per_rank)
@@ -118,7 +118,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
                 layer.l1,
                 layer.l2,
                 activation=case.values["activation"],
-                numerics=target_of(case.arch).weights_of().numerics,
+                numerics=case.target_weights.numerics,
             )
             outputs[-1].append(RankOutput(y, stats[rank].clone()))
     return outputs

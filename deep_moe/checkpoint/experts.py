@@ -81,16 +81,13 @@ class StackedNaming:
     interleaved: bool
 
 
-DEFAULT_NAMING = ExpertNaming(
-    gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj",
-    up="model.layers.{layer}.mlp.experts.{expert}.up_proj",
-    down="model.layers.{layer}.mlp.experts.{expert}.down_proj",
-    weight=".weight",
-    scale=".weight_scale",
-)
-
 _MODULES = "model.layers.{layer}.mlp.experts.{expert}."
 _PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def _by_modules(weight: str, scale: str) -> ExpertNaming:
+    names = {part: _MODULES + name for part, name in _PARTS.items()}
+    return ExpertNaming(**names, weight=weight, scale=scale)
 
 
 def _numbered(prefix: str) -> ExpertNaming:
@@ -104,10 +101,7 @@ def _numbered(prefix: str) -> ExpertNaming:
     )
 
 
-def _by_modules(weight: str, scale: str) -> ExpertNaming:
-    names = {part: _MODULES + name for part, name in _PARTS.items()}
-    return ExpertNaming(**names, weight=weight, scale=scale)
-
+DEFAULT_NAMING = _by_modules(".weight", ".weight_scale")
 
 # By name. "mtp": the layers behind the others that predict further tokens, counted from 0.
 # "scale_inv": DeepSeek-V3 and those like it. "compressed": compressed-tensors.

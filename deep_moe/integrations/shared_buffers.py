@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +53,8 @@ class SharedBuffers:
             found.close()
             del self._buffers[key]
         capacity = max(_SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
-        with _outside_inference_mode():
+        # Tensors that are made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
             made = get_symm_buffer_for_mega_moe(
                 group,
                 sizes.num_experts,
@@ -74,10 +73,3 @@ class SharedBuffers:
         while self._buffers:
             _, buffer = self._buffers.popitem()
             buffer.close()
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Tensors that are made in inference mode cannot be written to outside of it."""
-    with torch.inference_mode(False):
-        yield

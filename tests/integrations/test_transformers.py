@@ -115,9 +115,8 @@ def called_directly(
     return y
 
 
-@pytest.fixture
-def fp4_experts() -> Any:
-    """The module that transformers has for FP4 experts on GPUs, and its weights as pairs."""
+def gpu_experts(**options: Any) -> Any:
+    """The module that transformers has for quantized experts on GPUs, without values."""
     from transformers.integrations.finegrained_fp8 import (
         ALL_FP8_EXPERTS_FUNCTIONS,
         FP8Experts,
@@ -132,10 +131,16 @@ def fp4_experts() -> Any:
         hidden_size=256, moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2
     )
     config._experts_implementation = "deep_moe"
+    return Experts(config, **options)
+
+
+@pytest.fixture
+def fp4_experts() -> Any:
+    """Makes a module of FP4 experts, and its weights as pairs."""
 
     def make(scale_dtype: torch.dtype) -> tuple[Any, Any, Any]:
         scale_fmt = "float" if scale_dtype == torch.float32 else "ue8m0"
-        module = Experts(config, expert_dtype="fp4", scale_fmt=scale_fmt)
+        module = gpu_experts(expert_dtype="fp4", scale_fmt=scale_fmt)
         generator = torch.Generator().manual_seed(1)
         pairs = []
         for name in ("gate_up_proj", "down_proj"):
@@ -157,25 +162,11 @@ def fp4_experts() -> Any:
 
 @pytest.fixture
 def fp8_experts() -> Any:
-    """The module of FP8 experts, and its weights as pairs. is_power: scales that every target
+    """Makes a module of FP8 experts, and its weights as pairs. is_power: scales that every target
     applies; otherwise those of DeepSeek-V3's checkpoints, which SM90's kernel applies."""
-    from transformers.integrations.finegrained_fp8 import (
-        ALL_FP8_EXPERTS_FUNCTIONS,
-        FP8Experts,
-    )
-    from transformers.integrations.moe import use_experts_implementation
-
-    class Experts(FP8Experts):
-        pass
-
-    use_experts_implementation(Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
-    config = transformers.DeepseekV4Config(
-        hidden_size=256, moe_intermediate_size=128, n_routed_experts=8, num_experts_per_tok=2
-    )
-    config._experts_implementation = "deep_moe"
 
     def make(*, is_power: bool) -> tuple[Any, Any, Any]:
-        module = Experts(config, block_size=(128, 128))
+        module = gpu_experts(block_size=(128, 128))
         generator = torch.Generator().manual_seed(2)
         pairs = []
         for name in ("gate_up_proj", "down_proj"):

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 from deep_moe.jit.tensor_map import DataType
 
+from .fp8 import Fp8OnTarget
 from .sm100_weights import Sm100Weights
 
 if TYPE_CHECKING:
     import torch
 
-    from deep_moe.errors import RequantizationWarning
     from deep_moe.formats.fp8 import Moved
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
     from deep_moe.trial.reference import Numerics
 
 
-class Sm100Fp8(Sm100Weights):
-    format = "fp8"
-    policy = "Fp8Weights"
+class Sm100Fp8(Fp8OnTarget, Sm100Weights):
+    scale_words = "UE8M0 scales per 32"
     data_type = DataType.UINT8
 
     @property
@@ -29,20 +28,7 @@ class Sm100Fp8(Sm100Weights):
 
         return torch.float8_e4m3fn
 
-    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        self._transform(l1, l2, out, None, None)
-
-    def requantize(
-        self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights
-    ) -> list[RequantizationWarning]:
-        from deep_moe.formats.fp8 import Moved
-
-        moved = {"l1_weights": Moved(), "l2_weights": Moved()}
-        self._transform(l1, l2, out, *moved.values())
-        words = "UE8M0 scales per 32"
-        return [own.warning(name, words) for name, own in moved.items() if own]
-
-    def _transform(
+    def _lay_out(
         self,
         l1: LayerWeights,
         l2: LayerWeights,
@@ -50,7 +36,6 @@ class Sm100Fp8(Sm100Weights):
         l1_moved: Moved | None,
         l2_moved: Moved | None,
     ) -> None:
-        """Expert by expert, for their scales may have to be laid out anew."""
         from deep_moe.formats.fp8 import with_ue8m0_scales
         from deep_moe.formats.weights import sm100_transform
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from .fp8 import Fp8OnTarget
 from .sm90_mxfp4 import sm90_tensor_maps, sm90_weight_pointers
-from .target import Operands, TargetWeights
+from .target import Operands
 
 if TYPE_CHECKING:
     import torch
 
-    from deep_moe.errors import RequantizationWarning
     from deep_moe.formats.fp8 import Moved
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
     from deep_moe.heuristics.config import MegaMoEConfig
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from .target import Pair
 
 
-class Sm90Fp8(TargetWeights):
-    format = "fp8"
-    policy = "Fp8Weights"
+class Sm90Fp8(Fp8OnTarget):
+    scale_words = "float32 scales per 128 x 128"
     scale_block = (128, 128)
     # Few stages, for a small case never comes round the ring of the default.
     fuzz_tiles = (
@@ -33,20 +32,7 @@ class Sm90Fp8(TargetWeights):
         {"block_m": 40, "num_stages": 3},
     )
 
-    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        self._transform(l1, l2, out, None, None)
-
-    def requantize(
-        self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights
-    ) -> list[RequantizationWarning]:
-        from deep_moe.formats.fp8 import Moved
-
-        moved = {"l1_weights": Moved(), "l2_weights": Moved()}
-        self._transform(l1, l2, out, *moved.values())
-        words = "float32 scales per 128 x 128"
-        return [own.warning(name, words) for name, own in moved.items() if own]
-
-    def _transform(
+    def _lay_out(
         self,
         l1: LayerWeights,
         l2: LayerWeights,

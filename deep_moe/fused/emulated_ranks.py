@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
-from deep_moe.jit.launch import run_emulated
+from deep_moe.jit.launch import RankLaunch, run_emulated
 
 from .buffer import SymmBuffer
 from .checks import Pair
@@ -106,22 +106,16 @@ class EmulatedRanks:
                 )
                 for rank in taking_part
             ]
-            require_memory(launches, checked=checked)
-            try:
-                stall = run_emulated(
-                    launches,
-                    seed=arguments.get("schedule_seed") or 0,
-                    schedule=schedule,
-                    checks=checked,
-                    clock="virtual",
-                    progress=progress,
-                    hopper_fp8_sums=hopper_fp8_sums,
-                )
-            except BaseException:
-                for buffer in self.buffers:
-                    buffer.mark_failed("the emulator stopped")
-                raise
-            raise_if_failed(self.buffers, taking_part, stall, checked=checked)
+            run_ranks(
+                self.buffers,
+                launches,
+                taking_part,
+                seed=arguments.get("schedule_seed") or 0,
+                schedule=schedule,
+                checked=checked,
+                progress=progress,
+                hopper_fp8_sums=hopper_fp8_sums,
+            )
 
     def reset(self) -> None:
         """Make all buffers usable again after a failed call."""
@@ -145,7 +139,31 @@ class EmulatedRanks:
         self.close()
 
 
-def raise_if_failed(
+def run_ranks(
+    buffers: Sequence[RankBuffer],
+    launches: Sequence[RankLaunch],
+    taking_part: Sequence[int],
+    *,
+    seed: int,
+    schedule: Schedule,
+    checked: bool,
+    **how: Any,
+) -> None:
+    """Run launches of several ranks at once, and raise the first failure. After one, no rank's
+    buffer is usable. how: further arguments of `run_emulated`."""
+    require_memory(launches, checked=checked)
+    try:
+        stall = run_emulated(
+            launches, seed=seed, schedule=schedule, checks=checked, clock="virtual", **how
+        )
+    except BaseException:
+        for buffer in buffers:
+            buffer.mark_failed("the emulator stopped")
+        raise
+    _raise_if_failed(buffers, taking_part, stall, checked=checked)
+
+
+def _raise_if_failed(
     buffers: Sequence[RankBuffer], ranks: Sequence[int], stall: str, *, checked: bool
 ) -> None:
     """Raise the first failure of these ranks; after one, no rank's buffer is usable. stall: who

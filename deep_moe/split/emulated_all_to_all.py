@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.emulated_call import require_memory
-from deep_moe.fused.emulated_ranks import raise_if_failed
+from deep_moe.fused.emulated_ranks import run_ranks
 from deep_moe.fused.rank_buffer import used
 from deep_moe.fused.symm_memory import private_host_memories
 from deep_moe.heuristics.low_latency import LowLatencyShape, low_latency_buffer_layout
-from deep_moe.jit.launch import RankLaunch, run_emulated
+from deep_moe.jit.launch import RankLaunch
 
 from .handle import Dispatched, DispatchHandle
 from .kernels import Launch
@@ -133,20 +132,14 @@ class EmulatedAllToAll:
                 for rank, queue in zip(taking_part, launches, strict=True)
                 for launch in self._emulated(rank, queue)
             ]
-            require_memory(emulated, checked=settings.checked)
-            try:
-                stall = run_emulated(
-                    emulated,
-                    seed=settings.schedule_seed,
-                    schedule=schedule,
-                    checks=settings.checked,
-                    clock="virtual",
-                )
-            except BaseException:
-                for buffer in buffers:
-                    buffer.mark_failed("the emulator stopped")
-                raise
-            raise_if_failed(buffers, taking_part, stall, checked=settings.checked)
+            run_ranks(
+                buffers,
+                emulated,
+                taking_part,
+                seed=settings.schedule_seed,
+                schedule=schedule,
+                checked=settings.checked,
+            )
 
     def _emulated(self, rank: int, queue: Sequence[Launch]) -> list[RankLaunch]:
         """One rank's. What one of its kernels writes and another one reads is one region."""

@@ -4,16 +4,17 @@
     python -m benchmarks.in_turn --kernel now --kernel "wide block_m=152" --tokens 2048 4096
 
 This is how a change to the kernel is measured. Machines differ by 3 to 5 %, and what other calls
-left in a buffer may cost energy. So all kernels run in one process and one buffer, in rounds whose
-order alternates. A round gives the median of --calls calls, of the slowest rank; printed are the
-median of the rounds, the fastest and the slowest. Between two calls the GPU rests for a
-millisecond, as in benchmarks.mega_moe; then rounds of calls of up to 2 ms differ by less than a
-percent. With --warm-seconds, each round of a kernel begins with calls without rests, which drive
-the GPU to its power limit: its clock needs longer than a round to come back from there, and rounds
-differ by several percent.
+left in a buffer may cost energy. So all kernels run in one process and, but for those with a pool
+of their own, in one buffer, in rounds whose order alternates. A round gives the median of --calls
+calls, of the slowest rank; printed are the median of the rounds, the fastest and the slowest.
+Between two calls the GPU rests for a millisecond, as in benchmarks.mega_moe; then rounds of calls
+of up to 2 ms differ by less than a percent. With --warm-seconds, each round of a kernel begins with
+calls without rests, which drive the GPU to its power limit: its clock needs longer than a round to
+come back from there, and rounds differ by several percent.
 
 A kernel is a name and words behind it: include=FOLDER, whose headers are taken instead of this
-checkout's, and FIELD=NUMBER. All are called by this checkout's host side: headers that belong to
+checkout's, pool_tokens=ROWS, a buffer of its own with so many rows of the pool, and FIELD=NUMBER.
+All are called by this checkout's host side: headers that belong to
 another one do not compile. All must give the same bits, and the first one's are compared with the
 reference (some tokens of each rank).
 """
@@ -27,6 +28,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ import typer
 
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.fused import call_plan
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
@@ -45,15 +48,16 @@ from deep_moe.fused.call_plan import CallCaches
 from deep_moe.heuristics import PRESETS
 from deep_moe.jit import headers
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.real_size import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial.real_size import ROUTINGS, rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
 
 from .mega_moe import SIZES, run_on_gpus
-from .problem import checked_sample
+from .problem import checked_sample, rank_weights
 
 CHECKED_TOKENS = 8  # on each rank
 INCLUDE = "include="
+POOL_TOKENS = "pool_tokens="
 
 
 class Kernel:
@@ -63,13 +67,21 @@ class Kernel:
         """text: the option's. Raises ValueError or typer.BadParameter for a word that cannot be.
 
         >>> kernel = Kernel("wide block_m=152 num_stages=4")
-        >>> kernel.name, kernel.include, kernel.overrides
-        ('wide', None, {'block_m': 152, 'num_stages': 4})
+        >>> kernel.name, kernel.include, kernel.overrides, kernel.num_pool_tokens
+        ('wide', None, {'block_m': 152, 'num_stages': 4}, None)
         """
         self.name, *words = text.split()
-        folders = [word.removeprefix(INCLUDE) for word in words if word.startswith(INCLUDE)]
+        fields, folders, pools = [], [], []
+        for word in words:
+            if word.startswith(INCLUDE):
+                folders.append(word.removeprefix(INCLUDE))
+            elif word.startswith(POOL_TOKENS):
+                pools.append(int(word.removeprefix(POOL_TOKENS)))
+            else:
+                fields.append(word)
         self.include = Path(folders[-1]).resolve() if folders else None
-        self.overrides = parse_overrides([word for word in words if not word.startswith(INCLUDE)])
+        self.num_pool_tokens = pools[-1] if pools else None
+        self.overrides = parse_overrides(fields)
         self._library = headers.find_library()
         if self.include is not None:
             if not (self.include / "deep_moe").is_dir():
@@ -105,6 +117,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-pro")
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[512], help="per rank")
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--ranks", type=int, default=1)
@@ -143,17 +156,25 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         model=arguments.model,
         ranks=dist.get_world_size(),
         max_tokens=max(arguments.tokens),
+        weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    layer = TimedLayer(shape, rank_layer(shape, rank, arguments.seed, device), device)
     kernels = [Kernel(text) for text in arguments.kernel]
+    weights = rank_weights(shape, rank, arguments.seed, device)
+    layers = {
+        rows: TimedLayer(replace(shape, num_pool_tokens=rows), weights, device)
+        for rows in dict.fromkeys(kernel.num_pool_tokens for kernel in kernels)
+    }
+    del weights
     for num_tokens in arguments.tokens:
         tokens = rank_tokens(
             shape, num_tokens, rank, arguments.seed, device, routing=arguments.routing
         )
-        layer.fill(tokens)
-        check(layer, kernels, arguments, tokens)
-        us = times(layer, kernels, arguments)
+        for layer in layers.values():
+            layer.fill(tokens)
+        runs = [(kernel, layers[kernel.num_pool_tokens]) for kernel in kernels]
+        check(runs, arguments, tokens)
+        us = times(runs, arguments)
         result = {
             "tokens_per_rank": num_tokens,
             "us": {name: statistics.median(rounds) for name, rounds in us.items()},
@@ -164,16 +185,19 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
             print(line(num_tokens, us), flush=True)
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    layer.close()
+    for layer in layers.values():
+        layer.close()
 
 
-def check(
-    layer: TimedLayer, kernels: Sequence[Kernel], arguments: argparse.Namespace, tokens: Tokens
-) -> None:
+Runs = Sequence[tuple[Kernel, TimedLayer]]
+
+
+def check(runs: Runs, arguments: argparse.Namespace, tokens: Tokens) -> None:
     """One call of each kernel, which compiles it; RuntimeError if a result is not what it should
     be."""
-    buffer, expected = layer.buffer, None
-    for kernel in kernels:
+    expected = None
+    for kernel, layer in runs:
+        buffer = layer.buffer
         layer.y.fill_(torch.nan)
         with kernel.in_use(buffer):
             layer(Swiglu(arguments.clamp), kernel.overrides)
@@ -191,20 +215,18 @@ def check(
             )
         elif not torch.equal(layer.y.view(torch.int16), expected.view(torch.int16)):
             raise RuntimeError(
-                f"{kernel.name} gives other results than {kernels[0].name}: "
+                f"{kernel.name} gives other results than {runs[0][0].name}: "
                 f"{compare(layer.y, expected)}"
             )
 
 
-def times(
-    layer: TimedLayer, kernels: Sequence[Kernel], arguments: argparse.Namespace
-) -> dict[str, list[float]]:
+def times(runs: Runs, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Microseconds by kernel, for each round."""
-    device = layer.buffer.device
-    us: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
+    us: dict[str, list[float]] = {kernel.name: [] for kernel, _ in runs}
     num_warm_calls = {}
     for round_idx in range(arguments.rounds):
-        for kernel in kernels if round_idx % 2 == 0 else kernels[::-1]:
+        for kernel, layer in runs if round_idx % 2 == 0 else runs[::-1]:
+            device = layer.buffer.device
             call = partial(layer, Swiglu(arguments.clamp), kernel.overrides)
             with kernel.in_use(layer.buffer):
                 if kernel.name not in num_warm_calls:

@@ -40,17 +40,25 @@ import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.trial import trace
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.rank_processes import run_in_group, run_on_ranks
-from deep_moe.trial.real_size import ROUTINGS, rank_layer, rank_tokens
+from deep_moe.trial.real_size import ROUTINGS, rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
 
 from . import peer, published
 from .peer import PeerLayer
-from .problem import CallCosts, MachineRates, call_costs, checked_sample
+from .problem import (
+    CallCosts,
+    MachineRates,
+    bytes_per_weight,
+    call_costs,
+    checked_sample,
+    rank_weights,
+)
 from .unfused import UnfusedLayer
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -92,7 +100,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=sorted(PRESETS), default=list(MODELS))
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
+    parser.add_argument("--pool-tokens", type=int, help="rows of the pool, used again in a call")
     parser.add_argument(
         "--shares",
         nargs="+",
@@ -173,8 +183,13 @@ def model_name(model: str, arguments: argparse.Namespace) -> str:
 
     >>> model_name("deepseek-v3", parse_arguments(["--topk", "4"]))
     'deepseek-v3, topk 4'
+    >>> model_name("deepseek-v3", parse_arguments(["--weights", "fp8"]))
+    'deepseek-v3, weights fp8'
     """
     given = {option: getattr(arguments, option) for option in SIZES}
+    given["pool tokens"] = arguments.pool_tokens
+    if arguments.weights != DEFAULT_WEIGHTS:
+        given["weights"] = arguments.weights
     changed = [f"{option} {value}" for option, value in given.items() if value is not None]
     return ", ".join([model, *changed])
 
@@ -189,9 +204,12 @@ def model_results(
         model=model,
         ranks=num_ranks,
         max_tokens=max(map(max, shares)),
+        pool_tokens=arguments.pool_tokens,
+        weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    layer = rank_layer(shape, rank, arguments.seed, device)
+    layer = rank_weights(shape, rank, arguments.seed, device)
+    weight_bytes = bytes_per_weight(layer)
     fused = TimedLayer(shape, layer, device)
     unfused = UnfusedLayer(shape, layer, group) if arguments.unfused else None
     other = PeerLayer(shape, layer, group) if arguments.peer and peer.is_available() else None
@@ -203,6 +221,8 @@ def model_results(
         result: dict[str, Any] = {
             "model": model_name(model, arguments),
             "layer": {field: getattr(shape, field) for field in SIZES.values()},
+            "weights": arguments.weights,
+            "num_pool_tokens": arguments.pool_tokens,
             "num_ranks": num_ranks,
             "tokens_per_rank": num_tokens,
             "tokens_of_ranks": counts,
@@ -226,7 +246,7 @@ def model_results(
                 raise RuntimeError(
                     f"{name} is {distances[name]} away from the fused layer, as an angle"
                 )
-        times = measured(calls, arguments, call_costs(shape, sent), device)
+        times = measured(calls, arguments, call_costs(shape, sent, weight_bytes), device)
         result |= times.pop("fused")
         for name, of_path in times.items():
             of_path["cosine_distance"] = distances[name]

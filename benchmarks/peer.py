@@ -47,7 +47,8 @@ class PeerLayer:
 
         self._library: Any = deep_gemm
         self.weights = deep_gemm.transform_weights_for_mega_moe_sm90(
-            fp8_weights(layer.l1, BLOCK, BLOCK), fp8_weights(layer.l2, BLOCK, BLOCK)
+            fp8_weights(shape.weights, layer.l1, BLOCK, BLOCK),
+            fp8_weights(shape.weights, layer.l2, BLOCK, BLOCK),
         )
         self.num_tokens_bound = shape.num_max_tokens_per_rank
         self.buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(

@@ -1,5 +1,5 @@
 """The problem that is timed: what a call of it costs at least, a sample of its result from the
-reference, and its weights for kernels without FP4."""
+reference, and its weights for kernels that know FP8 only."""
 
 from __future__ import annotations
 
@@ -8,17 +8,38 @@ from dataclasses import dataclass
 import torch
 
 from deep_moe.activations import Activation
-from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0
+from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of_device
+from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import Bounds, SlotBounds, combined_bounds, expert_bounds
 from deep_moe.trial.comparison import Comparison, compare
-from deep_moe.trial.real_size import expert_layer
-from deep_moe.trial.reference import Numerics
-from deep_moe.trial.synthetic import Tokens
+from deep_moe.trial.real_size import expert_layer, rank_layer
+from deep_moe.trial.synthetic import Layer, Tokens
 
-FP4_BYTES_PER_WEIGHT = 17 / 32  # a nibble, and a scale byte for 32
+
+def rank_weights(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
+    """A rank's experts, with scales that the device's kernel applies as they are."""
+    return rank_layer(shape, rank, seed, device, _on_target(shape, device).scale_block)
+
+
+def _on_target(shape: MoEShape, device: torch.device) -> TargetWeights:
+    return target_of_device(device).weights_of(shape.weights)
+
+
+def bytes_per_weight(layer: Layer) -> float:
+    """Scales are counted with the weights that they belong to.
+
+    >>> l1 = LayerWeights(torch.zeros(1, 256, 64).char(), torch.zeros(1, 256, 1).int())
+    >>> l2 = LayerWeights(torch.zeros(1, 128, 64).char(), torch.zeros(1, 128, 1).int())
+    >>> bytes_per_weight(Layer(l1, l2)), 17 / 32
+    (0.53125, 0.53125)
+    """
+    num_bytes = sum(tensor.nbytes for pair in (layer.l1, layer.l2) for tensor in pair)
+    num_rows = layer.l1.weight.shape[:2].numel()
+    hidden = layer.l2.weight.shape[1]
+    return num_bytes / (num_rows * hidden * 3 / 2)
 
 
 def reference_sample(
@@ -26,15 +47,17 @@ def reference_sample(
     tokens: Tokens,
     rows: torch.Tensor,
     seed: int,
-    numerics: Numerics,
+    on_target: TargetWeights,
     activation: Activation,
 ) -> Bounds:
     """The bounds of some tokens' outputs on a GPU; the experts they name are made again one by
     one."""
+    device = tokens.x.device
+    numerics = on_target.numerics
     x = numerics.tokens(tokens.x[rows], tokens.x_sf[rows])
 
     def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
-        layer = expert_layer(shape, expert_idx, seed, tokens.x.device)
+        layer = expert_layer(shape, expert_idx, seed, device, on_target.scale_block)
         return expert_bounds(
             x[token_idx],
             weights,
@@ -61,19 +84,22 @@ def checked_sample(
     """Some tokens of a call's result beside the reference. RuntimeError if they differ."""
     count = min(num_checked_tokens, tokens.num_tokens)
     rows = torch.linspace(0, tokens.num_tokens - 1, count, device=y.device).long()
-    numerics = target_of_device(y.device).weights_of().numerics
-    expected = reference_sample(shape, tokens, rows, seed, numerics, activation)
+    expected = reference_sample(shape, tokens, rows, seed, _on_target(shape, y.device), activation)
     comparison = compare(y[rows], expected)
     if not comparison.is_right:
         raise RuntimeError(f"the result differs from the reference: {comparison}")
     return comparison
 
 
-def fp8_weights(weights: LayerWeights, block_rows: int, block_columns: int) -> tuple:
-    """FP4 weights as E4M3 with one float32 scale per block: [E, N, K] and [E, N/rows, K/columns].
-    A block of 0 columns is a whole row. For kernels without FP4."""
-    num_experts, num_rows, num_packed = weights.weight.shape
-    num_columns = 2 * num_packed
+def fp8_weights(
+    name: str, weights: LayerWeights, block_rows: int, block_columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the format `name` as E4M3 with one float32 scale per block: [E, N, K] and
+    [E, N/rows, K/columns]. A block of 0 columns is a whole row. Weights that have such scales
+    keep their values."""
+    known = weight_format(name)
+    num_experts, num_rows, num_bytes = weights.weight.shape
+    num_columns = known.values_per_byte * num_bytes
     block_columns = block_columns or num_columns
     values = torch.empty(
         (num_experts, num_rows, num_columns),
@@ -85,7 +111,7 @@ def fp8_weights(weights: LayerWeights, block_rows: int, block_columns: int) -> t
         device=weights.weight.device,
     )
     for expert_idx in range(num_experts):
-        dense = dequantize_e2m1_ue8m0(weights.weight[expert_idx], weights.sf[expert_idx]).float()
+        dense = known.dequantize(weights.weight[expert_idx], weights.sf[expert_idx]).float()
         blocks = dense.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=2.0**-100) / 448
         values[expert_idx] = (blocks / scale).reshape(dense.shape).to(torch.float8_e4m3fn)
@@ -120,13 +146,13 @@ class CallCosts:
         )
 
 
-def call_costs(shape: MoEShape, sent: torch.Tensor) -> CallCosts:
+def call_costs(shape: MoEShape, sent: torch.Tensor, bytes_per_weight: float) -> CallCosts:
     """sent: [ranks, experts of all ranks], tokens that each rank has for each expert. A rank reads
     the weights of those of its experts that received a token.
 
     >>> shape = MoEShape(2, 4, 2, 256, 128, 8)
-    >>> costs = call_costs(shape, torch.tensor([[3, 0, 2, 1], [0, 0, 2, 0]]))
-    >>> costs.flops, costs.busiest_flops, costs.weight_bytes == 2 * 3 * 256 * 128 * 17 / 32
+    >>> costs = call_costs(shape, torch.tensor([[3, 0, 2, 1], [0, 0, 2, 0]]), 0.5)
+    >>> costs.flops, costs.busiest_flops, costs.weight_bytes == 2 * 3 * 256 * 128 * 0.5
     (786432.0, 983040.0, True)
     """
     weights_per_expert = 3 * shape.hidden * shape.intermediate_hidden
@@ -144,6 +170,6 @@ def call_costs(shape: MoEShape, sent: torch.Tensor) -> CallCosts:
     return CallCosts(
         flops=2.0 * int(received.sum()) / shape.num_ranks * weights_per_expert,
         busiest_flops=2.0 * int(received.max()) * weights_per_expert,
-        weight_bytes=int(num_active) * weights_per_expert * FP4_BYTES_PER_WEIGHT,
+        weight_bytes=int(num_active) * weights_per_expert * bytes_per_weight,
         link_bytes=float(link_bytes.max()),
     )

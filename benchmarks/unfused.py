@@ -23,8 +23,8 @@ class UnfusedLayer:
     def __init__(self, shape: MoEShape, layer: Layer, group: dist.ProcessGroup) -> None:
         self.shape = shape
         self.group = group
-        self.w1, self.s1 = fp8_weights(layer.l1, 1, 0)
-        self.w2, self.s2 = fp8_weights(layer.l2, 1, 0)
+        self.w1, self.s1 = fp8_weights(shape.weights, layer.l1, 1, 0)
+        self.w2, self.s2 = fp8_weights(shape.weights, layer.l2, 1, 0)
 
     def prepare(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens as this path takes them, E4M3 with one scale each."""

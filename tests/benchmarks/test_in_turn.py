@@ -54,19 +54,21 @@ def test_impossible_options_are_refused(words, message, capsys):
 
 
 def test_kernels_take_turns(tmp_path: Path):
-    """On two ranks: this checkout's headers, others with the same results, another tile."""
+    """On two ranks: this checkout's headers, others with the same results, another tile, another
+    pool."""
     same = copied_headers(
         tmp_path, "sync/wait.cuh", "polls_between_checks = 32", "polls_between_checks = 64"
     )
     words = [*SMALL, *BRIEF, "--tokens", "3", "5", "--ranks", "2", "--commit", "abc"]
     words += ["--kernel", "now", "--kernel", f"same include={same}", "--kernel", "wide block_m=64"]
+    words += ["--weights", "fp8", "--kernel", "ring pool_tokens=384"]
     arguments = parse_arguments([*words, "--json", str(tmp_path / "out.json")])
     run_on_ranks(run_rank, arguments.ranks, "cpu", arguments)
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["machine"]["commit"] == "abc"
     assert [result["tokens_per_rank"] for result in report["results"]] == [3, 5]
     for result in report["results"]:
-        assert list(result["us"]) == ["now", "same", "wide"]
+        assert list(result["us"]) == ["now", "same", "wide", "ring"]
         assert all(len(rounds) == 2 for rounds in result["us_of_rounds"].values())
         assert min(result["us"].values()) > 0
 

@@ -81,20 +81,24 @@ def test_a_line_names_what_was_measured():
 
 
 @pytest.mark.slow
-def test_a_run_checks_and_times_every_path(tmp_path: Path):
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+def test_a_run_checks_and_times_every_path(tmp_path: Path, weights: str):
     """Skewed routing, and a rank without tokens."""
-    words = ["--model", "deepseek-v3", *SMALL, "--tokens", "4", "24", "--routing", "zipf"]
+    words = ["--weights", weights, "--pool-tokens", "384"]
+    words += ["--model", "deepseek-v3", *SMALL, "--tokens", "4", "24", "--routing", "zipf"]
     words += ["--shares", "0", "1", "--unfused", "--override", "block_m=32", "--commit", "abc"]
     words += ["--calls", "2", "--rounds", "2", "--warmup", "0"]
     arguments = parse_arguments([*words, "--json", str(tmp_path / "out.json")])
     run_on_ranks(run_rank, 2, "cpu", arguments)
     report = json.loads((tmp_path / "out.json").read_text())
+    named = {"mxfp4": "", "fp8": ", weights fp8"}
     assert report["machine"]["commit"] == "abc"
     assert report["peer"] is None
     assert [result["tokens_per_rank"] for result in report["results"]] == arguments.tokens
     for result in report["results"]:
         num_tokens = result["tokens_per_rank"]
-        assert result["model"] == "deepseek-v3, experts 8, topk 3, hidden 256, intermediate 256"
+        assert result["model"].startswith("deepseek-v3, experts 8, topk 3, hidden 256, ")
+        assert result["model"].endswith(f"pool tokens 384{named[weights]}")
         assert result["layer"]["num_topk"] == 3
         assert result["tokens_of_ranks"] == [0, num_tokens]
         assert result["cosine_distance"] < 1e-5

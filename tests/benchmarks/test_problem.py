@@ -1,6 +1,7 @@
 """What the benchmark times: its weights, its reference, and the costs that floors come from."""
 
 import doctest
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,32 +30,32 @@ def test_examples_hold():
     assert (results.failed, results.attempted > 0) == (0, True)
 
 
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str):
-    layers = [rank_layer(SHAPE, rank, 3, CPU) for rank in range(2)]
+def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str, weights: str):
+    shape = replace(SHAPE, weights=weights)
+    on_target = target_of(arch).weights_of(weights)
+    layers = [rank_layer(shape, rank, 3, CPU, on_target.scale_block) for rank in range(2)]
     l1, l2 = (
         tuple(torch.cat([getattr(layer, name)[i] for layer in layers]) for i in range(2))
         for name in ("l1", "l2")
     )
-    tokens = rank_tokens(SHAPE, 20, 1, 3, CPU)
-    numerics = target_of(arch).weights_of().numerics
-    expected = reference_mega_moe(
-        tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, l1, l2, numerics=numerics
-    )
+    tokens = rank_tokens(shape, 20, 1, 3, CPU)
+    inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights)
+    expected = reference_mega_moe(*inputs, l1, l2, numerics=on_target.numerics)
     rows = torch.tensor([0, 7, 19])
-    assert torch.equal(
-        reference_sample(SHAPE, tokens, rows, 3, numerics, Swiglu()).y, expected[rows]
-    )
+    sample = reference_sample(shape, tokens, rows, 3, on_target, Swiglu())
+    assert torch.equal(sample.y, expected[rows])
     assert 0.05 < expected.float().std() < 5  # not lost in rounding, nor clamped away
 
 
 def test_costs_of_the_anchor():
     """8192 tokens per rank of pro on 4 ranks: 9422 us are 689 TFLOPS."""
     shape = preset_shape("deepseek-v4-pro", num_ranks=4, num_max_tokens_per_rank=8192)
-    costs = call_costs(shape, torch.full((4, 384), 8192 * 6 // 384))
+    costs = call_costs(shape, torch.full((4, 384), 8192 * 6 // 384), 17 / 32)
     assert round(costs.flops / 9422e-6 / 1e12) == 689
     # At 128 tokens per rank all experts are read: 0.76 ms.
-    costs = call_costs(shape, torch.full((4, 384), 128 * 6 // 384))
+    costs = call_costs(shape, torch.full((4, 384), 128 * 6 // 384), 17 / 32)
     assert costs.floor_s(MachineRates()) == pytest.approx(0.76e-3, abs=0.01e-3)
 
 
@@ -69,20 +70,28 @@ def test_costs_of_skewed_routing_are_those_of_the_busiest():
     """All tokens of rank 0 go to an expert of rank 1."""
     sent = torch.zeros(2, 6, dtype=torch.int64)
     sent[0, 4] = 10
-    costs = call_costs(SHAPE, sent)
+    costs = call_costs(SHAPE, sent, 0.75)
     weights = 3 * 256 * 128
     assert (costs.flops, costs.busiest_flops) == (10.0 * weights, 20.0 * weights)
-    assert costs.weight_bytes == weights * 17 / 32  # of one expert
+    assert costs.weight_bytes == weights * 0.75  # of one expert
     assert costs.link_bytes == 10 * 256 * 2  # results, from rank 1; tokens to it are fewer bytes
 
 
 @pytest.mark.parametrize("block", [(1, 0), (128, 128)])
 def test_fp8_weights_are_near_the_fp4_ones(block: tuple[int, int]):
     layer = rank_layer(SHAPE, 0, 1, CPU)
-    values, scales = fp8_weights(layer.l1, *block)
+    values, scales = fp8_weights("mxfp4", layer.l1, *block)
     dense = dequantize_e2m1_ue8m0(*layer.l1)
     if block[1] == 0:
         again = values.float() * scales
     else:
         again = values.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert (again - dense).norm() < 0.04 * dense.norm()
+
+
+def test_fp8_weights_with_block_scales_keep_their_values():
+    layer = rank_layer(replace(SHAPE, weights="fp8"), 0, 1, CPU, (128, 128))
+    values, scales = fp8_weights("fp8", layer.l1, 128, 128)
+    again = values.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    known = layer.l1.sf.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert torch.equal(again, layer.l1.weight.float() * known)

@@ -27,10 +27,9 @@ def run_rank(rank: int, folder: str) -> None:
     unfused = UnfusedLayer(SHAPE, rank_layer(SHAPE, rank, 5, cpu), dist.group.WORLD)
     tokens = rank_tokens(SHAPE, COUNTS[rank], rank, 5, cpu)
     y = unfused(*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights, Swiglu(10.0))
-    numerics = target_of("sm_90a").weights_of().numerics
-    expected = reference_sample(
-        SHAPE, tokens, torch.arange(COUNTS[rank]), 5, numerics, Swiglu(10.0)
-    )
+    on_target = target_of("sm_90a").weights_of()
+    rows = torch.arange(COUNTS[rank])
+    expected = reference_sample(SHAPE, tokens, rows, 5, on_target, Swiglu(10.0))
     Path(folder, str(rank)).write_text(str(compare(y, expected.y).cosine_distance))
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -96,21 +96,45 @@ class WeightKind:
 
     block_bytes: of 256 rows x 128 k. has_row_factors: whether scales are a factor for each row; or
     else for every 128 x 128, so that the sums of every k-block are added up in registers. tiles:
-    block_m and block_m_step of those that there are registers for.
+    block_m and block_m_step of those that there are registers for. costs: what a tile of so many
+    rows takes, an expert's first and a further one, in any unit.
     """
 
     block_bytes: int
     has_row_factors: bool
     tiles: tuple[tuple[int, int], ...]
+    costs: Callable[[float], tuple[float, float]]
 
 
-# A second set of accumulators leaves registers for tiles of half the size.
-MAX_PROMOTED_ROWS = 88
+def decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded.
+
+    >>> decoded_costs(150)
+    (2.0, 1.2)
+    """
+    cost = 1 + rows / TILE_ROWS_PER_UNIT
+    return cost, FURTHER_TILE_COST * cost
+
+
+def promoted_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose sums are added up in registers, fitted to times of an H200 (2026-11-23,
+    benchmarks/LOG.md) with 64 to 1536 tokens per expert of both DeepSeek-V4 shapes. The first tile
+    of an expert waits for its weights from HBM, the products of further ones are what they cost.
+
+    >>> [round(cost, 3) for cost in promoted_costs(112)]
+    [1.188, 0.739]
+    """
+    return 1 + (rows + 0.8 * max(0, rows - 64)) / 800, 0.08 + rows / 170
+
+
+# Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
+# 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
+PROMOTED_ROWS = (*range(8, 120, 8), 128)
+MAX_ROWS_OF_TWO_SETS = 88
+PROMOTING_LOOP_REGISTERS = 40
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, TILES),
-    "fp8": WeightKind(
-        32768, False, tuple((rows, rows) for rows in BLOCK_MS if rows <= MAX_PROMOTED_ROWS)
-    ),
+    "mxfp4": WeightKind(17408, True, TILES, decoded_costs),
+    "fp8": WeightKind(32768, False, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs),
 }
 MMAS_PER_K_BLOCK = 4
 
@@ -156,10 +180,8 @@ def choose_tile(
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
 
-    What tiles cost was measured with MXFP4 weights; nothing is known of others.
-
-    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 768)]
-    [8, 24, 80, 88]
+    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
+    [8, 24, 80, 112, 128, 112, 128]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
@@ -172,8 +194,9 @@ def choose_tile(
 @lru_cache(maxsize=4096)
 def _choose_tile(expected: Fraction, is_uneven: bool, weights: str) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    tiles = [tile for tile in WEIGHTS[weights].tiles if not (is_uneven and tile in FITTED_TILES)]
-    return min(tiles, key=lambda tile: _expected_cost(tile, counts))
+    kind = WEIGHTS[weights]
+    tiles = [tile for tile in kind.tiles if not (is_uneven and tile in FITTED_TILES)]
+    return min(tiles, key=lambda tile: _expected_cost(tile, counts, kind))
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -203,11 +226,15 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
     return [(n, math.exp(log_probability(n))) for n in counts]
 
 
-def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> float:
+def _expected_cost(
+    tile: tuple[int, int], counts: list[tuple[int, float]], kind: WeightKind
+) -> float:
     block_m, step = tile
-    cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
+    cost = sum(probability * _tiles_cost(n, tile, kind) for n, probability in counts)
     if step != block_m:
         return cost * (MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST)
+    if not kind.has_row_factors:
+        return cost
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
     return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
 
@@ -226,7 +253,7 @@ def smallest_rows(block_m: int, step: int) -> int:
 
 
 def num_math_registers(block_m: int, step: int) -> int:
-    """Registers of a math thread for a tile.
+    """Registers of a math thread for a tile whose weights are decoded.
 
     >>> [num_math_registers(*tile) for tile in ((8, 8), (152, 152), (160, 160), (128, 32))]
     [216, 216, 224, 224]
@@ -234,6 +261,17 @@ def num_math_registers(block_m: int, step: int) -> int:
     widest = NUM_MATH_REGISTERS - PAIRED_LOOP_REGISTERS
     is_enough = block_m <= widest and (block_m, step) != UNEVEN_TILE
     return NUM_MATH_REGISTERS if is_enough else NUM_MORE_MATH_REGISTERS
+
+
+def num_promoting_registers(block_m: int) -> int:
+    """Registers of a math thread for a tile whose sums are added up in registers.
+
+    >>> [num_promoting_registers(rows) for rows in (8, 88, 112, 128)]
+    [216, 216, 216, 224]
+    """
+    num_sets = 2 if block_m <= MAX_ROWS_OF_TWO_SETS else 1
+    needed = block_m + num_sets * block_m // 2 + PROMOTING_LOOP_REGISTERS
+    return NUM_MATH_REGISTERS if needed <= NUM_MATH_REGISTERS else NUM_MORE_MATH_REGISTERS
 
 
 def num_mmas_per_group(block_m: int, math_registers: int) -> int:
@@ -245,22 +283,23 @@ def num_mmas_per_group(block_m: int, math_registers: int) -> int:
     return 2 if math_registers >= block_m + PAIRED_LOOP_REGISTERS else 1
 
 
-def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
+def _tiles_cost(num_tokens: int, tile: tuple[int, int], kind: WeightKind) -> float:
     """Of one expert, whose tiles are as few as can be and as equal as the steps allow
     (layout/expert_tiles.cuh).
 
-    >>> _tiles_cost(90, 128, 32) == _tiles_cost(96, 96, 96) == 1 + 96 / 150
+    >>> fp4 = WEIGHTS["mxfp4"]
+    >>> _tiles_cost(90, (128, 32), fp4) == _tiles_cost(96, (96, 96), fp4) == 1 + 96 / 150
     True
     """
+    block_m, step = tile
     num_tiles = ceil_div(num_tokens, block_m)
     num_steps = max(ceil_div(num_tokens, step), num_tiles * smallest_rows(block_m, step) // step)
     first = ceil_div(num_steps, num_tiles) * step
-    further = num_steps * step - first
-    return (
-        1
-        + first / TILE_ROWS_PER_UNIT
-        + FURTHER_TILE_COST * (num_tiles - 1 + further / TILE_ROWS_PER_UNIT)
-    )
+    cost = kind.costs(first)[0]
+    if num_tiles > 1:
+        mean_rows = (num_steps * step - first) / (num_tiles - 1)
+        cost += (num_tiles - 1) * kind.costs(mean_rows)[1]
+    return cost
 
 
 def num_block_slots(config: ConfigFields) -> int:
@@ -366,8 +405,10 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    needed_registers = num_math_registers(
-        block_m if kind.has_row_factors else 2 * block_m, block_m_step
+    needed_registers = (
+        num_math_registers(block_m, block_m_step)
+        if kind.has_row_factors
+        else num_promoting_registers(block_m)
     )
     num_registers = choose(
         "num_dispatch_registers",
@@ -381,7 +422,7 @@ def choose_fields(
         (
             "accumulators and decoded weights of the math warps"
             if kind.has_row_factors
-            else "two sets of accumulators of the math warps"
+            else "sums and products of the math warps"
         )
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )

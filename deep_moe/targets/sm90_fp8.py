@@ -28,7 +28,7 @@ class Sm90Fp8(Fp8OnTarget):
     fuzz_tiles = (
         {"block_m": 16, "num_stages": 4},
         {"block_m": 88, "num_stages": 3},
-        {"block_m": 64, "num_stages": 2},
+        {"block_m": 128, "num_stages": 2},
         {"block_m": 40, "num_stages": 3},
     )
 

@@ -49,7 +49,7 @@ def mean_cost(counts, block_m, step):
     """By the formula for one expert, over simulated counts instead of a distribution."""
     values, times = np.unique(counts[counts > 0], return_counts=True)
     simulated = list(zip(values.tolist(), (times / len(counts)).tolist(), strict=True))
-    return sm90._expected_cost((block_m, step), simulated)
+    return sm90._expected_cost((block_m, step), simulated, sm90.WEIGHTS["mxfp4"])
 
 
 @pytest.mark.parametrize("num_tokens", [*range(1, 60), *range(60, 1150, 31)])

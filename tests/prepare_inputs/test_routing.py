@@ -86,10 +86,9 @@ def test_experts_that_the_map_does_not_know(target: Target) -> None:
     assert (result == UNKNOWN).sum() == 3
     l1 = deep_moe.quantize_mxfp4(torch.randn(64, 256, 256))
     l2 = deep_moe.quantize_mxfp4(torch.randn(64, 256, 128))
-    l1, l2 = (
-        type(pair)(*(tensor.to(target.device) for tensor in pair))
-        for pair in deep_moe.transform_weights_for_mega_moe(l1, l2, arch=target.arch)
-    )
+    # On a GPU the kernel's layout is that of the GPU.
+    l1, l2 = (type(pair)(*(tensor.to(target.device) for tensor in pair)) for pair in (l1, l2))
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(l1, l2, arch=target.arch)
     y = torch.empty(3, 256, dtype=torch.bfloat16, device=target.device)
     with pytest.raises(ValueError, match=rf"topk_idx.* got .*{UNKNOWN}"):
         deep_moe.fp8_fp4_mega_moe(y, l1, l2, buffer, arch=target.arch, checked=True)

@@ -108,8 +108,15 @@ class PoolWalk {
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 
-// Where the pool is a ring: waits until the token's row is no longer needed by those that had it
-// before. A whole warp, which may write it then, by bulk copy too. False after an abort.
+// Where the pool is a ring: whether others have had rows of the token's m-block before it in this
+// call.
+template <class Config>
+__device__ bool takes_used_rows(const PulledToken& token) {
+    return token.pool_block_idx + token.num_pool_blocks > PoolRing<Config>::num_blocks;
+}
+
+// Waits until these rows are no longer needed by those that had them before. A whole warp, whose
+// ordinary stores may write them then; false after an abort.
 //
 // It waits for the whole m-block, whose padding nobody else waits for: so who had a row in any
 // earlier round is done with it, too. All those blocks stand in the list before Linear1 of this one
@@ -124,10 +131,7 @@ __device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& t
         released = waiter.until(WaitSite::rows_released, num_releases<Config>,
                                 [&] { return ptx::ld_acquire_gpu(count); });
     }
-    if (!waiter.warp_agrees(released)) return false;
-    // Copies into the pool come behind what was acquired.
-    ptx::fence_proxy_async_global();  //~ rows_fence
-    return true;
+    return waiter.warp_agrees(released);
 }
 
 // All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: hidden bytes of this
@@ -159,8 +163,10 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
             const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
             topk_weight = *source.input_topk_weights(slot);
         }
+        bool takes_used = false;
         if constexpr (PoolRing<Config>::wraps) {
-            if (!await_rows(local, token, waiter)) return false;  //~ rows_awaited
+            takes_used = takes_used_rows<Config>(token);
+            if (takes_used && !await_rows(local, token, waiter)) return false;  //~ rows_awaited
         }
         PullPolicy policy;
         policy.store_scales(local, source, token);
@@ -180,6 +186,9 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
         // .read), and the release covers both. The reader, which loads tokens and scales with TMA,
         // puts fence.proxy.async between its acquire and its first load.
         if (ptx::lane_idx() == 0) {
+            // Puts the copy behind what await_rows has acquired. Only here, where nothing is under
+            // way: before the loads from other ranks have arrived the fence would wait for them.
+            if (takes_used) ptx::fence_proxy_async_global();  //~ rows_fence
             ptx::cp_async_bulk_global_shared(local.l1_tokens(token.pool_token_idx), pull_buffer,
                                              Config::hidden);
             ptx::cp_async_bulk_commit_group();

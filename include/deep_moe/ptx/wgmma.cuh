@@ -145,6 +145,13 @@ DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34")
 DEEP_MOE_WGMMA("72", 36, "%36", "%37", "%38")
 DEEP_MOE_WGMMA("80", 40, "%40", "%41", "%42")
 DEEP_MOE_WGMMA("88", 44, "%44", "%45", "%46")
+DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50")
+DEEP_MOE_WGMMA("104", 52, "%52", "%53", "%54")
+DEEP_MOE_WGMMA("112", 56, "%56", "%57", "%58")
+DEEP_MOE_WGMMA("120", 60, "%60", "%61", "%62")
+DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66")
+DEEP_MOE_WGMMA("136", 68, "%68", "%69", "%70")
+DEEP_MOE_WGMMA("144", 72, "%72", "%73", "%74")
 
 #undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4

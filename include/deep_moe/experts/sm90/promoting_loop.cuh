@@ -3,9 +3,11 @@
 //
 // The tensor core's sums are those of one k-block only. They are added up in ordinary registers,
 // times the scale of the k-block's weights: so weights have a scale for every 128 x 128, and of the
-// few bits that FP8 products keep below the largest, none is lost over the whole K. While the sums
-// of 64 rows are added, the tensor core multiplies the other 64. That takes a second set of
-// accumulators, and so tiles of half as many tokens as others have.
+// few bits that FP8 products keep below the largest, none is lost over the whole K.
+//
+// In tiles of up to 88 rows both times 64 have products of their own: while the sums of one are
+// added, the tensor core multiplies the other. Wider tiles have registers for one set only, and the
+// tensor core has the other warpgroup's products while this one's are added.
 //
 // No product is under way from one k-block to the next: ptxas would serialize them all (C7514), for
 // it does not follow round the loop which accumulators are complete. Meanwhile the tensor core has
@@ -34,6 +36,7 @@ class PromotingLoop {
     using Ring = RingPosition<Config::num_stages>;
     static constexpr uint32_t rows_per_half = 64;
     static constexpr uint32_t part_bytes = num_row_halves * rows_per_half * Config::block_k;
+    static constexpr uint32_t max_rows_of_two_sets = 88;
 
  public:
     __device__ PromotingLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
@@ -54,8 +57,10 @@ class PromotingLoop {
     // in the epilogue.
     template <uint32_t num_rows>
     __device__ __forceinline__ void run(uint32_t num_k_blocks, Accumulators<num_rows>& sums) {
-        float upper[num_rows / 2];
-        float lower[num_rows / 2];
+        constexpr uint32_t num_sets = num_rows <= max_rows_of_two_sets ? 2 : 1;
+        float sets[num_sets][num_rows / 2];
+        float (&upper)[num_rows / 2] = sets[0];
+        float (&lower)[num_rows / 2] = sets[num_sets - 1];
 #pragma unroll
         for (uint32_t i = 0; i < num_rows / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
         stage_wait_.reset();
@@ -64,7 +69,7 @@ class PromotingLoop {
         for (uint32_t k_block_idx = 0;;) {
             const uint32_t stage = enter_stage();
             multiply<0>(upper, stage);
-            multiply<1>(lower, stage);
+            if constexpr (num_sets == 2) multiply<1>(lower, stage);
             // Asked for here, needed at the end: nobody waits for the answer.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
@@ -73,11 +78,12 @@ class PromotingLoop {
                 rescale(smem_, stage, sums[0]);
                 rescale(smem_, stage, sums[1]);  //~ promoted_rescaled
             }
-            ptx::wgmma_wait_group<1>();  //~ upper_complete
+            ptx::wgmma_wait_group<num_sets - 1>();  //~ upper_complete
             promote(sums[0], upper, scales);
+            if constexpr (num_sets == 1) multiply<1>(lower, stage);
             ptx::wgmma_wait_group<0>();  //~ lower_complete
-            promote(sums[1], lower, scales);
             release(stage);
+            promote(sums[1], lower, scales);
             if (++k_block_idx == num_k_blocks) return;
             stage_wait_.start();
             if (!next_is_loaded) await_stage();  //~ promoted_stage_awaited

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 
 from .choices import (
     MIN_STAGES,
@@ -94,23 +94,41 @@ COMBINE_CHUNKS_OF_FEW_TOKENS = 4
 class WeightKind:
     """What choices depend on of a format of weights.
 
-    block_bytes: of 256 rows x 128 k. has_row_factors: whether scales are a factor for each row; or
-    else for every 128 x 128, so that the sums of every k-block are added up in registers. tiles:
-    block_m and block_m_step of those that there are registers for.
+    block_bytes: of 256 rows x a k-block. has_row_factors: whether scales are a factor for each row.
+    has_block_scales: whether there is one for every 128 x 128, so that the sums of every k-block
+    are added up in registers. tiles: block_m and block_m_step of those that there are registers
+    for. rows_per_unit: TILE_ROWS_PER_UNIT.
     """
 
     block_bytes: int
     has_row_factors: bool
+    has_block_scales: bool
     tiles: tuple[tuple[int, int], ...]
+    rows_per_unit: int = TILE_ROWS_PER_UNIT
+
+    @property
+    def accumulator_sets(self) -> int:
+        """Registers of a math thread for each row of a tile."""
+        return 2 if self.has_block_scales else 1
+
+    def math_registers(self, block_m: int, step: int) -> int:
+        """Of a math thread for a tile. Without scales its loop needs next to none beside the
+        accumulators."""
+        if not (self.has_row_factors or self.has_block_scales):
+            return NUM_MATH_REGISTERS
+        return num_math_registers(self.accumulator_sets * block_m, step)
 
 
 # A second set of accumulators leaves registers for tiles of half the size.
 MAX_PROMOTED_ROWS = 88
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, TILES),
+    "mxfp4": WeightKind(17408, True, False, TILES),
     "fp8": WeightKind(
-        32768, False, tuple((rows, rows) for rows in BLOCK_MS if rows <= MAX_PROMOTED_ROWS)
+        32768, False, True, tuple((rows, rows) for rows in BLOCK_MS if rows <= MAX_PROMOTED_ROWS)
     ),
+    # Nothing was measured. Of as many weights 65536 bytes are loaded instead of 17408, and the
+    # products take twice as long: so a tile's weights cost what the products of 282 rows do.
+    "bf16": WeightKind(32768, False, False, TILES, TILE_ROWS_PER_UNIT * 65536 // 17408 // 2),
 }
 MMAS_PER_K_BLOCK = 4
 
@@ -156,10 +174,13 @@ def choose_tile(
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
 
-    What tiles cost was measured with MXFP4 weights; nothing is known of others.
+    What tiles cost was measured with MXFP4 weights; nothing is known of others. Of BF16 weights it
+    is worked out how much longer they are loaded and multiplied.
 
     >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 768)]
     [8, 24, 80, 88]
+    >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 768)]
+    [8, 24, 80, 168]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
@@ -172,8 +193,9 @@ def choose_tile(
 @lru_cache(maxsize=4096)
 def _choose_tile(expected: Fraction, is_uneven: bool, weights: str) -> tuple[int, int]:
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    tiles = [tile for tile in WEIGHTS[weights].tiles if not (is_uneven and tile in FITTED_TILES)]
-    return min(tiles, key=lambda tile: _expected_cost(tile, counts))
+    kind = WEIGHTS[weights]
+    tiles = [tile for tile in kind.tiles if not (is_uneven and tile in FITTED_TILES)]
+    return min(tiles, key=lambda tile: _expected_cost(tile, counts, kind))
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -203,13 +225,19 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
     return [(n, math.exp(log_probability(n))) for n in counts]
 
 
-def _expected_cost(tile: tuple[int, int], counts: list[tuple[int, float]]) -> float:
+def _expected_cost(
+    tile: tuple[int, int],
+    counts: list[tuple[int, float]],
+    kind: WeightKind = WEIGHTS[DEFAULT_WEIGHTS],
+) -> float:
     block_m, step = tile
-    cost = sum(probability * _tiles_cost(n, block_m, step) for n, probability in counts)
+    cost = sum(
+        probability * _tiles_cost(n, block_m, step, kind.rows_per_unit) for n, probability in counts
+    )
     if step != block_m:
         return cost * (MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST)
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
-    return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
+    return cost * (1 if is_paired or not kind.has_row_factors else SINGLE_PRODUCTS_COST)
 
 
 def smallest_rows(block_m: int, step: int) -> int:
@@ -245,7 +273,9 @@ def num_mmas_per_group(block_m: int, math_registers: int) -> int:
     return 2 if math_registers >= block_m + PAIRED_LOOP_REGISTERS else 1
 
 
-def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
+def _tiles_cost(
+    num_tokens: int, block_m: int, step: int, rows_per_unit: int = TILE_ROWS_PER_UNIT
+) -> float:
     """Of one expert, whose tiles are as few as can be and as equal as the steps allow
     (layout/expert_tiles.cuh).
 
@@ -256,11 +286,14 @@ def _tiles_cost(num_tokens: int, block_m: int, step: int) -> float:
     num_steps = max(ceil_div(num_tokens, step), num_tiles * smallest_rows(block_m, step) // step)
     first = ceil_div(num_steps, num_tiles) * step
     further = num_steps * step - first
-    return (
-        1
-        + first / TILE_ROWS_PER_UNIT
-        + FURTHER_TILE_COST * (num_tiles - 1 + further / TILE_ROWS_PER_UNIT)
-    )
+    return 1 + first / rows_per_unit + FURTHER_TILE_COST * (num_tiles - 1 + further / rows_per_unit)
+
+
+def _register_words(kind: WeightKind) -> str:
+    """What takes most of a math thread's registers."""
+    if kind.has_row_factors:
+        return "accumulators and decoded weights"
+    return "two sets of accumulators" if kind.has_block_scales else "accumulators"
 
 
 def num_block_slots(config: ConfigFields) -> int:
@@ -289,6 +322,8 @@ def smem_layout(config: ConfigFields) -> Layout:
         num_block_slots=num_block_slots(config),
         weight_block_bytes=kind.block_bytes,
         has_row_factors=kind.has_row_factors,
+        has_block_scales=kind.has_block_scales,
+        tokens=WEIGHT_FORMATS[str(config["weights"])],
     )
 
 
@@ -366,9 +401,7 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    needed_registers = num_math_registers(
-        block_m if kind.has_row_factors else 2 * block_m, block_m_step
-    )
+    needed_registers = kind.math_registers(block_m, block_m_step)
     num_registers = choose(
         "num_dispatch_registers",
         NUM_OTHER_REGISTERS[needed_registers],
@@ -378,11 +411,7 @@ def choose_fields(
     math_registers = choose(
         "num_epilogue_registers",
         needed_registers,
-        (
-            "accumulators and decoded weights of the math warps"
-            if kind.has_row_factors
-            else "two sets of accumulators of the math warps"
-        )
+        f"{_register_words(kind)} of the math warps"
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )
     mmas_per_group = choose(
@@ -391,7 +420,8 @@ def choose_fields(
         f"{math_registers - block_m} registers beside the accumulators; pairs of products need "
         f"{PAIRED_LOOP_REGISTERS}"
         if kind.has_row_factors
-        else "all of a k-block, whose sums are added up in registers",
+        else "all of a k-block"
+        + (", whose sums are added up in registers" if kind.has_block_scales else ""),
     )
     if is_mixed and mmas_per_group == 1:
         raise ValueError(

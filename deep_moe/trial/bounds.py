@@ -225,15 +225,15 @@ def sums_with_errors(
     sums are added up in FP32; None: of all. num_products: that one instruction adds.
 
     Of FP8, one instruction adds 32 products to the sum so far. All terms are cut, towards zero,
-    below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of a
-    step, from the partial sums before and behind it and the largest product:
+    below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of
+    a step, from the partial sums before and behind it and the largest product:
     - on the average a cut takes half a unit off a term's magnitude: u/2 times the excess of
       positive over negative products, added up with its sign over all steps;
     - around that cuts scatter by up to u/sqrt(12) for each of 34 terms: 1.7 times the root of the
       sum of u^2, were all of them inexact. Most are not: FP8 products have few bits. Of BF16
       one instruction adds 16, and it is 1.3 times the root.
-    Rounding to nearest, and orders other than by so many consecutive values, stay below that. Where sums
-    are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
+    Rounding to nearest, and orders other than by so many consecutive values, stay below that. Where
+    sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
     """
     num_groups = values.shape[1] // num_products
     grouped_values = values.unflatten(1, (num_groups, num_products)).transpose(0, 1)

@@ -225,8 +225,8 @@ def sums_with_errors(
     sums are added up in FP32; None: of all. num_products: that one instruction adds.
 
     Of FP8, one instruction adds 32 products to the sum so far. All terms are cut, towards zero,
-    below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of
-    a step, from the partial sums before and behind it and the largest product:
+    below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit
+    of a step, from the partial sums before and behind it and the largest product:
     - on the average a cut takes half a unit off a term's magnitude: u/2 times the excess of
       positive over negative products, added up with its sign over all steps;
     - around that cuts scatter by up to u/sqrt(12) for each of 34 terms: 1.7 times the root of the

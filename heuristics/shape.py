@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
+from deep_moe.formats.weight_formats import (
+    DEFAULT_WEIGHTS,
+    WEIGHT_FORMATS,
+    TokenFormat,
+    check_weights_name,
+)
 
 from .segments import align_up
 
@@ -118,6 +123,16 @@ class MoEShape:
         check("num_pool_tokens", self.num_pool_tokens % POOL_ROUNDING == 0)
         if self.num_pool_tokens >= self.default_pool_tokens:
             object.__setattr__(self, "num_pool_tokens", None)
+
+    @property
+    def token_format(self) -> TokenFormat:
+        """Of tokens and Linear1's output, which follows from that of the weights."""
+        return WEIGHT_FORMATS[self.weights]
+
+    @property
+    def num_scale_words(self) -> int:
+        """Words of four UE8M0 scales of a token; 0 where tokens have none."""
+        return self.hidden // K_BLOCK if self.token_format.has_scales else 0
 
     @property
     def num_experts_per_rank(self) -> int:

@@ -25,13 +25,13 @@ _SIZE_LOG2 = 1.5
 class Mxfp4(WeightFormat):
     name = "mxfp4"
     pair = "a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it"
-    values_per_byte = 2
+    bits_per_value = 4
 
     def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
         return check_layers(
             l1,
             l2,
-            values_per_byte=self.values_per_byte,
+            values_per_byte=2,
             check_dtypes=_check_dtypes,
             check_scales=_check_scales,
         )

@@ -9,6 +9,7 @@ from deep_moe.heuristics import sm100
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
+from .sm100_bf16 import Sm100Bf16
 from .sm100_fp8 import Sm100Fp8
 from .sm100_mxfp4 import Sm100Mxfp4
 from .target import ConfigFields, Target
@@ -30,7 +31,7 @@ class Sm100(Target):
     overridable = sm100.OVERRIDABLE
     tunable = sm100.TUNABLE
     roles = sm100.ROLES
-    weights = (Sm100Mxfp4(), Sm100Fp8())
+    weights = (Sm100Mxfp4(), Sm100Fp8(), Sm100Bf16())
 
     def choose_fields(
         self,

@@ -8,6 +8,7 @@ from deep_moe.heuristics import sm90
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
+from .sm90_bf16 import Sm90Bf16
 from .sm90_fp8 import Sm90Fp8
 from .sm90_mxfp4 import Sm90Mxfp4
 from .target import ConfigFields, Target
@@ -23,7 +24,7 @@ class Sm90(Target):
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE
     roles = sm90.ROLES
-    weights = (Sm90Mxfp4(), Sm90Fp8())
+    weights = (Sm90Mxfp4(), Sm90Fp8(), Sm90Bf16())
 
     def choose_fields(
         self,

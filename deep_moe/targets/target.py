@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, SCALE_GROUP, check_weights_name
+from deep_moe.formats.weight_formats import (
+    DEFAULT_WEIGHTS,
+    SCALE_GROUP,
+    TokenFormat,
+    check_weights_name,
+)
+from deep_moe.jit.tensor_map import DataType
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +33,11 @@ if TYPE_CHECKING:
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 ConfigFields = Mapping[str, int | float | bool | str]
+
+
+def token_data_type(tokens: TokenFormat) -> DataType:
+    """Of tokens in tensor maps."""
+    return DataType.UINT8 if tokens.value_bytes == 1 else DataType.BFLOAT16
 
 
 class Operands(NamedTuple):

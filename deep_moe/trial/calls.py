@@ -115,14 +115,16 @@ def call_in_a_row(
 def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
     """The values of tokens as a model has them, bfloat16 [tokens, hidden], and what
     `prepare_inputs` makes of them: the same numbers where BF16 holds them, but they may have other
-    codes and scales."""
+    codes and scales. BF16 stays as it is."""
+    if tokens.x.dtype == torch.bfloat16:
+        return tokens.x, tokens
     x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf).bfloat16()
     return x, Tokens(*quantize_e4m3_ue8m0(x), tokens.topk_idx, tokens.topk_weights)
 
 
 def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
-    config = PrepareInputsConfig(arch=arch)
+    config = PrepareInputsConfig(quantizes=buffer.x.dtype == torch.float8_e4m3fn, arch=arch)
     num_chunks = config.num_chunks(x.numel())
     args = PrepareInputsArgs(
         x=x.data_ptr(),

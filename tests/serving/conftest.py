@@ -1,5 +1,5 @@
-"""Adapters with the engines' own classes. Engines are no dependency of the tests: `make test-serving`
-makes an environment that has them. They run here on a CPU, with the emulator in place of a GPU."""
+"""Adapters with the engines' own classes, on a CPU, with the emulator in place of a GPU. Engines
+are no dependency of the tests: `make test-serving` fetches them."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class ServedExperts:
             *self.weights,
             buffer,
             activation=self.activation,
-            expected_tokens_per_rank=max(expected, 1),
+            expected_tokens_per_rank=min(max(expected, 1), self.max_tokens_per_rank),
             arch=self.arch,
         )
 

@@ -23,6 +23,7 @@ from deep_moe.formats.weights import (
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics.shape import MoEShape
+from deep_moe.targets import TARGETS, target_of_capability
 
 from .shared_buffers import LayerSizes, SharedBuffers
 from .unsupported import UnsupportedError
@@ -183,6 +184,22 @@ def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> 
         )
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None
+
+
+def arch_on(device: torch.device, emulated_arch: str | None) -> str | None:
+    """The target for experts on `device`: None, for that of the GPU, or `emulated_arch` where there
+    is no GPU. Raises UnsupportedError if there is neither."""
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if target_of_capability((major, minor)) is None:
+            gpus = "; ".join(target.gpus for target in TARGETS.values())
+            raise UnsupportedError(
+                f"there is no kernel for compute capability {major}.{minor}, only for {gpus}"
+            )
+        return None
+    if device.type != "cpu" or emulated_arch is None:
+        raise UnsupportedError("there is no NVIDIA GPU")
+    return emulated_arch
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

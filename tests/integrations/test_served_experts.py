@@ -12,7 +12,7 @@ from deep_moe.activations import Swiglu
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
-from deep_moe.integrations.served_experts import ServedExperts
+from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.unsupported import UnsupportedError
 
@@ -103,3 +103,20 @@ def test_weights_that_are_none_are_refused_and_later_an_error():
     layer.load(l1, l2)
     with pytest.raises(DeepMoEError, match=r"weights that replace others .* expert 2: "):
         layer.load(bad, l2)
+
+
+def test_where_the_kernel_runs(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    assert arch_on(CPU, "sm_90a") == "sm_90a"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert arch_on(gpu, None) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # whose GPUs have such numbers, too
+    with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
+        arch_on(gpu, None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UnsupportedError, match=r"capability 8\.0, only for H100, H200; "):
+        arch_on(gpu, None)
+    for device in (CPU, torch.device("xpu")):
+        with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
+            arch_on(device, None)

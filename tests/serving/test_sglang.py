@@ -220,7 +220,7 @@ def test_without_a_gpu_sglang_runs_experts_itself(caplog, monkeypatch):
     module = started(monkeypatch.setenv, "1")
     with pytest.raises(ModuleNotFoundError, match="deep_gemm"):
         module.build_mega_moe_experts_weights(layer("mxfp4", checkpoint("mxfp4")))
-    assert caplog.messages == ["layer 3: experts run by SGLang: there is no GPU"]
+    assert caplog.messages == ["layer 3: experts run by SGLang: there is no NVIDIA GPU"]
 
 
 def test_switched_off_it_registers_nothing(monkeypatch):

@@ -377,7 +377,9 @@ def test_without_a_gpu_vllm_runs_experts_itself(installed, caplog):
     installed("1")
     with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
         make_runner("mxfp4")
-    assert lines(caplog) == [f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): there is no GPU"]
+    assert lines(caplog) == [
+        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): there is no NVIDIA GPU"
+    ]
 
 
 def test_switched_off_it_changes_nothing(installed):

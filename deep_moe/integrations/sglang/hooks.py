@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
-from deep_moe.targets import TARGETS, target_of_capability
 
-from ..served_experts import ServedExperts
+from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
 from . import engine
@@ -195,25 +194,10 @@ def _taken_over(experts: Any) -> ServedExperts:
         group.device_group if group.world_size > 1 else None,
         w13.device,
         engine.max_tokens_per_rank(),
-        _arch(w13.device),
+        arch_on(w13.device, _emulated_arch),
     )
     served.load((w13, w13_scale), (w2, w2_scale))
     return served
-
-
-def _arch(device: torch.device) -> str | None:
-    """The target's name, None for that of the GPU."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if target_of_capability((major, minor)) is None:
-            gpus = "; ".join(target.gpus for target in TARGETS.values())
-            raise UnsupportedError(
-                f"there is no kernel for compute capability {major}.{minor}, only for {gpus}"
-            )
-        return None
-    if _emulated_arch is None:
-        raise UnsupportedError("there is no GPU")
-    return _emulated_arch
 
 
 def _first_reason(reason: str | None) -> str | None:

@@ -22,11 +22,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
+from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
-from deep_moe.targets import TARGETS, target_of_capability
 
-from ..served_experts import ServedExperts, check_sizes
+from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..unsupported import UnsupportedError
 from .completeness import LoadedParts
 from .experts import make_kernel
@@ -85,7 +85,7 @@ class DeepMoERoutedExperts(RoutedExperts):
         self.loaded_parts = LoadedParts()
         try:
             form = _form_of(engine)
-            arch = self._arch()
+            arch = arch_on(torch.device(current_platform.device_type), self.emulated_arch)
             plan = plan_of(self, form.weights, get_tensor_model_parallel_world_size())
             check_sizes(plan.sizes, plan.num_ranks, plan.max_tokens_per_rank)
             _check_process()
@@ -93,21 +93,6 @@ class DeepMoERoutedExperts(RoutedExperts):
             log_fallback(prefix, engine, str(error))
             return engine
         return DeepMoEMethod(moe_config, engine, form, plan, arch)
-
-    def _arch(self) -> str | None:
-        """The target's name, None for that of the GPU."""
-        if torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability()
-            if target_of_capability(capability) is None:
-                gpus = "; ".join(target.gpus for target in TARGETS.values())
-                raise UnsupportedError(
-                    f"there is no kernel for compute capability {capability[0]}.{capability[1]}, "
-                    f"only for {gpus}"
-                )
-            return None
-        if self.emulated_arch is None:
-            raise UnsupportedError("there is no GPU")
-        return self.emulated_arch
 
     def weight_loader(
         self,

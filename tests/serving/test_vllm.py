@@ -148,11 +148,11 @@ def load_parts(runner: Any, weights: str, source: Weights, leave_out: int | None
             name = f"w13_{suffix}"
             for shard, part in (("w1", gate), ("w3", up)):
                 param = getattr(layer, name)
-                param.weight_loader(param, part, f"experts.{name}", shard, i)
+                param.weight_loader(param, part, f"a.models.{suffix}", shard, i)
         for suffix, tensor in loaded_forms(weights, l2):
             name = f"w2_{suffix}"
             param = getattr(layer, name)
-            param.weight_loader(param, tensor[i], f"experts.{name}", "w2", i)
+            param.weight_loader(param, tensor[i], f"a.models.{suffix}", "w2", i)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

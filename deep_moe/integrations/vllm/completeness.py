@@ -22,13 +22,15 @@ class LoadedParts:
     def require_all(self, layer: str, tensors: Iterable[str], first: int, num_experts: int) -> None:
         """Raise CheckpointError unless every part of `tensors` is there; then begin anew.
 
-        Where nothing at all was loaded part by part, a loader of another kind made the tensors, and
-        there is nothing to say. first: the id of this rank's first expert, for the error.
+        Of a tensor that was not loaded part by part at all, there is nothing to say: a loader of
+        another kind made it, or vLLM itself misses it. first: the id of this rank's first expert,
+        for the error.
         """
         parts, self._parts = self._parts, set()
-        if not parts:
-            return
+        begun = {tensor for tensor, _, _ in parts}
         for tensor in tensors:
+            if tensor not in begun:
+                continue
             for shard in _SHARDS[tensor.partition("_")[0]]:
                 missing = [i for i in range(num_experts) if (tensor, shard, i) not in parts]
                 if missing:

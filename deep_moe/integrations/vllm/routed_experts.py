@@ -112,7 +112,10 @@ class DeepMoERoutedExperts(RoutedExperts):
             expert_id,
             return_success=return_success,
         )
-        tensor = weight_name.rpartition(".")[2]
+        # Models call it by names of their own.
+        tensor = next((name for name, own in self._parameters.items() if own is param), None)
+        if tensor is None:
+            return result
         if loaded_weight.dim() == 3:
             self.loaded_parts.add(tensor, shard_id, range(self.local_num_experts))
         else:

@@ -167,15 +167,19 @@ class LowLatencyArgs(ctypes.Structure):
         ("recv_count", ctypes.c_uint64),
         ("src_info", ctypes.c_uint64),
         ("layout_range", ctypes.c_uint64),
+        ("wait_cycles", ctypes.c_uint64),
+        ("expert_totals", ctypes.c_uint64),
         ("x", ctypes.c_uint64),
         ("recv_x", ctypes.c_uint64),
         ("recv_scales", ctypes.c_uint64),
         ("scale_expert_stride", ctypes.c_uint64),
         ("scale_row_stride", ctypes.c_uint64),
         ("scale_column_stride", ctypes.c_uint64),
+        ("src_tokens", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("topk_weights", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
+        ("num_earlier_rounds", ctypes.c_uint32),
     )
 
 

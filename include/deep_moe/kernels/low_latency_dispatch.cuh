@@ -54,13 +54,14 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRan
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const ReceivedTokens<Config> received(shared_memory);
+    const WaitCost cost(args.wait_cycles);
     if (!received.acquire(local, active, half, waiter)) return;
     received.sum_up(args, blockIdx.x == 0);
     const auto arrivals = [&](uint32_t rank_idx) {
         return local.dispatch_arrivals(half, rank_idx);
     };
     //~ staging_awaited
-    if (!await_ranks(WaitSite::split_tokens, active, arrivals, waiter)) return;
+    if (!await_ranks(WaitSite::split_tokens, active, arrivals, 1, cost, waiter)) return;
     TokenExpansion<Config>(args, ranks, received, half).run();
 }
 

@@ -3,15 +3,19 @@ names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from deep_moe.heuristics.low_latency import FORMATS, LowLatencyShape
+from deep_moe import jit
+from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.targets import target_of_device
 from tests.compat import deep_ep_calls
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
@@ -19,20 +23,50 @@ from tests.split.reference import Inputs, bits, check_dispatched, expected_out, 
 
 NUM_REPLAYS = 1000
 NUM_INPUTS = 4
+SIZES = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 4}
 
 
 def make(rank: Rank, **options: Any) -> LowLatencyAllToAll:
     return LowLatencyAllToAll(
         rank.group,
-        num_max_tokens_per_rank=16,
-        hidden=512,
         num_experts=4 * rank.num_ranks,
-        num_topk=min(4, 4 * rank.num_ranks),
         device=rank.device,
         any_format=True,
         zero_copy=True,
+        **SIZES,
         **options,
     )
+
+
+def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
+    """Of all kernels that the tests' own layers take on this machine's GPUs."""
+    device = torch.device("cuda")
+    shape = LowLatencyShape(
+        num_ranks,
+        num_experts=4 * num_ranks,
+        format="fp8_128",
+        has_shared_rows=True,
+        any_format=True,
+        **SIZES,
+    )
+    num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    dispatch = LowLatencyConfig(shape, "dispatch", num_ctas, target_of_device(device).name)
+    combine = replace(dispatch, step="combine")
+    for sends, receives in ((True, True), (True, False), (False, True)):
+        parts = {"sends": sends, "receives": receives}
+        for format in FORMATS:
+            yield replace(dispatch, shape=replace(shape, format=format), **parts)
+        for fetches_rows in (False, True):
+            yield replace(combine, fetches_rows=fetches_rows, **parts)
+    yield replace(combine, repeats=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """On all CPUs at once: one by one takes longer than to run the tests."""
+    configs = [c for n in {1, torch.cuda.device_count()} for c in gpu_configs(n)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(jit.build_low_latency, configs))
 
 
 def inputs_of(layer: LowLatencyAllToAll, seed: int) -> Inputs:
@@ -157,7 +191,7 @@ def deep_ep(rank: Rank) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
 @pytest.mark.parametrize("work", [every_kind_of_call, combined_again])
-def test_every_bit(run_ranks: RunRanks, num_ranks: int, work: Any) -> None:
+def test_every_bit(run_ranks: RunRanks, compiled: None, num_ranks: int, work: Any) -> None:
     run_ranks(Place.GPUS, num_ranks, work)
 
 
@@ -170,7 +204,9 @@ def test_deep_eps_calls(run_ranks: RunRanks, num_ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["calls", "graph"])
-def test_calls_in_a_row(run_ranks: RunRanks, num_ranks: int, in_graph: bool) -> None:
+def test_calls_in_a_row(
+    run_ranks: RunRanks, compiled: None, num_ranks: int, in_graph: bool
+) -> None:
     found = run_ranks(Place.GPUS, num_ranks, repeats_differ, NUM_REPLAYS, in_graph)
     assert set(found) == {0}
 

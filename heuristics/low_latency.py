@@ -196,7 +196,8 @@ class LowLatencyConfig:
 
     step: which of the two. sends, receives: its parts; both in one kernel, or one in each of two.
     has_int32_topk_idx: else int64. fetches_rows: a combine of rows that experts have written into
-    the buffer. repeats: a combine of a call that has been combined before. num_ctas: of each rank.
+    the buffer. repeats: a combine of a call that has been combined before. trace: CTAs stamp their
+    phases. num_ctas: of each rank.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
@@ -213,6 +214,7 @@ class LowLatencyConfig:
     has_int32_topk_idx: bool = False
     fetches_rows: bool = False
     repeats: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         target_of(self.arch)  # or an error
@@ -279,4 +281,5 @@ class LowLatencyConfig:
             "has_int32_topk_idx": self.has_int32_topk_idx,
             "fetches_rows": self.fetches_rows,
             "repeats": self.repeats,
+            "trace": self.trace,
         }

@@ -17,6 +17,7 @@ ALIGNMENT = 64
 TENSOR_MAP_BYTES = 128
 NO_PEER_RANK = 0xFFFFFFFF
 NUM_TRACE_TRACKS = 6
+NUM_SPLIT_PHASES = 7
 TENSOR_MAP_NAMES = (
     "l1_activations",
     "l1_activation_sf",
@@ -179,7 +180,19 @@ class LowLatencyArgs(ctypes.Structure):
         ("y", ctypes.c_uint64),
         ("topk_weights", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
         ("num_earlier_rounds", ctypes.c_uint32),
+    )
+
+
+class SplitTraceCta(ctypes.Structure):
+    """What a low-latency kernel's trace holds for each CTA; see split/phase_span.cuh."""
+
+    _fields_ = (
+        ("first", TraceAnchor),
+        ("last", TraceAnchor),
+        ("begin_ticks", ctypes.c_uint64 * NUM_SPLIT_PHASES),
+        ("end_ticks", ctypes.c_uint64 * NUM_SPLIT_PHASES),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from deep_moe import jit
 from deep_moe.errors import CompileError
 from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
-from deep_moe.jit.kernel_args import LowLatencyArgs, layout_checks
+from deep_moe.jit.kernel_args import LowLatencyArgs, SplitTraceCta, layout_checks
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/low_latency_args.cuh"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -65,7 +65,15 @@ def test_no_spills(arch: str, format: str, problem: str) -> None:
         assert "warning" not in compilation.log.lower(), compilation.log
 
 
-@pytest.mark.parametrize("check", list(layout_checks(LowLatencyArgs)))
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spills_with_stamps(arch: str, step: str) -> None:
+    shape = LowLatencyShape(*PROBLEMS["v3"], "fp8_128")
+    resources = compile_kernel(LowLatencyConfig(shape, step, 132, arch, trace=True)).resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+
+
+@pytest.mark.parametrize("check", list(layout_checks(LowLatencyArgs, SplitTraceCta)))
 def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, check) -> None:
     wrong = replace(check, value=check.value + 8)
     monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))

@@ -13,6 +13,7 @@
 #include "deep_moe/split/arrivals.cuh"
 #include "deep_moe/split/call.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/send_rows.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -29,6 +30,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const LowLatencyBuffer<Config> local = ranks.local();
     const ActiveRanks<Config> active(local);
     Waiter waiter(args);
+    first_anchor<Config>(args);
     uint32_t call_idx;
     bool is_sound = resume_call(args, local, waiter, call_idx);
     const uint32_t half = half_of(call_idx);
@@ -49,6 +51,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     }
     if constexpr (Config::sends) {
         if (is_sound) {
+            const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
             if constexpr (!Config::fetches_rows) {
                 send_rows(args, ranks, active, shared_memory, half);
             }
@@ -56,12 +59,17 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         }
     }
     if constexpr (Config::receives) {
-        is_sound =
-            is_sound && await_ranks(WaitSite::split_contributions, active, arrivals, num_rounds,
-                                    WaitCost(args.wait_cycles), waiter);  //~ contributions_awaited
+        const WaitCost cost(args.wait_cycles);
+        {
+            const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
+            is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
+                                               num_rounds, cost, waiter);  //~ contributions_awaited
+        }
+        const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) reduce_slots(args, ranks, active, half);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+    last_anchor<Config>(args);
 }
 
 }  // namespace deep_moe

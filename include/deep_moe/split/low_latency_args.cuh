@@ -7,6 +7,8 @@
 
 namespace deep_moe {
 
+struct SplitTraceCta;  // split/phase_span.cuh
+
 // Of dispatch and of combine; what the other one uses is null. T: tokens of this rank, in this
 // call. N: rows of a local expert, num_ranks * num_max_tokens_per_rank. Chunks of 16 bytes make a
 // row of recv_x.
@@ -41,6 +43,7 @@ struct LowLatencyArgs {
     const void* y;                // bf16 [E_local, N, hidden]
     const float* topk_weights;    // [T, topk]
     void* out;                    // bf16 [T, hidden]
+    SplitTraceCta* trace;         // [CTAs], zero before the call; null without Config::trace
     uint32_t num_earlier_rounds;  // of arrivals in this call, where the combine repeats an earlier
 };
 

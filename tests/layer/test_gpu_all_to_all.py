@@ -3,9 +3,11 @@ names."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from deep_moe import jit
 from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.split.profile import phases
 from deep_moe.targets import target_of_device
 from tests.compat import deep_ep_calls
 from tests.layer.conftest import ALL, RunRanks
@@ -175,6 +178,40 @@ def repeats_differ(rank: Rank, num_calls: int, in_graph: bool) -> int:
     return int(num_different)
 
 
+def traces(rank: Rank, folder: str) -> dict[str, float]:
+    """The latest end of each phase, in microseconds from the begin of the first kernel of its step;
+    three calls, so that none of them is the first of its kind."""
+    layer = make(rank, enable_profiling=True)
+    for seed in range(3):
+        x, ids, weights, y = own_part(inputs_of(layer, seed), rank)
+        result = layer.dispatch(x, ids)
+        layer.combine(y, ids, weights, result.handle)
+    rank.synchronize()
+    ends: dict[str, float] = {}
+    for step, dump in (
+        ("dispatch", layer.dump_dispatch_trace),
+        ("combine", layer.dump_combine_trace),
+    ):
+        path = Path(folder) / f"{step}-{rank.idx}.json"
+        dump(path)
+        for event in json.loads(path.read_text())["traceEvents"]:
+            if event["ph"] == "X":
+                assert event["dur"] >= 0
+                end = event["ts"] + event["dur"]
+                ends[event["name"]] = max(end, ends.get(event["name"], 0.0))
+    layer.check()
+    rank.barrier()
+    layer.close()
+    return ends
+
+
+def check_traces(found: list[dict[str, float]]) -> None:
+    for ends in found:
+        assert set(ends) == set(phases())
+        assert ends["quant_and_put"] <= ends["wait"] <= ends["postprocess"]
+        assert ends["copy_and_put"] <= ends["recv_wait"] <= ends["topk_reduce"]
+
+
 def deep_ep(rank: Rank) -> None:
     """On its own stream, with events, and with hooks."""
     num_experts = deep_ep_calls.NUM_EXPERTS
@@ -211,8 +248,15 @@ def test_calls_in_a_row(
     assert set(found) == {0}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
+def test_traces(run_ranks: RunRanks, num_ranks: int, tmp_path: Path) -> None:
+    check_traces(run_ranks(Place.GPUS, num_ranks, traces, str(tmp_path)))
+
+
 @pytest.mark.slow
-def test_the_same_in_the_emulator(run_ranks: RunRanks) -> None:
+def test_the_same_in_the_emulator(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_traces(run_ranks(Place.CPU, 2, traces, str(tmp_path)))
     run_ranks(Place.CPU, 2, every_kind_of_call)
     run_ranks(Place.CPU, 2, combined_again)
     run_ranks(Place.CPU, 2, deep_ep)

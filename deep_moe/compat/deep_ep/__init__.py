@@ -29,7 +29,7 @@ from . import utils
 from .buffer import Buffer, Config, LowLatencyHandle
 from .utils import EventHandle, EventOverlap
 
-topk_idx_t = torch.int64
+topk_idx_t = torch.int64  # the type of expert ids, for who asks
 
 __all__ = [
     "Buffer",
@@ -37,7 +37,6 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "LowLatencyHandle",
-    "topk_idx_t",
     "utils",
 ]
 

@@ -109,9 +109,9 @@ class WeightKind:
     def math_registers(self, block_m: int, step: int) -> int:
         """Of a math thread for a tile. Without scales its loop needs next to none beside the
         accumulators."""
-        if self.has_block_scales:
-            return num_promoting_registers(block_m)
-        return num_math_registers(block_m, step) if self.has_row_factors else NUM_MATH_REGISTERS
+        if self.has_row_factors:
+            return num_math_registers(block_m, step)
+        return num_promoting_registers(block_m) if self.has_block_scales else NUM_MATH_REGISTERS
 
 
 def decoded_costs(rows: float) -> tuple[float, float]:
@@ -124,17 +124,6 @@ def decoded_costs(rows: float) -> tuple[float, float]:
     return cost, FURTHER_TILE_COST * cost
 
 
-def bf16_costs(rows: float) -> tuple[float, float]:
-    """Nothing was measured. Of as many weights 65536 bytes are loaded instead of 17408, and the
-    products take twice as long: so a tile's weights cost what the products of 282 rows do.
-
-    >>> bf16_costs(282)
-    (2.0, 1.2)
-    """
-    cost = 1 + rows / (TILE_ROWS_PER_UNIT * 65536 // 17408 // 2)
-    return cost, FURTHER_TILE_COST * cost
-
-
 def promoted_costs(rows: float) -> tuple[float, float]:
     """Of tiles whose sums are added up in registers, fitted to times of an H200 (2026-11-23,
     benchmarks/LOG.md) with 64 to 1536 tokens per expert of both DeepSeek-V4 shapes. The first tile
@@ -144,6 +133,19 @@ def promoted_costs(rows: float) -> tuple[float, float]:
     [1.188, 0.739]
     """
     return 1 + (rows + 0.8 * max(0, rows - 64)) / 800, 0.08 + rows / 170
+
+
+def bf16_costs(rows: float) -> tuple[float, float]:
+    """Of tiles of BF16. Nothing was measured. Of as many weights twice the bytes of FP8 are loaded,
+    and the products take twice as long: so the ratios are those of FP8, without what adding up in
+    registers takes. With more than 128 rows three stages fit beside tokens of hidden 7168, with 128
+    four, which is taken for 5 %.
+
+    >>> [round(cost, 3) for cost in bf16_costs(112)]
+    [1.14, 0.739]
+    """
+    further = 0.08 + rows / 170
+    return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
 
 
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
@@ -204,8 +206,8 @@ def choose_tile(
 
     >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
     [8, 24, 80, 112, 128, 112, 128]
-    >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 768)]
-    [8, 24, 80, 168]
+    >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
+    [8, 24, 88, 120, 160, 128, 160]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
@@ -257,8 +259,10 @@ def _expected_cost(
     cost = sum(probability * _tiles_cost(n, tile, kind) for n, probability in counts)
     if step != block_m:
         return cost * (MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST)
+    if not kind.has_row_factors:
+        return cost
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
-    return cost * (1 if is_paired or not kind.has_row_factors else SINGLE_PRODUCTS_COST)
+    return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
 
 
 def smallest_rows(block_m: int, step: int) -> int:

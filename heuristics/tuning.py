@@ -51,6 +51,7 @@ class TunedLayerKey:
     intermediate_hidden: int
     weights: str = DEFAULT_WEIGHTS
     num_pool_tokens: int | None = None  # of a bounded pool
+    num_shared_experts: int = 0
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
@@ -63,6 +64,7 @@ class TunedLayerKey:
             **sizes,
             weights=shape.weights,
             num_pool_tokens=shape.num_pool_tokens,
+            num_shared_experts=shape.num_shared_experts,
         )
 
     @property
@@ -81,6 +83,7 @@ class TunedLayerKey:
             and self.arch == other.arch
             and self.weights == other.weights
             and self.num_pool_tokens == other.num_pool_tokens
+            and self.num_shared_experts == other.num_shared_experts
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -101,7 +104,8 @@ class TunedLayerKey:
         """
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         pool = "" if self.num_pool_tokens is None else f", {self.num_pool_tokens} pool rows"
-        return f"{ranks} x {self.num_experts} experts, top-{self.num_topk}{pool}"
+        shared = f" and {self.num_shared_experts} shared" if self.num_shared_experts else ""
+        return f"{ranks} x {self.num_experts} experts{shared}, top-{self.num_topk}{pool}"
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,8 @@ class Tuning:
         groups = self.measurements(key)
         if not groups:
             return TuningResult(
-                f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
+                f"formula: no layer with {key.num_experts_per_rank} experts per rank"
+                f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
                 f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
                 f"has been measured on {self.device} with {key.num_sms} SMs"
@@ -393,13 +398,15 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name not in ("weights", "num_pool_tokens")
+        if field.name not in ("weights", "num_pool_tokens", "num_shared_experts")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
         check_weights_name(key["weights"])
     if record.get("num_pool_tokens") is not None:
         key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
+    if "num_shared_experts" in record:  # older tables have none
+        key["num_shared_experts"] = _take(record, "num_shared_experts", int)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")

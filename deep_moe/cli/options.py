@@ -86,6 +86,12 @@ PoolTokensOption = Annotated[
         "few; default: as many as a call may bring.",
     ),
 ]
+SharedExpertsOption = Annotated[
+    int,
+    typer.Option(
+        "--shared-experts", help="Experts that every token goes to beside its slots, 0 to 4."
+    ),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option("--folder", help="Cache folder; by default DEEP_MOE_CACHE_DIR or the user's."),
@@ -105,6 +111,7 @@ def make_shape(
     intermediate: int | None,
     max_tokens: int,
     pool_tokens: int | None = None,
+    shared_experts: int = 0,
     weights: str = DEFAULT_WEIGHTS,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
@@ -130,6 +137,7 @@ def make_shape(
         num_ranks=ranks,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
+        num_shared_experts=shared_experts,
         weights=weights,
         **sizes,
     )

@@ -28,6 +28,7 @@ from .options import (
     OverrideOption,
     PoolTokensOption,
     SeedOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     check_weights,
@@ -70,6 +71,7 @@ def run(
     ] = "16",
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -161,6 +163,7 @@ def run(
             ranks=ranks,
             max_tokens=capacity,
             pool_tokens=pool_tokens,
+            shared_experts=shared_experts,
             weights=weights,
             **sizes,
         )
@@ -173,7 +176,7 @@ def run(
                 "many there are if it does not"
             )
         shape, whole_layer = _loaded_layer(
-            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights
+            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights, shared_experts
         )
         check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
@@ -227,6 +230,7 @@ def run(
                     activation=applied,
                     numerics=numerics,
                     sum_bits=sum_bits,
+                    num_shared_experts=shape.num_shared_experts,
                 )
                 comparison = compare(output.y, bounds.y if exact else bounds)
                 stats_agree = torch.equal(output.stats, sent[rank])
@@ -309,6 +313,7 @@ def _loaded_layer(
     pool_tokens: int | None,
     num_experts: int | None,
     weights: str,
+    num_shared_experts: int,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
     import torch
@@ -317,7 +322,9 @@ def _loaded_layer(
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
-    l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts)
+    l1, l2 = load_experts(
+        checkpoint, layer, num_experts=num_experts, num_shared_experts=num_shared_experts
+    )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
     if weights != loaded:
@@ -325,6 +332,7 @@ def _loaded_layer(
             f"--weights must be {loaded}, which the checkpoint's experts are; got {weights}"
         )
     num_experts, num_l1_rows, _ = l1.weight.shape
+    num_experts -= num_shared_experts
     shape = MoEShape(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -334,8 +342,9 @@ def _loaded_layer(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
+        num_shared_experts=num_shared_experts,
     )
-    return shape, Layer(l1, l2)
+    return shape, Layer(l1, l2, num_shared_experts)
 
 
 def _made_tokens(

@@ -20,6 +20,7 @@ from .options import (
     JsonOption,
     ModelOption,
     PoolTokensOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -40,6 +41,7 @@ def tune(
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
     ] = DEFAULT_TOKENS,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -103,6 +105,7 @@ def tune(
                 weights=weights,
                 max_tokens=max(sizes),
                 pool_tokens=pool_tokens,
+                shared_experts=shared_experts,
             ),
             tokens=sizes,
             ends=started + budget,

@@ -25,6 +25,7 @@ from .options import (
     OverrideOption,
     PoolTokensOption,
     RanksOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -46,6 +47,7 @@ def warmup(
         int, typer.Option("--max-tokens", min=1, help="Most tokens of one call per rank.")
     ] = 256,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -82,6 +84,7 @@ def warmup(
         weights=weights,
         max_tokens=max_tokens,
         pool_tokens=pool_tokens,
+        shared_experts=shared_experts,
     )
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)

@@ -229,6 +229,7 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
         shape.num_topk,
         shape.hidden,
         shape.intermediate_hidden,
+        num_shared_experts=shape.num_shared_experts,
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
     )
@@ -274,6 +275,7 @@ def _rank_process(
         shape.num_topk,
         shape.hidden,
         shape.intermediate_hidden,
+        num_shared_experts=shape.num_shared_experts,
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
     )

@@ -33,7 +33,7 @@ from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
-NUM_KERNEL_AXES = 6  # the first ones, which are compiled in
+NUM_KERNEL_AXES = 7  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -46,6 +46,7 @@ _SHAPES = (
 )
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
 _EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
+NUMS_SHARED = (0, 1, 3)
 _SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
@@ -57,6 +58,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
     return {
         "weights": tuple(own.format for own in weights),
         "shape": _SHAPES,
+        "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
@@ -123,6 +125,7 @@ class FuzzCase:
             ),
             num_pool_tokens=self.values["pool"],
             weights=self.values["weights"],
+            num_shared_experts=self.values["shared experts"],
         )
 
     @property
@@ -169,9 +172,18 @@ class FuzzCase:
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
         numerics = self.target_weights.numerics
         if activation in _EXACT_ACTIVATIONS:
-            return reference_mega_moe(*inputs, activation=activation, numerics=numerics)
+            return reference_mega_moe(
+                *inputs,
+                activation=activation,
+                numerics=numerics,
+                num_shared_experts=self.shape.num_shared_experts,
+            )
         return reference_bounds(
-            *inputs, activation=activation, numerics=numerics, sum_bits=FP32_SUM_BITS
+            *inputs,
+            activation=activation,
+            numerics=numerics,
+            sum_bits=FP32_SUM_BITS,
+            num_shared_experts=self.shape.num_shared_experts,
         )
 
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:

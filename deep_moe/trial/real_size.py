@@ -43,17 +43,20 @@ def rank_layer(
     device: torch.device,
     scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> Layer:
-    """Weights of a rank's experts."""
+    """Weights of a rank's experts, then of the shared ones."""
     num_local = shape.num_experts_per_rank
-    experts = [
-        expert_layer(shape, rank * num_local + i, seed, device, scale_block)
-        for i in range(num_local)
-    ]
+    own = [rank * num_local + i for i in range(num_local)]
+    own += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
+    experts = [expert_layer(shape, idx, seed, device, scale_block) for idx in own]
 
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
 
-    return Layer(stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts]))
+    return Layer(
+        stacked([e.l1 for e in experts]),
+        stacked([e.l2 for e in experts]),
+        shape.num_shared_experts,
+    )
 
 
 def rank_tokens(

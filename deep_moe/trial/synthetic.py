@@ -62,18 +62,28 @@ _EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of all experts of all ranks, as checkpoints have them."""
+    """Weights of all experts of all ranks, as checkpoints have them, then of the shared ones."""
 
     l1: LayerWeights
     l2: LayerWeights
+    num_shared_experts: int = 0
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
-        """The part that one rank holds."""
-        num_local = self.l1.weight.shape[0] // num_ranks
-        own = slice(rank * num_local, (rank + 1) * num_local)
+        """The part that one rank holds: its own experts, then all shared ones."""
+        num_experts = self.l1.weight.shape[0]
+        num_routed = num_experts - self.num_shared_experts
+        num_local = num_routed // num_ranks
+        parts = [slice(rank * num_local, (rank + 1) * num_local)]
+        if self.num_shared_experts:
+            parts.append(slice(num_routed, num_experts))
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            views = [tensor[part] for part in parts]
+            return views[0] if len(views) == 1 else torch.cat(views)
+
         return (
-            LayerWeights(self.l1.weight[own], self.l1.sf[own]),
-            LayerWeights(self.l2.weight[own], self.l2.sf[own]),
+            LayerWeights(own(self.l1.weight), own(self.l1.sf)),
+            LayerWeights(own(self.l2.weight), own(self.l2.sf)),
         )
 
 
@@ -110,13 +120,14 @@ def random_layer(
                 torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5,
                 scale_block,
             )
-            for _ in range(shape.num_experts)
+            for _ in range(shape.num_experts + shape.num_shared_experts)
         ]
         weight, sf = zip(*experts, strict=True)
         return LayerWeights(torch.stack(weight), torch.stack(sf))
 
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
-    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+    l2 = linear(shape.hidden, shape.intermediate_hidden)
+    return Layer(l1, l2, shape.num_shared_experts)
 
 
 def random_tokens(
@@ -147,7 +158,7 @@ def exact_layer(
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
     bounds = _EXACT_BOUNDS[sum_bits]
     generator = torch.Generator().manual_seed(seed)
-    num_experts, hidden = shape.num_experts, shape.hidden
+    num_experts, hidden = shape.num_experts + shape.num_shared_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
 
     def places(shape: tuple[int, ...], count: int) -> torch.Tensor:
@@ -172,7 +183,11 @@ def exact_layer(
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
     l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
-    return Layer(weights.of_codes(l1, l1_sf, scale_block), weights.of_codes(l2, l2_sf, scale_block))
+    return Layer(
+        weights.of_codes(l1, l1_sf, scale_block),
+        weights.of_codes(l2, l2_sf, scale_block),
+        shape.num_shared_experts,
+    )
 
 
 def exact_tokens(

@@ -40,6 +40,7 @@ class LayerCase:
             shape.num_topk,
             shape.hidden,
             shape.intermediate_hidden,
+            num_shared_experts=shape.num_shared_experts,
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
         )
@@ -81,6 +82,7 @@ class LayerCase:
                 self.layer.l2,
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
+                num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
         ]
@@ -104,6 +106,7 @@ class LayerCase:
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
                 sum_bits=sum_bits,
+                num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
         ]

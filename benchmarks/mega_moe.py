@@ -103,6 +103,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
     parser.add_argument("--pool-tokens", type=int, help="rows of the pool, used again in a call")
+    parser.add_argument("--shared-experts", type=int, default=0, help="beside those of routing")
     parser.add_argument(
         "--shares",
         nargs="+",
@@ -134,6 +135,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--calls and --rounds must be at least 1")
     if min(arguments.tokens) < 1 or min(arguments.shares) < 0 or max(arguments.shares) == 0:
         parser.error("--tokens must be positive, --shares not negative and not all 0")
+    if arguments.shared_experts and (arguments.unfused or arguments.peer):
+        parser.error("--shared-experts: --unfused and --peer time layers without them")
     return arguments
 
 
@@ -188,6 +191,7 @@ def model_name(model: str, arguments: argparse.Namespace) -> str:
     """
     given = {option: getattr(arguments, option) for option in SIZES}
     given["pool tokens"] = arguments.pool_tokens
+    given["shared experts"] = arguments.shared_experts or None
     if arguments.weights != DEFAULT_WEIGHTS:
         given["weights"] = arguments.weights
     changed = [f"{option} {value}" for option, value in given.items() if value is not None]
@@ -205,6 +209,7 @@ def model_results(
         ranks=num_ranks,
         max_tokens=max(map(max, shares)),
         pool_tokens=arguments.pool_tokens,
+        shared_experts=arguments.shared_experts,
         weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
     )
@@ -223,6 +228,7 @@ def model_results(
             "layer": {field: getattr(shape, field) for field in SIZES.values()},
             "weights": arguments.weights,
             "num_pool_tokens": arguments.pool_tokens,
+            "num_shared_experts": arguments.shared_experts,
             "num_ranks": num_ranks,
             "tokens_per_rank": num_tokens,
             "tokens_of_ranks": counts,

@@ -16,6 +16,7 @@ from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import Bounds, SlotBounds, combined_bounds, expert_bounds
 from deep_moe.trial.comparison import Comparison, compare
 from deep_moe.trial.real_size import expert_layer, rank_layer
+from deep_moe.trial.reference import with_shared_slots
 from deep_moe.trial.synthetic import Layer, Tokens
 
 
@@ -68,9 +69,11 @@ def reference_sample(
             activation=activation,
         )
 
-    return combined_bounds(
-        tokens.topk_idx[rows], tokens.topk_weights[rows], shape.num_experts, shape.hidden, of_expert
+    num_experts = shape.num_experts + shape.num_shared_experts
+    routing = with_shared_slots(
+        tokens.topk_idx[rows], tokens.topk_weights[rows], num_experts, shape.num_shared_experts
     )
+    return combined_bounds(*routing, num_experts, shape.hidden, of_expert)
 
 
 def checked_sample(
@@ -138,7 +141,8 @@ class CallCosts:
 
 def call_costs(shape: MoEShape, sent: torch.Tensor, bytes_per_weight: float) -> CallCosts:
     """sent: [ranks, experts of all ranks], tokens that each rank has for each expert. A rank reads
-    the weights of those of its experts that received a token.
+    the weights of those of its experts that received a token, and of the shared ones, to which all
+    of its own tokens go.
 
     >>> shape = MoEShape(2, 4, 2, 256, 128, 8)
     >>> costs = call_costs(shape, torch.tensor([[3, 0, 2, 1], [0, 0, 2, 0]]), 0.5)
@@ -149,7 +153,8 @@ def call_costs(shape: MoEShape, sent: torch.Tensor, bytes_per_weight: float) -> 
     per_rank = sent.view(shape.num_ranks, shape.num_ranks, -1)  # [source, owner, local expert]
     slots = per_rank.sum(dim=2)
     received = slots.sum(dim=0)
-    num_active = (per_rank.sum(dim=0) > 0).sum(dim=1).max()
+    num_active = (per_rank.sum(dim=0) > 0).sum(dim=1).max() + shape.num_shared_experts
+    computed = received + sent.sum(dim=1) // shape.num_topk * shape.num_shared_experts
     # A token comes with a scale byte per 32 values and goes back as BF16.
     bytes_there, bytes_back = shape.hidden * 33 / 32, shape.hidden * 2.0
     away = slots - slots.diag().diag()
@@ -158,8 +163,8 @@ def call_costs(shape: MoEShape, sent: torch.Tensor, bytes_per_weight: float) -> 
         sends * bytes_there + receives * bytes_back, receives * bytes_there + sends * bytes_back
     )
     return CallCosts(
-        flops=2.0 * int(received.sum()) / shape.num_ranks * weights_per_expert,
-        busiest_flops=2.0 * int(received.max()) * weights_per_expert,
+        flops=2.0 * int(computed.sum()) / shape.num_ranks * weights_per_expert,
+        busiest_flops=2.0 * int(computed.max()) * weights_per_expert,
         weight_bytes=int(num_active) * weights_per_expert * bytes_per_weight,
         link_bytes=float(link_bytes.max()),
     )

@@ -305,11 +305,23 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
         max(1, min(ceil_div(num_clusters, num_pairs), num_m_blocks // 3)),
         "m-blocks whose Linear1 fills the grid once, at most a third of the ring",
     )
-    choices.choose(
+    _check_at_least_one("num_ring_chunk_m_blocks", chunk)
+    lead = choices.choose(
         "num_ring_lead_chunks",
         max(1, min(3, num_m_blocks // chunk - 1)),
         "chunks that Linear1 is ahead of Linear2, with one more to pull tokens into",
     )
+    _check_at_least_one("num_ring_lead_chunks", lead)
+    if chunk * lead > num_m_blocks:
+        raise ValueError(
+            f"num_ring_chunk_m_blocks x num_ring_lead_chunks must be at most the {num_m_blocks} "
+            f"m-blocks that the pool certainly holds; got {chunk} x {lead}"
+        )
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}")
 
 
 def choose_stages(

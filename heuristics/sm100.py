@@ -73,6 +73,8 @@ OVERRIDABLE = (
     "num_loader_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
+    "num_ring_chunk_m_blocks",
+    "num_ring_lead_chunks",
 )
 TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 USUAL_REGISTERS = (48, 40, 208)  # per thread of each of ROLES

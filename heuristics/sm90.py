@@ -175,6 +175,8 @@ OVERRIDABLE = (
     "num_dispatch_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
+    "num_ring_chunk_m_blocks",
+    "num_ring_lead_chunks",
 )
 TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")

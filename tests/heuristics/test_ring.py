@@ -90,3 +90,25 @@ def test_every_field_of_a_ring_has_a_reason() -> None:
     assert "a call may bring" in reasons["num_pool_tokens"]
     assert reasons["pool_wraps"].startswith("a call may have")
     assert config.shape == replace(shape, num_pool_tokens=24_576)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_ring_chunk_m_blocks": 0}, "num_ring_chunk_m_blocks must be at least 1; got 0"),
+        ({"num_ring_lead_chunks": 0}, "num_ring_lead_chunks must be at least 1; got 0"),
+        (
+            {"num_ring_chunk_m_blocks": 50, "num_ring_lead_chunks": 4},
+            "must be at most the 139 m-blocks that the pool certainly holds; got 50 x 4",
+        ),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(overrides: dict[str, int], message: str) -> None:
+    shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=8192)
+    with pytest.raises(ValueError, match=message):
+        choose_config(
+            replace(shape, num_pool_tokens=24_576),
+            8192,
+            arch="sm_90a",
+            overrides={"block_m": 176, **overrides},
+        )

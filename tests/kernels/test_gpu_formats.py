@@ -17,9 +17,14 @@ SMALLEST_POOL = 384
 POOLS = [None, SMALLEST_POOL]
 
 
-def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None) -> MoEShape:
+def one_rank(
+    weights: str, num_tokens: int, num_pool_tokens: int | None, num_shared_experts: int = 0
+) -> MoEShape:
     return MoEShape(
-        1, 8, 4, 1024, 512, num_tokens, num_pool_tokens=num_pool_tokens, weights=weights
+        *(1, 8, 4, 1024, 512, num_tokens),
+        num_pool_tokens=num_pool_tokens,
+        weights=weights,
+        num_shared_experts=num_shared_experts,
     )
 
 
@@ -34,6 +39,18 @@ def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
             tokens = exact_tokens(shape, num_tokens, seed=seed, num_unused_slots=seed)
             result = case.compare_call(tokens)
             assert result.is_exact, (num_tokens, seed, result)
+
+
+@pytest.mark.parametrize("num_pool_tokens", [None, 3 * SMALLEST_POOL])
+@pytest.mark.parametrize("num_shared_experts", [1, 3])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: int | None) -> None:
+    shape = one_rank(weights, 600, num_pool_tokens, num_shared_experts)
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 40, 200, 600, 600):
+        tokens = exact_tokens(shape, num_tokens, seed=num_tokens, num_unused_slots=1)
+        result = case.compare_call(tokens)
+        assert result.is_exact, (num_tokens, result)
 
 
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)

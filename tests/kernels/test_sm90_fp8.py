@@ -141,12 +141,12 @@ def test_tiles_and_shared_memory() -> None:
     assert config.smem_layout["weight_blocks"].shape == (config.num_stages, 32768)
     assert config.num_mmas_per_group == 4
     assert config.candidates["block_m"]
-    assert max(config.candidates["block_m"]) <= 88
-    with pytest.raises(ValueError, match=r"block_m must be one of 8, 16, .*, 80, 88; got 96"):
-        choose_config(shape_of(), 50, arch="sm_90a", overrides={"block_m": 96})
+    assert max(config.candidates["block_m"]) <= 128
+    with pytest.raises(ValueError, match=r"block_m must be one of 8, 16, .*, 112, 128; got 120"):
+        choose_config(shape_of(), 50, arch="sm_90a", overrides={"block_m": 120})
     with pytest.raises(ValueError, match="block_m_step must be 64 with block_m 64; got 8"):
         choose_config(shape_of(), 50, arch="sm_90a", overrides={"block_m": 64, "block_m_step": 8})
     for uneven in (False, True):
         for num_tokens in (1, 8, 30, 50):
             chosen = choose_config(shape_of(), num_tokens, arch="sm_90a", is_uneven=uneven)
-            assert chosen.block_m == chosen.block_m_step <= 88
+            assert chosen.block_m == chosen.block_m_step <= 128

@@ -3,12 +3,14 @@ hardware share. On a CPU the same runs in the emulator, one process for each ran
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 import deep_moe
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
@@ -61,8 +63,12 @@ class RankLayer:
         self.buffer = make_buffer(rank, shape) if buffer is None else buffer
         scale_block = self.target_weights.scale_block
         layer = make_layer(shape, exact, self.numerics.sum_bits, scale_block, seed)
-        self.layer = Layer(
-            *(type(pair)(*(t.to(rank.device) for t in pair)) for pair in (layer.l1, layer.l2))
+        self.layer = replace(
+            layer,
+            **{
+                name: LayerWeights(*(t.to(rank.device) for t in getattr(layer, name)))
+                for name in ("l1", "l2")
+            },
         )
         self.weights = deep_moe.transform_weights_for_mega_moe(
             *self.layer.of_rank(rank.idx, shape.num_ranks),
@@ -118,6 +124,7 @@ class RankLayer:
             tokens.topk_weights.to(device),
             self.layer.l1,
             self.layer.l2,
+            num_shared_experts=self.shape.num_shared_experts,
             numerics=self.numerics,
             **activation,
         )
@@ -135,6 +142,7 @@ class RankLayer:
             tokens.topk_weights.to(device),
             self.layer.l1,
             self.layer.l2,
+            num_shared_experts=self.shape.num_shared_experts,
             numerics=self.numerics,
             sum_bits=self.sum_bits,
             **activation,
@@ -161,6 +169,7 @@ def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
         shape.hidden,
         shape.intermediate_hidden,
         num_pool_tokens=shape.num_pool_tokens,
+        num_shared_experts=shape.num_shared_experts,
         weights=shape.weights,
         device=rank.device,
     )

@@ -89,9 +89,11 @@ class MathWarps {
             if (waiter_.aborted()) return true;
             if constexpr (PoolRing<Config>::wraps && math_publishes<Config>) {
                 // All stages of the block have been loaded, and what else the activation loader
-                // reads in the pool it has read before the last of them.
-                if (block.is_reused && thread.thread_idx < warp_size) {
-                    release_rows(ranks.local(), block);
+                // reads in the pool it has read before the last of them. By one thread: with a
+                // vote of the warp ptxas takes the main loop for divergent.
+                static_assert(Config::block_m == Config::block_m_step);
+                if (block.is_reused && thread.thread_idx == 0) {
+                    release_pool_block(ranks.local(), block.pool_block_idx);
                 }
             }
             L2Epilogue<Config, num_rows>(smem_, thread, slot()).run(block, rows, accumulators);

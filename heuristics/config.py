@@ -96,12 +96,13 @@ class MegaMoEConfig:
     activation: Activation = field(default=Swiglu(), kw_only=True)
     arch: str = field(kw_only=True)
     weights: str = field(kw_only=True)
+    biases: bool = field(default=False, kw_only=True)
     # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""
-        not_numbers = ("activation", "arch", "weights", "decision")
+        not_numbers = ("activation", "arch", "weights", "biases", "decision")
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
@@ -136,7 +137,8 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        return self.target.smem_layout({**self.kernel_fields(), "weights": self.weights})
+        policies = {"weights": self.weights, "biases": self.biases}
+        return self.target.smem_layout({**self.kernel_fields(), **policies})
 
     @property
     def tunable(self) -> dict[str, int]:
@@ -277,6 +279,7 @@ def choose_config(
         activation=chosen_activation,
         arch=target.name,
         weights=shape.weights,
+        biases=shape.biases,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 

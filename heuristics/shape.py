@@ -52,7 +52,7 @@ class MoEShape:
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, the pool is a ring, whose rows are used again within a call. None:
         as many as a call may bring. As many or more become None.
-    weights: format of the weights.
+    weights: format of the weights. biases: whether both linear layers have biases.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -68,6 +68,7 @@ class MoEShape:
     num_max_tokens_per_rank: int
     num_pool_tokens: int | None = None
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
+    biases: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -83,6 +84,8 @@ class MoEShape:
             if name != "num_pool_tokens" or self.num_pool_tokens is not None:
                 require_int(name, getattr(self, name), words)
         check_weights_name(self.weights)
+        if not isinstance(self.biases, bool):
+            raise TypeError(f"biases must be a bool; got {self.biases!r}")
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:

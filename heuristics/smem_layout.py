@@ -119,11 +119,12 @@ def sm90_smem_layout(
     num_block_slots: int,
     weight_block_bytes: int,
     has_row_factors: bool,
+    has_biases: bool = False,
 ) -> Layout:
     """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
 
     weight_block_bytes: of 256 rows x 128 k. has_row_factors: of weights whose scales are a factor
-    for each row of a block; others come with each stage.
+    for each row of a block; others come with each stage. has_biases: of both layers.
     """
     builder = LayoutBuilder()
     add = builder.add
@@ -151,6 +152,7 @@ def sm90_smem_layout(
     )
     weight_scales = ("weight_scales", "f32", (num_stages, 4), "of the stage's weights")
     row_factors = ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows")
+    biases = ("biases", "f32", (num_block_slots, block_n), "of their weight rows")
     for name, dtype, dims, purpose in (
         (
             "rescale_factors",
@@ -162,9 +164,15 @@ def sm90_smem_layout(
         *([] if has_row_factors else [weight_scales]),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         *([row_factors] if has_row_factors else []),
+        *([biases] if has_biases else []),
         ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
         ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
-        ("topk_weights", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
+        (
+            "topk_weights",
+            "f32",
+            (num_block_slots, block_m),
+            f"of their tokens, for Linear{2 if has_biases else 1}",
+        ),
         ("destinations", "u64", (num_block_slots, block_m), "where each token's result goes"),
         ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps"),
     ):

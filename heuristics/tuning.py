@@ -51,6 +51,7 @@ class TunedLayerKey:
     intermediate_hidden: int
     weights: str = DEFAULT_WEIGHTS
     num_pool_tokens: int | None = None  # of a bounded pool
+    biases: bool = False
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
@@ -63,6 +64,7 @@ class TunedLayerKey:
             **sizes,
             weights=shape.weights,
             num_pool_tokens=shape.num_pool_tokens,
+            biases=shape.biases,
         )
 
     @property
@@ -81,6 +83,7 @@ class TunedLayerKey:
             and self.arch == other.arch
             and self.weights == other.weights
             and self.num_pool_tokens == other.num_pool_tokens
+            and self.biases == other.biases
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -274,6 +277,7 @@ class Tuning:
             return TuningResult(
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
+                f"{' with biases' if key.biases else ''}"
                 f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
                 f"has been measured on {self.device} with {key.num_sms} SMs"
             )
@@ -393,13 +397,15 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name not in ("weights", "num_pool_tokens")
+        if field.name not in ("weights", "num_pool_tokens", "biases")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
         check_weights_name(key["weights"])
     if record.get("num_pool_tokens") is not None:
         key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
+    if "biases" in record:  # older tables are of layers without
+        key["biases"] = _take(record, "biases", bool)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")
@@ -445,7 +451,14 @@ def _int_fields(record: Mapping[str, Any]) -> Sequence[tuple[str, int]]:
 
 
 _T = TypeVar("_T")
-_KINDS = {int: "an int", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_KINDS = {
+    int: "an int",
+    float: "a number",
+    str: "a string",
+    bool: "a bool",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def _take(record: Any, name: str, kind: type[_T]) -> _T:
@@ -454,6 +467,6 @@ def _take(record: Any, name: str, kind: type[_T]) -> _T:
     value = record[name]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
         raise ValueError(f"{name} must be {_KINDS[kind]}; got {value!r}")
     return value

@@ -33,6 +33,10 @@ def fuzz(
     weights: Annotated[
         str | None, typer.Option("--weights", help="Cases with weights of this format only.")
     ] = None,
+    biases: Annotated[
+        bool | None,
+        typer.Option("--biases/--no-biases", help="Only cases with biases, or only without."),
+    ] = None,
     grid: Annotated[
         bool,
         typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
@@ -73,6 +77,8 @@ def fuzz(
         case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
         if arch not in (None, case.arch) or weights not in (None, case.values["weights"]):
             continue
+        if biases not in (None, case.shape.biases):
+            continue
         failure = case.run()
         coverage.add(case, failure)
         if failure:
@@ -82,6 +88,8 @@ def fuzz(
                 for option, value in (("--arch", arch), ("--weights", weights))
                 if value is not None
             )
+            if biases is not None:
+                only += " --biases" if biases else " --no-biases"
             repeat = f"deep-moe {words} --first {number} --count 1{only}"
             failures.append({"case": str(case), "failure": failure, "repeat": repeat})
             if not as_json:

@@ -64,6 +64,7 @@ WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
     str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
 ]
+BiasesOption = Annotated[bool, typer.Option("--biases", help="Both linear layers have biases.")]
 ClampOption = Annotated[
     float | None,
     typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
@@ -106,6 +107,7 @@ def make_shape(
     max_tokens: int,
     pool_tokens: int | None = None,
     weights: str = DEFAULT_WEIGHTS,
+    biases: bool = False,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -131,6 +133,7 @@ def make_shape(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
+        biases=biases,
         **sizes,
     )
 

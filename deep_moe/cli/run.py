@@ -18,6 +18,7 @@ from .checks import check_call
 from .options import (
     MAX_SEED,
     ActivationOption,
+    BiasesOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -75,6 +76,7 @@ def run(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -162,12 +164,13 @@ def run(
             max_tokens=capacity,
             pool_tokens=pool_tokens,
             weights=weights,
+            biases=biases,
             **sizes,
         )
         check_call(shape, counts, **call)
         whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
-        if exact or model or hidden or intermediate:
+        if exact or model or hidden or intermediate or biases:
             raise typer.BadParameter(
                 "--checkpoint decides the weights and all sizes but --topk; --experts says how "
                 "many there are if it does not"
@@ -227,6 +230,7 @@ def run(
                     activation=applied,
                     numerics=numerics,
                     sum_bits=sum_bits,
+                    **whole_layer.biases,
                 )
                 comparison = compare(output.y, bounds.y if exact else bounds)
                 stats_agree = torch.equal(output.stats, sent[rank])
@@ -257,7 +261,7 @@ def run(
         stdout().print(
             f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
             f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
-            f"{shape.weights} weights, "
+            f"{shape.weights} weights{' with biases' if shape.biases else ''}, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
         _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")

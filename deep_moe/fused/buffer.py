@@ -83,7 +83,8 @@ class SymmBuffer(RankBuffer):
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights"
+            f"{' with biases' if shape.biases else ''}, "
             f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
             f"{self.state})"
         )
@@ -141,6 +142,7 @@ def get_symm_buffer_for_mega_moe(
     *,
     weights: str = DEFAULT_WEIGHTS,
     num_pool_tokens: int | None = None,
+    biases: bool = False,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
@@ -152,6 +154,7 @@ def get_symm_buffer_for_mega_moe(
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
     weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, or "fp8", for `fp8_mega_moe`.
+    biases: whether both linear layers have biases, which each call is then given.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -171,6 +174,7 @@ def get_symm_buffer_for_mega_moe(
         "intermediate_hidden": intermediate_hidden,
         "num_pool_tokens": num_pool_tokens,
         "weights": weights,
+        "biases": biases,
     }
     num_ranks = ranks_of(group)
     device = device_for(group, device)
@@ -208,6 +212,7 @@ def buffer_size(
     *,
     weights: str = DEFAULT_WEIGHTS,
     num_pool_tokens: int | None = None,
+    biases: bool = False,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
@@ -228,6 +233,7 @@ def buffer_size(
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         num_pool_tokens=num_pool_tokens,
         weights=weights,
+        biases=biases,
     )
     return symm_buffer_layout(shape).num_bytes
 

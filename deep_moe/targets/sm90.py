@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from deep_moe.heuristics import sm90
 from deep_moe.heuristics.segments import Layout
@@ -11,6 +12,9 @@ from deep_moe.heuristics.shape import MoEShape
 from .sm90_fp8 import Sm90Fp8
 from .sm90_mxfp4 import Sm90Mxfp4
 from .target import ConfigFields, Target
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sm90(Target):
@@ -52,6 +56,11 @@ class Sm90(Target):
 
     def tmem_layout(self, fields: ConfigFields) -> None:
         """SM90 has no tensor memory."""
+
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        from deep_moe.formats.sm90_weights import slot_order
+
+        return slot_order(num_rows, is_l1=is_l1)
 
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         return sm90.warp_roles(fields)

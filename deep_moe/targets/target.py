@@ -140,6 +140,11 @@ class Target(ABC):
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         """The warps of a CTA by what they do."""
 
+    @abstractmethod
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        """Which row of a layer's biases stands in each place: int64 [num_rows], a permutation of
+        the rows, a multiple of 256. Of Linear1, gate comes before up."""
+
     def weights_of(self, name: str = DEFAULT_WEIGHTS) -> TargetWeights:
         """What the target does with weights of the format `name`, or a ValueError."""
         known = {weights.format: weights for weights in self.weights}

@@ -33,7 +33,7 @@ from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
-NUM_KERNEL_AXES = 6  # the first ones, which are compiled in
+NUM_KERNEL_AXES = 7  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -60,6 +60,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
+        "biases": ("none", "both layers"),
         "activation": (*_EXACT_ACTIVATIONS, Situ()),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, _SMALL_POOL),
@@ -123,6 +124,7 @@ class FuzzCase:
             ),
             num_pool_tokens=self.values["pool"],
             weights=self.values["weights"],
+            biases=self.values["biases"] == "both layers",
         )
 
     @property
@@ -169,9 +171,15 @@ class FuzzCase:
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
         numerics = self.target_weights.numerics
         if activation in _EXACT_ACTIVATIONS:
-            return reference_mega_moe(*inputs, activation=activation, numerics=numerics)
+            return reference_mega_moe(
+                *inputs, activation=activation, numerics=numerics, **layer.biases
+            )
         return reference_bounds(
-            *inputs, activation=activation, numerics=numerics, sum_bits=FP32_SUM_BITS
+            *inputs,
+            activation=activation,
+            numerics=numerics,
+            sum_bits=FP32_SUM_BITS,
+            **layer.biases,
         )
 
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:

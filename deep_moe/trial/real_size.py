@@ -10,7 +10,7 @@ from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 
-from .synthetic import Layer, Tokens
+from .synthetic import Layer, Tokens, random_biases
 
 # uniform: every expert is as likely as any other. zipf: the n-th most popular expert is 1/n times
 # as likely as the first. one-expert: every token names the same expert, and others at random.
@@ -44,7 +44,7 @@ def rank_layer(
     device: torch.device,
     scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> Layer:
-    """Weights of a rank's experts."""
+    """Weights and biases of a rank's experts."""
     num_local = shape.num_experts_per_rank
     experts = [
         expert_layer(shape, rank * num_local + i, seed, device, scale_block)
@@ -54,7 +54,11 @@ def rank_layer(
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
 
-    return Layer(stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts]))
+    l1, l2 = stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
+    if not shape.biases:
+        return Layer(l1, l2)
+    generator = torch.Generator(device).manual_seed(1_000_003 * seed - rank - 1)
+    return Layer(l1, l2, *random_biases(shape, num_local, generator))
 
 
 def rank_tokens(

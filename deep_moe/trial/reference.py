@@ -120,6 +120,8 @@ def reference_mega_moe(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
@@ -132,7 +134,7 @@ def reference_mega_moe(
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
-    in calls. numerics: which kernel's.
+    in calls. numerics: which kernel's. l1_bias, l2_bias: [experts, 2*I] and [experts, H], or none.
     """
     contributions = slot_contributions(
         x,
@@ -144,6 +146,8 @@ def reference_mega_moe(
         activation=activation,
         activation_clamp=activation_clamp,
         numerics=numerics,
+        l1_bias=l1_bias,
+        l2_bias=l2_bias,
     )
     return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
 
@@ -164,6 +168,8 @@ def slot_contributions(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
     applied = activation_of(activation, activation_clamp)
@@ -183,8 +189,18 @@ def slot_contributions(
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
             activation=applied,
             numerics=numerics,
+            biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
     return contributions
+
+
+def biases_of_expert(
+    l1_bias: torch.Tensor | None, l2_bias: torch.Tensor | None, expert_idx: int
+) -> Pair | None:
+    """Of both layers, [2*I] and [H], in FP32 as kernels have them."""
+    if l1_bias is None or l2_bias is None:
+        return None
+    return l1_bias[expert_idx].float(), l2_bias[expert_idx].float()
 
 
 def expert_output(
@@ -195,13 +211,24 @@ def expert_output(
     *,
     activation: Activation,
     numerics: Numerics,
+    biases: Pair | None = None,
 ) -> torch.Tensor:
-    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
+    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H].
+
+    biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
+    Linear1's output is quantized as for weight 1.
+    """
     accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
+    if biases is not None:
+        accumulator += biases[0]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
-    activated = activation(gate, up) * weights.unsqueeze(1)
-    quantized = numerics.requantize(activated, weights)
-    return round_to_bf16(quantized @ numerics.weights(*l2_weights).T)
+    inner_weights = weights if biases is None else torch.ones_like(weights)
+    activated = activation(gate, up) * inner_weights.unsqueeze(1)
+    quantized = numerics.requantize(activated, inner_weights)
+    accumulator = quantized @ numerics.weights(*l2_weights).T
+    if biases is not None:
+        accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
+    return round_to_bf16(accumulator)
 
 
 def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,10 @@ that takes the scale of another row or group gets other numbers.
 
 Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
 leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
+
+Biases are whole numbers, of gate 0 to 2 times 32, of up up to 2 in size, of the down-projection up
+to 3 times 32; with Hopper's bits up to 1 in place of 2. Then sums of gate and up are up to 34 and 5
+units, and rows of the down-projection hold so many weights less: 4096, and 96.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
     pack_ue8m0,
@@ -51,12 +56,14 @@ class _ExactBounds:
     num_l1_weights: int  # per row of gate and up
     max_l1_weight: int
     num_l2_weights: int  # per row
+    max_l1_bias: int = 0
 
     @property
     def is_l2_dense(self) -> bool:
         return self.num_l2_weights > 128
 
 
+_EXACT_BOUNDS_WITH_BIASES = {24: _ExactBounds(8, 2, 4096, 2), 13: _ExactBounds(2, 1, 96, 1)}
 _EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
 
 
@@ -66,6 +73,22 @@ class Layer:
 
     l1: LayerWeights
     l2: LayerWeights
+    l1_bias: torch.Tensor | None = None  # float32 [experts, 2*I]
+    l2_bias: torch.Tensor | None = None  # float32 [experts, H]
+
+    @property
+    def biases(self) -> dict[str, torch.Tensor | None]:
+        """As the reference takes them."""
+        return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
+
+    def biases_of_rank(
+        self, rank: int, num_ranks: int, arch: str | None = None
+    ) -> MegaMoEBiases | None:
+        """The part that one rank holds, laid out for `arch`."""
+        if self.l1_bias is None or self.l2_bias is None:
+            return None
+        parts = (bias.chunk(num_ranks)[rank] for bias in (self.l1_bias, self.l2_bias))
+        return transform_biases_for_mega_moe(*parts, arch)
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
         """The part that one rank holds."""
@@ -116,7 +139,20 @@ def random_layer(
         return LayerWeights(torch.stack(weight), torch.stack(sf))
 
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
-    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+    l2 = linear(shape.hidden, shape.intermediate_hidden)
+    if not shape.biases:
+        return Layer(l1, l2)
+    return Layer(l1, l2, *random_biases(shape, shape.num_experts, generator))
+
+
+def random_biases(
+    shape: MoEShape, num_experts: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normally distributed biases of so many experts, about as large as what they are added to."""
+    return tuple(
+        torch.randn(num_experts, num_rows, device=generator.device, generator=generator)
+        for num_rows in (2 * shape.intermediate_hidden, shape.hidden)
+    )
 
 
 def random_tokens(
@@ -144,7 +180,7 @@ def exact_layer(
     K that share a scale."""
     if sum_bits not in _EXACT_BOUNDS:
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
-    bounds = _EXACT_BOUNDS[sum_bits]
+    bounds = (_EXACT_BOUNDS_WITH_BIASES if shape.biases else _EXACT_BOUNDS)[sum_bits]
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden = shape.num_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
@@ -171,7 +207,16 @@ def exact_layer(
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
     l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
-    return Layer(weights.of_codes(l1, l1_sf, scale_block), weights.of_codes(l2, l2_sf, scale_block))
+    l1_weights, l2_weights = (
+        weights.of_codes(codes, sf, scale_block) for codes, sf in ((l1, l1_sf), (l2, l2_sf))
+    )
+    if not shape.biases:
+        return Layer(l1_weights, l2_weights)
+    most = bounds.max_l1_bias
+    gate = 32 * torch.randint(0, most + 1, (num_experts, num_rows // 2), generator=generator)
+    up = torch.randint(-most, most + 1, gate.shape, generator=generator)
+    l2_bias = 32 * torch.randint(-3, 4, (num_experts, hidden), generator=generator)
+    return Layer(l1_weights, l2_weights, torch.cat([gate, up], dim=1).float(), l2_bias.float())
 
 
 def exact_tokens(

@@ -66,6 +66,14 @@ def test_fp8_weights(kind: str, arch: str):
     assert document["shape"]["weights"] == "fp8"
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("kind", ["--exact", "--seed=4"])
+def test_biases(kind: str, arch: str):
+    document = ran(*TINY, "--tokens", "9", "--biases", kind, "--arch", arch)
+    assert document["passed"]
+    assert document["shape"]["biases"]
+
+
 def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp4")
     assert result.exit_code == 2

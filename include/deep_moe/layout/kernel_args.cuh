@@ -70,6 +70,9 @@ struct alignas(64) KernelArgs {
     // Used with Config::trace only, see trace/tracer.cuh. Else null and 0.
     void* trace;
     uint32_t trace_capacity;  // records per track
+    // With Config::Biases::exist only, see biases/per_expert.cuh. Else null.
+    const float* l1_biases;  // [E_local][num_l1_n_blocks * block_n / 256][256]
+    const float* l2_biases;  // [E_local][ceil(hidden / 256)][256]
 };
 
 }  // namespace deep_moe

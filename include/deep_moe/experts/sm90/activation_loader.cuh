@@ -25,25 +25,33 @@
 namespace deep_moe::sm90 {
 
 // What Linear2's epilogue needs of each token: where its result goes, a row of the combine buffer
-// of the rank that it came from, and its scale. All lanes; a __syncwarp and an arrival must follow.
+// of the rank that it came from, and its scale; with biases its routing weight, too. All lanes; a
+// __syncwarp and an arrival must follow.
 template <class Config>
 __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
                                    uint32_t num_valid_rows, uint32_t destinations,
-                                   uint32_t token_factors) {
+                                   uint32_t token_factors, uint32_t topk_weights) {
+    using Biases = typename Config::Biases;
 #pragma unroll 1  // unrolled, it costs registers
     for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
         uint64_t destination = 0;
         uint32_t scale = 0;
+        float topk_weight = 0.0f;
         if (row < num_valid_rows) {  //~ has_destination
             const TokenSource source = *ranks.local().token_src_metadata(first_row + row);
             destination = reinterpret_cast<uint64_t>(
                 ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
-            scale = token_scale_byte(*ranks.local().l1_topk_weights(first_row + row)) << 23;
+            topk_weight = *ranks.local().l1_topk_weights(first_row + row);
+            scale = token_scale_byte(Biases::linear1_weight(topk_weight)) << 23;
         }
         ptx::st_shared_v2(
             destinations + row * sizeof(uint64_t),
             {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
         ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scale);
+        if constexpr (Biases::exist) {
+            //~ weight_behind_linear2
+            ptx::st_shared_u32(topk_weights + row * sizeof(float), __float_as_uint(topk_weight));
+        }
     }
 }
 
@@ -84,7 +92,8 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 // Math is stages behind, so there is time for what this reads.
                 store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
                                    smem.destinations(slots.stage),
-                                   smem.l2_token_factors(slots.stage));
+                                   smem.l2_token_factors(slots.stage),
+                                   smem.topk_weights(slots.stage));
             }
             //~ sm90_token_stage_free
             if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
@@ -104,14 +113,19 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t full = smem.full_barriers(ring.stage);
                 if (is_linear1 && k_block_idx == 0) {
                     const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
+                    // Scales, and the weights that go into Linear1's output.
+                    constexpr uint32_t num_token_vectors = Config::Biases::exist ? 1 : 2;
                     //~ factor_bytes
-                    ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes + 2 * token_vector_bytes);
+                    ptx::mbarrier_arrive_expect_tx(
+                        full, copy.num_bytes + num_token_vectors * token_vector_bytes);
                     ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
                                                      local.l1_token_sf(0, first_row),
                                                      token_vector_bytes, full);
-                    ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
-                                                     local.l1_topk_weights(first_row),
-                                                     token_vector_bytes, full);
+                    if constexpr (num_token_vectors == 2) {
+                        ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
+                                                         local.l1_topk_weights(first_row),
+                                                         token_vector_bytes, full);
+                    }
                 } else {
                     ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes);
                 }

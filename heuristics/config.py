@@ -137,7 +137,7 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        policies = {"weights": self.weights, "biases": self.biases}
+        policies: dict[str, str | bool] = {"weights": self.weights, "biases": self.biases}
         return self.target.smem_layout({**self.kernel_fields(), **policies})
 
     @property

@@ -100,6 +100,8 @@ class EmulatedRanks:
                     f"got {len(values)}"
                 )
         checked = arguments.get("checked") is not False
+        biases_of: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+        biases_of = biases or [(None, None)] * self.shape.num_ranks
         with used(self.buffers):
             launches = [
                 prepare_launch(
@@ -108,9 +110,7 @@ class EmulatedRanks:
                     self.buffers[rank],
                     None if stats is None else stats[rank],
                     arguments,
-                    check_biases_given(
-                        *((None, None) if biases is None else biases[rank]), self.buffers[rank]
-                    ),
+                    check_biases_given(*biases_of[rank], self.buffers[rank]),
                 )
                 for rank in taking_part
             ]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -77,7 +77,7 @@ class Layer:
     l2_bias: torch.Tensor | None = None  # float32 [experts, H]
 
     @property
-    def biases(self) -> dict[str, torch.Tensor | None]:
+    def biases(self) -> dict[str, Any]:
         """As the reference takes them."""
         return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
 
@@ -87,8 +87,8 @@ class Layer:
         """The part that one rank holds, laid out for `arch`."""
         if self.l1_bias is None or self.l2_bias is None:
             return None
-        parts = (bias.chunk(num_ranks)[rank] for bias in (self.l1_bias, self.l2_bias))
-        return transform_biases_for_mega_moe(*parts, arch)
+        l1_bias, l2_bias = (b.chunk(num_ranks)[rank] for b in (self.l1_bias, self.l2_bias))
+        return transform_biases_for_mega_moe(l1_bias, l2_bias, arch)
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
         """The part that one rank holds."""
@@ -149,10 +149,11 @@ def random_biases(
     shape: MoEShape, num_experts: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normally distributed biases of so many experts, about as large as what they are added to."""
-    return tuple(
+    l1_bias, l2_bias = (
         torch.randn(num_experts, num_rows, device=generator.device, generator=generator)
         for num_rows in (2 * shape.intermediate_hidden, shape.hidden)
     )
+    return l1_bias, l2_bias
 
 
 def random_tokens(

@@ -44,8 +44,9 @@ class MegaMoEConfig:
     num_experts_per_rank: int
     num_topk: int
     num_max_tokens_per_rank: int
-    hidden: int
+    hidden: int  # padded, as the next
     intermediate_hidden: int
+    output_hidden: int  # of y
     # launch
     num_sms: int
     cluster_size: int
@@ -126,8 +127,9 @@ class MegaMoEConfig:
 
     @property
     def shape(self) -> MoEShape:
-        """The problem that the config was made for."""
-        return MoEShape(**{entry.name: getattr(self, entry.name) for entry in fields(MoEShape)})
+        """The problem that the config was made for, but for padding of the intermediate size."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(MoEShape)}
+        return MoEShape(**{**values, "hidden": self.output_hidden})
 
     @property
     def symm_buffer_layout(self) -> Layout:
@@ -148,7 +150,7 @@ class MegaMoEConfig:
     @property
     def candidates(self) -> dict[str, tuple[int, ...]]:
         """Other values of each tunable field that are worth measuring beside this config's."""
-        return self.target.candidates(self.shape, self.tunable)
+        return self.target.candidates(self.shape.padded, self.tunable)
 
     @property
     def roles(self) -> tuple[str, str, str]:
@@ -226,9 +228,10 @@ def choose_config(
     num_sms = overrides.get("num_sms", num_sms)
     require_int("num_sms", num_sms, "a number of CTAs")
 
+    padded = shape.padded
     choose_fields = partial(
         target.choose_fields,
-        shape,
+        padded,
         num_tokens,
         is_uneven=is_uneven,
         num_sms=num_sms,
@@ -262,8 +265,9 @@ def choose_config(
         "num_experts_per_rank": shape.num_experts_per_rank,
         "num_topk": shape.num_topk,
         "num_max_tokens_per_rank": shape.num_max_tokens_per_rank,
-        "hidden": shape.hidden,
-        "intermediate_hidden": shape.intermediate_hidden,
+        "hidden": padded.hidden,
+        "intermediate_hidden": padded.intermediate_hidden,
+        "output_hidden": shape.hidden,
         "num_pool_tokens": shape.num_pool_rows,
         "num_max_pool_blocks": shape.num_max_pool_blocks,
         "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
@@ -292,6 +296,7 @@ _SHAPE_REASONS = {
     "num_max_tokens_per_rank": "problem",
     "hidden": "problem",
     "intermediate_hidden": "problem",
+    "output_hidden": "problem; hidden is this, up to a multiple of 128",
     "num_max_pool_blocks": "rows of a pool without bound / 8, the smallest block there is",
 }
 

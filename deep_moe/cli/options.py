@@ -9,7 +9,7 @@ import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
-from deep_moe.heuristics.presets import PRESETS, preset_activation
+from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape, Tuning
@@ -64,7 +64,9 @@ WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
     str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
 ]
-BiasesOption = Annotated[bool, typer.Option("--biases", help="Both linear layers have biases.")]
+BiasesOption = Annotated[
+    bool, typer.Option("--biases", help="Both linear layers have biases, as a model's may anyway.")
+]
 ClampOption = Annotated[
     float | None,
     typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
@@ -133,7 +135,7 @@ def make_shape(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
-        biases=biases,
+        biases=biases or (model in PRESETS and preset_has_biases(model)),
         **sizes,
     )
 

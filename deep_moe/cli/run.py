@@ -317,11 +317,12 @@ def _loaded_layer(
     """All experts of a checkpoint's layer and their shape."""
     import torch
 
-    from deep_moe.checkpoint.experts import load_experts
+    from deep_moe.checkpoint.experts import load_biases, load_experts
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
-    l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts)
+    l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts, biases_apart=True)
+    biases = load_biases(checkpoint, layer, num_experts=num_experts)
     loaded = "fp8" if l1.weight.dtype == torch.float8_e4m3fn else "mxfp4"
     if weights != loaded:
         raise typer.BadParameter(
@@ -337,8 +338,9 @@ def _loaded_layer(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
+        biases=biases is not None,
     )
-    return shape, Layer(l1, l2)
+    return shape, Layer(l1, l2, *(bias.float() for bias in biases or ()))
 
 
 def _made_tokens(

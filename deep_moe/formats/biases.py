@@ -67,16 +67,17 @@ def inverse_transform_biases(
     num_rows = {"l1_bias": 2 * intermediate_hidden, "l2_bias": hidden}
     rows = []
     for (name, number), bias in zip(num_rows.items(), (l1_bias, l2_bias), strict=True):
+        is_l1 = name == "l1_bias"
         expected = (bias.shape[0], *bias_blocks(number))
         if tuple(bias.shape) != expected or bias.dtype != torch.float32:
             raise ValueError(
                 f"{name} must be float32 of shape {expected}, as transform_biases_for_mega_moe "
                 f"makes it; got {bias.dtype} {tuple(bias.shape)}"
             )
-        order = _order(target, number, bias.device, is_l1=name == "l1_bias")
         in_order = torch.empty_like(bias).flatten(1)
+        order = _order(target, in_order.shape[1], bias.device, is_l1=is_l1)
         in_order[:, order] = bias.flatten(1)
-        rows.append(in_order[:, :number].contiguous())
+        rows.append(_parts(in_order, number, is_l1=is_l1).flatten(1).contiguous())
     return MegaMoEBiases(*rows)
 
 
@@ -103,8 +104,19 @@ def check_biases(l1_bias: object, l2_bias: object) -> tuple[int, int, int]:
 
 
 def bias_blocks(num_rows: int) -> tuple[int, int]:
-    """How many blocks the biases of so many rows take, and the rows of a block."""
+    """How many blocks the biases of so many rows take, and the rows of a block. Of Linear1, gate
+    and up are each padded to a multiple of 128.
+
+    >>> bias_blocks(2 * 2880), bias_blocks(2880)
+    ((23, 256), (12, 256))
+    """
     return -(-num_rows // BLOCK_ROWS), BLOCK_ROWS
+
+
+def _parts(rows: torch.Tensor, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+    """Of padded rows [E, N] a view of those that there are: gate and up, or one part."""
+    num_parts = 2 if is_l1 else 1
+    return rows.unflatten(1, (num_parts, -1))[..., : num_rows // num_parts]
 
 
 def _laid_out(bias: torch.Tensor, target: Target, *, is_l1: bool) -> torch.Tensor:
@@ -112,14 +124,13 @@ def _laid_out(bias: torch.Tensor, target: Target, *, is_l1: bool) -> torch.Tenso
     rows = torch.zeros(
         (bias.shape[0], blocks[0] * blocks[1]), dtype=torch.float32, device=bias.device
     )
-    rows[:, : bias.shape[1]] = bias
-    order = _order(target, bias.shape[1], bias.device, is_l1=is_l1)
+    _parts(rows, bias.shape[1], is_l1=is_l1).copy_(bias.unflatten(1, (2 if is_l1 else 1, -1)))
+    order = _order(target, rows.shape[1], bias.device, is_l1=is_l1)
     return rows[:, order].unflatten(1, blocks)
 
 
 def _order(target: Target, num_rows: int, device: torch.device, *, is_l1: bool) -> torch.Tensor:
-    num_blocks, block_rows = bias_blocks(num_rows)
-    return target.bias_order(num_blocks * block_rows, is_l1=is_l1).to(device)
+    return target.bias_order(num_rows, is_l1=is_l1).to(device)
 
 
 def _check_finite(name: str, bias: torch.Tensor) -> None:

@@ -50,7 +50,8 @@ _next_handle = itertools.count(1)
 class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
-    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128].
+    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
+    behind the last scale must be zero, and rows of x may be longer than hidden.
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
 
@@ -70,7 +71,13 @@ class SymmBuffer(RankBuffer):
         self.shape = shape
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
-        self.x = self._view("input_x")
+        padded_x = self._view("input_x")
+        self.x = padded_x[:, : shape.hidden]
+        if shape.padded is not shape:
+            # What no caller writes: values that are multiplied by zero must be numbers, and scales
+            # behind the last group must not be a token's largest.
+            padded_x.view(torch.uint8)[:, shape.hidden :] = 0
+            self._view("input_x_sf")[:, -1] = 0
         self.x_sf = self._view("input_x_sf")
         self.topk_idx = self._view("input_topk_idx")
         self.topk_weights = self._view("input_topk_weights")
@@ -148,6 +155,8 @@ def get_symm_buffer_for_mega_moe(
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
+    hidden, intermediate_hidden: multiples of 128, or of 32 with mxfp4 weights; y is of the true
+        size, and so are `x` and `x_sf`, which are views of longer rows then.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
     num_max_tokens_per_rank: most tokens of one call.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer

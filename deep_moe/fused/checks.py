@@ -96,7 +96,7 @@ def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: SymmBuffer) -> Biases
 
 def check_biases_form(biases: Biases, buffer: SymmBuffer) -> None:
     """As the kernel reads them."""
-    shape = buffer.shape
+    shape = buffer.shape.padded
     num_rows = {"l1_bias": 2 * shape.intermediate_hidden, "l2_bias": shape.hidden}
     for bias, (name, number) in zip(biases, num_rows.items(), strict=True):
         expected = (shape.num_experts_per_rank, *bias_blocks(number))

@@ -307,7 +307,7 @@ def activated_ends(
 
 def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -> Interval:
     """Through E4M3: float64 [n, I]."""
-    low, high = (end.float().unflatten(1, (-1, numerics.scale_block)) for end in ends)
+    low, high = (numerics.blocks(end.float()) for end in ends)
     sizes = torch.maximum(low.abs(), high.abs())
     least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
     candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]
@@ -322,7 +322,7 @@ def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -
         exact = end.double() / scales
         finer = outwards(exact / _E4M3_SMALLEST) * _E4M3_SMALLEST
         values = finer.where(is_open & (exact.abs() < _E4M3_SMALLEST_NORMAL), values)
-        rounded.append((values * scales).flatten(1))
+        rounded.append((values * scales).flatten(1)[:, : ends.low.shape[1]])
     return Interval(*rounded)
 
 

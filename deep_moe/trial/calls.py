@@ -22,6 +22,7 @@ from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
+from deep_moe.fused.input_preparation import row_fields
 from deep_moe.fused.mega_moe import CALLS, with_numerics
 from deep_moe.fused.options import CallArguments, CallOptions, given_options
 from deep_moe.heuristics import MoEShape
@@ -129,7 +130,7 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
 
 def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
-    config = PrepareInputsConfig(arch=arch)
+    config = PrepareInputsConfig(arch=arch, **row_fields(buffer.x, buffer.x_sf))
     num_chunks = config.num_chunks(x.numel())
     args = PrepareInputsArgs(
         x=x.data_ptr(),

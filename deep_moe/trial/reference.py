@@ -58,10 +58,17 @@ class Numerics:
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3:
         float64 [n, I]."""
-        blocks = activated.unflatten(-1, (-1, self.scale_block))
+        blocks = self.blocks(activated)
         scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
         values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
-        return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
+        scaled = values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
+        return scaled.flatten(-2)[..., : activated.shape[-1]]
+
+    def blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, I] as [n, blocks, scale_block], the last filled with zeros."""
+        missing = -values.shape[-1] % self.scale_block
+        whole = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        return whole.unflatten(-1, (-1, self.scale_block))
 
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
@@ -76,7 +83,7 @@ def _smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.T
 def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     """A token keeps its largest group scale; the other groups are brought to it in E4M3, rounded to
     nearest even. That changes values which thereby become subnormal, below 2^-6 of that scale."""
-    scale_bytes = unpack_ue8m0(x_sf).int()
+    scale_bytes = unpack_ue8m0(x_sf)[..., : x.shape[-1] // GROUP_SIZE].int()
     largest = scale_bytes.amax(dim=-1, keepdim=True)
     ratios = torch.exp2((scale_bytes - largest).double()).repeat_interleave(GROUP_SIZE, dim=-1)
     # float32 holds every product that E4M3 does not round to zero.

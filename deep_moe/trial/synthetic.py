@@ -32,7 +32,7 @@ import torch
 from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
-    pack_ue8m0,
+    pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
 )
 from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
@@ -230,7 +230,10 @@ def exact_tokens(
     exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
     return Tokens(
-        codes.to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, torch.exp2(exponents.float())
+        codes.to(torch.float8_e4m3fn),
+        pack_ue8m0_groups(sf),
+        topk_idx,
+        torch.exp2(exponents.float()),
     )
 
 

@@ -695,6 +695,13 @@ SM90_MUTATIONS = (
             ("linear2_without_weight", "sm_100a", "mxfp4", removed("sm100_l2_weights"), "result"),
         )
     ),
+    M(
+        "rows_of_other_lengths",
+        replaced("padded_row", "* row_chunks", "* length"),
+        "result|misuse|race",
+        test="test_padded_sizes::test_prepared_inputs_of_two_ranks",
+        arguments={"arch": "sm_100a"},
+    ),
     # ---- sizes and inputs that the two calls do not have
     M(
         "count_of_16_bits",

@@ -19,7 +19,7 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo test test-fast lint format types clean venv emulator-library
+.PHONY: demo test test-fast test-serving lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,18 @@ test: emulator-library
 
 test-fast: emulator-library
 	$(PYTEST) -m "not slow and not gpu"
+
+# Adapters with the classes of the engines themselves, which lie in a folder of their own, so that
+# nothing of them is in the environment of the other tests.
+SERVING := build/serving
+test-serving: emulator-library $(SERVING)/.ready
+	PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/python -m pytest tests/serving
+
+$(SERVING)/.ready: tests/serving/requirements.txt $(READY)
+	@rm -rf $(SERVING)
+	@$(call visibly,the engines, $(BIN)/python -m pip install --quiet --no-deps \
+		--target $(SERVING) -r tests/serving/requirements.txt)
+	@touch $@
 
 lint: $(READY) types
 	$(BIN)/ruff check $(wildcard $(PYTHON_PATHS))

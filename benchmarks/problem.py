@@ -98,25 +98,15 @@ def fp8_weights(
     [E, N/rows, K/columns]. A block of 0 columns is a whole row. Weights that have such scales
     keep their values."""
     known = weight_format(name)
-    num_experts, num_rows, num_bytes = weights.weight.shape
-    num_columns = known.values_per_byte * num_bytes
-    block_columns = block_columns or num_columns
-    values = torch.empty(
-        (num_experts, num_rows, num_columns),
-        dtype=torch.float8_e4m3fn,
-        device=weights.weight.device,
-    )
-    scales = torch.empty(
-        (num_experts, num_rows // block_rows, num_columns // block_columns),
-        device=weights.weight.device,
-    )
-    for expert_idx in range(num_experts):
-        dense = known.dequantize(weights.weight[expert_idx], weights.sf[expert_idx]).float()
-        blocks = dense.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
+    values, scales = [], []
+    for weight, sf in zip(*weights, strict=True):
+        dense = known.dequantize(weight, sf).float()
+        columns = block_columns or dense.shape[1]
+        blocks = dense.unflatten(1, (-1, columns)).unflatten(0, (-1, block_rows))
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=2.0**-100) / 448
-        values[expert_idx] = (blocks / scale).reshape(dense.shape).to(torch.float8_e4m3fn)
-        scales[expert_idx] = scale.squeeze(3).squeeze(1)
-    return values, scales
+        values.append((blocks / scale).reshape(dense.shape).to(torch.float8_e4m3fn))
+        scales.append(scale.squeeze(3).squeeze(1))
+    return torch.stack(values), torch.stack(scales)
 
 
 @dataclass(frozen=True)

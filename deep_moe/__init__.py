@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
-    from .fused.mega_moe import fp8_fp4_mega_moe, fp8_mega_moe
+    from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
@@ -69,6 +69,7 @@ _MODULES = {
     "MissingPackageError": "errors",
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
+    "bf16_mega_moe": "fused.mega_moe",
     "buffer_size": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
     "dequantize_mxfp8": "formats.mx",
@@ -106,6 +107,7 @@ __all__ = [
     "RequantizationWarning",
     "SymmBuffer",
     "activations",
+    "bf16_mega_moe",
     "buffer_size",
     "checkpoint",
     "compat",

@@ -11,7 +11,6 @@ from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
 from .smem_layout import NUM_COMBINE_SLOTS, num_combine_bytes
 
-BLOCK_K = 128
 IMBALANCE_FACTOR = 2  # a wave should offer this many Linear1 blocks per SM
 MIN_STAGES = 2
 MAX_STAGES = 32
@@ -166,13 +165,19 @@ def choose_blocks(
     """Tile sides but block_m, and the numbers of blocks that follow."""
     choose = choices.choose
     choose("block_n", block_n, block_n_reason)
-    choose("block_k", BLOCK_K, "one 128-byte swizzled row of e4m3, one word of scales")
+    tokens = shape.token_format
+    block_k = choose(
+        "block_k",
+        tokens.block_k,
+        f"one 128-byte swizzled row of {tokens.words}"
+        + (", one word of scales" if tokens.has_scales else ""),
+    )
     num_l1_n_blocks = choose(
         "num_l1_n_blocks", 2 * shape.intermediate_hidden // block_n, "2 * intermediate / block_n"
     )
     choose("num_l2_n_blocks", ceil_div(shape.hidden, block_n), "hidden / block_n, rounded up")
-    choose("num_l1_k_blocks", shape.hidden // BLOCK_K, "hidden / block_k")
-    choose("num_l2_k_blocks", shape.intermediate_hidden // BLOCK_K, "intermediate / block_k")
+    choose("num_l1_k_blocks", shape.hidden // block_k, "hidden / block_k")
+    choose("num_l2_k_blocks", shape.intermediate_hidden // block_k, "intermediate / block_k")
     choose("num_l2_mask_words", ceil_div(num_l1_n_blocks, 64), "one bit per Linear1 n-block")
 
 

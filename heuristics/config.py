@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activation_of
+from deep_moe.formats.weight_formats import TokenFormat
 from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
 from .segments import Layout
@@ -132,6 +133,11 @@ class MegaMoEConfig:
         return MoEShape(**{**values, "hidden": self.output_hidden})
 
     @property
+    def token_format(self) -> TokenFormat:
+        """Of tokens and Linear1's output."""
+        return self.shape.token_format
+
+    @property
     def symm_buffer_layout(self) -> Layout:
         """Segments of a rank's symmetric buffer, rendered as `Config::Symm`."""
         return symm_buffer_layout(self.shape)
@@ -165,7 +171,7 @@ class MegaMoEConfig:
     @property
     def tmem_layout(self) -> Layout | None:
         """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
-        return self.target.tmem_layout(self.kernel_fields())
+        return self.target.tmem_layout({**self.kernel_fields(), "weights": self.weights})
 
     def explain(self) -> Explanation:
         """Every choice with its reason, the memory maps, and what the schedule amounts to."""

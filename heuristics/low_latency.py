@@ -24,14 +24,19 @@ Step = Literal["dispatch", "combine"]
 
 
 class TokenFormat(NamedTuple):
-    """How tokens travel. values_per_scale: 0 without scales. element_bytes: of a value."""
+    """How tokens travel. values_per_scale: 0 without scales. element_bytes: of a value.
+    rounds_scales: powers of two. packs_scales: four of those in a word of what is received."""
 
     values_per_scale: int
     element_bytes: int
+    rounds_scales: bool = False
+    packs_scales: bool = False
 
 
 FORMATS = {
     "fp8_128": TokenFormat(128, 1),
+    "fp8_128_pow2": TokenFormat(128, 1, rounds_scales=True),
+    "fp8_128_ue8m0": TokenFormat(128, 1, rounds_scales=True, packs_scales=True),
     "fp8_32": TokenFormat(32, 1),
     "bf16": TokenFormat(0, 2),
 }
@@ -44,7 +49,8 @@ class LowLatencyShape:
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
     tokens of one call, 1 to 1024. format: a key of FORMATS. has_shared_rows: experts may write
-    their rows into the buffer.
+    their rows into the buffer. any_format: there is room for each format, so that calls may have
+    others.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -58,6 +64,7 @@ class LowLatencyShape:
     num_max_tokens_per_rank: int
     format: str
     has_shared_rows: bool = False
+    any_format: bool = False
 
     def __post_init__(self) -> None:
         limits = {
@@ -83,6 +90,11 @@ class LowLatencyShape:
             )
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {self.format!r}")
+        if FORMATS[self.format].packs_scales and self.hidden % (4 * K_BLOCK):
+            raise ValueError(
+                f"hidden must be a multiple of {4 * K_BLOCK} for format {self.format!r}, which has "
+                f"four scales in a word; got {self.hidden}"
+            )
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -105,8 +117,14 @@ class LowLatencyShape:
 
     @property
     def num_scale_words(self) -> int:
-        """32-bit words of a token's scales: an FP32 number, or four UE8M0 bytes, per 128 values."""
+        """32-bit words of a token's scales on its way: an FP32 number, or four UE8M0 bytes, per 128
+        values."""
         return self.hidden // K_BLOCK if self.values_per_scale else 0
+
+    @property
+    def num_received_scale_words(self) -> int:
+        """The same as it is given to the experts."""
+        return self.num_scale_words // (4 if FORMATS[self.format].packs_scales else 1)
 
 
 def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
@@ -157,9 +175,11 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         (num_ranks, max_tokens, 1 + num_topk),
         "a token's index on its source rank; local expert and row of each slot",
     )
-    data("staged_values", "u8", (num_ranks, max_tokens, shape.row_bytes), "tokens, by source rank")
-    if shape.num_scale_words:
-        num_words = shape.num_scale_words
+    formats = FORMATS.values() if shape.any_format else [FORMATS[shape.format]]
+    row_bytes = shape.hidden * max(format.element_bytes for format in formats)
+    data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")
+    if any(format.values_per_scale for format in formats):
+        num_words = shape.hidden // K_BLOCK
         data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
     data("combine", "bf16", (num_topk, max_tokens, shape.hidden), "rows of each slot")
     if shape.has_shared_rows:
@@ -177,7 +197,8 @@ class LowLatencyConfig:
 
     step: which of the two. sends, receives: its parts; both in one kernel, or one in each of two.
     has_int32_topk_idx: else int64. fetches_rows: a combine of rows that experts have written into
-    the buffer. num_ctas: of each rank.
+    the buffer. repeats: a combine of a call that has been combined before. trace: CTAs stamp their
+    phases. num_ctas: of each rank.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
@@ -193,6 +214,8 @@ class LowLatencyConfig:
     receives: bool = True
     has_int32_topk_idx: bool = False
     fetches_rows: bool = False
+    repeats: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         target_of(self.arch)  # or an error
@@ -243,15 +266,21 @@ class LowLatencyConfig:
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
-        shape = {name: value for name, value in asdict(self.shape).items() if name != "format"}
+        shape = asdict(self.shape)
+        del shape["format"], shape["any_format"]  # which the layout tells
+        format = FORMATS[self.shape.format]
         return {
             **shape,
             "num_experts_per_rank": self.shape.num_experts_per_rank,
-            "values_per_scale": self.shape.values_per_scale,
+            "values_per_scale": format.values_per_scale,
+            "rounds_scales": format.rounds_scales,
+            "packs_scales": format.packs_scales,
             "num_ctas": self.num_ctas,
             "num_threads": self.num_threads,
             "sends": self.sends,
             "receives": self.receives,
             "has_int32_topk_idx": self.has_int32_topk_idx,
             "fetches_rows": self.fetches_rows,
+            "repeats": self.repeats,
+            "trace": self.trace,
         }

@@ -13,17 +13,18 @@ VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
 class PrepareInputsConfig:
     """One kernel; equal configs give equal kernels. Sizes are arguments of the launch.
 
-    has_int32_topk_idx: else int64. has_bf16_topk_weights: else float32. num_expert_copies: columns
-    of the expert map, 0 for none. num_chunks_per_lane: loads of 16 bytes that each lane has under
-    way at once. num_row_chunks: of 8 values in a row of x, if the buffer's rows do not follow each
-    other without gaps; num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the
-    next.
+    quantizes: whether tokens become E4M3; else they stay BF16. has_int32_topk_idx: else int64.
+    has_bf16_topk_weights: else float32. num_expert_copies: columns of the expert map, 0 for none.
+    num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
+    8 values in a row of x, if the buffer's rows do not follow each other without gaps;
+    num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
     [2, 4, 14336]
     """
 
+    quantizes: bool = True
     has_int32_topk_idx: bool = False
     has_bf16_topk_weights: bool = False
     has_token_mask: bool = False

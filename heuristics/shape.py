@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, K_BLOCK, check_weights_name, size_unit
+from deep_moe.formats.weight_formats import (
+    DEFAULT_WEIGHTS,
+    K_BLOCK,
+    WEIGHT_FORMATS,
+    TokenFormat,
+    check_weights_name,
+    size_unit,
+)
 
 from .segments import align_up
 
@@ -136,6 +143,11 @@ class MoEShape:
         if (hidden, intermediate) == (self.hidden, self.intermediate_hidden):
             return self
         return replace(self, hidden=hidden, intermediate_hidden=intermediate)
+
+    @property
+    def token_format(self) -> TokenFormat:
+        """Of tokens and Linear1's output, which follows from that of the weights."""
+        return WEIGHT_FORMATS[self.weights]
 
     @property
     def num_experts_per_rank(self) -> int:

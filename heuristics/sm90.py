@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 
 from .choices import (
     MIN_STAGES,
@@ -94,16 +94,24 @@ COMBINE_CHUNKS_OF_FEW_TOKENS = 4
 class WeightKind:
     """What choices depend on of a format of weights.
 
-    block_bytes: of 256 rows x 128 k. has_row_factors: whether scales are a factor for each row; or
-    else for every 128 x 128, so that the sums of every k-block are added up in registers. tiles:
-    block_m and block_m_step of those that there are registers for. costs: what a tile of so many
-    rows takes, an expert's first and a further one, in any unit.
+    block_bytes: of 256 rows x a k-block. has_row_factors: whether scales are a factor for each row.
+    has_block_scales: whether there is one for every 128 x 128, so that the sums of every k-block
+    are added up in registers. tiles: block_m and block_m_step of those that there are registers
+    for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
     """
 
     block_bytes: int
     has_row_factors: bool
+    has_block_scales: bool
     tiles: tuple[tuple[int, int], ...]
     costs: Callable[[float], tuple[float, float]]
+
+    def math_registers(self, block_m: int, step: int) -> int:
+        """Of a math thread for a tile. Without scales its loop needs next to none beside the
+        accumulators."""
+        if self.has_row_factors:
+            return num_math_registers(block_m, step)
+        return num_promoting_registers(block_m) if self.has_block_scales else NUM_MATH_REGISTERS
 
 
 def decoded_costs(rows: float) -> tuple[float, float]:
@@ -127,14 +135,30 @@ def promoted_costs(rows: float) -> tuple[float, float]:
     return 1 + (rows + 0.8 * max(0, rows - 64)) / 800, 0.08 + rows / 170
 
 
+def bf16_costs(rows: float) -> tuple[float, float]:
+    """Of tiles of BF16. Nothing was measured. Of as many weights twice the bytes of FP8 are loaded,
+    and the products take twice as long: so the ratios are those of FP8, without what adding up in
+    registers takes. With more than 128 rows three stages fit beside tokens of hidden 7168, with 128
+    four, which is taken for 5 %.
+
+    >>> [round(cost, 3) for cost in bf16_costs(112)]
+    [1.14, 0.739]
+    """
+    further = 0.08 + rows / 170
+    return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
+
+
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
 # 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
 PROMOTED_ROWS = (*range(8, 120, 8), 128)
 MAX_ROWS_OF_TWO_SETS = 88
 PROMOTING_LOOP_REGISTERS = 40
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, TILES, decoded_costs),
-    "fp8": WeightKind(32768, False, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs),
+    "mxfp4": WeightKind(17408, True, False, TILES, decoded_costs),
+    "fp8": WeightKind(
+        32768, False, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
+    ),
+    "bf16": WeightKind(32768, False, False, TILES, bf16_costs),
 }
 MMAS_PER_K_BLOCK = 4
 
@@ -182,6 +206,8 @@ def choose_tile(
 
     >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
     [8, 24, 80, 112, 128, 112, 128]
+    >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
+    [8, 24, 88, 120, 160, 128, 160]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
@@ -302,6 +328,13 @@ def _tiles_cost(num_tokens: int, tile: tuple[int, int], kind: WeightKind) -> flo
     return cost
 
 
+def _register_words(kind: WeightKind) -> str:
+    """What takes most of a math thread's registers."""
+    if kind.has_row_factors:
+        return "accumulators and decoded weights"
+    return "sums and products" if kind.has_block_scales else "accumulators"
+
+
 def num_block_slots(config: ConfigFields) -> int:
     """Blocks whose headers and factors lie in shared memory: the one that math is at, and those
     that the loaders may have begun while their stages are not given back."""
@@ -329,6 +362,8 @@ def smem_layout(config: ConfigFields) -> Layout:
         weight_block_bytes=kind.block_bytes,
         has_row_factors=kind.has_row_factors,
         has_biases=bool(config["biases"]),
+        has_block_scales=kind.has_block_scales,
+        tokens=WEIGHT_FORMATS[str(config["weights"])],
     )
 
 
@@ -406,11 +441,7 @@ def choose_fields(
         32 * (NUM_DISPATCH_WARPS + NUM_LOADER_WARPS + NUM_MATH_WARPS),
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_LOADER_WARPS} loader + {NUM_MATH_WARPS} math warps",
     )
-    needed_registers = (
-        num_math_registers(block_m, block_m_step)
-        if kind.has_row_factors
-        else num_promoting_registers(block_m)
-    )
+    needed_registers = kind.math_registers(block_m, block_m_step)
     num_registers = choose(
         "num_dispatch_registers",
         NUM_OTHER_REGISTERS[needed_registers],
@@ -420,11 +451,7 @@ def choose_fields(
     math_registers = choose(
         "num_epilogue_registers",
         needed_registers,
-        (
-            "accumulators and decoded weights of the math warps"
-            if kind.has_row_factors
-            else "sums and products of the math warps"
-        )
+        f"{_register_words(kind)} of the math warps"
         + (", with a main loop for each size of m-block" if is_mixed else ""),
     )
     mmas_per_group = choose(
@@ -433,7 +460,8 @@ def choose_fields(
         f"{math_registers - block_m} registers beside the accumulators; pairs of products need "
         f"{PAIRED_LOOP_REGISTERS}"
         if kind.has_row_factors
-        else "all of a k-block, whose sums are added up in registers",
+        else "all of a k-block"
+        + (", whose sums are added up in registers" if kind.has_block_scales else ""),
     )
     if is_mixed and mmas_per_group == 1:
         raise ValueError(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from deep_moe.formats.weight_formats import TokenFormat
+
 from .segments import Layout, LayoutBuilder, align_up
 
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
@@ -31,10 +33,12 @@ def sm100_smem_layout(
     store_block_m: int,
     num_stages: int,
     num_tmem_stages: int,
+    tokens: TokenFormat,
 ) -> Layout:
-    """The SM100 kernel's."""
+    """The SM100 kernel's. tokens: what tokens and Linear1's output are."""
     num_warpgroups = num_epilogue_warps // 4
-    l1_staging_bytes = num_warpgroups * store_block_m * (block_n // 2) * 2  # e4m3, double buffer
+    l1_row_bytes = block_n // 2 * tokens.value_bytes
+    l1_staging_bytes = num_warpgroups * store_block_m * l1_row_bytes * 2  # double buffer
     l2_staging_bytes = num_warpgroups * store_block_m * block_n * 2  # bf16
     sf_block_m = align_up(block_m, 128)
 
@@ -44,7 +48,7 @@ def sm100_smem_layout(
     add(
         "pull_buffers",
         "u8",
-        (num_dispatch_warps, hidden),
+        (num_dispatch_warps, hidden * tokens.value_bytes),
         "one token in flight per dispatch warp",
         alignment=1024,
     )
@@ -58,38 +62,39 @@ def sm100_smem_layout(
     add(
         "activations",
         "u8",
-        (num_stages, block_m // 2, block_k),
+        (num_stages, block_m // 2, block_k * tokens.value_bytes),
         "this CTA's half of the token tile, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
     add(
         "weights",
         "u8",
-        (num_stages, block_n, block_k),
-        "this CTA's weight rows, 16 values in 16 bytes, 128-byte swizzle",
+        (num_stages, block_n, block_k * tokens.value_bytes),
+        "this CTA's weight rows, a value as long as a token's, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
-    add(
-        "activation_sf",
-        "u32",
-        (num_stages, sf_block_m),
-        "scales of the token tile",
-        alignment=BULK_COPY_ALIGNMENT,
-    )
-    add(
-        "weight_sf",
-        "u32",
-        (num_stages, block_n),
-        "scales of the weight rows",
-        alignment=BULK_COPY_ALIGNMENT,
-    )
-    add(
-        "amax_exchange",
-        "u32",
-        (num_epilogue_warps, store_block_m),
-        "bits of group maxima, between neighbouring epilogue warps",
-        alignment=16,
-    )
+    if tokens.has_scales:
+        add(
+            "activation_sf",
+            "u32",
+            (num_stages, sf_block_m),
+            "scales of the token tile",
+            alignment=BULK_COPY_ALIGNMENT,
+        )
+        add(
+            "weight_sf",
+            "u32",
+            (num_stages, block_n),
+            "scales of the weight rows",
+            alignment=BULK_COPY_ALIGNMENT,
+        )
+        add(
+            "amax_exchange",
+            "u32",
+            (num_epilogue_warps, store_block_m),
+            "bits of group maxima, between neighbouring epilogue warps",
+            alignment=16,
+        )
     builder.mark("barriers_offset", alignment=16)
     barriers = (
         ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
@@ -119,12 +124,16 @@ def sm90_smem_layout(
     num_block_slots: int,
     weight_block_bytes: int,
     has_row_factors: bool,
+    has_block_scales: bool,
+    tokens: TokenFormat,
     has_biases: bool = False,
 ) -> Layout:
     """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
 
-    weight_block_bytes: of 256 rows x 128 k. has_row_factors: of weights whose scales are a factor
-    for each row of a block; others come with each stage. has_biases: of both layers.
+    weight_block_bytes: of 256 rows x a k-block. has_row_factors: of weights whose scales are a
+    factor for each row of a block. has_block_scales: of weights whose scales come with each stage.
+    tokens: what tokens and Linear1's output are; weights of neither kind go with such without
+    scales. has_biases: of both layers.
     """
     builder = LayoutBuilder()
     add = builder.add
@@ -132,14 +141,14 @@ def sm90_smem_layout(
     add(
         "pull_buffers",
         "u8",
-        (num_dispatch_warps, hidden),
+        (num_dispatch_warps, hidden * tokens.value_bytes),
         "one token in flight per dispatch warp",
         alignment=1024,
     )
     add(
         "activations",
         "u8",
-        (num_stages, block_m, block_k),
+        (num_stages, block_m, block_k * tokens.value_bytes),
         "token tile, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
@@ -153,7 +162,7 @@ def sm90_smem_layout(
     weight_scales = ("weight_scales", "f32", (num_stages, 4), "of the stage's weights")
     row_factors = ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows")
     biases = ("biases", "f32", (num_block_slots, block_n), "of their weight rows")
-    for name, dtype, dims, purpose in (
+    rescaling = (
         (
             "rescale_factors",
             "bf16",
@@ -161,12 +170,19 @@ def sm90_smem_layout(
             "from a token's scale in one k-block of Linear2 to that in the next",
         ),
         ("changes_of_scale", "u32", (num_stages,), "whether they are to be applied"),
-        *([] if has_row_factors else [weight_scales]),
+    )
+    token_factors = (
+        ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
+        ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
+    )
+    maxima = ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps")
+    for name, dtype, dims, purpose in (
+        *(rescaling if tokens.has_scales else ()),
+        *([weight_scales] if has_block_scales else []),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         *([row_factors] if has_row_factors else []),
         *([biases] if has_biases else []),
-        ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
-        ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
+        *(token_factors if tokens.has_scales else ()),
         (
             "topk_weights",
             "f32",
@@ -174,7 +190,7 @@ def sm90_smem_layout(
             f"of their tokens, for Linear{2 if has_biases else 1}",
         ),
         ("destinations", "u64", (num_block_slots, block_m), "where each token's result goes"),
-        ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps"),
+        *([maxima] if tokens.has_scales else []),
     ):
         add(name, dtype, dims, purpose, alignment=16)
     builder.mark("barriers_offset", alignment=16)

@@ -83,14 +83,26 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     control("token_src_metadata", "u32", (pool_tokens, 3), "rank, token, slot: the way back")
     builder.mark("control_bytes", alignment=TMA_ALIGNMENT)
 
-    data("input_x", "u8", (max_tokens, hidden), "the caller's tokens, e4m3")
-    data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
+    tokens = shape.token_format
+    row_bytes, l2_row_bytes = hidden * tokens.value_bytes, intermediate * tokens.value_bytes
+    data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.words}")
+    if tokens.has_scales:
+        data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
-    data("l1_tokens", "u8", (pool_tokens, hidden), "tokens of local experts, e4m3")
-    data("l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major")
+    data("l1_tokens", "u8", (pool_tokens, row_bytes), f"tokens of local experts, {tokens.words}")
+    if tokens.has_scales:
+        data("l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major")
     data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
-    data("l2_tokens", "u8", (pool_tokens, intermediate), "Linear1's output after SwiGLU, e4m3")
-    data("l2_token_sf", "u32", (intermediate // K_BLOCK, sf_pool_tokens), "its scales, MN-major")
+    data(
+        "l2_tokens",
+        "u8",
+        (pool_tokens, l2_row_bytes),
+        f"Linear1's output after SwiGLU, {tokens.words}",
+    )
+    if tokens.has_scales:
+        data(
+            "l2_token_sf", "u32", (intermediate // K_BLOCK, sf_pool_tokens), "its scales, MN-major"
+        )
     data("combine", "bf16", (num_topk, max_tokens, hidden), "contributions of each slot")
     return builder.build(alignment=TMA_ALIGNMENT)

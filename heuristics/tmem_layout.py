@@ -8,8 +8,11 @@ MAX_COLUMNS = 512
 MIN_COLUMNS = 32
 
 
-def sm100_tmem_layout(*, block_m: int, block_n: int, num_tmem_stages: int) -> Layout:
-    """Accumulators, then the scales of tokens and of weights (a column holds 32 scale rows).
+def sm100_tmem_layout(
+    *, block_m: int, block_n: int, num_tmem_stages: int, has_scales: bool = True
+) -> Layout:
+    """Accumulators, then, if they have some, the scales of tokens and of weights (a column holds 32
+    scale rows).
 
     The allocation is a power of two.
 
@@ -17,12 +20,13 @@ def sm100_tmem_layout(*, block_m: int, block_n: int, num_tmem_stages: int) -> La
     >>> [(segment.name, segment.offset) for segment in layout.segments], layout.num_bytes
     ([('accumulator', 0), ('activation_sf', 384), ('weight_sf', 392)], 512)
     """
-    sizes = (
-        ("accumulator", (num_tmem_stages, block_m), "f32", "FP32 results, one column per token"),
+    accumulator = (num_tmem_stages, block_m)
+    results = ("accumulator", accumulator, "f32", "FP32 results, one column per token")
+    scales = (
         ("activation_sf", (align_up(block_m, 128) // 32,), "u32", "scales of tokens"),
         ("weight_sf", (block_n // 32,), "u32", "scales of weight rows"),
     )
-    return column_layout(sizes)
+    return column_layout((results, *(scales if has_scales else ())))
 
 
 class TmemLayout(Layout):

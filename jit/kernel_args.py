@@ -17,6 +17,7 @@ ALIGNMENT = 64
 TENSOR_MAP_BYTES = 128
 NO_PEER_RANK = 0xFFFFFFFF
 NUM_TRACE_TRACKS = 6
+NUM_SPLIT_PHASES = 7
 TENSOR_MAP_NAMES = (
     "l1_activations",
     "l1_activation_sf",
@@ -171,15 +172,31 @@ class LowLatencyArgs(ctypes.Structure):
         ("recv_count", ctypes.c_uint64),
         ("src_info", ctypes.c_uint64),
         ("layout_range", ctypes.c_uint64),
+        ("wait_cycles", ctypes.c_uint64),
+        ("expert_totals", ctypes.c_uint64),
         ("x", ctypes.c_uint64),
         ("recv_x", ctypes.c_uint64),
         ("recv_scales", ctypes.c_uint64),
         ("scale_expert_stride", ctypes.c_uint64),
         ("scale_row_stride", ctypes.c_uint64),
         ("scale_column_stride", ctypes.c_uint64),
+        ("src_tokens", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("topk_weights", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
+        ("num_earlier_rounds", ctypes.c_uint32),
+    )
+
+
+class SplitTraceCta(ctypes.Structure):
+    """What a low-latency kernel's trace holds for each CTA; see split/phase_span.cuh."""
+
+    _fields_ = (
+        ("first", TraceAnchor),
+        ("last", TraceAnchor),
+        ("begin_ticks", ctypes.c_uint64 * NUM_SPLIT_PHASES),
+        ("end_ticks", ctypes.c_uint64 * NUM_SPLIT_PHASES),
     )
 
 

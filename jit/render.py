@@ -13,6 +13,7 @@ from .kernel_args import (
     KernelArgs,
     LowLatencyArgs,
     PrepareInputsArgs,
+    SplitTraceCta,
     TraceAnchor,
     TraceCta,
     TraceRecord,
@@ -119,7 +120,7 @@ def render_low_latency(config: LowLatencyConfig) -> str:
             _layout_struct("Symm", config.buffer_layout, "unsigned long long"),
             _layout_struct("Smem", config.smem_layout, "unsigned int"),
         ],
-        layout_checks=list(layout_checks(LowLatencyArgs, WaitStatus)),
+        layout_checks=list(layout_checks(LowLatencyArgs, SplitTraceCta, WaitStatus)),
     )
 
 

@@ -1,7 +1,7 @@
 """Expert weights from safetensors checkpoints, for one rank at a time.
 
 The ways of published models to name the tensors are known (`NAMINGS`); others can be given. Weights
-are MXFP4 or FP8 (forms.py), by what the tensors hold. Whatever the naming, a
+are MXFP4, FP8 or BF16 (forms.py), by what the tensors hold. Whatever the naming, a
 rank opens only files that hold experts of its own and reads only their bytes.
 
 How many experts a layer has says config.json, or the caller: what is missing is then known to be.
@@ -33,7 +33,7 @@ from deep_moe.formats.weights import (
     transform_weights_for_mega_moe,
 )
 
-from .forms import Form, Fp8, Mxfp4
+from .forms import Bf16, Form, Fp8, Mxfp4
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -52,31 +52,33 @@ _MAX_NAMED = 8  # experts or files that an error lists
 @dataclass(frozen=True)
 class ExpertNaming:
     """A tensor per expert and projection: packed E2M1 [rows, K/2] with UE8M0 scales [rows, K/32],
-    or E4M3 [rows, K] with scales [rows/128, K/128] or [rows, K/32].
+    or E4M3 [rows, K] with scales [rows/128, K/128] or [rows, K/32], or BF16 [rows, K].
 
-    The names contain {layer} and {expert}; `weight` and `scale` are appended to each.
+    The names contain {layer} and {expert}; `weight` and `scale` are appended to each. scale: None
+    where there are no scales, for BF16.
     """
 
     gate: str
     up: str
     down: str
     weight: str
-    scale: str
+    scale: str | None
 
 
 @dataclass(frozen=True)
 class StackedNaming:
     """All experts of a layer in one tensor per projection: E2M1 blocks [experts, rows, K/32, 16] or
-    [experts, rows, K/2], scales [experts, rows, K/32].
+    [experts, rows, K/2], scales [experts, rows, K/32], or BF16 [experts, rows, K].
 
-    The names contain {layer}. interleaved: rows of gate and up alternate, as opposed to all of gate
-    before all of up, in biases, too. bias: suffix of these, [experts, rows].
+    The names contain {layer}. scale: None where there are no scales, for BF16. interleaved: rows of
+    gate and up alternate, as opposed to all of gate before all of up, in biases, too. bias: suffix
+    of these, [experts, rows].
     """
 
     gate_up: str
     down: str
     weight: str
-    scale: str
+    scale: str | None
     bias: str
     interleaved: bool
 
@@ -85,7 +87,7 @@ _MODULES = "model.layers.{layer}.mlp.experts.{expert}."
 _PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-def _by_modules(weight: str, scale: str) -> ExpertNaming:
+def _by_modules(weight: str, scale: str | None) -> ExpertNaming:
     names = {part: _MODULES + name for part, name in _PARTS.items()}
     return ExpertNaming(**names, weight=weight, scale=scale)
 
@@ -104,7 +106,8 @@ def _numbered(prefix: str) -> ExpertNaming:
 DEFAULT_NAMING = _by_modules(".weight", ".weight_scale")
 
 # By name. "mtp": the layers behind the others that predict further tokens, counted from 0.
-# "scale_inv": DeepSeek-V3 and those like it. "compressed": compressed-tensors.
+# "scale_inv": DeepSeek-V3 and those like it. "compressed": compressed-tensors. "plain", "mixtral"
+# and "stacked_plain": BF16.
 NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
     "experts": DEFAULT_NAMING,
     "scale_inv": _by_modules(".weight", ".weight_scale_inv"),
@@ -120,6 +123,22 @@ NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
         scale="_scales",
         bias="_bias",
         interleaved=True,
+    ),
+    "plain": _by_modules(".weight", None),
+    "mixtral": ExpertNaming(
+        gate="model.layers.{layer}.block_sparse_moe.experts.{expert}.w1",
+        up="model.layers.{layer}.block_sparse_moe.experts.{expert}.w3",
+        down="model.layers.{layer}.block_sparse_moe.experts.{expert}.w2",
+        weight=".weight",
+        scale=None,
+    ),
+    "stacked_plain": StackedNaming(
+        gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
+        down="model.layers.{layer}.mlp.experts.down_proj",
+        weight="",
+        scale=None,
+        bias="_bias",
+        interleaved=False,
     ),
 }
 
@@ -149,7 +168,8 @@ def load_experts(
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
     up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
     [E, 2*I, H], scales) and l2 = (float8_e4m3fn [E, H, I], scales), with the checkpoint's scales
-    for 128 x 128 or 32 values: what `transform_weights_for_mega_moe(..., weights="fp8")` takes.
+    for 128 x 128 or 32 values: what `transform_weights_for_mega_moe(..., weights="fp8")` takes. Of
+    BF16, which have no scales, (bfloat16 [E, 2*I, H], empty) and (bfloat16 [E, H, I], empty).
 
     Raises CheckpointError, which names tensor or file, for what is missing, of any rank's experts,
     for another shape or type, for a scale that is NaN, or no positive number, and if nothing says
@@ -347,7 +367,7 @@ def save_experts(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / name)
         weight_map.update(dict.fromkeys(shard, name))
-    total_size = sum(t.numel() for shard in shards for t in shard.values())
+    total_size = sum(t.nbytes for shard in shards for t in shard.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
 
@@ -355,6 +375,18 @@ def save_experts(
 def _expert_tensors(
     naming: ExpertNaming, layer: int, expert: int, l1: Pair, l2: Pair
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    if l1[0].dtype == torch.bfloat16:
+        gate, up = l1[0][expert].chunk(2)
+        for template, weight in (
+            (naming.gate, gate),
+            (naming.up, up),
+            (naming.down, l2[0][expert]),
+        ):
+            yield template.format(layer=layer, expert=expert) + naming.weight, weight.clone()
+        return
+    if naming.scale is None:
+        raise ValueError(f"naming must have names for scales of {l1[0].dtype}; got {naming}")
+
     def scales(pair: Pair) -> torch.Tensor:
         num_groups = 2 * pair[0].shape[2] // GROUP_SIZE
         return unpack_ue8m0(pair[1][expert])[:, :num_groups]
@@ -487,7 +519,8 @@ class _LayerTensors(ABC):
     @property
     @abstractmethod
     def has_pairs(self) -> bool:
-        """Whether there are weights and scales; namings may share the names of one of these."""
+        """Whether there are weights and scales, or BF16 weights for a naming without scales;
+        namings may share the names of one of these."""
 
     @abstractmethod
     def check(self, num_experts: int | None) -> int:
@@ -537,12 +570,23 @@ class _SeparateExperts(_LayerTensors):
         self.naming = naming
 
     def present(self) -> set[int]:
-        return self._experts_with(self.naming.weight, self.naming.scale)
+        return self._experts_with(*self._endings)
 
     @property
     def has_pairs(self) -> bool:
-        endings = (self.naming.weight, self.naming.scale)
-        return bool(set.intersection(*map(self._experts_with, endings)))
+        complete = set.intersection(*map(self._experts_with, self._endings))
+        if self.naming.scale is not None:
+            return bool(complete)
+        return any(
+            name in self.tensors and self.tensors.dtype(name) == "BF16"
+            for expert in complete
+            for name in self._names(expert)
+        )
+
+    @property
+    def _endings(self) -> list[str]:
+        naming = self.naming
+        return [naming.weight] if naming.scale is None else [naming.weight, naming.scale]
 
     def _experts_with(self, *endings: str) -> set[int]:
         """Experts of which a tensor has a name with one of these endings."""
@@ -596,13 +640,17 @@ class _SeparateExperts(_LayerTensors):
         shape = self.tensors.shape(first)
         if len(shape) != 2:
             raise CheckpointError(
-                f"{first} must have shape [rows, K/2] of MXFP4, or [rows, K] of FP8; got {shape}"
+                f"{first} must have shape [rows, K/2] of MXFP4, or [rows, K] of FP8 or BF16; got "
+                f"{shape}"
             )
         return shape[0], shape[1] * self.form(expert).values_per_byte
 
     def form(self, expert: int) -> Form:
         weight, scale, *_ = self._names(expert)
-        if self.tensors.dtype(weight) != "F8_E4M3":
+        dtype = self.tensors.dtype(weight)
+        if dtype == "BF16" or self.naming.scale is None:
+            return Bf16()
+        if dtype != "F8_E4M3":
             return Mxfp4()
         num_rows, num_columns = self.tensors.shape(weight)
         return Fp8.of(scale, self.tensors.read(scale), num_rows, num_columns)
@@ -617,18 +665,20 @@ class _SeparateExperts(_LayerTensors):
         )
         names = iter(self._names(expert))
         for weight, sf in targets:
-            weight_name, scale_name = next(names), next(names)
+            weight_name = next(names)
             weight.copy_(form.weight(weight_name, self.tensors.read(weight_name), weight))
-            num_columns = weight.shape[1] * form.values_per_byte
-            scale = self.tensors.read(scale_name)
-            sf.copy_(form.scale(scale_name, scale, sf, num_columns))
+            if self.naming.scale is not None:
+                scale_name = next(names)
+                scale = self.tensors.read(scale_name)
+                num_columns = weight.shape[1] * form.values_per_byte
+                sf.copy_(form.scale(scale_name, scale, sf, num_columns))
 
     def _names(self, expert: int) -> list[str]:
-        """Weight and scale of gate, up and down."""
+        """Weight and scale, if there are scales, of gate, up and down."""
         return [
             template.format(layer=self.layer, expert=expert) + suffix
             for template in (self.naming.gate, self.naming.up, self.naming.down)
-            for suffix in (self.naming.weight, self.naming.scale)
+            for suffix in self._endings
         ]
 
 
@@ -645,7 +695,10 @@ class _StackedExperts(_LayerTensors):
 
     @property
     def has_pairs(self) -> bool:
-        return all(name in self.tensors for name in self._names())
+        names = self._names()
+        return all(name in self.tensors for name in names) and (
+            self.naming.scale is not None or self.tensors.dtype(names[0]) == "BF16"
+        )
 
     def check(self, num_experts: int | None) -> int:
         path = self.tensors.path
@@ -670,6 +723,10 @@ class _StackedExperts(_LayerTensors):
     def sizes(self, expert: int) -> tuple[int, int]:
         first = self.gate_up + self.naming.weight
         shape = self.tensors.shape(first)
+        if self.naming.scale is None:
+            if len(shape) != 3:
+                raise CheckpointError(f"{first} must have shape [experts, rows, K]; got {shape}")
+            return shape[1] // 2, shape[2]
         if len(shape) not in (3, 4):
             raise CheckpointError(
                 f"{first} must have shape [experts, rows, K/32, 16] or [experts, rows, K/2]; "
@@ -704,24 +761,27 @@ class _StackedExperts(_LayerTensors):
         return _separate_rows(l1_bias) if self.naming.interleaved else l1_bias, l2_bias
 
     def form(self, expert: int) -> Form:
-        return Mxfp4()
+        return Bf16() if self.naming.scale is None else Mxfp4()
 
     def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         for prefix, (weight, sf) in ((self.gate_up, target.l1), (self.down, target.l2)):
-            weight_name, scale_name = prefix + self.naming.weight, prefix + self.naming.scale
+            weight_name = prefix + self.naming.weight
             read = self.tensors.read_entry
             packed = form.weight(weight_name, read(weight_name, expert), weight[0])
-            num_columns = weight.shape[2] * form.values_per_byte
-            words = form.scale(scale_name, read(scale_name, expert), sf[0], num_columns)
             is_mixed = self.naming.interleaved and prefix == self.gate_up
             weight[0].copy_(_separate_rows(packed) if is_mixed else packed)
-            sf[0].copy_(_separate_rows(words) if is_mixed else words)
+            if self.naming.scale is not None:
+                scale_name = prefix + self.naming.scale
+                num_columns = weight.shape[2] * form.values_per_byte
+                words = form.scale(scale_name, read(scale_name, expert), sf[0], num_columns)
+                sf[0].copy_(_separate_rows(words) if is_mixed else words)
 
     def _names(self) -> list[str]:
         return [
             prefix + suffix
             for prefix in (self.gate_up, self.down)
             for suffix in (self.naming.weight, self.naming.scale)
+            if suffix is not None
         ]
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.bf16 import no_scales
 from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups
 from deep_moe.formats.weight_formats import size_unit
 from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
@@ -92,6 +93,35 @@ class Mxfp4(Form):
         _check_shape(name, tensor, (like.shape[0], num_columns // GROUP_SIZE))
         _check_bytes(name, tensor.view(torch.uint8))
         return pack_ue8m0_groups(tensor.view(torch.uint8))
+
+
+class Bf16(Form):
+    """BF16 [rows, K], without scales."""
+
+    weights = "bf16"
+    values_per_byte = 1
+
+    def empty(
+        self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
+    ) -> LayerWeights:
+        size = (num_experts, num_rows, num_columns)
+        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return LayerWeights(weight, no_scales(weight))
+
+    def weight(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.bfloat16:
+            raise CheckpointError(
+                f"{name} must be bfloat16, as the layer's first weights are; got {tensor.dtype}"
+            )
+        _check_shape(name, tensor, tuple(like.shape))
+        return tensor
+
+    def scale(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
+        raise CheckpointError(
+            f"{name} must not be there: the layer's first weights are bfloat16, without scales"
+        )
 
 
 @dataclass(frozen=True)

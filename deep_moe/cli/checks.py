@@ -56,8 +56,8 @@ def trial_bytes(shape: MoEShape, tokens: Sequence[int]) -> int:
     """
     from deep_moe.formats.weight_formats import weight_format
 
-    values_per_byte = weight_format(shape.weights).values_per_byte
-    per_expert = 2 * 3 * shape.hidden * shape.intermediate_hidden // values_per_byte
+    bits_per_value = weight_format(shape.weights).bits_per_value
+    per_expert = 2 * 3 * shape.hidden * shape.intermediate_hidden * bits_per_value // 8
     linear1 = 2 * shape.hidden * shape.intermediate_hidden
     return shape.num_experts * per_expert + 4 * linear1 + 4 * sum(tokens) * shape.hidden
 

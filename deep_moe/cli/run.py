@@ -323,7 +323,8 @@ def _loaded_layer(
 
     l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts, biases_apart=True)
     biases = load_biases(checkpoint, layer, num_experts=num_experts)
-    loaded = "fp8" if l1.weight.dtype == torch.float8_e4m3fn else "mxfp4"
+    formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
+    loaded = formats.get(l1.weight.dtype, "mxfp4")
     if weights != loaded:
         raise typer.BadParameter(
             f"--weights must be {loaded}, which the checkpoint's experts are; got {weights}"

@@ -1,12 +1,13 @@
-"""Stand-ins for other libraries, by their names: `deep_gemm` for DeepGEMM's Mega MoE."""
+"""Stand-ins for other libraries, by their names: `deep_gemm` for DeepGEMM's Mega MoE, `deep_ep` for
+DeepEP's low-latency all-to-all."""
 
 from typing import TYPE_CHECKING
 
 from deep_moe.lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import deep_gemm
+    from . import deep_ep, deep_gemm
 
-__all__ = ["deep_gemm"]
+__all__ = ["deep_ep", "deep_gemm"]
 
 __getattr__, __dir__ = names_on_use(__name__, {}, __all__)

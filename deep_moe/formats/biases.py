@@ -1,8 +1,8 @@
 """Biases of both linear layers, from the form of checkpoints to the form that a kernel loads.
 
 On the device they are float32 whatever the caller has: [E, n-blocks of 256 rows, 256], each block's
-rows in the order in which the target's epilogues have them, zeros behind the last row. They do not
-depend on the format of the weights.
+rows in the order in which the target's epilogues have them with weights of that format, zeros
+behind the last row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 
 from deep_moe.targets import Target, target_of, target_of_device
+from deep_moe.targets.target import TargetWeights
+
+from .weight_formats import DEFAULT_WEIGHTS
 
 BLOCK_ROWS = 256
 
@@ -20,19 +23,24 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 class MegaMoEBiases(NamedTuple):
     """Biases of the local experts, of both layers. What the tensors hold after the transformation
-    depends on the architecture."""
+    depends on the architecture and on the format of the weights."""
 
     l1: torch.Tensor
     l2: torch.Tensor
 
 
 def transform_biases_for_mega_moe(
-    l1_bias: torch.Tensor, l2_bias: torch.Tensor, arch: str | None = None
+    l1_bias: torch.Tensor,
+    l2_bias: torch.Tensor,
+    arch: str | None = None,
+    *,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MegaMoEBiases:
     """Lay out biases for the kernel, once, after loading, as new float32 tensors.
 
     l1_bias: float32 or bfloat16 [E, 2*I], gate 0..I-1, then up 0..I-1. l2_bias: the same [E, H].
     arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+    weights: the format of the weights that they go with, on whose order of rows theirs depends.
 
     The result is what calls take as `l1_bias` and `l2_bias`. ValueError names expert and row of a
     bias that is no finite number.
@@ -42,7 +50,7 @@ def transform_biases_for_mega_moe(
     (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
     """
     check_biases(l1_bias, l2_bias)
-    target = _target(arch, l1_bias.device)
+    target = _target(arch, l1_bias.device).weights_of(weights)
     for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
         _check_finite(name, bias)
     return MegaMoEBiases(
@@ -57,13 +65,14 @@ def inverse_transform_biases(
     hidden: int,
     intermediate_hidden: int,
     arch: str | None = None,
+    weights: str = DEFAULT_WEIGHTS,
 ) -> MegaMoEBiases:
     """Give back what `transform_biases_for_mega_moe` was given, as new float32 tensors [E, 2*I] and
     [E, H].
 
-    hidden, intermediate_hidden: H and I. arch: as there.
+    hidden, intermediate_hidden: H and I. arch, weights: as there.
     """
-    target = _target(arch, l1_bias.device)
+    target = _target(arch, l1_bias.device).weights_of(weights)
     num_rows = {"l1_bias": 2 * intermediate_hidden, "l2_bias": hidden}
     rows = []
     for (name, number), bias in zip(num_rows.items(), (l1_bias, l2_bias), strict=True):
@@ -119,7 +128,7 @@ def _parts(rows: torch.Tensor, num_rows: int, *, is_l1: bool) -> torch.Tensor:
     return rows.unflatten(1, (num_parts, -1))[..., : num_rows // num_parts]
 
 
-def _laid_out(bias: torch.Tensor, target: Target, *, is_l1: bool) -> torch.Tensor:
+def _laid_out(bias: torch.Tensor, target: TargetWeights, *, is_l1: bool) -> torch.Tensor:
     blocks = bias_blocks(bias.shape[1])
     rows = torch.zeros(
         (bias.shape[0], blocks[0] * blocks[1]), dtype=torch.float32, device=bias.device
@@ -129,7 +138,9 @@ def _laid_out(bias: torch.Tensor, target: Target, *, is_l1: bool) -> torch.Tenso
     return rows[:, order].unflatten(1, blocks)
 
 
-def _order(target: Target, num_rows: int, device: torch.device, *, is_l1: bool) -> torch.Tensor:
+def _order(
+    target: TargetWeights, num_rows: int, device: torch.device, *, is_l1: bool
+) -> torch.Tensor:
     return target.bias_order(num_rows, is_l1=is_l1).to(device)
 
 

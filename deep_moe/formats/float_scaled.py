@@ -1,9 +1,11 @@
-"""E4M3 values with a float32 scale per 128 of them.
+"""E4M3 values with a float32 scale per 128 of them, any number or a power of two.
 
 A group is 128 consecutive values along the last dimension, and amax its largest magnitude, but at
 least 1e-4. Its scale is amax * (1 / 448), rounded once per operation, and the stored value is
 x * (448 / amax) rounded to E4M3, nearest, ties to even. A group that holds an infinity or a NaN
-becomes 128 NaNs (0x7F) with scale 1: E4M3 has no infinity. The kernels follow exactly these rules.
+becomes 128 NaNs (0x7F) with scale 1: E4M3 has no infinity. A scale that has to be a power of two is
+the smallest with amax <= 448 * scale, and the stored value is x / scale. The kernels follow exactly
+these rules.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ GROUP_SIZE = 128
 MIN_AMAX = 1e-4
 
 
-def quantize_e4m3_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_e4m3_float(
+    x: torch.Tensor, *, powers_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x` [..., K], K a multiple of 128, to (float8_e4m3fn [..., K], float32
-    [..., K/128]).
+    [..., K/128]). powers_of_two: whether the scales have to be such.
 
     >>> values, scales = quantize_e4m3_float(torch.full((128,), 3.5))
     >>> values[0].item(), scales.item()
@@ -29,9 +33,15 @@ def quantize_e4m3_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
     finite = groups.isfinite().all(dim=-1)
     amax = groups.abs().amax(dim=-1).clamp(min=MIN_AMAX)
-    scales = (amax * (1 / E4M3_MAX)).where(finite, 1.0)
-    # Not a number divided by a tensor, which is a product with the rounded inverse.
-    factor = torch.full_like(amax, E4M3_MAX) / amax
+    if powers_of_two:
+        mantissa, exponent = (amax.double() / E4M3_MAX).frexp()  # mantissa from 0.5 up to 1
+        exact = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+        scales = exact.float().where(finite, 1.0)
+        factor = 1 / scales
+    else:
+        scales = (amax * (1 / E4M3_MAX)).where(finite, 1.0)
+        # Not a number divided by a tensor, which is a product with the rounded inverse.
+        factor = torch.full_like(amax, E4M3_MAX) / amax
     scaled = groups * factor.unsqueeze(-1)
     values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
     values = values.where(finite.unsqueeze(-1), E4M3_NAN)

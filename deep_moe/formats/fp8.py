@@ -41,13 +41,13 @@ _SMALLEST_NORMAL = 2.0**-126  # of float32
 class Fp8(WeightFormat):
     name = "fp8"
     pair = "a pair (E4M3 float8_e4m3fn, scales), as deep_moe.quantize_mxfp8 gives it"
-    values_per_byte = 1
+    bits_per_value = 8
 
     def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
         return check_layers(
             l1,
             l2,
-            values_per_byte=self.values_per_byte,
+            values_per_byte=1,
             check_dtypes=_check_dtypes,
             check_scales=_check_scales,
         )

@@ -31,13 +31,13 @@ _WORD_OF_ONES = 0x7F7F7F7F
 class Mxfp4(WeightFormat):
     name = "mxfp4"
     pair = "a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it"
-    values_per_byte = 2
+    bits_per_value = 4
 
     def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
         return check_layers(
             l1,
             l2,
-            values_per_byte=self.values_per_byte,
+            values_per_byte=2,
             check_dtypes=_check_dtypes,
             check_scales=_check_scales,
             unit=size_unit(self.name),

@@ -34,7 +34,7 @@ def lay_out_expert(layer: LayerWeights, out: LayerWeights, *, is_l1: bool) -> No
         out.sf[-1] = 0
     rows = layer.weight.contiguous().view(torch.uint8)
     for own, blocks in _parts(rows, _blocks(out.weight), is_l1=is_l1):
-        blocks.copy_(_swizzled(own))
+        blocks.copy_(swizzled(own))
     for own, scales in _scales(layer.sf, out.sf, is_l1=is_l1):
         scales.copy_(own)
 
@@ -43,7 +43,7 @@ def read_expert(layer: LayerWeights, out: LayerWeights, *, is_l1: bool) -> None:
     """The inverse."""
     rows = out.weight.view(torch.uint8)
     for own, blocks in _parts(rows, _blocks(layer.weight), is_l1=is_l1):
-        own.copy_(_swizzled(blocks.reshape(own.shape)))
+        own.copy_(swizzled(blocks.reshape(own.shape)))
     for own, scales in _scales(out.sf, layer.sf, is_l1=is_l1):
         own.copy_(scales)
 
@@ -73,7 +73,7 @@ def _parts(
         yield own, blocks[first:last, :num_parts].view(own.shape)
 
 
-def _swizzled(values: torch.Tensor) -> torch.Tensor:
+def swizzled(values: torch.Tensor) -> torch.Tensor:
     """Rows of 8 chunks of 16 bytes, the last dimensions: chunk c of row i goes to c ^ (i % 8), and
     back. A copy of the same shape."""
     chunks = values.contiguous().view(-1, _SWIZZLE_ROWS, BLOCK_K // 16, 16)

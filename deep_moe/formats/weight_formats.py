@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -22,7 +23,30 @@ if TYPE_CHECKING:
 
 DEFAULT_WEIGHTS = "mxfp4"
 SCALE_GROUP = (1, 32)  # rows and values along K that share a scale
-WEIGHT_FORMATS = ("mxfp4", "fp8")  # each has a file of its name, with a `FORMAT` in it
+
+
+@dataclass(frozen=True)
+class TokenFormat:
+    """What tokens and Linear1's output are where weights have some format.
+
+    words: for people. value_bytes: of a value. has_scales: whether 32 values share a UE8M0 scale.
+    """
+
+    words: str
+    value_bytes: int
+    has_scales: bool
+
+    @property
+    def block_k(self) -> int:
+        """Values of a k-block: a row of 128 bytes in shared memory, the span of its swizzle."""
+        return 128 // self.value_bytes
+
+
+E4M3_TOKENS = TokenFormat("e4m3", 1, has_scales=True)
+BF16_TOKENS = TokenFormat("bf16", 2, has_scales=False)
+
+# The tokens that go with each. Each has a file of its name, with a `FORMAT` in it.
+WEIGHT_FORMATS = {"mxfp4": E4M3_TOKENS, "fp8": E4M3_TOKENS, "bf16": BF16_TOKENS}
 
 # Of formats that there is no kernel for, why.
 _WITHOUT_KERNEL = {
@@ -47,15 +71,19 @@ def size_unit(weights: str) -> int:
 
 class WeightFormat(ABC):
     """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
-    scales, of all local experts.
+    scales, of all local experts. Where there are no scales, their tensor is empty.
 
-    name: what it is chosen by. pair: what a layer is, in words. values_per_byte: in the values'
+    name: what it is chosen by. pair: what a layer is, in words. bits_per_value: in the values'
     tensor.
     """
 
     name: ClassVar[str]
     pair: ClassVar[str]
-    values_per_byte: ClassVar[int]
+    bits_per_value: ClassVar[int]
+
+    def pair_of(self, weight: torch.Tensor) -> LayerWeights | None:
+        """The pair that a layer's values alone are; None where they have to have scales."""
+        return None
 
     @abstractmethod
     def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:

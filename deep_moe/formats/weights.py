@@ -55,8 +55,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def transform_weights_for_mega_moe(
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: Pair | torch.Tensor,
+    l2_weights: Pair | torch.Tensor,
     arch: str | None = None,
     *,
     weights: str = DEFAULT_WEIGHTS,
@@ -75,6 +75,8 @@ def transform_weights_for_mega_moe(
         K/32], or for every 128 x 128 of them, [E, N/128, K/128]: float8_e8m0fnu, uint8, or
         float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
         equal within 128 x 128 values, and may be any positive numbers.
+        "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What is
+        returned are pairs as of all formats, with an empty tensor in place of scales.
     requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
         `RequantizationWarning` says how far they moved.
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
@@ -193,6 +195,10 @@ def inverse_transform_weights(
 def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
     """`value` as weights with their scales, or a TypeError that says what it should be."""
     allowed = source.pair
+    if isinstance(value, torch.Tensor):
+        pair = source.pair_of(value)
+        if pair is not None:
+            return pair
     if not isinstance(value, (tuple, list)):
         got = type(value).__name__
         if isinstance(value, torch.Tensor):
@@ -267,6 +273,27 @@ def sm100_tensors(
     }
 
 
+def sm100_bf16_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    from .bf16 import no_scales
+
+    num_experts, num_l1_rows, hidden = _sizes("l1_weights[0]", l1.weight, "[E, 2*I, H]")
+    shape = _shape_of(num_experts, hidden, num_l1_rows // 2, "bf16")
+    _check_form({"l1_weights": l1, "l2_weights": l2}, sm100_bf16_tensors(shape))
+    w1, w2 = separate_gate_up(l1.weight), _copy(l2.weight)
+    return MegaMoEWeights(LayerWeights(w1, no_scales(w1)), LayerWeights(w2, no_scales(w2)))
+
+
+def sm100_bf16_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    num_experts, hidden = shape.num_experts_per_rank, shape.hidden
+    intermediate = shape.intermediate_hidden
+    return {
+        "l1_weights[0]": (torch.bfloat16, (num_experts, 2 * intermediate, hidden)),
+        "l1_weights[1]": (torch.float32, (num_experts, 0)),
+        "l2_weights[0]": (torch.bfloat16, (num_experts, hidden, intermediate)),
+        "l2_weights[1]": (torch.float32, (num_experts, 0)),
+    }
+
+
 def sm90_transform(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
     sm90_weights.shuffle_layer(*l1, out.l1, name="l1_weights", is_l1=True)
     sm90_weights.shuffle_layer(*l2, out.l2, name="l2_weights", is_l1=False)
@@ -335,6 +362,42 @@ def sm90_fp8_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int,
         "l1_weights[1]": (torch.float32, (*l1, SM90_FP8_SCALES)),
         "l2_weights[0]": (torch.float8_e4m3fn, (*l2, block_bytes)),
         "l2_weights[1]": (torch.float32, (*l2, SM90_FP8_SCALES)),
+    }
+
+
+def sm90_bf16_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    from .bf16 import no_scales
+    from .sm90_bf16_weights import BLOCK_K, read_expert
+
+    axes = "[E, n-blocks, k-blocks, values]"
+    num_experts, num_n_blocks, num_k_blocks, _ = _sizes("l1_weights[0]", l1.weight, axes)
+    num_l1_rows = num_n_blocks * sm90_weights.BLOCK_N
+    hidden = num_k_blocks * BLOCK_K
+    shape = _shape_of(num_experts, hidden, num_l1_rows // 2, "bf16")
+    _check_form({"l1_weights": l1, "l2_weights": l2}, sm90_bf16_tensors(shape))
+
+    def read(layer: LayerWeights, num_rows: int, num_columns: int, is_l1: bool) -> LayerWeights:
+        weight = layer.weight.new_empty((num_experts, num_rows, num_columns))
+        for own, out in zip(layer.weight, weight, strict=True):
+            read_expert(own, out, is_l1=is_l1)
+        return LayerWeights(weight, no_scales(weight))
+
+    return MegaMoEWeights(
+        read(l1, num_l1_rows, hidden, True), read(l2, hidden, num_l1_rows // 2, False)
+    )
+
+
+def sm90_bf16_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    from .sm90_bf16_weights import BLOCK_K, BLOCK_VALUES
+
+    num_experts, block_n = shape.num_experts_per_rank, sm90_weights.BLOCK_N
+    l1 = (num_experts, 2 * shape.intermediate_hidden // block_n, shape.hidden // BLOCK_K)
+    l2 = (num_experts, -(-shape.hidden // block_n), shape.intermediate_hidden // BLOCK_K)
+    return {
+        "l1_weights[0]": (torch.bfloat16, (*l1, BLOCK_VALUES)),
+        "l1_weights[1]": (torch.float32, (num_experts, 0)),
+        "l2_weights[0]": (torch.bfloat16, (*l2, BLOCK_VALUES)),
+        "l2_weights[1]": (torch.float32, (num_experts, 0)),
     }
 
 

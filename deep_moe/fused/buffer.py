@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import BF16_TOKENS, DEFAULT_WEIGHTS, E4M3_TOKENS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
@@ -31,12 +31,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.segments import Layout
     from deep_moe.trial.trace import Recorder
 
-_DTYPES = {
-    "input_x": torch.float8_e4m3fn,
-    "input_x_sf": torch.int32,
-    "input_topk_idx": torch.int64,
-    "input_topk_weights": torch.float32,
-}
+_X_DTYPES = {E4M3_TOKENS: torch.float8_e4m3fn, BF16_TOKENS: torch.bfloat16}
 
 # What a buffer has until it is closed.
 _GIVEN_BACK = ("x", "x_sf", "topk_idx", "topk_weights", "memory")
@@ -51,7 +46,8 @@ class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
     x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
-    behind the last scale must be zero, and rows of x may be longer than hidden.
+    behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 weights x
+    is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0].
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
 
@@ -71,16 +67,20 @@ class SymmBuffer(RankBuffer):
         self.shape = shape
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
-        padded_x = self._view("input_x")
+        padded_x = self._view("input_x", _X_DTYPES[shape.token_format])
         self.x = padded_x[:, : shape.hidden]
+        if shape.token_format.has_scales:
+            self.x_sf = self._view("input_x_sf", torch.int32)
+        else:
+            no_scales = (shape.num_max_tokens_per_rank, 0)
+            self.x_sf = torch.empty(no_scales, dtype=torch.int32, device=self.x.device)
         if shape.padded is not shape:
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
             padded_x.view(torch.uint8)[:, shape.hidden :] = 0
-            self._view("input_x_sf")[:, -1] = 0
-        self.x_sf = self._view("input_x_sf")
-        self.topk_idx = self._view("input_topk_idx")
-        self.topk_weights = self._view("input_topk_weights")
+            self.x_sf[:, -1] = 0
+        self.topk_idx = self._view("input_topk_idx", torch.int64)
+        self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.caches = CallCaches()
         # While calls are recorded: see deep_moe/trial/trace.py.
         self.recorder: Recorder | None = None
@@ -133,10 +133,10 @@ class SymmBuffer(RankBuffer):
         for name in _GIVEN_BACK:
             delattr(self, name)
 
-    def _view(self, name: str) -> torch.Tensor:
+    def _view(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         segment = self.layout[name]
         raw = self.memory.tensor[segment.offset : segment.end]
-        return raw.view(_DTYPES[name]).view(segment.shape)
+        return raw.view(dtype).view(segment.shape[0], -1)
 
 
 def get_symm_buffer_for_mega_moe(
@@ -162,7 +162,8 @@ def get_symm_buffer_for_mega_moe(
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
-    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, or "fp8", for `fp8_mega_moe`.
+    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, or "bf16",
+        for `bf16_mega_moe`.
     biases: whether both linear layers have biases, which each call is then given.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,

@@ -1,5 +1,5 @@
-"""A call's inputs from what a model has: one kernel quantizes the tokens and converts the router's
-output, straight into the symmetric buffer.
+"""A call's inputs from what a model has: one kernel quantizes the tokens, or copies them where the
+buffer has BF16, and converts the router's output, straight into the symmetric buffer.
 
 For PyTorch it is one operator, `deep_moe::prepare_inputs`, which writes the four views that
 `deep_moe::mega_moe` reads; so a compiler keeps the two in order.
@@ -73,7 +73,8 @@ def prepare_inputs(
 ) -> None:
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
 
-    x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does.
+    x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does, for
+        bf16 weights copied.
     topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
     topk_weights: float32 or bfloat16 [tokens, topk].
     token_mask: bool [tokens]; where it is False, all slots become -1: padding.
@@ -169,9 +170,7 @@ def _prepare_inputs(
     if plan is None:
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
-        config = _config(
-            topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x.device, arch
-        )
+        config = _config(topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x, arch)
         config = replace(config, **row_fields(input_x, input_x_sf))
         plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
@@ -220,6 +219,7 @@ def _prepare_inputs(
     memory += [
         MemoryRegion.of_tensor(name, written[name][: x.shape[0]], is_writable=True)
         for name in written
+        if written[name].numel()
     ]
     config = plan.config
     launch = RankLaunch(
@@ -292,7 +292,10 @@ def check_routing(
 
 
 def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
-    """The config's fields that say where rows begin, if not one behind the other."""
+    """The config's fields that say where rows begin, if not one behind the other. Rows without
+    scales always are: sizes off the multiples of 128 go with E4M3 only."""
+    if input_x.dtype != torch.float8_e4m3fn:
+        return {}
     hidden = input_x.shape[1]
     rows = (hidden, input_x.stride(0), 4 * input_x_sf.stride(0))
     if rows == (hidden, hidden, hidden // GROUP_SIZE):
@@ -310,12 +313,14 @@ def _config(
     token_mask: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     expert_load: torch.Tensor | None,
-    device: torch.device,
+    input_x: torch.Tensor,
     arch: str | None,
 ) -> PrepareInputsConfig:
+    device = input_x.device
     gpu = gpu_of(device)
     own = EMULATED.name if gpu is None else gpu.target.name
     config = PrepareInputsConfig(
+        quantizes=input_x.dtype == torch.float8_e4m3fn,
         has_int32_topk_idx=topk_idx.dtype == torch.int32,
         has_bf16_topk_weights=topk_weights.dtype == torch.bfloat16,
         has_token_mask=token_mask is not None,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from deep_moe.lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import transformers
+    from . import sglang, transformers, vllm
 
-__all__ = ["transformers"]
+__all__ = ["sglang", "transformers", "vllm"]
 
 __getattr__, __dir__ = names_on_use(__name__, {}, __all__)

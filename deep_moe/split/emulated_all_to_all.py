@@ -39,6 +39,7 @@ class EmulatedAllToAll:
         num_topk: int,
         *,
         format: str = "fp8_128",
+        any_format: bool = False,
         zero_copy: bool = False,
         **options: Any,
     ) -> None:
@@ -50,6 +51,7 @@ class EmulatedAllToAll:
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             format=format,
             has_shared_rows=zero_copy,
+            any_format=any_format,
         )
         memories = private_host_memories(num_ranks, low_latency_buffer_layout(self.shape).num_bytes)
         self.layers = [
@@ -61,6 +63,7 @@ class EmulatedAllToAll:
         xs: Sequence[torch.Tensor],
         topk_idxs: Sequence[torch.Tensor],
         *,
+        format: str | None = None,
         receive: bool = True,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
@@ -69,7 +72,7 @@ class EmulatedAllToAll:
         arrive, and the results are of these only. schedule: how warps are interleaved."""
         taking_part = self._taking_part(ranks)
         prepared = [
-            self.layers[rank].prepare_dispatch(x, topk_idx, receive=receive)
+            self.layers[rank].prepare_dispatch(x, topk_idx, format=format, receive=receive)
             for rank, x, topk_idx in zip(taking_part, xs, topk_idxs, strict=True)
         ]
         self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
@@ -85,6 +88,7 @@ class EmulatedAllToAll:
         *,
         zero_copy: bool = False,
         receive: bool = True,
+        again: bool = False,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
@@ -92,7 +96,9 @@ class EmulatedAllToAll:
         taking_part = self._taking_part(ranks)
         outs = [None] * len(taking_part) if outs is None else outs
         prepared = [
-            self.layers[rank].prepare_combine(*arguments, zero_copy=zero_copy, receive=receive)
+            self.layers[rank].prepare_combine(
+                *arguments, zero_copy=zero_copy, receive=receive, again=again
+            )
             for rank, *arguments in zip(
                 taking_part, ys, topk_idxs, topk_weights, handles, outs, strict=True
             )

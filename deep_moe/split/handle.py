@@ -25,13 +25,17 @@ class Progress(Enum):
 class Call:
     """One dispatch and what follows from it. number: of the layer's dispatches, from 0.
     generation: how often the layer had been reset. pending: the kernel that receives what has been
-    sent, if that is one of its own. has_buffer: its experts write into the combine buffer."""
+    sent, if that is one of its own. has_buffer: its experts write into the combine buffer.
+    num_rounds: of arrivals that its combines have taken. is_fetched: the last of them left rows
+    where the experts wrote them."""
 
     number: int
     generation: int
     progress: Progress
     pending: Launch | None = None
     has_buffer: bool = False
+    num_rounds: int = 0
+    is_fetched: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,7 @@ class DispatchHandle:
     recv_count: torch.Tensor
     src_info: torch.Tensor
     layout_range: torch.Tensor
+    src_tokens: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"DispatchHandle(call {self.call.number}: {self.call.progress.value})"
@@ -58,7 +63,7 @@ class Dispatched(NamedTuple):
 
     recv_x: [local experts, N, hidden], float8_e4m3fn or bfloat16.
     scales: [local experts, N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest
-        group in the lowest byte; None for "bf16".
+        group in the lowest byte; for "fp8_128_ue8m0" [.., hidden/512], for "bf16" None.
     recv_count: int32 [local experts], rows of each.
     src_info: int32 [local experts, N], token * num_topk + slot on the source rank.
     layout_range: int64 [local experts, ranks], rows from a rank in the low half, the first of them

@@ -44,7 +44,7 @@ class EPLowLatencyAllToAllLayer:
     max_m: most tokens per rank. hidden, topk, num_experts: sizes; num_experts of all ranks.
     online_quant_fp8: only True. rank, world_size: as in `group`. local_world_size: ranks per node;
         only world_size. fp8_gsize: values per scale; only 128. dtype: only bfloat16.
-    enable_profiling: only False.
+    enable_profiling: let the kernels stamp their phases.
     group: the process group, by default all ranks; with world_size 1, none is needed.
     device, timeout_s: as of `LowLatencyAllToAll`.
 
@@ -84,8 +84,6 @@ class EPLowLatencyAllToAllLayer:
             raise ValueError(f"fp8_gsize must be 128; got {fp8_gsize}")
         if dtype is not torch.bfloat16:
             raise ValueError(f"dtype must be torch.bfloat16; got {dtype}")
-        if enable_profiling:
-            raise ValueError("enable_profiling must be False: these kernels record no traces")
         if group is None and world_size > 1:
             group = dist.group.WORLD
         num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -104,7 +102,9 @@ class EPLowLatencyAllToAllLayer:
             format=_FORMATS[fp8_gsize],
             device=device,
             timeout_s=timeout_s,
+            enable_profiling=enable_profiling,
         )
+        self.rank = rank
         self.call_count = 0
 
     @property
@@ -158,6 +158,17 @@ class EPLowLatencyAllToAllLayer:
         return self._all_to_all.combine(
             send_tokens, topk_indices, topk_weights, dispatch_meta.handle
         )
+
+    def dump_dispatch_trace(self) -> None:
+        """Write the phases of this rank's newest dispatches to ./prof/ll_dispatch_RANK_{rank}.json,
+        for ui.perfetto.dev: quant_and_put, count_put, wait, postprocess. Needs enable_profiling.
+        """
+        self._all_to_all.dump_dispatch_trace(f"prof/ll_dispatch_RANK_{self.rank}.json")
+
+    def dump_combine_trace(self) -> None:
+        """The same of combines, to ./prof/ll_combine_RANK_{rank}.json: copy_and_put, recv_wait,
+        topk_reduce."""
+        self._all_to_all.dump_combine_trace(f"prof/ll_combine_RANK_{self.rank}.json")
 
     def finalize(self) -> None:
         """Give the symmetric memory back."""

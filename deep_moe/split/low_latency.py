@@ -5,8 +5,9 @@ docs/split.md says how the kernels work together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +44,19 @@ from deep_moe.targets import EMULATED, target_of
 
 from .handle import Call, Dispatched, DispatchHandle, Progress
 from .kernels import Launch
+from .profile import Profile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 _ALIGNMENT = 16  # bytes that a lane loads at once
-_VALUES = {"fp8_128": torch.float8_e4m3fn, "fp8_32": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-_SCALES = {"fp8_128": torch.float32, "fp8_32": torch.int32}
+_SCALES = {
+    "fp8_128": torch.float32,
+    "fp8_128_pow2": torch.float32,
+    "fp8_128_ue8m0": torch.int32,
+    "fp8_32": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Settings:
     checked: bool
     schedule_seed: int = 0
     scales_by_column: bool = False
+    tells_tokens: bool = False
+    enable_profiling: bool = False
 
 
 class LowLatencyAllToAll:
@@ -73,7 +81,10 @@ class LowLatencyAllToAll:
     num_max_tokens_per_rank: most tokens of one call, at most 1024. num_experts: of all ranks
         together; rank r owns the r-th part. hidden: a multiple of 128.
     format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
-        "fp8_32": E4M3 with a UE8M0 scale per 32. "bf16": as they are.
+        "fp8_128_pow2": the same with powers of two. "fp8_128_ue8m0": those as UE8M0 bytes, for a
+        hidden that is a multiple of 512. "fp8_32": E4M3 with a UE8M0 scale per 32. "bf16": as they
+        are.
+    any_format: make room for each of them, so that a dispatch may have another one.
     zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
     scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128, N]
         transposed, not those of one row.
@@ -86,6 +97,8 @@ class LowLatencyAllToAll:
     checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
         in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as -1.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
+    enable_profiling: let the kernels stamp their phases, for `dump_dispatch_trace` and
+        `dump_combine_trace`. Calls take a few microseconds longer.
 
     Calls use the two halves of the buffer in turn: up to two dispatches may be under way, and the
     host waits for none. All kernels of a layer run in the order of the calls: on one stream, or on
@@ -103,6 +116,7 @@ class LowLatencyAllToAll:
         num_topk: int,
         *,
         format: str = "fp8_128",
+        any_format: bool = False,
         zero_copy: bool = False,
         scales_by_column: bool = False,
         device: torch.device | str | int | None = None,
@@ -111,8 +125,10 @@ class LowLatencyAllToAll:
         arch: str | None = None,
         checked: bool | None = None,
         schedule_seed: int = 0,
+        enable_profiling: bool = False,
     ) -> None:
         require_type("format", format, str, "a str")
+        require_type("any_format", any_format, bool, "a bool")
         require_type("zero_copy", zero_copy, bool, "a bool")
         require_type("scales_by_column", scales_by_column, bool, "a bool")
         sizes = {
@@ -122,6 +138,7 @@ class LowLatencyAllToAll:
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "format": format,
             "has_shared_rows": zero_copy,
+            "any_format": any_format,
         }
         num_ranks = ranks_of(group)
         device = device_for(group, device)
@@ -140,6 +157,7 @@ class LowLatencyAllToAll:
             checked=checked,
             schedule_seed=schedule_seed,
             scales_by_column=scales_by_column,
+            enable_profiling=enable_profiling,
         )
 
     @classmethod
@@ -163,7 +181,10 @@ class LowLatencyAllToAll:
         checked: bool | None = None,
         schedule_seed: int = 0,
         scales_by_column: bool = False,
+        tells_tokens: bool = False,
+        enable_profiling: bool = False,
     ) -> None:
+        require_type("enable_profiling", enable_profiling, bool, "a bool")
         self.shape = shape
         layout = low_latency_buffer_layout(shape)
         self._buffer = RankBuffer("LowLatencyAllToAll", layout, memory, group)
@@ -196,7 +217,10 @@ class LowLatencyAllToAll:
             checked=gpu is None if checked is None else checked,
             schedule_seed=schedule_seed,
             scales_by_column=scales_by_column,
+            tells_tokens=tells_tokens,
+            enable_profiling=enable_profiling,
         )
+        self._profile = Profile()
         self._generation = 0
         self._num_dispatches = 0
         self._calls: list[Call | None] = [None] * NUM_HALVES
@@ -223,7 +247,14 @@ class LowLatencyAllToAll:
         return self._buffer.nbytes
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, *, receive: bool = True
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        *,
+        format: str | None = None,
+        receive: bool = True,
+        expert_totals: torch.Tensor | None = None,
+        wait_cycles: torch.Tensor | None = None,
     ) -> Dispatched:
         """Send every token to the ranks of its experts, and receive those of the local ones.
 
@@ -231,11 +262,22 @@ class LowLatencyAllToAll:
         or int32 [tokens, topk], global expert ids; -1: the slot is not used. A token that names an
         expert in several slots is sent there once.
 
-        receive: False only sends. The results are written by `receive(handle)`, which must come
-        before the next dispatch.
+        format: of this call, equal on all ranks, if the layer was made with any_format=True; by
+        default the layer's. receive: False only sends. The results are written by
+        `receive(handle)`, which must come before the next dispatch.
+
+        Statistics, if given, are added to: expert_totals, int32 [local experts], the rows of each;
+        wait_cycles, int64 [ranks], clocks of an SM until that rank's tokens had come.
         """
-        launch, result = self.prepare_dispatch(x, topk_idx, receive=receive)
-        self._run(launch)
+        launch, result = self.prepare_dispatch(
+            x,
+            topk_idx,
+            format=format,
+            receive=receive,
+            expert_totals=expert_totals,
+            wait_cycles=wait_cycles,
+        )
+        self.run(launch)
         return result
 
     def combine(
@@ -248,6 +290,8 @@ class LowLatencyAllToAll:
         *,
         zero_copy: bool = False,
         receive: bool = True,
+        again: bool = False,
+        wait_cycles: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
@@ -261,12 +305,22 @@ class LowLatencyAllToAll:
         who comes first.
 
         receive: False only sends; `receive(handle)` writes the result, before the next dispatch but
-        one.
+        one. again: this handle has been combined before, on all ranks; they wait for each other
+        first, so this takes a round between ranks longer. wait_cycles: as in `dispatch`, until a
+        rank's rows had come.
         """
         launch, result = self.prepare_combine(
-            y, topk_idx, topk_weights, handle, out, zero_copy=zero_copy, receive=receive
+            y,
+            topk_idx,
+            topk_weights,
+            handle,
+            out,
+            zero_copy=zero_copy,
+            receive=receive,
+            again=again,
+            wait_cycles=wait_cycles,
         )
-        self._run(launch)
+        self.run(launch)
         return result
 
     def get_combine_buffer(self, handle: DispatchHandle) -> torch.Tensor:
@@ -284,10 +338,14 @@ class LowLatencyAllToAll:
                 "get_combine_buffer needs a layer with zero_copy=True; this one has False"
             )
         call = handle.call
-        if call is not self._call_before(1) or call.progress is not Progress.RECEIVED:
+        # After a combine from elsewhere the rows may still be given, for one that is made again.
+        may_fill = call.progress is Progress.RECEIVED or (
+            call.progress is Progress.DONE and not call.is_fetched
+        )
+        if call is not self._call_before(1) or not may_fill:
             raise ValueError(
-                "handle must be of the newest dispatch, received and not combined; got that of "
-                f"call {call.number}: {call.progress.value}"
+                "handle must be of the newest dispatch, received and not combined from this "
+                f"buffer; got that of call {call.number}: {call.progress.value}"
             )
         call.has_buffer = True
         return self._shared_rows()
@@ -295,7 +353,24 @@ class LowLatencyAllToAll:
     def receive(self, handle: DispatchHandle) -> None:
         """Receive what a dispatch or combine with `receive=False` has sent. Its results are valid
         behind this, on the stream."""
-        self._run(self.prepare_receive(handle))
+        self.run(self.prepare_receive(handle))
+
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """Write the phases of this rank's newest dispatches as a trace for chrome://tracing and
+        ui.perfetto.dev: quant_and_put, count_put, wait, postprocess, of each CTA. Waits for them.
+        The layer must have been made with enable_profiling=True. Of a call that is captured in a
+        CUDA graph it is the last replay."""
+        self._dump("dispatch", path)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """The same of the newest combines: copy_and_put, recv_wait, topk_reduce."""
+        self._dump("combine", path)
+
+    def _dump(self, step: Step, path: str | Path) -> None:
+        self._buffer.raise_if_closed()
+        if not self._settings.enable_profiling:
+            raise ValueError("enable_profiling must be True for a layer that dumps traces")
+        self._profile.write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Go on without these ranks, from the next call on; an empty list lets all take part.
@@ -351,11 +426,18 @@ class LowLatencyAllToAll:
         return self._settings
 
     def prepare_dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, *, receive: bool = True
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        *,
+        format: str | None = None,
+        receive: bool = True,
+        expert_totals: torch.Tensor | None = None,
+        wait_cycles: torch.Tensor | None = None,
     ) -> tuple[Launch, Dispatched]:
         """The first kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
-        shape = self.shape
+        shape = self._shape_of(format)
         self._check_rows("x", x, shape.hidden, torch.bfloat16)
         num_tokens = x.shape[0]
         if num_tokens > shape.num_max_tokens_per_rank:
@@ -364,6 +446,8 @@ class LowLatencyAllToAll:
                 f"tokens; got {num_tokens}"
             )
         self._check_topk_idx(topk_idx, num_tokens)
+        self._check_statistics("expert_totals", expert_totals, torch.int32)
+        self._check_statistics("wait_cycles", wait_cycles, torch.int64)
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
         last, older = self._call_before(1), self._call_before(2)
@@ -384,7 +468,7 @@ class LowLatencyAllToAll:
             )
         progress = Progress.RECEIVED if receive else Progress.SENT
         call = Call(self._num_dispatches, self._generation, progress)
-        result = self._empty_result(call, num_tokens)
+        result = self._empty_result(shape, call, num_tokens)
         handle = result.handle
         args = self._args(num_tokens, topk_idx, handle)
         args.x = x.data_ptr()
@@ -393,21 +477,31 @@ class LowLatencyAllToAll:
             args.recv_scales = result.scales.data_ptr()
             strides = result.scales.stride()
             args.scale_expert_stride, args.scale_row_stride, args.scale_column_stride = strides
+        if expert_totals is not None:
+            args.expert_totals = expert_totals.data_ptr()
+        if wait_cycles is not None:
+            args.wait_cycles = wait_cycles.data_ptr()
         read = {"x": x, "topk_idx": topk_idx}
         sent = {"call_idx": handle.call_idx}
+        optional = {
+            "scales": result.scales,
+            "src_tokens": handle.src_tokens,
+            "expert_totals": expert_totals,
+            "wait_cycles": wait_cycles,
+        }
         written = {
             "recv_x": result.recv_x,
             "recv_count": handle.recv_count,
             "src_info": handle.src_info,
             "layout_range": handle.layout_range,
+            **{name: tensor for name, tensor in optional.items() if tensor is not None},
         }
-        if result.scales is not None:
-            written["scales"] = result.scales
+        config = self._config(shape, "dispatch", topk_idx)
         if receive:
-            launch = self._launch("dispatch", topk_idx, args, read, {**sent, **written})
+            launch = self._launch(config, call, args, read, {**sent, **written})
         else:
-            launch = self._launch("dispatch", topk_idx, args, read, sent, receives=False)
-            call.pending = self._launch("dispatch", topk_idx, args, sent, written, sends=False)
+            launch = self._launch(replace(config, receives=False), call, args, read, sent)
+            call.pending = self._launch(replace(config, sends=False), call, args, sent, written)
         self._calls[self._num_dispatches % NUM_HALVES] = call
         self._num_dispatches += 1
         return launch, result
@@ -422,6 +516,8 @@ class LowLatencyAllToAll:
         *,
         zero_copy: bool = False,
         receive: bool = True,
+        again: bool = False,
+        wait_cycles: torch.Tensor | None = None,
     ) -> tuple[Launch, torch.Tensor]:
         """The first kernel of a combine, after all checks."""
         self._buffer.raise_if_unusable()
@@ -433,10 +529,16 @@ class LowLatencyAllToAll:
                 f"combine must follow receive(handle) of its dispatch; call {call.number} has only "
                 "been sent"
             )
-        if call.progress is not Progress.RECEIVED:
+        if call.progress is not (Progress.DONE if again else Progress.RECEIVED):
+            allowed = "one that has been combined, for again" if again else "used for one combine"
             raise ValueError(
-                f"handle must be used for one combine; that of call {call.number} has been: "
+                f"handle must be {allowed}; that of call {call.number} has been: "
                 f"{call.progress.value}"
+            )
+        if again and call.is_fetched:
+            raise ValueError(
+                "again must be False for a handle whose rows the other ranks have fetched: they "
+                "may be at it still"
             )
         rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
         check_tensor("y", y, torch.bfloat16, rows, self.device)
@@ -451,6 +553,7 @@ class LowLatencyAllToAll:
             )
         num_tokens = handle.num_tokens
         self._check_topk_idx(topk_idx, num_tokens)
+        self._check_statistics("wait_cycles", wait_cycles, torch.int64)
         slots = (num_tokens, shape.num_topk)
         check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
         check_contiguous("topk_weights", topk_weights)
@@ -470,6 +573,10 @@ class LowLatencyAllToAll:
         args.y = y.data_ptr()
         args.topk_weights = topk_weights.data_ptr()
         args.out = out.data_ptr()
+        if again:
+            args.num_earlier_rounds = call.num_rounds
+        if wait_cycles is not None:
+            args.wait_cycles = wait_cycles.data_ptr()
         sent = {
             **({} if zero_copy else {"y": y}),
             "call_idx": handle.call_idx,
@@ -478,20 +585,23 @@ class LowLatencyAllToAll:
             "layout_range": handle.layout_range,
         }
         received = {"topk_idx": topk_idx, "topk_weights": topk_weights}
+        statistics = {} if wait_cycles is None else {"wait_cycles": wait_cycles}
+        written = {"out": out, **statistics}
+        config = replace(
+            self._config(shape, "combine", topk_idx), fetches_rows=zero_copy, repeats=again
+        )
         if receive:
-            launch = self._launch(
-                "combine", topk_idx, args, {**sent, **received}, {"out": out}, zero_copy=zero_copy
-            )
+            launch = self._launch(config, call, args, {**sent, **received}, written)
             call.progress = Progress.DONE
         else:
-            launch = self._launch(
-                "combine", topk_idx, args, sent, {}, receives=False, zero_copy=zero_copy
-            )
+            # One that is made again waits before it sends.
+            waited = statistics if again else {}
+            launch = self._launch(replace(config, receives=False), call, args, sent, waited)
             received["call_idx"] = handle.call_idx
-            call.pending = self._launch(
-                "combine", topk_idx, args, received, {"out": out}, sends=False, zero_copy=zero_copy
-            )
+            call.pending = self._launch(replace(config, sends=False), call, args, received, written)
             call.progress = Progress.RETURNING
+        call.num_rounds += 2 if again else 1
+        call.is_fetched = zero_copy
         return launch, out
 
     def prepare_receive(self, handle: DispatchHandle) -> Launch:
@@ -510,17 +620,8 @@ class LowLatencyAllToAll:
         call.progress = Progress.RECEIVED if is_dispatch else Progress.DONE
         return launch
 
-    def memory_regions(self) -> tuple[MemoryRegion, ...]:
-        """What every kernel may touch, for the emulator."""
-        memory = self._buffer.memory
-        layout = self._buffer.layout
-        buffers = (
-            MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
-            for rank, address in enumerate(memory.addresses)
-        )
-        return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
-
-    def _run(self, launch: Launch) -> None:
+    def run(self, launch: Launch) -> None:
+        """A prepared kernel, on the current stream."""
         buffer = self._buffer
         with used([buffer]):
             if buffer.gpu is not None:
@@ -539,6 +640,8 @@ class LowLatencyAllToAll:
                 "sends": config.sends,
                 "receives": config.receives,
                 "zero_copy": config.fetches_rows,
+                "again": config.repeats,
+                "format": config.shape.format,
             }
             run_rank(
                 launch.emulated(self.rank, self.memory_regions()),
@@ -549,29 +652,53 @@ class LowLatencyAllToAll:
                 checked=self._settings.checked,
             )
 
-    def _launch(
-        self,
-        step: Step,
-        topk_idx: torch.Tensor,
-        args: LowLatencyArgs,
-        read: Mapping[str, torch.Tensor],
-        written: Mapping[str, torch.Tensor],
-        *,
-        sends: bool = True,
-        receives: bool = True,
-        zero_copy: bool = False,
-    ) -> Launch:
-        config = LowLatencyConfig(
-            self.shape,
+    def memory_regions(self) -> tuple[MemoryRegion, ...]:
+        """What every kernel may touch, for the emulator."""
+        memory = self._buffer.memory
+        layout = self._buffer.layout
+        buffers = (
+            MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
+            for rank, address in enumerate(memory.addresses)
+        )
+        return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
+
+    def _config(
+        self, shape: LowLatencyShape, step: Step, topk_idx: torch.Tensor
+    ) -> LowLatencyConfig:
+        """Of a kernel that both sends and receives."""
+        return LowLatencyConfig(
+            shape,
             step,
             num_ctas=self._settings.num_sms,
             arch=self._settings.arch,
-            sends=sends,
-            receives=receives,
             has_int32_topk_idx=topk_idx.dtype == torch.int32,
-            fetches_rows=zero_copy,
         )
-        return Launch(config, args, dict(read), dict(written))
+
+    def _launch(
+        self,
+        config: LowLatencyConfig,
+        call: Call,
+        args: LowLatencyArgs,
+        read: dict[str, torch.Tensor],
+        written: dict[str, torch.Tensor],
+    ) -> Launch:
+        if not self._settings.enable_profiling:
+            return Launch(config, args, read, written)
+        config = replace(config, trace=True)
+        trace = self._profile.attach(config, call.number, self.device)
+        own_args = LowLatencyArgs.from_buffer_copy(args)
+        own_args.trace = trace.data_ptr()
+        return Launch(config, own_args, read, {**written, "trace": trace})
+
+    def _shape_of(self, format: str | None) -> LowLatencyShape:
+        if format is None or format == self.shape.format:
+            return self.shape
+        if not self.shape.any_format:
+            raise ValueError(
+                f"format must be that of the layer, {self.shape.format!r}, or None, unless it was "
+                f"made with any_format=True; got {format!r}"
+            )
+        return replace(self.shape, format=format)
 
     def _args(
         self, num_tokens: int, topk_idx: torch.Tensor, handle: DispatchHandle
@@ -589,22 +716,23 @@ class LowLatencyAllToAll:
         args.recv_count = handle.recv_count.data_ptr()
         args.src_info = handle.src_info.data_ptr()
         args.layout_range = handle.layout_range.data_ptr()
+        if handle.src_tokens is not None:
+            args.src_tokens = handle.src_tokens.data_ptr()
         return args
 
-    def _empty_result(self, call: Call, num_tokens: int) -> Dispatched:
-        shape = self.shape
+    def _empty_result(self, shape: LowLatencyShape, call: Call, num_tokens: int) -> Dispatched:
         num_experts, num_rows = shape.num_experts_per_rank, shape.num_rows_per_expert
 
         def empty(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
         scales = None
-        if shape.num_scale_words:
-            dtype = _SCALES[shape.format]
+        if shape.format in _SCALES:
+            dtype, num_words = _SCALES[shape.format], shape.num_received_scale_words
             if self._settings.scales_by_column:
-                scales = empty((num_experts, shape.num_scale_words, num_rows), dtype).mT
+                scales = empty((num_experts, num_words, num_rows), dtype).mT
             else:
-                scales = empty((num_experts, num_rows, shape.num_scale_words), dtype)
+                scales = empty((num_experts, num_rows, num_words), dtype)
         handle = DispatchHandle(
             layer=self,
             call=call,
@@ -613,9 +741,13 @@ class LowLatencyAllToAll:
             recv_count=empty((num_experts,), torch.int32),
             src_info=empty((num_experts, num_rows), torch.int32),
             layout_range=empty((num_experts, shape.num_ranks), torch.int64),
+            src_tokens=(
+                empty((num_experts, num_rows), torch.int32) if self._settings.tells_tokens else None
+            ),
         )
+        values = torch.float8_e4m3fn if shape.num_scale_words else torch.bfloat16
         return Dispatched(
-            empty((num_experts, num_rows, shape.hidden), _VALUES[shape.format]),
+            empty((num_experts, num_rows, shape.hidden), values),
             scales,
             handle.recv_count,
             handle.src_info,
@@ -665,6 +797,14 @@ class LowLatencyAllToAll:
         check_contiguous("topk_idx", topk_idx)
         if self._settings.checked:
             check_ids(topk_idx, self.shape.num_experts)
+
+    def _check_statistics(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
+        if tensor is None:
+            return
+        shape = self.shape
+        size = shape.num_experts_per_rank if name == "expert_totals" else shape.num_ranks
+        check_tensor(name, tensor, dtype, (size,), self.device)
+        check_contiguous(name, tensor)
 
     def _masked_ranks(self) -> torch.Tensor:
         return self._segment("masked_ranks").view(torch.int32)

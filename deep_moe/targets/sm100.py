@@ -10,12 +10,13 @@ from deep_moe.heuristics import sm100
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
+from .sm100_bf16 import Sm100Bf16
 from .sm100_fp8 import Sm100Fp8
 from .sm100_mxfp4 import Sm100Mxfp4
 from .target import ConfigFields, Target
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Sm100(Target):
     overridable = sm100.OVERRIDABLE
     tunable = sm100.TUNABLE
     roles = sm100.ROLES
-    weights = (Sm100Mxfp4(), Sm100Fp8())
+    weights = (Sm100Mxfp4(), Sm100Fp8(), Sm100Bf16())
 
     def choose_fields(
         self,
@@ -63,16 +64,6 @@ class Sm100(Target):
 
     def tmem_layout(self, fields: ConfigFields) -> Layout:
         return sm100.tmem_layout(fields)
-
-    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
-        import torch
-
-        from deep_moe.formats.weights import interleave_gate_up
-
-        rows = torch.arange(num_rows)
-        if not is_l1:
-            return rows
-        return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]
 
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         return sm100.warp_roles(fields)

@@ -1,5 +1,5 @@
-"""What weights of all formats have in common on SM100: rows of gate and up interleaved, scales of
-UE8M0 per 32 values, and tensor maps of everything that the kernel multiplies."""
+"""What weights of all formats have in common on SM100: rows of gate and up interleaved, scales, if
+any, of UE8M0 per 32 values, and tensor maps of everything that the kernel multiplies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
 
-from .target import Operands, TargetWeights
+from .target import Operands, TargetWeights, token_data_type
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,16 @@ class Sm100Weights(TargetWeights):
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         return Operands(sm100_tensor_maps(config, buffer_address, l1, l2, self.data_type), {})
 
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        import torch
+
+        from deep_moe.formats.weights import interleave_gate_up
+
+        rows = torch.arange(num_rows)
+        if not is_l1:
+            return rows
+        return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]
+
 
 def sm100_tensor_maps(
     config: MegaMoEConfig,
@@ -78,12 +88,13 @@ def sm100_tensor_maps(
         swizzle: Swizzle = Swizzle.NONE,
     ) -> TensorMapSpec:
         segment = layout[segment_name]
-        num_rows, num_columns = segment.shape
+        num_rows, _ = segment.shape
+        row_bytes = segment.num_bytes // num_rows
         return TensorMapSpec(
             data_type=data_type,
             address=buffer_address + segment.offset,
-            dims=(num_columns, num_rows),
-            strides=(num_columns * data_type.bits // 8,),
+            dims=(8 * row_bytes // data_type.bits, num_rows),
+            strides=(row_bytes,),
             box=box,
             swizzle=swizzle,
         )
@@ -100,18 +111,24 @@ def sm100_tensor_maps(
     def weight_scales(name: str, sf: torch.Tensor) -> TensorMapSpec:
         return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=(config.block_n, 1))
 
+    tokens = config.token_format
+    data_type = token_data_type(tokens)
     tokens_box = (config.block_k, half_m)
-    return {
-        "l1_activations": pool("l1_tokens", DataType.UINT8, tokens_box, Swizzle.B128),
-        "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
+    # Half of block_n: a pair of gate and up gives one value. A row is as long as its swizzle.
+    output_box = (config.block_n // 2, config.store_block_m)
+    output_swizzle = Swizzle.B64 if tokens.value_bytes == 1 else Swizzle.B128
+    maps = {
+        "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),
         "l1_weights": weights("l1_weights[0]", l1_weights[0]),
-        "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
-        # Half of block_n: a pair of gate and up gives one value.
-        "l1_output": pool(
-            "l2_tokens", DataType.UINT8, (config.block_n // 2, config.store_block_m), Swizzle.B64
-        ),
-        "l2_activations": pool("l2_tokens", DataType.UINT8, tokens_box, Swizzle.B128),
-        "l2_activation_sf": pool("l2_token_sf", DataType.INT32, sf_box),
+        "l1_output": pool("l2_tokens", data_type, output_box, output_swizzle),
+        "l2_activations": pool("l2_tokens", data_type, tokens_box, Swizzle.B128),
         "l2_weights": weights("l2_weights[0]", l2_weights[0]),
-        "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
     }
+    if tokens.has_scales:
+        maps |= {
+            "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
+            "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
+            "l2_activation_sf": pool("l2_token_sf", DataType.INT32, sf_box),
+            "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
+        }
+    return maps

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from deep_moe.heuristics import sm90
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
+from .sm90_bf16 import Sm90Bf16
 from .sm90_fp8 import Sm90Fp8
 from .sm90_mxfp4 import Sm90Mxfp4
 from .target import ConfigFields, Target
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Sm90(Target):
@@ -27,7 +24,7 @@ class Sm90(Target):
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE
     roles = sm90.ROLES
-    weights = (Sm90Mxfp4(), Sm90Fp8())
+    weights = (Sm90Mxfp4(), Sm90Fp8(), Sm90Bf16())
 
     def choose_fields(
         self,
@@ -56,11 +53,6 @@ class Sm90(Target):
 
     def tmem_layout(self, fields: ConfigFields) -> None:
         """SM90 has no tensor memory."""
-
-    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
-        from deep_moe.formats.sm90_weights import slot_order
-
-        return slot_order(num_rows, is_l1=is_l1)
 
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         return sm90.warp_roles(fields)

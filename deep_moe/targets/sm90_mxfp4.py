@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_moe.jit.kernel_args import WEIGHT_POINTER_NAMES
-from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.jit.tensor_map import Swizzle, TensorMapSpec
 
-from .target import Operands, TargetWeights
+from .target import Operands, TargetWeights, token_data_type
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,11 @@ class Sm90Mxfp4(TargetWeights):
         maps = sm90_tensor_maps(config, buffer_address)
         return Operands(maps, sm90_weight_pointers(l1, l2))
 
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        from deep_moe.formats.sm90_weights import slot_order
+
+        return slot_order(num_rows, is_l1=is_l1)
+
     @property
     def numerics(self) -> Numerics:
         from deep_moe.trial.reference import SM90
@@ -70,14 +75,16 @@ def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, Te
     The address is the one that `row` and `end` of 0 would have, before the pool and never read.
     """
 
+    data_type = token_data_type(config.token_format)
+
     def pool(segment_name: str) -> TensorMapSpec:
         segment = config.symm_buffer_layout[segment_name]
-        num_rows, num_columns = segment.shape
+        num_rows, row_bytes = segment.shape
         return TensorMapSpec(
-            data_type=DataType.UINT8,
-            address=buffer_address + segment.offset - config.block_m * num_columns,
-            dims=(num_columns, config.block_m, num_rows + 1),
-            strides=(num_columns, num_columns),
+            data_type=data_type,
+            address=buffer_address + segment.offset - config.block_m * row_bytes,
+            dims=(row_bytes // (data_type.bits // 8), config.block_m, num_rows + 1),
+            strides=(row_bytes, row_bytes),
             box=(config.block_k, config.block_m, 1),
             swizzle=Swizzle.B128,
         )

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, SCALE_GROUP, check_weights_name
+from deep_moe.formats.weight_formats import (
+    DEFAULT_WEIGHTS,
+    SCALE_GROUP,
+    TokenFormat,
+    check_weights_name,
+)
+from deep_moe.jit.tensor_map import DataType
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +33,11 @@ if TYPE_CHECKING:
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 ConfigFields = Mapping[str, int | float | bool | str]
+
+
+def token_data_type(tokens: TokenFormat) -> DataType:
+    """Of tokens in tensor maps."""
+    return DataType.UINT8 if tokens.value_bytes == 1 else DataType.BFLOAT16
 
 
 class Operands(NamedTuple):
@@ -76,6 +87,11 @@ class TargetWeights(ABC):
     @abstractmethod
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         """What the kernel is told of one rank's symmetric buffer and transformed weights."""
+
+    @abstractmethod
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        """Which row of a layer's biases stands in each place: int64 [num_rows], a permutation of
+        the rows, a multiple of 256. Of Linear1, gate comes before up."""
 
     @property
     @abstractmethod
@@ -139,11 +155,6 @@ class Target(ABC):
     @abstractmethod
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         """The warps of a CTA by what they do."""
-
-    @abstractmethod
-    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
-        """Which row of a layer's biases stands in each place: int64 [num_rows], a permutation of
-        the rows, a multiple of 256. Of Linear1, gate comes before up."""
 
     def weights_of(self, name: str = DEFAULT_WEIGHTS) -> TargetWeights:
         """What the target does with weights of the format `name`, or a ValueError."""

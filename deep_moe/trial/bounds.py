@@ -185,7 +185,11 @@ def expert_bounds(
     """Of one expert on float64 tokens [n, H] with routing weights [n]. biases: as the reference
     takes them."""
     sums, errors = sums_with_errors(
-        tokens, numerics.weights(*l1_weights), sum_bits, numerics.sum_block
+        tokens,
+        numerics.weights(*l1_weights),
+        sum_bits,
+        numerics.sum_block,
+        numerics.sum_products,
     )
     outer_weights = None
     if biases is not None:
@@ -206,7 +210,9 @@ def expert_bounds(
         numerics,
     )
     dense = numerics.weights(*l2_weights)
-    sums, errors = sums_with_errors(quantized, dense, sum_bits, numerics.sum_block)
+    sums, errors = sums_with_errors(
+        quantized, dense, sum_bits, numerics.sum_block, numerics.sum_products
+    )
     down, up_moves, squares = _moves(quantized, ends, dense)
     y = sums
     if biases is not None and outer_weights is not None:
@@ -238,25 +244,30 @@ def _with_bias(
 
 
 def sums_with_errors(
-    values: torch.Tensor, weights: torch.Tensor, sum_bits: int, sum_block: int | None = None
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    sum_bits: int,
+    sum_block: int | None = None,
+    num_products: int = GROUP_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values @ weights.T of float64 [n, K] and [R, K], and how far off the tensor core's sum may
     be: both float64 [n, R]. sum_block: of so many values along K the tensor core has the sum, and
-    sums are added up in FP32; None: of all.
+    sums are added up in FP32; None: of all. num_products: that one instruction adds.
 
-    One instruction adds 32 products to the sum so far. All terms are cut, towards zero, below a
-    unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit of a
-    step, from the partial sums before and behind it and the largest product:
+    Of FP8, one instruction adds 32 products to the sum so far. All terms are cut, towards zero,
+    below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit
+    of a step, from the partial sums before and behind it and the largest product:
     - on the average a cut takes half a unit off a term's magnitude: u/2 times the excess of
       positive over negative products, added up with its sign over all steps;
     - around that cuts scatter by up to u/sqrt(12) for each of 34 terms: 1.7 times the root of the
-      sum of u^2, were all of them inexact. Most are not: FP8 products have few bits.
-    Rounding to nearest, and orders other than by 32 consecutive values, stay below that. Where sums
-    are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
+      sum of u^2, were all of them inexact. Most are not: FP8 products have few bits. Of BF16
+      one instruction adds 16, and it is 1.3 times the root.
+    Rounding to nearest, and orders other than by so many consecutive values, stay below that. Where
+    sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
     """
-    num_groups = values.shape[1] // GROUP_SIZE
-    grouped_values = values.unflatten(1, (num_groups, GROUP_SIZE)).transpose(0, 1)
-    grouped_weights = weights.unflatten(1, (num_groups, GROUP_SIZE)).permute(1, 2, 0)
+    num_groups = values.shape[1] // num_products
+    grouped_values = values.unflatten(1, (num_groups, num_products)).transpose(0, 1)
+    grouped_weights = weights.unflatten(1, (num_groups, num_products)).permute(1, 2, 0)
     num_blocks = 1 if sum_block is None else values.shape[1] // sum_block
     weight_signs = grouped_weights.sign().float()
     largest_weights = grouped_weights.abs().amax(dim=1, keepdim=True)
@@ -306,8 +317,10 @@ def activated_ends(
 
 
 def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -> Interval:
-    """Through E4M3: float64 [n, I]."""
-    low, high = (numerics.blocks(end.float()) for end in ends)
+    """Through E4M3 or BF16: float64 [n, I]."""
+    if numerics.scale_block is None or numerics.scale_bytes is None:
+        return Interval(round_to_bf16(ends.low).double(), round_to_bf16(ends.high).double())
+    low, high = (numerics.blocks(end.float(), numerics.scale_block) for end in ends)
     sizes = torch.maximum(low.abs(), high.abs())
     least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
     candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]

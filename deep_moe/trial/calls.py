@@ -54,7 +54,7 @@ def run_emulated_ranks(
     call by call. options: keyword arguments of `EmulatedRanks.call`."""
     with _emulated_ranks(shape) as ranks:
         weights = _transformed(ranks, layer, options.get("arch"))
-        options["biases"] = rank_biases(layer, shape.num_ranks, options.get("arch"))
+        options["biases"] = rank_biases(layer, shape, options.get("arch"))
         outputs = []
         for tokens in calls:
             for buffer, own in zip(ranks.buffers, tokens, strict=True):
@@ -83,7 +83,7 @@ def run_emulated_in_a_row(
         weights = _transformed(ranks, layer, options.get("arch"))
         given = given_options("run_emulated_in_a_row", cast(CallOptions, options))
         each = [with_numerics(given, activation, activation_clamp, fast_math)] * len(calls)
-        biases = rank_biases(layer, shape.num_ranks, given.get("arch"))
+        biases = rank_biases(layer, shape, given.get("arch"))
         return call_in_a_row(ranks, weights, calls, each, schedule=schedule, biases=biases)
 
 
@@ -123,14 +123,20 @@ def call_in_a_row(
 def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
     """The values of tokens as a model has them, bfloat16 [tokens, hidden], and what
     `prepare_inputs` makes of them: the same numbers where BF16 holds them, but they may have other
-    codes and scales."""
+    codes and scales. BF16 stays as it is."""
+    if tokens.x.dtype == torch.bfloat16:
+        return tokens.x, tokens
     x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf).bfloat16()
     return x, Tokens(*quantize_e4m3_ue8m0(x), tokens.topk_idx, tokens.topk_weights)
 
 
 def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
-    config = PrepareInputsConfig(arch=arch, **row_fields(buffer.x, buffer.x_sf))
+    config = PrepareInputsConfig(
+        quantizes=buffer.x.dtype == torch.float8_e4m3fn,
+        **row_fields(buffer.x, buffer.x_sf),
+        arch=arch,
+    )
     num_chunks = config.num_chunks(x.numel())
     args = PrepareInputsArgs(
         x=x.data_ptr(),
@@ -161,7 +167,7 @@ def trace_emulated_ranks(
     with _emulated_ranks(shape) as ranks, record(*ranks.buffers) as recorders:
         for buffer, own in zip(ranks.buffers, tokens, strict=True):
             fill_inputs(buffer, own)
-        call["biases"] = rank_biases(layer, shape.num_ranks, call.get("arch"))
+        call["biases"] = rank_biases(layer, shape, call.get("arch"))
         _call_emulated_ranks(ranks, _transformed(ranks, layer, call.get("arch")), tokens, call)
         return [recorder.collect() for recorder in recorders]
 
@@ -247,9 +253,9 @@ def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, torch.Tensor]:
     return {} if biases is None else {"l1_bias": biases.l1, "l2_bias": biases.l2}
 
 
-def rank_biases(layer: Layer, num_ranks: int, arch: str | None) -> list[MegaMoEBiases] | None:
-    """Each rank's, laid out for `arch`, if the layer has some."""
-    found = [layer.biases_of_rank(rank, num_ranks, arch) for rank in range(num_ranks)]
+def rank_biases(layer: Layer, shape: MoEShape, arch: str | None) -> list[MegaMoEBiases] | None:
+    """Each rank's, laid out for `arch` and the shape's weights, if the layer has some."""
+    found = [layer.biases_of_rank(rank, shape, arch) for rank in range(shape.num_ranks)]
     biases = [own for own in found if own is not None]
     return biases or None
 
@@ -303,9 +309,7 @@ def _rank_process(
         for pair in layer.of_rank(rank, shape.num_ranks)
     )
     weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"), weights=shape.weights)
-    biases = layer.biases_of_rank(
-        rank, shape.num_ranks, call.get("arch") or target_of_device(device).name
-    )
+    biases = layer.biases_of_rank(rank, shape, call.get("arch") or target_of_device(device).name)
     call = {**call, **bias_arguments(_on_device(biases, device))}
     value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], call)
     torch.save(value, _output_file(folder, rank))

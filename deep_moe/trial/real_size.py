@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
 from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 
-from .synthetic import Layer, Tokens, random_biases
+from .synthetic import Layer, Tokens, quantize_tokens, random_biases
 
 # uniform: every expert is as likely as any other. zipf: the n-th most popular expert is 1/n times
 # as likely as the first. one-expert: every token names the same expert, and others at random.
@@ -79,7 +78,7 @@ def rank_tokens(
     noise = -(-order.clamp(min=1e-30).log()).log()
     likelihood_log = _likelihood_log(shape.num_experts, routing, seed).to(device)
     return Tokens(
-        *quantize_e4m3_ue8m0(x),
+        *quantize_tokens(x, shape.token_format),
         (likelihood_log + noise).topk(shape.num_topk, dim=1).indices,
         weights / weights.sum(dim=1, keepdim=True),
     )

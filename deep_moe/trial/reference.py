@@ -44,31 +44,36 @@ class Numerics:
     and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
-    never has a smaller scale. sum_bits: what hardware keeps of a sum of products, over
-    `sum_block` values along K or, if None, all of them; the reference keeps all.
+    never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
+    hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
+    the reference keeps all. sum_products: that one instruction adds to a sum.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    scale_block: int
-    scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scale_block: int | None
+    scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     sum_bits: int
     sum_block: int | None = None
+    sum_products: int = GROUP_SIZE
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3:
-        float64 [n, I]."""
-        blocks = self.blocks(activated)
+        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
+        BF16: float64 [n, I]."""
+        if self.scale_block is None or self.scale_bytes is None:
+            return activated.to(torch.bfloat16).double()
+        blocks = self.blocks(activated, self.scale_block)
         scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
         values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
         scaled = values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
         return scaled.flatten(-2)[..., : activated.shape[-1]]
 
-    def blocks(self, values: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def blocks(values: torch.Tensor, scale_block: int) -> torch.Tensor:
         """[n, I] as [n, blocks, scale_block], the last filled with zeros."""
-        missing = -values.shape[-1] % self.scale_block
+        missing = -values.shape[-1] % scale_block
         whole = torch.nn.functional.pad(values, (0, missing)) if missing else values
-        return whole.unflatten(-1, (-1, self.scale_block))
+        return whole.unflatten(-1, (-1, scale_block))
 
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
@@ -114,6 +119,14 @@ MXFP8 = Numerics(_exact_tokens, _mxfp4_weights, GROUP_SIZE, _smallest_scale_byte
 SM90 = Numerics(
     fold_token_scales, _mxfp4_weights, SM90_SCALE_BLOCK, _sm90_scale_bytes, HOPPER_SUM_BITS
 )
+BF16 = Numerics(
+    lambda x, _: x.double(),
+    weight_format("bf16").dequantize,
+    None,
+    None,
+    FP32_SUM_BITS,
+    sum_products=16,
+)
 
 
 def reference_mega_moe(
@@ -133,7 +146,8 @@ def reference_mega_moe(
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
 
-    x: float8_e4m3fn [tokens, hidden]; x_sf: int32 [tokens, hidden/128]; topk_idx: int64
+    x: float8_e4m3fn [tokens, hidden] and x_sf: int32 [tokens, hidden/128], or what the call takes
+    for the format of the weights; topk_idx: int64
     [tokens, topk], global expert ids; topk_weights: float32 [tokens, topk].
     l1_weights, l2_weights: as in checkpoints (before `transform_weights_for_mega_moe`), with the
     experts of all ranks, in the format of `numerics`: for MXFP4 (int8 [experts, 2*I, H/2], int32

@@ -35,7 +35,7 @@ from deep_moe.formats.block_scaled import (
     pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
 )
-from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
+from deep_moe.formats.weight_formats import SCALE_GROUP, TokenFormat, weight_format
 from deep_moe.formats.weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class Layer:
         return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
 
     def biases_of_rank(
-        self, rank: int, num_ranks: int, arch: str | None = None
+        self, rank: int, shape: MoEShape, arch: str | None = None
     ) -> MegaMoEBiases | None:
-        """The part that one rank holds, laid out for `arch`."""
+        """The part that one rank holds, laid out for `arch` and the shape's weights."""
         if self.l1_bias is None or self.l2_bias is None:
             return None
-        l1_bias, l2_bias = (b.chunk(num_ranks)[rank] for b in (self.l1_bias, self.l2_bias))
-        return transform_biases_for_mega_moe(l1_bias, l2_bias, arch)
+        l1_bias, l2_bias = (b.chunk(shape.num_ranks)[rank] for b in (self.l1_bias, self.l2_bias))
+        return transform_biases_for_mega_moe(l1_bias, l2_bias, arch, weights=shape.weights)
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
         """The part that one rank holds."""
@@ -104,8 +104,8 @@ class Layer:
 class Tokens:
     """What one rank brings to a call."""
 
-    x: torch.Tensor  # float8_e4m3fn [tokens, hidden]
-    x_sf: torch.Tensor  # int32 [tokens, hidden/128]
+    x: torch.Tensor  # float8_e4m3fn or bfloat16 [tokens, hidden]
+    x_sf: torch.Tensor  # int32 [tokens, hidden/128], of bfloat16 [tokens, 0]
     topk_idx: torch.Tensor  # int64 [tokens, topk]
     topk_weights: torch.Tensor  # float32 [tokens, topk]
 
@@ -164,7 +164,8 @@ def random_tokens(
     num_unused_slots: slots of each token that are -1, at random places.
     """
     generator = torch.Generator().manual_seed(seed)
-    x, x_sf = quantize_e4m3_ue8m0(torch.randn(num_tokens, shape.hidden, generator=generator))
+    values = torch.randn(num_tokens, shape.hidden, generator=generator)
+    x, x_sf = quantize_tokens(values, shape.token_format)
     topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
     weights = torch.rand(num_tokens, shape.num_topk, generator=generator) + 0.1
     return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
@@ -228,13 +229,18 @@ def exact_tokens(
     x = torch.randint(0, 3, (num_tokens, shape.hidden), generator=generator)
     topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
     exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
+    weights = torch.exp2(exponents.float())
+    if not shape.token_format.has_scales:
+        return Tokens(*quantize_tokens(x.float(), shape.token_format), topk_idx, weights)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
-    return Tokens(
-        codes.to(torch.float8_e4m3fn),
-        pack_ue8m0_groups(sf),
-        topk_idx,
-        torch.exp2(exponents.float()),
-    )
+    return Tokens(codes.to(torch.float8_e4m3fn), pack_ue8m0_groups(sf), topk_idx, weights)
+
+
+def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` and `x_sf` of a buffer for float32 [tokens, hidden]."""
+    if form.has_scales:
+        return quantize_e4m3_ue8m0(values)
+    return values.bfloat16(), values.new_empty((values.shape[0], 0), dtype=torch.int32)
 
 
 def name_twice(tokens: Tokens) -> Tokens:
@@ -252,7 +258,10 @@ def put_nan(tokens: Tokens, num_tokens: int, *, seed: int = 0) -> Tokens:
     rows = torch.randperm(tokens.num_tokens, generator=generator)[:num_tokens]
     columns = torch.randint(tokens.x.shape[1], rows.shape, generator=generator)
     x = tokens.x.clone()
-    x.view(torch.uint8)[rows, columns] = E4M3_NAN
+    if x.dtype == torch.bfloat16:
+        x[rows, columns] = torch.nan
+    else:
+        x.view(torch.uint8)[rows, columns] = E4M3_NAN
     return replace(tokens, x=x)
 
 

@@ -52,7 +52,7 @@ class TimedLayer:
         self.weights = transform_weights_for_mega_moe(
             layer.l1, layer.l2, arch=arch, weights=shape.weights
         )
-        self.biases = layer.biases_of_rank(0, 1, arch)
+        self.biases = layer.biases_of_rank(0, shape, arch)
         self.y = torch.empty(0)
 
     def fill(self, tokens: Tokens) -> None:

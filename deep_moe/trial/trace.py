@@ -19,9 +19,7 @@ a nanosecond is a warp instruction, of whichever warp, and all ranks share the c
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +33,8 @@ import torch
 from deep_moe.heuristics.segments import align_up
 from deep_moe.jit.headers import find_library
 from deep_moe.jit.kernel_args import TraceCta, TraceRecord
+
+from .chrome_trace import complete_event, process_name, thread_name, write_events
 
 if TYPE_CHECKING:
     from deep_moe.fused.buffer import SymmBuffer
@@ -155,7 +155,9 @@ class Recorder:
         ctas = raw[:num_header_bytes].view(_CTA_DTYPE)
         records = raw[num_header_bytes:].view(_RECORD_DTYPE)
         records = records.reshape(num_ctas, len(tracks().number), self.capacity)
-        clock = _Clock.emulated(num_ctas) if self.buffer.is_emulated else _Clock.through(ctas)
+        clock = (
+            TraceClock.emulated(num_ctas) if self.buffer.is_emulated else TraceClock.through(ctas)
+        )
         return RankTrace(
             rank=self.buffer.rank,
             num_n_blocks=(
@@ -186,7 +188,7 @@ def record(*buffers: SymmBuffer, capacity: int = DEFAULT_CAPACITY) -> Iterator[l
 
 
 @dataclass(frozen=True)
-class _Clock:
+class TraceClock:
     """Nanoseconds of each CTA's ticks."""
 
     first_ticks: np.ndarray  # uint64 [ctas]
@@ -195,11 +197,11 @@ class _Clock:
     error_ns: float
 
     @classmethod
-    def emulated(cls, num_ctas: int) -> _Clock:
+    def emulated(cls, num_ctas: int) -> TraceClock:
         return cls(np.zeros(num_ctas, np.uint64), np.zeros(num_ctas), 1.0, 0.0)
 
     @classmethod
-    def through(cls, ctas: np.ndarray) -> _Clock:
+    def through(cls, ctas: np.ndarray) -> TraceClock:
         """All SMs of a GPU run at one frequency, so the CTAs share one slope: their median."""
         first, last = ctas["first"], ctas["last"]
         if not (first["global_ns"].all() and last["global_ns"].all()):
@@ -213,7 +215,7 @@ class _Clock:
         return cls(first["ticks"], begin_ns, ns_per_tick, error_ns)
 
 
-def _spans(records: np.ndarray, clock: _Clock) -> np.ndarray:
+def _spans(records: np.ndarray, clock: TraceClock) -> np.ndarray:
     """records: [ctas, tracks, capacity]. A step lasts until the next one of its track."""
     starts = records[..., :-1]
     ends = records[..., 1:]
@@ -494,32 +496,21 @@ def write_chrome_trace(ranks: Sequence[RankTrace], path: str | Path) -> None:
     """Aligned ranks as a trace for chrome://tracing and ui.perfetto.dev; compressed if the name
     ends in .gz. A process is a rank, a thread a track of a CTA."""
     events = [event for rank in ranks for event in _chrome_events(rank)]
-    text = '{"displayTimeUnit":"ns","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
-    if str(path).endswith(".gz"):
-        with gzip.open(path, "wt", compresslevel=6, encoding="utf-8") as file:
-            file.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+    write_events(events, path)
 
 
 def _chrome_events(rank: RankTrace) -> Iterator[str]:
     pid = rank.rank
     num_tracks = len(tracks().number)
-    yield json.dumps(
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
-    )
+    yield process_name(pid, f"rank {pid}")
     pairs = np.unique(rank.spans[["cta", "track"]])
     for cta, track in pairs.tolist():
         tid = cta * num_tracks + track
         name = f"CTA {cta} {tracks().text[track]}"
-        for kind, value in (
-            ("thread_name", {"name": name}),
-            ("thread_sort_index", {"sort_index": tid}),
-        ):
-            yield json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": value})
+        yield from thread_name(pid, tid, name)
     yield from _block_events(rank)
     for cta, track, step, start, end, num_rows, detail in rank.spans.tolist():
-        yield _event(
+        yield complete_event(
             steps().text[step],
             pid,
             cta * num_tracks + track,
@@ -541,7 +532,9 @@ def _block_events(rank: RankTrace) -> Iterator[str]:
         phase = loops.index(loop[2])
         expert, n_block = divmod(loop[6], rank.num_n_blocks[phase])
         name = f"Linear{phase + 1} expert {expert} n {n_block}"
-        yield _event(name, rank.rank, loop[0] * num_tracks + loop[1], loop[3], epilogue[4], {})
+        yield complete_event(
+            name, rank.rank, loop[0] * num_tracks + loop[1], loop[3], epilogue[4], {}
+        )
 
 
 def _arguments(rank: RankTrace, step: int, num_rows: int, detail: int) -> dict[str, float]:
@@ -555,14 +548,3 @@ def _arguments(rank: RankTrace, step: int, num_rows: int, detail: int) -> dict[s
     is_linear1 = step in _numbers("load_l1", "l1_main_loop", "l1_epilogue")
     expert, n_block = divmod(detail, rank.num_n_blocks[0 if is_linear1 else 1])
     return {"expert": expert, "n-block": n_block, "rows": num_rows}
-
-
-def _event(
-    name: str, pid: int, tid: int, start_ns: float, end_ns: float, arguments: dict[str, float]
-) -> str:
-    """Complete event; names hold nothing that JSON would have to escape."""
-    words = ",".join(f'"{key}":{value:g}' for key, value in arguments.items())
-    return (
-        f'{{"ph":"X","name":"{name}","pid":{pid},"tid":{tid},"ts":{start_ns / 1e3:.3f},'
-        f'"dur":{(end_ns - start_ns) / 1e3:.3f},"args":{{{words}}}}}'
-    )

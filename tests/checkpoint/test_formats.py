@@ -17,7 +17,11 @@ from deep_moe.errors import CheckpointError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 4, 384, 256, 1
-SEPARATE = [name for name, naming in NAMINGS.items() if isinstance(naming, ExpertNaming)]
+SEPARATE = [
+    name
+    for name, naming in NAMINGS.items()
+    if isinstance(naming, ExpertNaming) and naming.scale is not None
+]
 PARTS = {
     "gate": (INTERMEDIATE, HIDDEN),
     "up": (INTERMEDIATE, HIDDEN),

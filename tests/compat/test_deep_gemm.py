@@ -184,6 +184,51 @@ def test_fp8_weights(ue8m0):
     buffer.destroy()
 
 
+@pytest.mark.parametrize("mma_type", [None, "bf16xbf16"])
+def test_bf16_weights(mma_type):
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(
+        None,
+        NUM_EXPERTS,
+        MAX_TOKENS,
+        TOPK,
+        HIDDEN,
+        INTERMEDIATE,
+        mma_type="bf16xbf16",
+        device="cpu",
+    )
+    raw = [own.bfloat16() for own in bf16_weights()]
+    options = {} if mma_type is None else {"mma_type": mma_type}
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe(*raw, **options)
+    _, topk_idx, topk_weights = inputs()
+    x = torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    views = (buffer.x, buffer.topk_idx, buffer.topk_weights)
+    for view, value in zip(views, (x, topk_idx, topk_weights), strict=True):
+        view[:NUM_TOKENS].copy_(value)
+    y = torch.empty((NUM_TOKENS, HIDDEN), dtype=torch.bfloat16)
+    stats = torch.zeros(NUM_EXPERTS, dtype=torch.int32)
+    deep_gemm.bf16_mega_moe(
+        y, l1, l2, buffer, cumulative_local_expert_recv_stats=stats, activation_clamp=CLAMP
+    )
+    empty = torch.empty(NUM_EXPERTS, 0)
+    expected = reference_mega_moe(
+        x,
+        buffer.x_sf[:NUM_TOKENS],
+        topk_idx,
+        topk_weights,
+        (raw[0], empty),
+        (raw[1], empty),
+        activation_clamp=CLAMP,
+        numerics=target_of("sm_100a").weights_of("bf16").numerics,
+    )
+    assert calc_diff(y, expected) < 1e-5
+    assert int(stats.sum()) > 0
+    with pytest.raises(ValueError, match="sym_buffer must be made with weights='fp8' for fp8_mega"):
+        deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
+    with pytest.raises(ValueError, match="shared_l1_weights must be None"):
+        deep_gemm.bf16_mega_moe(y, l1, l2, buffer, raw[0])
+    buffer.destroy()
+
+
 class TestBuffer:
     def test_attributes(self, buffer):
         assert buffer.num_experts == NUM_EXPERTS
@@ -236,7 +281,7 @@ class TestBuffer:
     @pytest.mark.parametrize(
         ("option", "message"),
         [
-            ({"mma_type": "bf16xbf16"}, "mma_type must be 'fp8xfp4' or 'fp8xfp8'.*'bf16xbf16'"),
+            ({"mma_type": "fp4xfp4"}, "mma_type must be 'fp8xfp4' or 'fp8xfp8'.*'fp4xfp4'"),
             ({"activation": "swiglu_oai"}, "activation must be 'swiglu' or 'situ'; .*'swiglu_oai'"),
             ({"num_shared_experts": 1}, "num_shared_experts must be 0: .*; got 1"),
         ],
@@ -289,6 +334,8 @@ class TestWeights:
         with pytest.raises(ValueError, match=r"activation must be 'swiglu' or 'situ'; .*'gelu'"):
             deep_gemm.transform_weights_for_mega_moe(*pairs, "gelu")
         with pytest.raises(ValueError, match="mma_type must be 'fp8xfp4'"):
+            deep_gemm.transform_weights_for_mega_moe(*pairs, mma_type="fp4xfp4")
+        with pytest.raises(TypeError, match=r"l1_weights\[0\] must be bfloat16 for bf16 weights"):
             deep_gemm.transform_weights_for_mega_moe(*pairs, mma_type="bf16xbf16")
 
     def test_other_weights_are_refused(self, pairs):
@@ -296,7 +343,9 @@ class TestWeights:
         with pytest.raises(
             TypeError, match=r"l1_weights must be a pair .* got one tensor of torch.b"
         ):
-            deep_gemm.transform_weights_for_mega_moe(l1, l2)
+            deep_gemm.transform_weights_for_mega_moe(l1, l2, mma_type="fp8xfp8")
+        with pytest.raises(TypeError, match=r"l1_weights\[0\] must be bfloat16 .* got torch.float"):
+            deep_gemm.transform_weights_for_mega_moe(l1.float(), l2.float())
         fp8 = l1.to(torch.float8_e4m3fn)
         with pytest.raises(TypeError, match=r"l1_weights\[0\] must be packed E2M1.* got .*e4m3fn"):
             deep_gemm.transform_weights_for_mega_moe((fp8, pairs[0].sf), pairs[1])
@@ -417,7 +466,7 @@ class TestCall:
             self.call(buffer.own)
 
     def test_names_that_are_not_there(self):
-        for name in ("bf16_mega_moe", "fp8_gemm_nt", "get_symm_buffer_for_sm90_mega_moe"):
+        for name in ("bf16_gemm_nt", "fp8_gemm_nt", "get_symm_buffer_for_sm90_mega_moe"):
             assert not hasattr(deep_gemm, name)
         with pytest.raises(
             AttributeError, match="no attribute 'fp8_gemm_nt': it is DeepGEMM's Mega"

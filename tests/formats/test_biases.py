@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.targets import TARGETS
 
 
@@ -19,16 +20,17 @@ def biases(num_experts: int, intermediate: int, hidden: int) -> tuple[torch.Tens
     return l1.view(num_experts, -1), l2.view(num_experts, -1)
 
 
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(("intermediate", "hidden"), [(128, 128), (256, 384), (640, 256)])
-def test_inverse(arch: str, intermediate: int, hidden: int) -> None:
+def test_inverse(arch: str, intermediate: int, hidden: int, weights: str) -> None:
     l1, l2 = biases(3, intermediate, hidden)
-    made = deep_moe.transform_biases_for_mega_moe(l1, l2, arch)
+    made = deep_moe.transform_biases_for_mega_moe(l1, l2, arch, weights=weights)
     assert made.l1.shape == (3, 2 * intermediate // 256, 256)
     assert made.l2.shape == (3, -(-hidden // 256), 256)
     assert (made.l2.flatten(1) == 0).sum() == 3 * (-hidden % 256)
     back = deep_moe.inverse_transform_biases(
-        *made, hidden=hidden, intermediate_hidden=intermediate, arch=arch
+        *made, hidden=hidden, intermediate_hidden=intermediate, arch=arch, weights=weights
     )
     assert torch.equal(back.l1, l1)
     assert torch.equal(back.l2, l2)
@@ -56,6 +58,17 @@ def test_rows_of_gate_and_up_stand_as_those_of_the_weights() -> None:
     as_biases = torch.exp2(scales[:, :, 0].float() - 127 + 13)
     made = deep_moe.transform_biases_for_mega_moe(as_biases, torch.zeros(1, 128), "sm_90a")
     assert torch.equal(made.l1, laid_out.l1.sf)
+
+
+def test_rows_stand_as_those_of_bf16_weights_on_sm90() -> None:
+    """Every first value of a row, of layers whose rows hold one number each."""
+    l1, l2 = (bias.bfloat16() for bias in biases(1, 128, 128))
+    weights = (l1.unsqueeze(2).repeat(1, 1, 128), l2.unsqueeze(2).repeat(1, 1, 128))
+    laid_out = deep_moe.transform_weights_for_mega_moe(*weights, "sm_90a", weights="bf16")
+    made = deep_moe.transform_biases_for_mega_moe(l1, l2, "sm_90a", weights="bf16")
+    for bias, layer in zip(made, laid_out, strict=True):
+        rows = layer.weight.view(1, -1, 2, 256, 64)[:, :, 0, :, 0]
+        assert torch.equal(bias.bfloat16(), rows)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -39,7 +39,9 @@ def test_they_are_added(weights: str, how: str) -> None:
     shape = dataclasses.replace(BIASED, weights=weights)
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
     l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, weights=weights)
-    l1_bias, l2_bias = deep_moe.transform_biases_for_mega_moe(layer.l1_bias, layer.l2_bias)
+    l1_bias, l2_bias = deep_moe.transform_biases_for_mega_moe(
+        layer.l1_bias, layer.l2_bias, weights=weights
+    )
     buffer = buffer_of(shape)
     assert buffer.shape == shape
     assert f"{weights} weights with biases," in repr(buffer)

@@ -1,5 +1,7 @@
 """Several ranks in one process."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -57,6 +59,19 @@ def test_ranks_with_different_numbers_of_tokens(num_tokens: tuple[int, ...]) -> 
     example = Example(num_tokens)
     example.call()
     example.assert_exact()
+
+
+def test_two_buffers_in_use_at_once() -> None:
+    """As on two streams: calls through one know nothing of those through the other."""
+    examples = [Example((8, 3)), Example((2, 7))]
+    with ThreadPoolExecutor(len(examples)) as pool:
+        for _ in range(3):
+            for done in [pool.submit(example.call) for example in examples]:
+                done.result()
+            for example in examples:
+                example.assert_exact()
+                for y in example.ys:
+                    y.fill_(torch.nan)
 
 
 def test_a_dirty_pool_and_another_interleaving_change_no_bit() -> None:

@@ -100,6 +100,41 @@ def test_threads_with_a_buffer_each() -> None:
         layer.check()
 
 
+def test_two_buffers_on_two_streams() -> None:
+    """Each call takes half of the SMs, so that both run at once, in whatever order."""
+    layers = [FilledLayer(64, seed=seed) for seed in range(2)]
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count // 4 * 2
+    streams = [torch.cuda.Stream() for _ in layers]
+    for turn in range(20):
+        pairs = list(zip(layers, streams, strict=True))
+        for layer, stream in pairs if turn % 2 else reversed(pairs):
+            with torch.cuda.stream(stream):
+                layer.launch(layer.y, num_sms=num_sms)
+    torch.cuda.synchronize()
+    for layer in layers:
+        layer.check()
+
+
+def test_a_graph_sees_weights_that_were_replaced_in_place() -> None:
+    layer = FilledLayer(64)
+    for _ in range(2):
+        layer.launch(layer.y)
+        layer.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.launch(layer.y)
+    own = [tensor.clone() for tensor in layer.weights.l2]
+    for tensor in layer.weights.l2:
+        tensor.zero_()
+    graph.replay()
+    assert not layer.y.any()
+    for tensor, values in zip(layer.weights.l2, own, strict=True):
+        tensor.copy_(values)
+    layer.y.fill_(torch.nan)
+    graph.replay()
+    layer.check()
+
+
 def test_devices_of_one_process() -> None:
     """Whatever device is current, a call runs on that of its buffer."""
     num_devices = min(torch.cuda.device_count(), 2)

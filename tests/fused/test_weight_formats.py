@@ -100,7 +100,7 @@ def test_a_target_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_buffer_says_its_format() -> None:
     assert "128, fp8 weights, up to 16 tokens" in repr(buffer_for(FP8))
     assert buffer_for(FP8).shape == FP8
-    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8; got 'nvfp4'"):
+    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8, bf16; got 'nvfp4'"):
         deep_moe.get_symm_buffer_for_mega_moe(
             None, 4, 16, 2, 256, 128, weights="nvfp4", device="cpu"
         )

@@ -44,7 +44,7 @@ class LayerCase:
             weights=shape.weights,
             biases=shape.biases,
         )
-        self.biases = rank_biases(layer, shape.num_ranks, arch)
+        self.biases = rank_biases(layer, shape, arch)
         self.numerics = target_of(arch).weights_of(shape.weights).numerics
         self.weights = [
             transform_weights_for_mega_moe(

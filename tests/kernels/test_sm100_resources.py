@@ -54,8 +54,9 @@ def test_no_spills(block_m: int, problem: str) -> None:
 
 
 @pytest.mark.parametrize("block_m", TILES)
-def test_no_spills_with_fp8_weights(block_m: int) -> None:
-    check(block_m, PROBLEMS["clamp_precise"], "fp8")
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
+    check(block_m, PROBLEMS["clamp_precise"], weights)
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
@@ -65,7 +66,7 @@ def test_no_spills_with_biases(block_m: int, weights: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("problem", MORE_PROBLEMS)
 @pytest.mark.parametrize("block_m", TILES)
 def test_no_spills_in_more_problems(block_m: int, problem: str, weights: str) -> None:

@@ -10,8 +10,10 @@ import torch
 
 import deep_moe
 from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
+from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.comparison import Comparison, compare
@@ -26,11 +28,13 @@ def this_gpu() -> Rank:
 
 
 @lru_cache(maxsize=4)
-def make_layer(shape: MoEShape, exact: bool, sum_bits: int, seed: int = 0) -> Layer:
+def make_layer(
+    shape: MoEShape, exact: bool, sum_bits: int, scale_block: tuple[int, int], seed: int = 0
+) -> Layer:
     """All ranks' weights, the same in every process."""
     if exact:
-        return exact_layer(shape, seed=seed, sum_bits=sum_bits)
-    return random_layer(shape, seed=seed)
+        return exact_layer(shape, seed=seed, sum_bits=sum_bits, scale_block=scale_block)
+    return random_layer(shape, seed=seed, scale_block=scale_block)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,12 +59,15 @@ class RankLayer:
         self.shape = shape
         self.exact = exact
         self.buffer = make_buffer(rank, shape) if buffer is None else buffer
-        layer = make_layer(shape, exact, self.numerics.sum_bits, seed)
+        scale_block = self.target_weights.scale_block
+        layer = make_layer(shape, exact, self.numerics.sum_bits, scale_block, seed)
         self.layer = Layer(
             *(type(pair)(*(t.to(rank.device) for t in pair)) for pair in (layer.l1, layer.l2))
         )
         self.weights = deep_moe.transform_weights_for_mega_moe(
-            *self.layer.of_rank(rank.idx, shape.num_ranks), arch=rank.arch
+            *self.layer.of_rank(rank.idx, shape.num_ranks),
+            arch=rank.arch,
+            weights=shape.weights,
         )
         # What an emulated call takes beyond a GPU's: 2 CTAs and no look-out for races are fast.
         self.options: dict[str, Any] = (
@@ -68,8 +75,12 @@ class RankLayer:
         )
 
     @property
+    def target_weights(self) -> TargetWeights:
+        return target_of(self.rank.arch).weights_of(self.shape.weights)
+
+    @property
     def numerics(self) -> Numerics:
-        return target_of(self.rank.arch).weights_of().numerics
+        return self.target_weights.numerics
 
     def new_y(self, num_tokens: int) -> torch.Tensor:
         """An output full of NaN, so that a row left out is noticed."""
@@ -82,7 +93,8 @@ class RankLayer:
 
     def launch(self, y: torch.Tensor, **options: Any) -> None:
         """With the inputs that the buffer holds; does not wait for a GPU."""
-        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer, **{**self.options, **options})
+        call = CALLS[self.shape.weights]
+        call(y, *self.weights, self.buffer, **{**self.options, **options})
 
     def finish(self) -> None:
         """Wait for the device, and raise what the kernel reported."""
@@ -97,7 +109,7 @@ class RankLayer:
         self.finish()
         return y
 
-    def expected(self, tokens: Tokens, activation_clamp: float | None = None) -> torch.Tensor:
+    def expected(self, tokens: Tokens, **activation: Any) -> torch.Tensor:
         device = self.rank.device
         return reference_mega_moe(
             tokens.x.to(device),
@@ -106,16 +118,15 @@ class RankLayer:
             tokens.topk_weights.to(device),
             self.layer.l1,
             self.layer.l2,
-            activation_clamp=activation_clamp,
             numerics=self.numerics,
+            **activation,
         )
 
-    def compare(
-        self, y: torch.Tensor, tokens: Tokens, activation_clamp: float | None = None
-    ) -> Comparison:
-        """Bit for bit where the layer is exact, otherwise within what rounding explains."""
+    def compare(self, y: torch.Tensor, tokens: Tokens, **activation: Any) -> Comparison:
+        """Bit for bit where the layer is exact, otherwise within what rounding explains.
+        activation: of the call, `activation` and `activation_clamp`."""
         if self.exact:
-            return compare(y, self.expected(tokens, activation_clamp))
+            return compare(y, self.expected(tokens, **activation))
         device = self.rank.device
         bounds = reference_bounds(
             tokens.x.to(device),
@@ -124,17 +135,16 @@ class RankLayer:
             tokens.topk_weights.to(device),
             self.layer.l1,
             self.layer.l2,
-            activation_clamp=activation_clamp,
             numerics=self.numerics,
             sum_bits=self.sum_bits,
+            **activation,
         )
         return compare(y, bounds)
 
-    def compare_call(
-        self, tokens: Tokens, *, activation_clamp: float | None = None, **options: Any
-    ) -> Comparison:
-        y = self.call(tokens, activation_clamp=activation_clamp, **options)
-        return self.compare(y, tokens, activation_clamp)
+    def compare_call(self, tokens: Tokens, **options: Any) -> Comparison:
+        y = self.call(tokens, **options)
+        names = {"activation", "activation_clamp"} & options.keys()
+        return self.compare(y, tokens, **{name: options[name] for name in names})
 
     @property
     def sum_bits(self) -> int:
@@ -150,5 +160,7 @@ def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
         shape.num_topk,
         shape.hidden,
         shape.intermediate_hidden,
+        num_pool_tokens=shape.num_pool_tokens,
+        weights=shape.weights,
         device=rank.device,
     )

@@ -224,6 +224,12 @@ SM100_MUTATIONS = (
     ),
     # ---- MMA
     M("mma_always_accumulates", replaced("mma", "!is_first || i > 0", "true"), "misuse|result"),
+    M(
+        "bf16_mma_overwrites",
+        replaced("bf16_mma", "!is_first || i > 0", "i > 0"),
+        "result",
+        weights="bf16",
+    ),
     M("mma_scale_byte", replaced("mma", "(num_tokens, i)", "(num_tokens, 0)"), "result"),
     M("mma_tokens_not_rounded", replaced("mma_tokens", "16u", "8u"), "misuse"),
     M(
@@ -281,6 +287,7 @@ SM100_MUTATIONS = (
     M("l1_maxima_of_wrong_warp", replaced("l1_neighbour", "^ 1", "^ 2"), "result|race"),
     M("l1_scale_byte", replaced("l1_scale_byte", "group_idx", "(group_idx + 1)"), "result|race"),
     M("l1_swizzle", replaced("swizzle", "0x30", "0x10"), "result|race"),
+    M("l1_bf16_swizzle", replaced("bf16_swizzle", "0x70", "0x30"), "result", weights="bf16"),
     # ---- Linear2 epilogue
     M("l2_one_row_too_many", replaced("l2_valid_row", ">=", ">"), "race|result|misuse"),
     M("l2_read_before_staged", removed("l2_tile_staged"), "race|misuse"),
@@ -404,7 +411,7 @@ SM90_MUTATIONS = (
     M("one_half_not_rescaled", removed("lower_rescaled"), "result"),
     M(
         "upper_promoted_early",
-        replaced("upper_complete", "wgmma_wait_group<1>", "wgmma_wait_group<2>"),
+        replaced("upper_complete", "num_sets - 1", "num_sets"),
         "race",
         weights="fp8",
     ),
@@ -428,6 +435,33 @@ SM90_MUTATIONS = (
         replaced("scales_counted", "block_bytes + scale_bytes", "block_bytes"),
         "race|misuse",
         weights="fp8",
+    ),
+    M(
+        "shared_stage_released_early",
+        replaced("shared_groups_in_flight", "wgmma_wait_group<1>", "wgmma_wait_group<2>"),
+        "race",
+        weights="bf16",
+    ),
+    M(
+        "stage_released_while_multiplied",
+        replaced("shared_stage_released", "Ring::stage_before(stage)", "stage"),
+        "race|timeout|misuse",
+        weights="bf16",
+    ),
+    M("shared_stage_not_awaited", removed("shared_stage_awaited"), "race|misuse", weights="bf16"),
+    M("shared_sums_used_early", removed("shared_sums_complete"), "race", weights="bf16"),
+    M("shared_without_fence", removed("shared_fence"), "race", weights="bf16"),
+    M(
+        "k_step_of_tokens",
+        replaced("shared_wgmma", "tokens + (offset >> 4)", "tokens"),
+        "result",
+        weights="bf16",
+    ),
+    M(
+        "bf16_values_of_the_neighbour",
+        replaced("bf16_place", "2 * thread_.row()", "2 * (thread_.row() ^ 1)"),
+        "result",
+        weights="bf16",
     ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- set-up

@@ -84,7 +84,19 @@ SPLIT_MUTATIONS = (
     ),
     M("tokens_not_awaited", removed("staging_awaited"), "race"),
     M("contributions_not_awaited", removed("contributions_awaited"), "race"),
+    M(
+        "overwritten_before_added",
+        removed("last_sums_awaited"),
+        "race|timeout|result",
+        test=LOW_LATENCY + "repeats_with_other_rows",
+    ),
     # ---- dispatch, receiving
+    M(
+        "exponents_of_one_scale",
+        replaced("exponent_packed", "4 * column + i", "4 * column"),
+        "result",
+        test=LOW_LATENCY + "test_scales_that_are_powers_of_two_are_the_smallest_that_fit",
+    ),
     M(
         "count_not_awaited",
         replaced("count_awaited", "word != 0", "true"),

@@ -63,6 +63,8 @@ SETTINGS = {
     # Blocks of 64 and 96 rows, the last not full.
     "sm_90a": Setting((96, 61), 2, {**FITTED, "num_stages": 3}),
     "sm_90a fp8": Setting((96, 61), 2, {"block_m": 88, "num_stages": 3}),
+    "sm_90a bf16": Setting((96, 61), 2, {**FITTED, "num_stages": 3}),
+    "sm_100a bf16": Setting((96, 29), 4, {"block_m": 96, "num_stages": 3}),
 }
 
 
@@ -209,7 +211,7 @@ def outcome(
     if one_size:
         overrides |= {"block_m": one_size, "block_m_step": one_size}
     tokens = [
-        exact_tokens(SHAPE, count, seed=rank + 1, num_unused_slots=1 - rank)
+        exact_tokens(shape, count, seed=rank + 1, num_unused_slots=1 - rank)
         for rank, count in enumerate(setting.num_tokens)
     ]
     for own in tokens:  # all of them to expert 0, which makes two m-blocks
@@ -219,7 +221,7 @@ def outcome(
     case = LayerCase(shape, exact_layer(shape, scale_block=scale_block), arch=arch)
 
     def run_in_a_row() -> bool:
-        few = [exact_tokens(SHAPE, 3, seed=3), exact_tokens(SHAPE, 5, seed=4)]
+        few = [exact_tokens(shape, 3, seed=3), exact_tokens(shape, 5, seed=4)]
         calls = case.compare_calls_in_a_row(
             [few, tokens, few[::-1], few],
             overrides=overrides,
@@ -325,8 +327,13 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_without_a_bug_nobody_complains_about_fp8_weights(schedule: str) -> None:
-    assert outcome("sm_90a", schedule, weights="fp8") == ""
+@pytest.mark.parametrize(
+    ("arch", "weights"), [("sm_90a", "fp8"), ("sm_90a", "bf16"), ("sm_100a", "bf16")]
+)
+def test_without_a_bug_nobody_complains_about_other_weights(
+    schedule: str, arch: str, weights: str
+) -> None:
+    assert outcome(arch, schedule, weights=weights) == ""
 
 
 @pytest.mark.parametrize("num_rows", [8, 96])

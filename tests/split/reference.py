@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
+from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.handle import Dispatched
@@ -17,7 +17,12 @@ def quantized(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor 
     """The tokens as they travel."""
     if format == "bf16":
         return x, None
-    return quantize_e4m3_float(x) if format == "fp8_128" else quantize_e4m3_ue8m0(x)
+    if format == "fp8_32":
+        return quantize_e4m3_ue8m0(x)
+    values, scales = quantize_e4m3_float(x, powers_of_two=format != "fp8_128")
+    if format == "fp8_128_ue8m0":
+        return values, pack_ue8m0((scales.log2().int() + 127).to(torch.uint8))
+    return values, scales
 
 
 def used_experts(

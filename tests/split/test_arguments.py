@@ -50,7 +50,7 @@ def inputs(layer: LowLatencyAllToAll) -> Inputs:
         ("num_experts", 4097, "num_experts must be 1 to 4096; got 4097"),
         ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
         ("num_topk", 5, r"num_topk must be at most num_experts \(4\); got 5"),
-        ("format", "fp4", "format must be one of fp8_128, fp8_32, bf16; got 'fp4'"),
+        ("format", "fp4", "fp8_128_ue8m0, fp8_32, bf16; got 'fp4'"),
         ("num_sms", 0, "num_sms must be at least 1; got 0"),
         ("timeout_s", -1.0, "timeout_s must be a positive number of at most 1e.09; got -1"),
         ("arch", "sm_80", "arch must be one of .*; got 'sm_80'"),
@@ -169,6 +169,43 @@ def test_a_handle_is_used_once(layer, inputs) -> None:
     combine(layer, inputs, handle, receive=False)
     with pytest.raises(ValueError, match="its combine has been sent and not received"):
         combine(layer, inputs, handle)
+
+
+def test_a_handle_is_combined_again(layer, inputs) -> None:
+    handle = dispatch(layer, inputs)
+    with pytest.raises(ValueError, match="handle must be one that has been combined, for again"):
+        combine(layer, inputs, handle, again=True)
+    combine(layer, inputs, handle)
+    combine(layer, inputs, handle, again=True)
+
+
+def test_rows_that_may_still_be_fetched(inputs) -> None:
+    layer = make(zero_copy=True)
+    handle = dispatch(layer, inputs)
+    ids, weights = inputs.topk_idxs[0], inputs.topk_weights[0]
+    combine(layer, inputs, handle)
+    rows = layer.get_combine_buffer(handle).copy_(inputs.ys[0])
+    layer.combine(rows, ids, weights, handle, zero_copy=True, again=True)
+    with pytest.raises(ValueError, match="again must be False for a handle whose rows the other"):
+        layer.combine(rows, ids, weights, handle, zero_copy=True, again=True)
+    with pytest.raises(ValueError, match="received and not combined from this buffer"):
+        layer.get_combine_buffer(handle)
+
+
+def test_a_format_that_there_is_no_room_for(layer, inputs) -> None:
+    with pytest.raises(ValueError, match="format must be that of the layer, 'fp8_128', or None"):
+        dispatch(layer, inputs, format="bf16")
+    layer = make(any_format=True)
+    with pytest.raises(ValueError, match=r"format must be one of .*; got 'fp4'"):
+        dispatch(layer, inputs, format="fp4")
+    with pytest.raises(ValueError, match="hidden must be a multiple of 512 for format"):
+        dispatch(layer, inputs, format="fp8_128_ue8m0")
+
+
+@pytest.mark.parametrize("name", ["expert_totals", "wait_cycles"])
+def test_statistics_of_another_size(layer, inputs, name: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"{name} must"):
+        dispatch(layer, inputs, **{name: torch.zeros(9, dtype=torch.int64)})
 
 
 def test_a_handle_whose_half_has_a_later_call(layer, inputs) -> None:

@@ -32,13 +32,16 @@ def run_case(seed: int) -> None:
     choose = random.Random(seed)
     num_ranks = choose.choice([1, 2, 2, 3, 4])
     num_experts = num_ranks * choose.choice([1, 2, 3, 7, 33])
+    format = choose.choice(list(FORMATS))
+    hidden = 512 if format == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5])
     layer = EmulatedAllToAll(
         num_ranks,
         choose.choice([1, 3, 8, 20]),
-        128 * choose.choice([1, 2, 3, 5]),
+        hidden,
         num_experts,
         min(num_experts, choose.choice([1, 2, 3, 6, 9])),
-        format=choose.choice(list(FORMATS)),
+        format=format,
+        any_format=choose.random() < 0.3,
         num_sms=choose.choice([1, 2, 3, 5]),
         arch=choose.choice(["sm_90a", "sm_100a"]),
         timeout_s=1.0,

@@ -63,7 +63,6 @@ def test_two_ranks(run_ranks) -> None:
         ("local_world_size", 8, r"local_world_size must be world_size \(1\)"),
         ("fp8_gsize", 64, "fp8_gsize must be 128; got 64"),
         ("dtype", torch.float16, "dtype must be torch.bfloat16; got torch.float16"),
-        ("enable_profiling", True, "enable_profiling must be False"),
         ("rank", 1, "rank and world_size must be those of the group, 0 and 1; got 1 and 1"),
         ("max_m", 2000, "num_max_tokens_per_rank must be 1 to 1024; got 2000"),
     ],

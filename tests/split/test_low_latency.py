@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def check_call(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_bit(format: str, arch: str) -> None:
-    with ranks(format=format, arch=arch) as layer:
+    hidden = 512 if format == "fp8_128_ue8m0" else 256  # which has four scales in a word
+    with ranks(format=format, arch=arch, hidden=hidden) as layer:
         check_call(layer, random_inputs(layer.shape, (8, 5)))
 
 
@@ -169,7 +171,7 @@ def test_two_calls_under_way(receive: bool) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_send_first_and_receive_later(format: str) -> None:
-    with ranks(format=format) as layer:
+    with ranks(format=format, hidden=512) as layer:
         for seed in range(3):
             check_call(layer, random_inputs(layer.shape, (8, 3), seed), receive=False)
 
@@ -224,9 +226,9 @@ def test_odd_sizes(hidden: int, num_experts: int, num_topk: int, num_sms: int) -
         check_call(layer, random_inputs(layer.shape, (6, 3)))
 
 
-@pytest.mark.parametrize("format", ["fp8_128", "fp8_32"])
+@pytest.mark.parametrize("format", ["fp8_128", "fp8_128_pow2", "fp8_128_ue8m0", "fp8_32"])
 def test_values_that_are_no_numbers_stay_in_their_group(format: str) -> None:
-    with ranks(format=format) as layer:
+    with ranks(format=format, hidden=512) as layer:
         inputs = random_inputs(layer.shape, (8, 8))
         inputs.xs[0][0, 3] = torch.inf
         inputs.xs[0][1, 130] = torch.nan
@@ -234,6 +236,127 @@ def test_values_that_are_no_numbers_stay_in_their_group(format: str) -> None:
         inputs.xs[1][1] = 1e-30
         inputs.xs[1][2, 0] = -torch.inf
         check_call(layer, inputs)
+
+
+def test_scales_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
+    """Largest magnitudes at, below and above 448 times a power of two."""
+    with ranks(num_ranks=1, format="fp8_128_ue8m0", hidden=512) as layer:
+        inputs = random_inputs(layer.shape, (8,), unused=0.0)
+        x = torch.zeros(8, 512)
+        for token, exponent in enumerate(range(-16, 16, 4)):
+            x[token, [0, 128, 256, 384]] = torch.tensor([448.0, 446.0, -450.0, 0.0]) * 2.0**exponent
+        inputs.xs[0] = x.bfloat16()
+        (result,) = layer.dispatch(inputs.xs, inputs.topk_idxs)
+        check_dispatched(layer.shape, result, 0, inputs.xs, inputs.topk_idxs)
+        assert result.scales is not None
+        least = 127 - 22  # of a group of zeros: 1e-4 / 448 lies between 2^-23 and 2^-22
+        for local, count in enumerate(result.recv_count.tolist()):
+            for row in range(count):
+                token = int(result.src_info[local, row]) // layer.shape.num_topk
+                exponent = 127 - 16 + 4 * token
+                word = int(result.scales[local, row, 0])
+                found = [word >> shift & 0xFF for shift in (0, 8, 16, 24)]
+                assert found == [exponent, exponent, exponent + 1, least]
+
+
+@pytest.mark.parametrize("receive", [True, False])
+def test_calls_of_other_formats_in_turn(receive: bool) -> None:
+    with ranks(any_format=True, format="bf16", hidden=512) as layer:
+        for seed, format in enumerate([*FORMATS, *FORMATS]):
+            inputs = random_inputs(layer.shape, (8, 3), seed)
+            results = layer.dispatch(inputs.xs, inputs.topk_idxs, format=format, receive=receive)
+            if not receive:
+                layer.receive(handles(results))
+            shape = replace(layer.shape, format=format)
+            for rank, result in enumerate(results):
+                check_dispatched(shape, result, rank, inputs.xs, inputs.topk_idxs)
+            check_combined(layer, inputs, results)
+
+
+def check_combined(
+    layer: EmulatedAllToAll, inputs: Inputs, results: Sequence[Dispatched], **options: Any
+) -> None:
+    outs = layer.combine(
+        inputs.ys, inputs.topk_idxs, inputs.topk_weights, handles(results), **options
+    )
+    if not options.get("receive", True):
+        layer.receive(handles(results))
+    for rank, out in enumerate(outs):
+        weights = inputs.topk_weights[rank]
+        expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, inputs.ys)
+        assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("receive", [True, False])
+def test_a_call_combined_again_with_other_rows(receive: bool) -> None:
+    with ranks() as layer:
+        for seed in range(3):
+            inputs = random_inputs(layer.shape, (8, 5), seed)
+            results = layer.dispatch(inputs.xs, inputs.topk_idxs)
+            check_combined(layer, inputs, results, receive=receive)
+            for again in range(2):
+                inputs.ys = random_inputs(layer.shape, (8, 5), 10 + seed + again).ys
+                check_combined(layer, inputs, results, receive=receive, again=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_combined_again_by_ranks_that_run_ahead(schedule: str) -> None:
+    """Nobody's rows are overwritten before they have been added."""
+    with ranks(num_ranks=3, num_experts=9) as layer:
+        again_with_other_rows(layer, schedule)
+
+
+def again_with_other_rows(layer: EmulatedAllToAll, schedule: Any) -> None:
+    num_tokens = (8, 5, 7)
+    inputs = random_inputs(layer.shape, num_tokens)
+    rows = [random_inputs(layer.shape, num_tokens, seed).ys for seed in range(3)]
+    queues: list[list[Any]] = [[] for _ in layer.layers]
+    outs: list[list[torch.Tensor]] = [[] for _ in rows]
+    for rank, own in enumerate(layer.layers):
+        ids, weights = inputs.topk_idxs[rank], inputs.topk_weights[rank]
+        launch, result = own.prepare_dispatch(inputs.xs[rank], ids)
+        queues[rank].append(launch)
+        for i, ys in enumerate(rows):
+            launch, out = own.prepare_combine(ys[rank], ids, weights, result.handle, again=i > 0)
+            queues[rank].append(launch)
+            outs[i].append(out)
+    layer.run(queues, schedule=schedule)
+    for ys, sums in zip(rows, outs, strict=True):
+        for rank, out in enumerate(sums):
+            weights = inputs.topk_weights[rank]
+            expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, ys)
+            assert torch.equal(bits(out), bits(expected))
+
+
+def repeats_with_other_rows() -> None:
+    """A test of the mutations: calls that are combined again, without a look at each other."""
+    for seed in range(3):
+        with ranks(num_ranks=3, num_experts=9, timeout_s=0.01, schedule_seed=seed) as layer:
+            again_with_other_rows(layer, "random")
+
+
+def test_statistics_are_added_to() -> None:
+    with ranks(num_ranks=1, num_experts=4) as layer:
+        (own,) = layer.layers
+        totals, cycles = torch.ones(4, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+        expected = totals.clone()
+        for seed in range(2):
+            inputs = random_inputs(layer.shape, (8,), seed)
+            result = own.dispatch(
+                inputs.xs[0], inputs.topk_idxs[0], expert_totals=totals, wait_cycles=cycles
+            )
+            expected += result.recv_count
+            assert torch.equal(totals, expected)
+            dispatched = int(cycles)
+            assert dispatched > 1
+            own.combine(
+                inputs.ys[0],
+                inputs.topk_idxs[0],
+                inputs.topk_weights[0],
+                result.handle,
+                wait_cycles=cycles,
+            )
+            assert int(cycles) > dispatched
 
 
 def test_scales_by_column() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 from . import testing, utils
 from .mega import (
     SymmBuffer,
+    bf16_mega_moe,
     fp8_fp4_mega_moe,
     fp8_mega_moe,
     get_block_m_for_mega_moe,
@@ -46,6 +47,7 @@ from .operands import transform_sf_into_required_layout
 
 __all__ = [
     "SymmBuffer",
+    "bf16_mega_moe",
     "fp8_fp4_mega_moe",
     "fp8_mega_moe",
     "get_block_m_for_mega_moe",
@@ -65,5 +67,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}: it is DeepGEMM's Mega MoE of FP8 "
-        f"tokens and FP4 or FP8 weights, {', '.join(__all__)}"
+        f"tokens and FP4 or FP8 weights, or of BF16, {', '.join(__all__)}"
     )

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MMA_TYPE = "fp8xfp4"
-WEIGHTS = {MMA_TYPE: "mxfp4", "fp8xfp8": "fp8"}  # their format here, by mma_type
+BF16_TYPE = "bf16xbf16"
+WEIGHTS = {MMA_TYPE: "mxfp4", "fp8xfp8": "fp8", BF16_TYPE: "bf16"}  # their format, by mma_type
 ACTIVATION = "swiglu"
 ACTIVATIONS = (ACTIVATION, Situ.name)  # that DeepGEMM has
 RECIPE = (1, 1, 32)
@@ -38,7 +39,8 @@ _num_sms: int | None = None
 class SymmBuffer:
     """One rank's inputs and work space, as DeepGEMM's class of this name.
 
-    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128].
+    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128]. With mma_type
+    "bf16xbf16" x is bfloat16, and x_sf is empty.
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     buffer: int8, all of the memory. handle: its buffer_ptrs say where every rank's lies.
     own: the `deep_moe.SymmBuffer` that does the work; it has `reset()`, and
@@ -63,10 +65,11 @@ class SymmBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """group: a process group, or None for one rank. mma_type: "fp8xfp4" or "fp8xfp8", for calls
-        of `fp8_fp4_mega_moe` or `fp8_mega_moe`. activation: "swiglu" or "situ": the buffer is
-        the same. num_shared_experts, base: only the defaults. device: as in
-        `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is raised."""
+        """group: a process group, or None for one rank. mma_type: "fp8xfp4", "fp8xfp8" or
+        "bf16xbf16", for calls of `fp8_fp4_mega_moe`, `fp8_mega_moe` or `bf16_mega_moe`.
+        activation: "swiglu" or "situ": the buffer is the same. num_shared_experts, base: only the
+        defaults. device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is
+        raised."""
         if num_shared_experts != 0:
             raise ValueError(
                 "num_shared_experts must be 0: no kernel here computes them, a layer's other code "
@@ -133,15 +136,18 @@ def get_symm_buffer_for_mega_moe(
 ) -> SymmBuffer:
     """A `SymmBuffer`. Every rank of `group` must call this.
 
-    use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there. In
-    versions without num_shared_experts it is the seventh argument, so a bool there is taken for it.
+    use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there. False
+    goes with mma_type "bf16xbf16" only. In versions without num_shared_experts it is the seventh
+    argument, so a bool there is taken for it.
     """
     if isinstance(num_shared_experts, bool):
         use_fp8_dispatch, num_shared_experts = num_shared_experts, 0
     if use_fp8_dispatch is not None:
-        if not use_fp8_dispatch:
+        travel_as_fp8 = mma_type != BF16_TYPE
+        if bool(use_fp8_dispatch) != travel_as_fp8:
             raise ValueError(
-                "use_fp8_dispatch must be True or None: tokens travel as FP8; got False"
+                f"use_fp8_dispatch must be {travel_as_fp8} or None: with mma_type {mma_type!r} "
+                f"tokens travel as {'FP8' if travel_as_fp8 else 'BF16'}; got {use_fp8_dispatch}"
             )
         warnings.warn(
             "use_fp8_dispatch is deprecated, mma_type says it", DeprecationWarning, stacklevel=2
@@ -161,28 +167,31 @@ def get_symm_buffer_for_mega_moe(
 
 
 def transform_weights_for_mega_moe(
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: Pair | torch.Tensor,
+    l2_weights: Pair | torch.Tensor,
     activation: str = ACTIVATION,
     mma_type: str = MMA_TYPE,
     *,
     arch: str | None = None,
     requantize: bool = False,
 ) -> MegaMoEWeights:
-    """(l1, l2) for `fp8_fp4_mega_moe` or, with mma_type "fp8xfp8", `fp8_mega_moe`, as new tensors,
-    in deep_moe's layout.
+    """(l1, l2) for `fp8_fp4_mega_moe` or, with mma_type "fp8xfp8", `fp8_mega_moe`, or, of tensors
+    without scales, `bf16_mega_moe`, as new tensors, in deep_moe's layout.
 
     l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales; l2_weights: packed
     E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2. Scales: one per 32 values,
     int32 with four in each, of any strides, float8_e8m0fnu, uint8, or float32 powers of two.
     With "fp8xfp8" float8_e4m3fn [E, 2*I, H] and [E, H, I], and such scales, or one for each 128 x
-    128 values.
+    128 values. bfloat16 [E, 2*I, H] and [E, H, I] are tensors, not pairs, and need no mma_type;
+    what is returned for them are pairs, too, each with an empty tensor.
     activation: "swiglu" or "situ"; the weights are the same. arch: the target, by default that of
     the device. requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
     Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
     """
     _check_activation(activation)
+    if isinstance(l1_weights, torch.Tensor) and isinstance(l2_weights, torch.Tensor):
+        mma_type = BF16_TYPE if mma_type == MMA_TYPE else mma_type  # the default there too
     weights = _weights_of(mma_type)
     if mma_type == MMA_TYPE:
         l1_weights = packed_weights("l1_weights", l1_weights)
@@ -223,15 +232,7 @@ def fp8_fp4_mega_moe(
     `deep_moe.fp8_fp4_mega_moe`.
     """
     _check_buffer(sym_buffer)
-    for name, value in (
-        ("shared_l1_weights", shared_l1_weights),
-        ("shared_l2_weights", shared_l2_weights),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"{name} must be None: no kernel here computes shared experts; got "
-                f"{_kind(value)}. Name the arguments after sym_buffer, if this was another"
-            )
+    _refuse_shared(shared_l1_weights, shared_l2_weights)
     deep_moe.fp8_fp4_mega_moe(
         y,
         l1_weights,
@@ -280,6 +281,47 @@ def fp8_mega_moe(
         cumulative_local_expert_recv_stats,
         recipe,
         activation,
+        activation_clamp,
+        fast_math,
+        arch=arch,
+        num_sms=_num_sms,
+    )
+
+
+def bf16_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    shared_l1_weights: torch.Tensor | None = None,
+    shared_l2_weights: torch.Tensor | None = None,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    activation: str = ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    arch: str | None = None,
+) -> None:
+    """`deep_moe.bf16_mega_moe`, for a `SymmBuffer` of this module with mma_type "bf16xbf16": writes
+    y, bfloat16 [tokens, hidden].
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16
+        tensors.
+    shared_l1_weights, shared_l2_weights: None only.
+    activation, activation_clamp: as in `fp8_fp4_mega_moe`.
+    arch: on a CPU, the target to emulate.
+
+    Raises TypeError or ValueError as `deep_moe.bf16_mega_moe`.
+    """
+    _check_buffer(sym_buffer)
+    _refuse_shared(shared_l1_weights, shared_l2_weights)
+    deep_moe.bf16_mega_moe(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer.own,
+        cumulative_local_expert_recv_stats,
+        _activation(activation, None, None),
         activation_clamp,
         fast_math,
         arch=arch,
@@ -386,10 +428,22 @@ def _default_device() -> str:
 def _weights_of(mma_type: str) -> str:
     if mma_type not in WEIGHTS:
         raise ValueError(
-            f"mma_type must be 'fp8xfp4' or 'fp8xfp8', FP8 tokens and MXFP4 or FP8 weights; got "
-            f"{mma_type!r}"
+            "mma_type must be 'fp8xfp4' or 'fp8xfp8', FP8 tokens and MXFP4 or FP8 weights, or "
+            f"'bf16xbf16'; got {mma_type!r}"
         )
     return WEIGHTS[mma_type]
+
+
+def _refuse_shared(shared_l1_weights: object, shared_l2_weights: object) -> None:
+    for name, value in (
+        ("shared_l1_weights", shared_l1_weights),
+        ("shared_l2_weights", shared_l2_weights),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name} must be None: no kernel here computes shared experts; got "
+                f"{_kind(value)}. Name the arguments after sym_buffer, if this was another"
+            )
 
 
 def _check_buffer(sym_buffer: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deep_moe.errors import DeepMoEError, MissingPackageError
+from ..engine_version import require_version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def register(
     if arch is not None:
         require_type("arch", arch, str, "a str or None")
         target_of(arch)
-    _require_version()
+    require_version("transformers", OLDEST, TOO_NEW)
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -124,20 +124,3 @@ def _experts_of(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 def _num_topk(module: Any) -> int:
     return int(module.config.num_experts_per_tok)
-
-
-def _require_version() -> None:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackageError(
-            "transformers is needed for deep_moe.integrations.transformers; "
-            "install transformers>=5.23"
-        ) from error
-    version = transformers.__version__
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if not OLDEST <= numbers < TOO_NEW:
-        raise DeepMoEError(
-            f"transformers must be at least {OLDEST[0]}.{OLDEST[1]} and older than "
-            f"{TOO_NEW[0]}.{TOO_NEW[1]}, whose interfaces this was written for; got {version}"
-        )

@@ -13,7 +13,8 @@ from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
 
 from ..shared_buffers import SharedBuffers
-from .layer import ExpertsLayer, UnsupportedError, restore, take_over
+from ..unsupported import UnsupportedError
+from .layer import ExpertsLayer, restore, take_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -32,6 +32,7 @@ from deep_moe.formats.weights import (
 from deep_moe.heuristics.shape import MoEShape
 
 from ..shared_buffers import LayerSizes
+from ..unsupported import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,10 +42,6 @@ _LINEARS = ("gate_up_proj", "down_proj")
 _SCALES = "_scale_inv"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = (torch.int8, torch.uint8)
-
-
-class UnsupportedError(Exception):
-    """Why the kernel cannot run a module's experts, in words that follow its name."""
 
 
 @dataclass(frozen=True)

@@ -134,14 +134,15 @@ __device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& t
     return waiter.warp_agrees(released);
 }
 
-// All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: hidden bytes of this
-// warp's own in shared memory; `pull_barrier`: one arrival plus hidden bytes per token, first phase
-// 0.
+// All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: a token's bytes of
+// this warp's own in shared memory; `pull_barrier`: one arrival plus these bytes per token, first
+// phase 0.
 template <class Config, class PullPolicy>
 __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCounts<Config>& counts,
                             uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
                             uint32_t pull_barrier, Waiter& waiter) {
     constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
+    constexpr uint32_t token_bytes = SymmBuffer<Config>::token_bytes;
     const SymmBuffer<Config> local = buffers.local();
     PoolWalk<Config> walk(local, counts);
     PulledToken token;
@@ -157,9 +158,9 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
         // Read before anything is waited for, so that it is under way with the rest.
         float topk_weight = 0.0f;
         if (ptx::lane_idx() == 0) {
-            ptx::mbarrier_arrive_expect_tx(pull_barrier, Config::hidden);  //~ pull_bytes
+            ptx::mbarrier_arrive_expect_tx(pull_barrier, token_bytes);  //~ pull_bytes
             ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
-                                             Config::hidden, pull_barrier);
+                                             token_bytes, pull_barrier);
             const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
             topk_weight = *source.input_topk_weights(slot);
         }
@@ -190,7 +191,7 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
             // way: before the loads from other ranks have arrived the fence would wait for them.
             if (takes_used) ptx::fence_proxy_async_global();  //~ rows_fence
             ptx::cp_async_bulk_global_shared(local.l1_tokens(token.pool_token_idx), pull_buffer,
-                                             Config::hidden);
+                                             token_bytes);
             ptx::cp_async_bulk_commit_group();
             ptx::cp_async_bulk_wait_group<0>();  //~ token_written
             //~ token_arrived

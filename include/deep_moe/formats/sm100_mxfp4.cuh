@@ -4,14 +4,20 @@
 #include <cuda/std/cstdint>
 #include <cute/arch/mma_sm100_desc.hpp>
 
+#include "deep_moe/dispatch/sm100_pull_policy.cuh"
+
 namespace deep_moe::sm100 {
 
 struct Mxfp4Weights {
+    static constexpr bool has_scales = true;
     static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E2M1;
 
     // What a load counts on its barrier for so many bytes of shared memory: packed, 16 values are 8
     // bytes, which it spreads over 16.
     static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes / 2; }
+
+    template <class Config>
+    using PullPolicy = sm100::PullPolicy<Config>;
 };
 
 }  // namespace deep_moe::sm100

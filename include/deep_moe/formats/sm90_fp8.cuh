@@ -3,6 +3,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/dispatch/sm90_pull_policy.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/promoting_loop.cuh"
 
@@ -12,9 +13,13 @@ struct Fp8Weights {
     static constexpr uint32_t block_bytes = 256 * 128;
     // Scales come with each stage, nothing with the block.
     static constexpr bool has_row_factors = false;
+    static constexpr bool has_block_scales = true;
+    static constexpr bool has_token_scales = true;
 
     template <class Config>
     using MainLoop = PromotingLoop<Config>;
+    template <class Config>
+    using PullPolicy = sm90::PullPolicy<Config>;
 };
 
 }  // namespace deep_moe::sm90

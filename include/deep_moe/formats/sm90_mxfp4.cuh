@@ -3,6 +3,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/dispatch/sm90_pull_policy.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/formats/sm90_fp4_decode.cuh"
 
@@ -12,9 +13,13 @@ struct Mxfp4Weights {
     static constexpr uint32_t block_bytes = weight_block_bytes;
     // A factor for each row; what its groups of 32 differ in lies in the block.
     static constexpr bool has_row_factors = true;
+    static constexpr bool has_block_scales = false;
+    static constexpr bool has_token_scales = true;
 
     template <class Config>
     using MainLoop = sm90::MainLoop<Config>;
+    template <class Config>
+    using PullPolicy = sm90::PullPolicy<Config>;
 };
 
 }  // namespace deep_moe::sm90

@@ -1,6 +1,7 @@
 // Low-latency combine: what the experts made goes back to the tokens' ranks, and is added there. In
 // one kernel, or in two: `sends` and `receives` say which parts this one has. With `fetches_rows`
-// the rows stay where the experts wrote them, and the tokens' ranks fetch them.
+// the rows stay where the experts wrote them, and the tokens' ranks fetch them. With `repeats` the
+// call has been combined before.
 //
 // Grid: as dispatch's.
 #pragma once
@@ -12,6 +13,7 @@
 #include "deep_moe/split/arrivals.cuh"
 #include "deep_moe/split/call.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/send_rows.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -28,28 +30,46 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const LowLatencyBuffer<Config> local = ranks.local();
     const ActiveRanks<Config> active(local);
     Waiter waiter(args);
+    first_anchor<Config>(args);
     uint32_t call_idx;
     bool is_sound = resume_call(args, local, waiter, call_idx);
     const uint32_t half = half_of(call_idx);
+    const auto arrivals = [&](uint32_t rank_idx) { return local.combine_arrivals(half, rank_idx); };
+    const auto arrive = [&] {
+        arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+            return buffer.combine_arrivals(half, ranks.rank_idx());
+        });
+    };
+    const uint32_t num_rounds = Config::repeats ? args.num_earlier_rounds + 2 : 1;
+    if constexpr (Config::sends && Config::repeats) {
+        // Nobody's rows are written again before all have added those of the last time, which they
+        // have when this kernel of theirs begins.
+        if (is_sound) arrive();
+        is_sound =
+            is_sound && await_ranks(WaitSite::split_contributions, active, arrivals, num_rounds - 1,
+                                    WaitCost(args.wait_cycles), waiter);  //~ last_sums_awaited
+    }
     if constexpr (Config::sends) {
         if (is_sound) {
+            const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
             if constexpr (!Config::fetches_rows) {
                 send_rows(args, ranks, active, shared_memory, half);
             }
-            arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
-                return buffer.combine_arrivals(half, ranks.rank_idx());
-            });
+            arrive();
         }
     }
     if constexpr (Config::receives) {
-        const auto arrivals = [&](uint32_t rank_idx) {
-            return local.combine_arrivals(half, rank_idx);
-        };
-        is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
-                                           waiter);  //~ contributions_awaited
+        const WaitCost cost(args.wait_cycles);
+        {
+            const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
+            is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
+                                               num_rounds, cost, waiter);  //~ contributions_awaited
+        }
+        const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) reduce_slots(args, ranks, active, half);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+    last_anchor<Config>(args);
 }
 
 }  // namespace deep_moe

@@ -14,6 +14,7 @@
 #include "deep_moe/split/call.cuh"
 #include "deep_moe/split/expand_tokens.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/publish_counts.cuh"
 #include "deep_moe/split/receive_counts.cuh"
 #include "deep_moe/split/send_tokens.cuh"
@@ -35,16 +36,38 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
         if (threadIdx.x == 0) *args.call_idx = call_idx;
     }
     if (blockIdx.x == Config::num_ctas - 1) {
+        const PhaseSpan<Config> span(args, SplitPhase::count_put);
         counts.clear();
         counts.add(args.topk_idx, active, 0, args.num_tokens);
         publish_counts(ranks, active, counts, half);
         cta_sync<Config>();  //~ counts_read: they are cleared next
     }
-    send_tokens(args, ranks, active, counts, shared_memory, half);
-    arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
-        return buffer.dispatch_arrivals(half, ranks.rank_idx());
-    });
+    {
+        const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
+        send_tokens(args, ranks, active, counts, shared_memory, half);
+        arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+            return buffer.dispatch_arrivals(half, ranks.rank_idx());
+        });
+    }
     if (ptx::warp_idx() == 0) end_sending(local, waiter);
+}
+
+// All threads of a CTA: until it knows where tokens go and all of them are here.
+template <class Config>
+__device__ bool await_tokens(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
+                             const ActiveRanks<Config>& active,
+                             const ReceivedTokens<Config>& received, uint32_t half,
+                             Waiter& waiter) {
+    const PhaseSpan<Config> span(args, SplitPhase::wait);
+    const WaitCost cost(args.wait_cycles);
+    if (!received.acquire(local, active, half, waiter)) return false;
+    received.sum_up(args, blockIdx.x == 0);
+    const auto arrivals = [&](uint32_t rank_idx) {
+        return local.dispatch_arrivals(half, rank_idx);
+    };
+    //~ staging_awaited
+    if (!await_ranks(WaitSite::split_tokens, active, arrivals, 1, cost, waiter)) return false;
+    return true;
 }
 
 template <class Config>
@@ -54,13 +77,8 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRan
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const ReceivedTokens<Config> received(shared_memory);
-    if (!received.acquire(local, active, half, waiter)) return;
-    received.sum_up(args, blockIdx.x == 0);
-    const auto arrivals = [&](uint32_t rank_idx) {
-        return local.dispatch_arrivals(half, rank_idx);
-    };
-    //~ staging_awaited
-    if (!await_ranks(WaitSite::split_tokens, active, arrivals, waiter)) return;
+    if (!await_tokens(args, local, active, received, half, waiter)) return;
+    const PhaseSpan<Config> span(args, SplitPhase::postprocess);
     TokenExpansion<Config>(args, ranks, received, half).run();
 }
 
@@ -74,6 +92,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     const LowLatencyBuffer<Config> local = ranks.local();
     const ActiveRanks<Config> active(local);
     Waiter waiter(args);
+    first_anchor<Config>(args);
     uint32_t call_idx;
     bool is_sound;
     if constexpr (Config::sends) {
@@ -88,6 +107,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
         if (is_sound) dispatch_receive(args, ranks, active, shared_memory, call_idx, waiter);
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+    last_anchor<Config>(args);
 }
 
 }  // namespace deep_moe

@@ -1,5 +1,6 @@
-// A call's inputs from what a model has: BF16 tokens become E4M3 with their scales, the router's
-// output takes the types of the symmetric buffer, and all of it lands there in one launch.
+// A call's inputs from what a model has: BF16 tokens become E4M3 with their scales or, where the
+// buffer has BF16 (Config::quantizes is false), stay as they are; the router's output takes the
+// types of the symmetric buffer, and all of it lands there in one launch.
 //
 // Neither part knows where a token ends: rows are contiguous and whole scale words, on both sides.
 // A warp takes num_chunks_per_lane * 32 neighbouring chunks of 8 values; a lane loads a chunk with
@@ -25,12 +26,12 @@ inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
 
 // Mirrored by jit/kernel_args.py.
 struct PrepareInputsArgs {
-    const void* x;              // bf16 [num_chunks * 8]
-    const void* topk_idx;       // i64 or i32 [num_slots]
-    const void* topk_weights;   // f32 or bf16 [num_slots]
-    void* input_x;              // e4m3 [num_chunks * 8], or in longer rows
-    void* input_x_sf;           // ue8m0 [num_chunks / 4], four make a word; or in longer rows
-    void* input_topk_idx;       // i64 [num_slots]
+    const void* x;             // bf16 [num_chunks * 8]
+    const void* topk_idx;      // i64 or i32 [num_slots]
+    const void* topk_weights;  // f32 or bf16 [num_slots]
+    void* input_x;             // e4m3 or bf16 [num_chunks * 8]; e4m3 maybe in longer rows
+    void* input_x_sf;      // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or null
+    void* input_topk_idx;  // i64 [num_slots]
     void* input_topk_weights;   // f32 [num_slots]
     const uint8_t* token_mask;  // [num_slots / num_topk], 0 or 1
     const void* expert_map;     // i32 or i64 [num_mapped_experts][num_expert_copies]
@@ -62,6 +63,20 @@ class TokenChunks {
     }
 
     // All 32 lanes.
+    __device__ void store() const {
+        if constexpr (Config::quantizes) {
+            quantize();
+        } else {
+            auto* values = static_cast<uint4*>(args_.input_x);
+#pragma unroll
+            for (uint32_t i = 0; i < num_chunks; ++i) {
+                if (is_valid(i)) values[chunk_idx(i)] = chunks_[i];
+            }
+        }
+    }
+
+ private:
+    // All 32 lanes.
     __device__ void quantize() const {
         auto* values = static_cast<uint2*>(args_.input_x);
         auto* scale_bytes = static_cast<uint8_t*>(args_.input_x_sf);
@@ -82,7 +97,6 @@ class TokenChunks {
         }
     }
 
- private:
     // Where a chunk belongs, in rows of so many: those of the buffer may be longer than those of x.
     static __device__ uint32_t place(uint32_t chunk_idx, uint32_t row_chunks) {
         constexpr uint32_t length = Config::num_row_chunks;
@@ -177,7 +191,7 @@ __device__ __forceinline__ void prepare_inputs(const PrepareInputsArgs& args) {
     const uint32_t thread_in_grid = blockIdx.x * Config::num_threads + threadIdx.x;
     const TokenChunks<Config> chunks(args, thread_in_grid / warp_size, ptx::lane_idx());
     convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
-    chunks.quantize();
+    chunks.store();
 }
 
 }  // namespace deep_moe

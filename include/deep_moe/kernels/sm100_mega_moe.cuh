@@ -9,7 +9,6 @@
 
 #include "deep_moe/combine/combine.cuh"
 #include "deep_moe/dispatch/dispatch.cuh"
-#include "deep_moe/dispatch/sm100_pull_policy.cuh"
 #include "deep_moe/experts/sm100/activation_loader.cuh"
 #include "deep_moe/experts/sm100/epilogue.cuh"
 #include "deep_moe/experts/sm100/mma.cuh"
@@ -56,6 +55,7 @@ template <class Config>
 __device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config>& smem,
                                const uint32_t* tmem_ptr, uint32_t warp_idx) {
     using Roles = WarpRoles<Config>;
+    constexpr bool has_scales = Config::Weights::has_scales;
     if (warp_idx == 0 && ptx::elect_sync()) smem.init_barriers();
     if (warp_idx == Roles::mma) {
         ptx::tcgen05_alloc_cta_group2(smem.tmem_ptr(), Config::num_tmem_columns);
@@ -63,15 +63,15 @@ __device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config
     }
     if (warp_idx == Roles::activation_loader && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_activations);
-        ptx::prefetch_tensormap(&args.l1_activation_sf);
+        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l1_activation_sf);
         ptx::prefetch_tensormap(&args.l2_activations);
-        ptx::prefetch_tensormap(&args.l2_activation_sf);
+        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l2_activation_sf);
     }
     if (warp_idx == Roles::weight_loader && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_weights);
-        ptx::prefetch_tensormap(&args.l1_weight_sf);
+        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l1_weight_sf);
         ptx::prefetch_tensormap(&args.l2_weights);
-        ptx::prefetch_tensormap(&args.l2_weight_sf);
+        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l2_weight_sf);
     }
     if (warp_idx == Roles::first_epilogue && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_output);
@@ -101,7 +101,8 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
 
     if (warp_idx < Roles::activation_loader) {
         set_registers<Config, Config::num_dispatch_registers>();
-        dispatch<Config, PullPolicy<Config>>(args, shared_memory);
+        dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args,
+                                                                                shared_memory);
     } else if (warp_idx < Roles::first_epilogue) {
         set_registers<Config, Config::num_loader_registers>();
         const SymmBuffer<Config> local = RankBuffers<Config>(args).local();

@@ -8,7 +8,6 @@
 
 #include "deep_moe/combine/combine.cuh"
 #include "deep_moe/dispatch/dispatch.cuh"
-#include "deep_moe/dispatch/sm90_pull_policy.cuh"
 #include "deep_moe/experts/sm90/activation_loader.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/math_warps.cuh"
@@ -51,8 +50,8 @@ template <class Config>
 __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     using Roles = WarpRoles<Config>;
     static_assert(Config::cluster_size == 1, "CTAs share nothing");
-    static_assert(Config::block_n == 256 && Config::block_k == 128,
-                  "a weight block is 256 rows x 128 k");
+    static_assert(Config::block_n == 256 && Config::Smem::activations_dim2 == 128,
+                  "a weight block is 256 rows, a k-block 128 bytes of each token");
     static_assert(Config::hidden % 128 == 0 && Config::intermediate_hidden % 128 == 0,
                   "hidden and intermediate_hidden must be multiples of 128");
     // The 128-byte swizzle repeats every 1024 bytes; Config::Smem's offsets start from here.
@@ -72,7 +71,8 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     if (warp_idx < Roles::first_math) {
         set_registers<Config, Config::num_dispatch_registers>();  //~ loader_registers
         if (warp_idx < Roles::activation_loader) {                //~ role_split
-            dispatch<Config, PullPolicy<Config>>(args, shared_memory);
+            dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args,
+                                                                                    shared_memory);
         } else {
             const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
             Waiter waiter(args);

@@ -80,10 +80,11 @@ class SymmBuffer {
         return at<TokenSource>(Symm::token_src_metadata_offset) + pool_token_idx;  // [pool_tokens]
     }
 
-    // Data part: the caller's inputs.
+    // Data part: the caller's inputs. Of tokens without scales there are no scale words.
+    static constexpr uint32_t token_bytes = Symm::input_x_dim1;
     __device__ uint8_t* input_x(uint32_t token_idx) const {
         return at<typename Symm::input_x_element>(Symm::input_x_offset) +
-               uint64_t{token_idx} * Symm::input_x_dim1;  // [T][H] e4m3
+               uint64_t{token_idx} * Symm::input_x_dim1;  // [T][H] of e4m3 or bf16
     }
     __device__ uint32_t* input_x_sf(uint32_t token_idx) const {
         return at<typename Symm::input_x_sf_element>(Symm::input_x_sf_offset) +
@@ -101,7 +102,7 @@ class SymmBuffer {
     // Data part: pools of tokens for local experts.
     __device__ uint8_t* l1_tokens(uint32_t pool_token_idx) const {
         return at<typename Symm::l1_tokens_element>(Symm::l1_tokens_offset) +
-               uint64_t{pool_token_idx} * Symm::l1_tokens_dim1;  // [pool_tokens][H] e4m3
+               uint64_t{pool_token_idx} * Symm::l1_tokens_dim1;  // [pool_tokens][H]
     }
     __device__ uint32_t* l1_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
         return at<typename Symm::l1_token_sf_element>(Symm::l1_token_sf_offset) +
@@ -114,7 +115,7 @@ class SymmBuffer {
     }
     __device__ uint8_t* l2_tokens(uint32_t pool_token_idx) const {
         return at<typename Symm::l2_tokens_element>(Symm::l2_tokens_offset) +
-               uint64_t{pool_token_idx} * Symm::l2_tokens_dim1;  // [pool_tokens][I] e4m3
+               uint64_t{pool_token_idx} * Symm::l2_tokens_dim1;  // [pool_tokens][I]
     }
     __device__ uint32_t* l2_token_sf(uint32_t k_block_idx, uint32_t sf_pool_token_idx) const {
         return at<typename Symm::l2_token_sf_element>(Symm::l2_token_sf_offset) +

@@ -18,6 +18,15 @@ __device__ __forceinline__ void stmatrix_m8n8_x4_trans_b16(uint32_t row, uint32_
                  : "memory");
 }
 
+// Two of these tiles; threads 0..15 pass row addresses.
+__device__ __forceinline__ void stmatrix_m8n8_x2_trans_b16(uint32_t row, uint32_t value0,
+                                                           uint32_t value1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :
+                 : "r"(row), "r"(value0), "r"(value1)
+                 : "memory");
+}
+
 // One 16x8 tile of bytes, transposed into 8 rows of 16 bytes. Threads 0..7 pass the row addresses
 // (16-byte aligned); byte e of thread t lands in row 2*(t%4) + e%2, byte t/4 + 8*(e/2).
 // Whole warp. SM100a.

@@ -59,6 +59,24 @@ __device__ __forceinline__ void tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
         : "memory");
 }
 
+// D (+)= A x B of F16 or BF16, as the descriptor says, K = 16, FP32 accumulation; `accumulate`
+// false overwrites D. One thread of the even CTA.
+__device__ __forceinline__ void tcgen05_mma_cta_group2_f16(uint32_t d_tmem, uint64_t a_descriptor,
+                                                           uint64_t b_descriptor,
+                                                           uint32_t instruction_descriptor,
+                                                           bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n"
+        "}"
+        :
+        : "r"(d_tmem), "l"(a_descriptor), "l"(b_descriptor), "r"(instruction_descriptor),
+          "r"(static_cast<uint32_t>(accumulate))
+        : "memory");
+}
+
 // One arrival on the barrier at this offset in every CTA of `cta_mask` once all earlier copies and
 // MMAs of the executing thread are complete. Implies fence::before_thread_sync. One thread.
 __device__ __forceinline__ void tcgen05_commit_cta_group2_multicast(uint32_t mbarrier,

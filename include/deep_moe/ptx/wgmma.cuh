@@ -154,6 +154,43 @@ DEEP_MOE_WGMMA("136", 68, "%68", "%69", "%70")
 DEEP_MOE_WGMMA("144", 72, "%72", "%73", "%74")
 
 #undef DEEP_MOE_WGMMA
+
+// D[64 rows][n] += A (BF16) x B (BF16), K = 16, FP32 accumulation, both in shared memory, K-major:
+// 64 and n rows of 32 bytes of K.
+#define DEEP_MOE_WGMMA(n, num_accumulators, a, b)                                              \
+    __device__ __forceinline__ void wgmma_m64k16_f32_bf16_bf16(                                \
+        float (&d)[num_accumulators], uint64_t a_descriptor, uint64_t b_descriptor) {          \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" n                                     \
+                     "k16.f32.bf16.bf16 "                                                      \
+                     "{" DEEP_MOE_NUMBERS_##num_accumulators "}, " a ", " b ", 1, 1, 1, 0, 0;" \
+                     : DEEP_MOE_FLOATS_##num_accumulators(d, 0)                                \
+                     : "l"(a_descriptor), "l"(b_descriptor)                                    \
+                     : "memory");                                                              \
+    }
+DEEP_MOE_WGMMA("8", 4, "%4", "%5")
+DEEP_MOE_WGMMA("16", 8, "%8", "%9")
+DEEP_MOE_WGMMA("24", 12, "%12", "%13")
+DEEP_MOE_WGMMA("32", 16, "%16", "%17")
+DEEP_MOE_WGMMA("40", 20, "%20", "%21")
+DEEP_MOE_WGMMA("48", 24, "%24", "%25")
+DEEP_MOE_WGMMA("56", 28, "%28", "%29")
+DEEP_MOE_WGMMA("64", 32, "%32", "%33")
+DEEP_MOE_WGMMA("72", 36, "%36", "%37")
+DEEP_MOE_WGMMA("80", 40, "%40", "%41")
+DEEP_MOE_WGMMA("88", 44, "%44", "%45")
+DEEP_MOE_WGMMA("96", 48, "%48", "%49")
+DEEP_MOE_WGMMA("104", 52, "%52", "%53")
+DEEP_MOE_WGMMA("112", 56, "%56", "%57")
+DEEP_MOE_WGMMA("120", 60, "%60", "%61")
+DEEP_MOE_WGMMA("128", 64, "%64", "%65")
+DEEP_MOE_WGMMA("136", 68, "%68", "%69")
+DEEP_MOE_WGMMA("144", 72, "%72", "%73")
+DEEP_MOE_WGMMA("152", 76, "%76", "%77")
+DEEP_MOE_WGMMA("160", 80, "%80", "%81")
+DEEP_MOE_WGMMA("168", 84, "%84", "%85")
+DEEP_MOE_WGMMA("176", 88, "%88", "%89")
+
+#undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
 #undef DEEP_MOE_NUMBERS_8
 #undef DEEP_MOE_NUMBERS_12

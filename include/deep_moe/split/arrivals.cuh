@@ -5,6 +5,7 @@
 
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/timer.cuh"
 #include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
@@ -28,23 +29,48 @@ __device__ void arrive_at_ranks(const LowLatencyRanks<Config>& ranks,
     }
 }
 
-// All threads of a CTA: until all CTAs of all ranks have arrived. `arrivals(rank_idx)`: that rank's
-// word in the own buffer. What they had sent may be read then, by the whole CTA: one thread
-// acquires it per rank, and the barrier passes it on.
+// Clocks that pass until each rank has come, from where this is made: for the first CTA of the grid
+// to tell, if the caller wants to know.
+class WaitCost {
+ public:
+    // wait_cycles: [ranks], or null.
+    __device__ explicit WaitCost(int64_t* wait_cycles)
+        : wait_cycles_(blockIdx.x == 0 ? wait_cycles : nullptr),
+          begin_(wait_cycles_ == nullptr ? 0 : ptx::clock64()) {}
+
+    // One thread for each rank, when it has come.
+    __device__ void add(uint32_t rank_idx) const {
+        if (wait_cycles_ == nullptr) return;
+        wait_cycles_[rank_idx] += static_cast<int64_t>(ptx::clock64() - begin_);
+    }
+
+ private:
+    int64_t* wait_cycles_;
+    uint64_t begin_;
+};
+
+// All threads of a CTA: until all CTAs of all ranks have arrived `num_rounds` times.
+// `arrivals(rank_idx)`: that rank's word in the own buffer. What they had sent may be read then, by
+// the whole CTA: one thread acquires it per rank, and the barrier passes it on.
 template <class Config, class Arrivals>
 __device__ bool await_ranks(WaitSite site, const ActiveRanks<Config>& active,
-                            const Arrivals& arrivals, Waiter& waiter) {
+                            const Arrivals& arrivals, uint32_t num_rounds, const WaitCost& cost,
+                            Waiter& waiter) {
     for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
         if (!active.contains(i)) continue;
+        const uint32_t num_expected = num_rounds * Config::num_ctas;  //~ ranks_awaited
+        // A CTA that has seen all come may have come to the next round before this one looks.
         const auto num_arrived = [&] {
-            return static_cast<uint32_t>(ptx::ld_acquire_sys(arrivals(i)));  //~ arrival_acquired
+            const auto seen = ptx::ld_acquire_sys(arrivals(i));  //~ arrival_acquired
+            return min(static_cast<uint32_t>(seen), num_expected);
         };
         const auto late_rank = [&] {
             RankSet set;
             set.insert(i);
             return set;
         };
-        waiter.until(site, Config::num_ctas, num_arrived, late_rank);  //~ ranks_awaited
+        waiter.until(site, num_expected, num_arrived, late_rank);
+        cost.add(i);
     }
     return cta_agrees<Config>(waiter);
 }

@@ -53,6 +53,9 @@ class TokenExpansion {
                   RowOfExpert::row(row_of_expert);  //~ row_placed
             const uint32_t token_topk_idx = header[0] * Config::num_topk + ptx::lane_idx();
             args_.src_info[row] = static_cast<int32_t>(token_topk_idx);  //~ source_told
+            if (args_.src_tokens != nullptr) {
+                args_.src_tokens[row] = static_cast<int32_t>(header[0]);
+            }
             if constexpr (Config::has_shared_rows) {
                 // Read behind this rank's arrival in combine.
                 *ranks_.of(rank_idx).row_of_slot(half_, token_topk_idx) = row;  //~ row_told
@@ -93,14 +96,29 @@ class TokenExpansion {
                                 uint32_t row) const {
         const uint32_t* const staged = local_.staged_scales(half_, rank_idx, slot_idx);
 #pragma unroll 1
-        for (uint32_t i = ptx::lane_idx(); i < align_up(Format::num_scale_words, warp_size);
+        for (uint32_t i = ptx::lane_idx(); i < align_up(Format::num_received_words, warp_size);
              i += warp_size) {
-            const bool is_valid = i < Format::num_scale_words;
-            const uint32_t word = is_valid ? staged[i] : 0;
+            const bool is_valid = i < Format::num_received_words;
+            const uint32_t word = is_valid ? received_word(staged, i) : 0;
             for (uint32_t left = slots; left != 0; left &= left - 1) {
                 const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
                 if (is_valid) *scale_word(slot_row, i) = word;
             }
+        }
+    }
+
+    // A staged word, or the exponents of four of them: that of an FP32 power of two is its UE8M0
+    // byte.
+    static __device__ uint32_t received_word(const uint32_t* staged, uint32_t column) {
+        if constexpr (!Config::packs_scales) {
+            return staged[column];
+        } else {
+            uint32_t word = 0;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                word |= staged[4 * column + i] >> 23 << 8 * i;  //~ exponent_packed
+            }
+            return word;
         }
     }
 

@@ -7,6 +7,8 @@
 
 namespace deep_moe {
 
+struct SplitTraceCta;  // split/phase_span.cuh
+
 // Of dispatch and of combine; what the other one uses is null. T: tokens of this rank, in this
 // call. N: rows of a local expert, num_ranks * num_max_tokens_per_rank. Chunks of 16 bytes make a
 // row of recv_x.
@@ -24,6 +26,10 @@ struct LowLatencyArgs {
     int32_t* src_info;      // [E_local, N]: token_idx * topk + slot on the source rank
     int64_t* layout_range;  // [E_local, ranks]: count in the low half, first row in the high one
 
+    // Statistics, added to; null where nobody asks for them.
+    int64_t* wait_cycles;    // [ranks]: clocks that one CTA waited for each rank
+    int32_t* expert_totals;  // [E_local]: rows of each local expert, over all dispatches
+
     // Dispatch.
     const void* x;          // bf16 [T, hidden]
     void* recv_x;           // [E_local, N, hidden] of the format
@@ -31,11 +37,14 @@ struct LowLatencyArgs {
     uint64_t scale_expert_stride;
     uint64_t scale_row_stride;
     uint64_t scale_column_stride;
+    int32_t* src_tokens;  // [E_local, N]: token_idx on the source rank; null where nobody asks
 
     // Combine.
-    const void* y;              // bf16 [E_local, N, hidden]
-    const float* topk_weights;  // [T, topk]
-    void* out;                  // bf16 [T, hidden]
+    const void* y;                // bf16 [E_local, N, hidden]
+    const float* topk_weights;    // [T, topk]
+    void* out;                    // bf16 [T, hidden]
+    SplitTraceCta* trace;         // [CTAs], zero before the call; null without Config::trace
+    uint32_t num_earlier_rounds;  // of arrivals in this call, where the combine repeats an earlier
 };
 
 }  // namespace deep_moe

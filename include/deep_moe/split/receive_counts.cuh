@@ -105,7 +105,11 @@ class ReceivedTokens {
             }
             num_rows += count;
         }
-        if (tells_caller) args.recv_count[local_expert_idx] = static_cast<int32_t>(num_rows);
+        if (!tells_caller) return;
+        args.recv_count[local_expert_idx] = static_cast<int32_t>(num_rows);
+        if (args.expert_totals != nullptr) {
+            args.expert_totals[local_expert_idx] += static_cast<int32_t>(num_rows);
+        }
     }
 
     __device__ void sum_up_tokens() const {

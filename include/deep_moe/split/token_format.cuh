@@ -1,5 +1,5 @@
 // How a token travels: as E4M3 with a scale per 32 or 128 values, or as BF16. A lane makes a chunk
-// of 16 bytes; the scales of 128 values are one word, an FP32 number or four UE8M0 bytes.
+// of 16 bytes; the scales of 128 values travel as one word, an FP32 number or four UE8M0 bytes.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -18,12 +18,16 @@ struct TokenFormat {
                       Config::values_per_scale == 128,
                   "a scale per 32 or 128 values, or none");
     static_assert(Config::hidden % 128 == 0);
+    static_assert(!Config::packs_scales || (Config::rounds_scales && Config::hidden % 512 == 0),
+                  "only the exponents of powers of two are packed, four in a word");
     static constexpr bool is_quantized = Config::values_per_scale != 0;
     static constexpr uint32_t chunk_bytes = 16;
     static constexpr uint32_t row_bytes = Config::hidden * (is_quantized ? 1 : 2);
     static constexpr uint32_t num_chunks = row_bytes / chunk_bytes;
     static constexpr uint32_t num_loads = is_quantized ? 2 : 1;  // of 16 bytes of BF16, per chunk
     static constexpr uint32_t num_scale_words = is_quantized ? Config::hidden / 128 : 0;
+    static constexpr uint32_t scales_per_received_word = Config::packs_scales ? 4 : 1;
+    static constexpr uint32_t num_received_words = num_scale_words / scales_per_received_word;
     static constexpr uint32_t chunks_per_scale_word = 128 / chunk_bytes;  // if quantized
 
     // A lane's part of a token.
@@ -44,7 +48,7 @@ struct TokenFormat {
             float factor;
             uint32_t scale_word;
             if constexpr (Config::values_per_scale == 128) {
-                const FloatScale scale(amax_bits);
+                const FloatScale<Config::rounds_scales> scale(amax_bits);
                 factor = scale.factor;
                 scale_word = __float_as_uint(scale.scale);
             } else {

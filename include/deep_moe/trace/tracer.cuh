@@ -96,6 +96,16 @@ struct TraceBuffer {
     }
 };
 
+// Both clocks at a moment when the global one has just moved, which it does within 2 us; a look
+// takes 10 ns or more.
+__device__ inline TraceAnchor read_trace_anchor() {
+    constexpr uint32_t max_looks = 256;
+    const uint64_t before = ptx::globaltimer();
+    uint64_t now = before;
+    for (uint32_t i = 0; i < max_looks && now == before; ++i) now = ptx::globaltimer();
+    return {ptx::clock64(), now};
+}
+
 // One track. Any set of threads calls its methods, as long as `writer` (a threadIdx.x), who alone
 // records, is among them. Addresses are made anew for each mark: a role that is short of registers
 // keeps one, the number of marks.
@@ -123,24 +133,14 @@ class Tracer {
     // Once per CTA each, by a role that has time for it.
     __device__ void first_anchor() const {
         if (threadIdx.x != writer_) return;
-        TraceBuffer<Config>::cta(args_)->first = read_anchor();
+        TraceBuffer<Config>::cta(args_)->first = read_trace_anchor();
         TraceBuffer<Config>::cta(args_)->sm_idx = ptx::smid();
     }
     __device__ void last_anchor() const {
-        if (threadIdx.x == writer_) TraceBuffer<Config>::cta(args_)->last = read_anchor();
+        if (threadIdx.x == writer_) TraceBuffer<Config>::cta(args_)->last = read_trace_anchor();
     }
 
  private:
-    // Both clocks at a moment when the global one has just moved, which it does within 2 us; a look
-    // takes 10 ns or more.
-    __device__ static TraceAnchor read_anchor() {
-        constexpr uint32_t max_looks = 256;
-        const uint64_t before = ptx::globaltimer();
-        uint64_t now = before;
-        for (uint32_t i = 0; i < max_looks && now == before; ++i) now = ptx::globaltimer();
-        return {ptx::clock64(), now};
-    }
-
     const KernelArgs& args_;
     TraceTrack track_;
     uint32_t writer_;

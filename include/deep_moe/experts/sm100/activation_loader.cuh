@@ -23,6 +23,7 @@ namespace deep_moe::sm100 {
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr bool has_scales = Config::Weights::has_scales;
     Tracer<Config> trace(args, TraceTrack::activation_loader,
                          Config::num_dispatch_warps * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -39,7 +40,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         trace.mark(linear.load_step());
 
         const TensorMap* tokens = &linear.activations(args);
-        const TensorMap* sf = &linear.activation_sf(args);
+        [[maybe_unused]] const TensorMap* sf = &linear.activation_sf(args);
         const uint32_t num_k_blocks = linear.num_k_blocks();
         // Tokens are split in the middle of what the MMA takes, which depends on how many there
         // are; the copy always brings block_m / 2 rows, the last of which may go unused.
@@ -47,8 +48,13 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) +
                                    ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
         // Both CTAs need the scales of all tokens.
-        const uint32_t first_sf =
-            PoolRing<Config>::place_of(block.pool_block_idx) * smem.sf_block_m;
+        [[maybe_unused]] uint32_t first_sf = 0;
+        uint32_t num_bytes = smem.activation_tile_bytes;
+        if constexpr (has_scales) {
+            first_sf =
+                PoolRing<Config>::place_of(block.pool_block_idx) * Config::Smem::activation_sf_dim1;
+            num_bytes += Config::Smem::activation_sf_stride;
+        }
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             //~ token_stage_free
@@ -58,13 +64,14 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             }
             if (ptx::elect_sync()) {
                 const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
-                ptx::mbarrier_arrive_expect_tx_shared_cluster(
-                    full, smem.activation_tile_bytes + smem.activation_sf_bytes);  //~ token_bytes
+                ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);  //~ token_bytes
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                     smem.activations(ring.stage), tokens, full, k_block_idx * Config::block_k,
                     first_row);
-                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                    smem.activation_sf(ring.stage), sf, full, first_sf, k_block_idx);
+                if constexpr (has_scales) {
+                    ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                        smem.activation_sf(ring.stage), sf, full, first_sf, k_block_idx);
+                }
             }
             __syncwarp();
             ring.advance();

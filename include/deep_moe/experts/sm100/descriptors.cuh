@@ -6,11 +6,11 @@
 
 namespace deep_moe::sm100 {
 
-// One MMA consumes 32 elements of K. Operands have one byte per element (E2M1 was unpacked by the
-// load), so the next K step starts 32 bytes further inside the same 128-byte row.
-constexpr uint32_t mma_k = 32;
+// One MMA consumes 32 bytes of K: 32 elements of one byte (E2M1 was unpacked by the load) or 16 of
+// BF16. So the next K step starts 32 bytes further inside the same 128-byte row.
+constexpr uint32_t mma_k_bytes = 32;
 // A k-block is one 128-byte row of the swizzle, and one 32-bit word of scales.
-constexpr uint32_t mmas_per_k_block = 128 / mma_k;
+constexpr uint32_t mmas_per_k_block = 128 / mma_k_bytes;
 // One copy of scales to TMEM moves the words of 128 rows into 4 columns.
 constexpr uint32_t scale_rows_per_copy = 128;
 constexpr uint32_t scale_columns_per_copy = 4;
@@ -30,9 +30,9 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
     return descriptor;
 }
 
-// The same operand `num_elements` further along K, within the 128 elements of its row.
-__device__ __forceinline__ uint64_t advance_along_k(uint64_t descriptor, uint32_t num_elements) {
-    return descriptor + (num_elements >> 4);
+// The same operand `num_bytes` further along K, within the 128 bytes of its row.
+__device__ __forceinline__ uint64_t advance_along_k(uint64_t descriptor, uint32_t num_bytes) {
+    return descriptor + (num_bytes >> 4);
 }
 
 // 128 scale words in the order r -> (r%32)*4 + r/32: 32 rows of 16 bytes without a swizzle, so that
@@ -60,6 +60,17 @@ __device__ __forceinline__ uint32_t instruction_descriptor(uint32_t num_tokens,
     descriptor.a_sf_id_ = scale_idx;
     descriptor.b_sf_id_ = scale_idx;
     return descriptor;
+}
+
+// D[256 weight rows][num_tokens] in FP32 = BF16 weights x BF16 tokens, both K-major.
+__device__ __forceinline__ uint32_t bf16_instruction_descriptor(uint32_t num_tokens) {
+    cute::UMMA::InstrDescriptor descriptor{};
+    descriptor.a_format_ = static_cast<uint16_t>(cute::UMMA::F16F32Format::BF16);
+    descriptor.b_format_ = static_cast<uint16_t>(cute::UMMA::F16F32Format::BF16);
+    descriptor.c_format_ = static_cast<uint16_t>(cute::UMMA::CFormat::F32);
+    descriptor.m_dim_ = 256 >> 4;
+    descriptor.n_dim_ = num_tokens >> 3;
+    return static_cast<uint32_t>(descriptor);
 }
 
 }  // namespace deep_moe::sm100

@@ -1,5 +1,6 @@
 // From a Linear1 accumulator to Linear2's input: bias, activation, requantization to E4M3 with one
-// scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start.
+// scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start. Where tokens
+// have no scales it is rounded to BF16 instead.
 //
 // The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
 // a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
@@ -31,8 +32,21 @@ namespace deep_moe::sm100 {
 // What one thread makes of 8 tokens: two values of each of its two tokens.
 struct ActivatedAtom {
     float values[2][2];  // [value lane/4 + 8*i of the warp's 16][token 2*(lane%4) + t]
-    uint32_t amax[2];    // per token: bits of the largest magnitude among the warp's 16 values
+    // Per token, if there are scales: bits of the largest magnitude among the warp's 16 values.
+    uint32_t amax[2];
 };
+
+__device__ __forceinline__ void find_maxima(ActivatedAtom& atom) {
+#pragma unroll
+    for (uint32_t t = 0; t < 2; ++t) {
+        uint32_t amax = max(magnitude_bits(atom.values[0][t]), magnitude_bits(atom.values[1][t]));
+#pragma unroll
+        for (uint32_t lane_mask = 4; lane_mask < warp_size; lane_mask *= 2) {
+            amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
+        }
+        atom.amax[t] = amax;
+    }
+}
 
 template <class Config>
 __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
@@ -52,15 +66,7 @@ __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accum
                                                      Biases::linear1(rows[i][3], 1.0f, bias[1]),
                                                      Biases::linear1_weight(topk_weights.y));
     }
-#pragma unroll
-    for (uint32_t t = 0; t < 2; ++t) {
-        uint32_t amax = max(magnitude_bits(atom.values[0][t]), magnitude_bits(atom.values[1][t]));
-#pragma unroll
-        for (uint32_t lane_mask = 4; lane_mask < warp_size; lane_mask *= 2) {
-            amax = max(amax, __shfl_xor_sync(full_warp, amax, lane_mask));
-        }
-        atom.amax[t] = amax;
-    }
+    if constexpr (Config::Weights::has_scales) find_maxima(atom);
     return atom;
 }
 
@@ -74,17 +80,21 @@ __device__ __forceinline__ uint32_t quantize_atom(const ActivatedAtom& atom, flo
     return low | high << 16;
 }
 
-// The 64-byte swizzle of tensor copies, on absolute shared-memory addresses.
+// The 64-byte and the 128-byte swizzle of tensor copies, on absolute shared-memory addresses.
 __device__ __forceinline__ uint32_t swizzle_64b(uint32_t address) {
     return address ^ ((address >> 3) & 0x30);  //~ swizzle
+}
+__device__ __forceinline__ uint32_t swizzle_128b(uint32_t address) {
+    return address ^ ((address >> 3) & 0x70);  //~ bf16_swizzle
 }
 
 template <class Config>
 class L1Epilogue {
     using Smem = SharedMemory<Config>;
     using Warp = EpilogueWarp<Config>;
-    static_assert(Smem::l1_output_tile_bytes % 512 == 0,
-                  "a tile is whole patterns of the 64-byte swizzle");
+    static constexpr bool has_scales = Config::Weights::has_scales;
+    static_assert(Smem::l1_output_tile_bytes % (has_scales ? 512 : 1024) == 0,
+                  "a tile is whole patterns of the swizzle");
 
  public:
     __device__ L1Epilogue(const KernelArgs& args, const Smem& smem, const SymmBuffer<Config>& local,
@@ -113,7 +123,6 @@ class L1Epilogue {
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
                                  const RowBiases& biases,
                                  ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
-        const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
         const float* topk_weights =
             local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
 #pragma unroll
@@ -129,16 +138,18 @@ class L1Epilogue {
             } else {
                 atoms[i] = {};
             }
-            if (warp_.lane_idx < 4) {
-                ptx::st_shared_v2(exchange + (offset + 2 * warp_.lane_idx) * sizeof(uint32_t),
-                                  {atoms[i].amax[0], atoms[i].amax[1]});
+            if constexpr (has_scales) {
+                const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
+                if (warp_.lane_idx < 4) {
+                    ptx::st_shared_v2(exchange + (offset + 2 * warp_.lane_idx) * sizeof(uint32_t),
+                                      {atoms[i].amax[0], atoms[i].amax[1]});
+                }
             }
         }
     }
 
     __device__ void store_tile(const Block& block, uint32_t token, uint32_t slot,
                                const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
-        const uint32_t neighbour = smem_.amax_exchange(warp_.warp_idx ^ 1);  //~ l1_neighbour
         const uint32_t staging = smem_.l1_output(slot, warp_.warpgroup_idx());
 
         // The store that used this slot two tiles ago must have read it. Behind the barrier all
@@ -147,6 +158,28 @@ class L1Epilogue {
         if (issues_stores()) ptx::cp_async_bulk_wait_group_read<Smem::num_store_slots - 1>();
         __syncwarp();
         warp_.sync_warpgroup();  //~ l1_maxima_there
+        if constexpr (has_scales) {
+            quantize_tile(block, token, staging, atoms);
+        } else {
+            round_tile(staging, atoms);
+        }
+        // All of the tile must be written before it is stored, and all maxima read before the next
+        // tile's are written.
+        ptx::fence_proxy_async_shared_cta();  //~ l1_tile_fence
+        warp_.sync_warpgroup();               //~ l1_tile_written
+        if (issues_stores()) {
+            ptx::cp_async_bulk_tensor_2d_global_shared(
+                &args_.l1_output, staging, block.n_block_idx * (Config::block_n / 2),
+                PoolRing<Config>::first_row(block.pool_block_idx) + token);
+            ptx::cp_async_bulk_commit_group();
+        }
+        __syncwarp();
+    }
+
+    // Into the staging tile in E4M3, and the scales to the pool.
+    __device__ void quantize_tile(const Block& block, uint32_t token, uint32_t staging,
+                                  const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
+        const uint32_t neighbour = smem_.amax_exchange(warp_.warp_idx ^ 1);  //~ l1_neighbour
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
@@ -162,17 +195,21 @@ class L1Epilogue {
                               e4m3_factor(amax[1], scale_bytes[1])));
             store_scales(block, token + offset, scale_bytes);
         }
-        // All of the tile must be written before it is stored, and all maxima read before the next
-        // tile's are written.
-        ptx::fence_proxy_async_shared_cta();  //~ l1_tile_fence
-        warp_.sync_warpgroup();               //~ l1_tile_written
-        if (issues_stores()) {
-            ptx::cp_async_bulk_tensor_2d_global_shared(
-                &args_.l1_output, staging, block.n_block_idx * Smem::l1_output_row_bytes,
-                PoolRing<Config>::first_row(block.pool_block_idx) + token);
-            ptx::cp_async_bulk_commit_group();
+    }
+
+    // Into the staging tile in BF16: a warp's 16 values of a token are two chunks of 16 bytes.
+    __device__ void round_tile(uint32_t staging,
+                               const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
+#pragma unroll
+        for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
+            const uint32_t row = i * tokens_per_atom + warp_.lane_idx % tokens_per_atom;
+            const uint32_t chunk_idx = warp_.quadrant() * 2 + warp_.lane_idx / tokens_per_atom % 2;
+            const float (&values)[2][2] = atoms[i].values;
+            ptx::stmatrix_m8n8_x2_trans_b16(
+                swizzle_128b(staging + row * Smem::l1_output_row_bytes + chunk_idx * sizeof(uint4)),
+                ptx::cvt_rn_bf16x2_f32(values[0][1], values[0][0]),
+                ptx::cvt_rn_bf16x2_f32(values[1][1], values[1][0]));
         }
-        __syncwarp();
     }
 
     // Scales of 8 tokens: a byte each of the scale word that four neighbouring groups share. Both

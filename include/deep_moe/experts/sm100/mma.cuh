@@ -22,6 +22,22 @@ __device__ __forceinline__ uint32_t num_mma_tokens(const Block& block) {
     return align_up(block.num_valid_rows, 16u);  //~ mma_tokens
 }
 
+// One k-block without scales: MMAs only. One thread.
+template <class Config>
+__device__ __forceinline__ void multiply_bf16_k_block(const SharedMemory<Config>& smem,
+                                                      uint32_t stage, uint32_t accumulator,
+                                                      uint32_t num_tokens, bool is_first) {
+    const uint64_t weights = operand_descriptor(smem.weights(stage));
+    const uint64_t tokens = operand_descriptor(smem.activations(stage));
+#pragma unroll
+    for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+        ptx::tcgen05_mma_cta_group2_f16(accumulator, advance_along_k(weights, i * mma_k_bytes),
+                                        advance_along_k(tokens, i * mma_k_bytes),
+                                        bf16_instruction_descriptor(num_tokens),
+                                        !is_first || i > 0);  //~ bf16_mma
+    }
+}
+
 // One k-block: both operands' scales to TMEM, then one MMA per scale byte. tcgen05 executes one
 // thread's copies and MMAs in the order they are issued. One thread.
 template <class Config>
@@ -32,7 +48,7 @@ __device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& sme
     const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
     constexpr uint32_t bytes_per_copy = scale_rows_per_copy * sizeof(uint32_t);
 #pragma unroll
-    for (uint32_t i = 0; i < SharedMemory<Config>::sf_block_m / scale_rows_per_copy; ++i) {
+    for (uint32_t i = 0; i < Config::Smem::activation_sf_dim1 / scale_rows_per_copy; ++i) {
         ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
             token_sf + i * scale_columns_per_copy,
             scale_descriptor(smem.activation_sf(stage) + i * bytes_per_copy));
@@ -45,7 +61,8 @@ __device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& sme
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
         //~ mma
         ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
-            accumulator, advance_along_k(weights, i * mma_k), advance_along_k(tokens, i * mma_k),
+            accumulator, advance_along_k(weights, i * mma_k_bytes),
+            advance_along_k(tokens, i * mma_k_bytes),
             instruction_descriptor<typename Config::Weights>(num_tokens, i), weight_sf, token_sf,
             !is_first || i > 0);
     }
@@ -55,8 +72,8 @@ __device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& sme
 template <class Config>
 __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& smem,
                            const SymmBuffer<Config>& local, uint32_t tmem, Waiter& waiter) {
-    static_assert(Config::block_n == 128 && Config::block_k == 128,
-                  "an MMA takes 128 weight rows from each CTA, a scale word covers 128 of K");
+    static_assert(Config::block_n == 128 && Config::Smem::weights_dim2 == 128,
+                  "an MMA takes 128 weight rows from each CTA, a k-block is 128 bytes of each");
     static_assert(Config::block_m % 16 == 0 && Config::block_m >= 16 && Config::block_m <= 256,
                   "block_m is the N of a 2-CTA MMA: a multiple of 16 up to 256");
     constexpr uint16_t both_ctas = 0b11;
@@ -103,7 +120,13 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             // it.
             if (ptx::elect_sync()) {
                 //~ multiplied
-                multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens, k_block_idx == 0);
+                if constexpr (Config::Weights::has_scales) {
+                    multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens,
+                                     k_block_idx == 0);
+                } else {
+                    multiply_bf16_k_block(smem, ring.stage, accumulator, num_tokens,
+                                          k_block_idx == 0);
+                }
                 ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
                                                          both_ctas);  //~ committed
                 if (k_block_idx + 1 == num_k_blocks) {

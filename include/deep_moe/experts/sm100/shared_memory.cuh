@@ -20,16 +20,14 @@ class SharedMemory {
 
  public:
     static constexpr uint32_t num_epilogue_warpgroups = Config::num_epilogue_warps / 4;
-    static constexpr uint32_t sf_block_m = Smem::activation_sf_dim1;
     static constexpr uint32_t activation_tile_bytes = Smem::activations_stride;
-    static constexpr uint32_t activation_sf_bytes = Smem::activation_sf_stride;
-    static constexpr uint32_t weight_sf_bytes = Smem::weight_sf_stride;
     // What a load counts on its barrier.
     static constexpr uint32_t weight_tile_loaded_bytes =
         Config::Weights::loaded_bytes(Smem::weights_stride);
     static constexpr uint32_t num_store_slots = 2;
+    // Gate and up merged, in the format of the tokens.
     static constexpr uint32_t l1_output_row_bytes =
-        Config::block_n / 2;  // e4m3, gate and up merged
+        Config::block_n / 2 * (Config::Weights::has_scales ? sizeof(uint8_t) : sizeof(uint16_t));
     static constexpr uint32_t l1_output_tile_bytes = Config::store_block_m * l1_output_row_bytes;
     static constexpr uint32_t l2_output_row_bytes = Config::block_n * 2;  // bf16
     static constexpr uint32_t l2_output_tile_bytes = Config::store_block_m * l2_output_row_bytes;
@@ -38,9 +36,7 @@ class SharedMemory {
                       num_epilogue_warpgroups * l2_output_tile_bytes <= Smem::cd_staging_dim0,
                   "the tiles of both epilogues fit into cd_staging");
 
-    static_assert(
-        all_are<uint32_t, typename Smem::activation_sf_element, typename Smem::weight_sf_element,
-                typename Smem::amax_exchange_element, typename Smem::tmem_ptr_element>);
+    static_assert(all_are<uint32_t, typename Smem::tmem_ptr_element>);
     static_assert(all_are<uint64_t, typename Smem::full_barriers_element>);
 
     // `base`: first byte of dynamic shared memory.
@@ -48,23 +44,27 @@ class SharedMemory {
 
     // ---- Tiles ---------------------------------------------------------------------------------
 
-    // e4m3 [block_m / 2][block_k], 128-byte swizzle: this CTA's half of the tokens.
+    // [block_m / 2][block_k], 128-byte swizzle: this CTA's half of the tokens.
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * activation_tile_bytes;
     }
-    // [block_n][block_k], 16 elements in 16 bytes, 128-byte swizzle: this CTA's weight rows.
+    // [block_n][block_k], as long as the tokens', 128-byte swizzle: this CTA's weight rows.
     __device__ uint32_t weights(uint32_t stage) const {
         return base_ + Smem::weights_offset + stage * Smem::weights_stride;
     }
+    // If there are scales:
     // Scale words of all tokens of the block, in the order that TMEM wants; the same in both CTAs.
     __device__ uint32_t activation_sf(uint32_t stage) const {
-        return base_ + Smem::activation_sf_offset + stage * activation_sf_bytes;
+        static_assert(all_are<uint32_t, typename Smem::activation_sf_element>);
+        return base_ + Smem::activation_sf_offset + stage * Smem::activation_sf_stride;
     }
     // Scale words of this CTA's weight rows, in the order that TMEM wants.
     __device__ uint32_t weight_sf(uint32_t stage) const {
-        return base_ + Smem::weight_sf_offset + stage * weight_sf_bytes;
+        static_assert(all_are<uint32_t, typename Smem::weight_sf_element>);
+        return base_ + Smem::weight_sf_offset + stage * Smem::weight_sf_stride;
     }
-    // e4m3 [store_block_m][block_n / 2], 64-byte swizzle: Linear1's output on its way to the pool.
+    // [store_block_m][block_n / 2]: Linear1's output on its way to the pool, in the swizzle of as
+    // many bytes as a row has, 64 of e4m3 or 128 of bf16.
     __device__ uint32_t l1_output(uint32_t slot, uint32_t warpgroup_idx) const {
         const uint32_t tile_idx = slot * num_epilogue_warpgroups + warpgroup_idx;
         return base_ + Smem::cd_staging_offset + tile_idx * l1_output_tile_bytes;
@@ -75,6 +75,7 @@ class SharedMemory {
     }
     // u32 [store_block_m]: bits of the largest magnitude that a warp saw of each token.
     __device__ uint32_t amax_exchange(uint32_t epilogue_warp_idx) const {
+        static_assert(all_are<uint32_t, typename Smem::amax_exchange_element>);
         return base_ + Smem::amax_exchange_offset + epilogue_warp_idx * Smem::amax_exchange_stride;
     }
 
@@ -84,8 +85,8 @@ class SharedMemory {
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded in both CTAs." Only the even CTA's are used. Arrive: activation and weight
-    // loaders of both CTAs (4), each with the bytes of its own two copies. Waits: the MMA warp,
-    // parity of its round. Protects the stage's four tiles until the MMAs may read them.
+    // loaders of both CTAs (4), each with the bytes of its own copies. Waits: the MMA warp,
+    // parity of its round. Protects the stage's tiles until the MMAs may read them.
     __device__ uint32_t full_barriers(uint32_t stage) const {
         return barrier(Smem::full_barriers_offset, stage);
     }

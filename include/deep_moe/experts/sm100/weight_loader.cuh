@@ -19,6 +19,7 @@ namespace deep_moe::sm100 {
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr bool has_scales = Config::Weights::has_scales;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -31,14 +32,14 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const LinearOf<Config> linear(block.phase);
         trace.mark(linear.load_step(), linear.weight_block_row(block), block.num_valid_rows);
         const TensorMap* weights = &linear.weights(args);
-        const TensorMap* sf = &linear.weight_sf(args);
+        [[maybe_unused]] const TensorMap* sf = &linear.weight_sf(args);
         const uint32_t num_k_blocks = linear.num_k_blocks();
         const uint32_t num_rows = linear.num_n_blocks() * Config::block_n;
         // Weights stack experts along rows, scales along k-blocks. The n-block behind an odd last
         // one brings rows of the next expert or zeros: its results are not stored.
         const uint32_t row_in_expert = block.n_block_idx * Config::block_n;
         const uint32_t first_row = block.expert_idx * num_rows + row_in_expert;  //~ weight_row
-        const uint32_t first_sf_k_block = block.expert_idx * num_k_blocks;
+        [[maybe_unused]] const uint32_t first_sf_k_block = block.expert_idx * num_k_blocks;
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
@@ -47,14 +48,17 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             }
             if (ptx::elect_sync()) {
                 const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
-                ptx::mbarrier_arrive_expect_tx_shared_cluster(
-                    full, smem.weight_tile_loaded_bytes + smem.weight_sf_bytes);
+                uint32_t num_bytes = smem.weight_tile_loaded_bytes;
+                if constexpr (has_scales) num_bytes += Config::Smem::weight_sf_stride;
+                ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                     smem.weights(ring.stage), weights, full, k_block_idx * Config::block_k,
                     first_row);  //~ weight_tile
-                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                    smem.weight_sf(ring.stage), sf, full, row_in_expert,
-                    first_sf_k_block + k_block_idx);
+                if constexpr (has_scales) {
+                    ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                        smem.weight_sf(ring.stage), sf, full, row_in_expert,
+                        first_sf_k_block + k_block_idx);
+                }
             }
             __syncwarp();
             ring.advance();

@@ -14,6 +14,7 @@
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -29,28 +30,37 @@ namespace deep_moe::sm90 {
 // __syncwarp and an arrival must follow.
 template <class Config>
 __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
-                                   uint32_t num_valid_rows, uint32_t destinations,
-                                   uint32_t token_factors, uint32_t topk_weights) {
+                                   uint32_t num_valid_rows, const SharedMemory<Config>& smem,
+                                   uint32_t slot) {
     using Biases = typename Config::Biases;
+    constexpr bool has_scales = Config::Weights::has_token_scales;
+    const uint32_t destinations = smem.destinations(slot);
 #pragma unroll 1  // unrolled, it costs registers
     for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
         uint64_t destination = 0;
-        uint32_t scale = 0;
-        float topk_weight = 0.0f;
+        [[maybe_unused]] uint32_t scale = 0;
+        [[maybe_unused]] float topk_weight = 0.0f;
         if (row < num_valid_rows) {  //~ has_destination
             const TokenSource source = *ranks.local().token_src_metadata(first_row + row);
             destination = reinterpret_cast<uint64_t>(
                 ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
-            topk_weight = *ranks.local().l1_topk_weights(first_row + row);
-            scale = token_scale_byte(Biases::linear1_weight(topk_weight)) << 23;
+            if constexpr (has_scales || Biases::exist) {
+                topk_weight = *ranks.local().l1_topk_weights(first_row + row);
+            }
+            if constexpr (has_scales) {
+                scale = token_scale_byte(Biases::linear1_weight(topk_weight)) << 23;
+            }
         }
         ptx::st_shared_v2(
             destinations + row * sizeof(uint64_t),
             {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
-        ptx::st_shared_u32(token_factors + row * sizeof(uint32_t), scale);
+        if constexpr (has_scales) {
+            ptx::st_shared_u32(smem.l2_token_factors(slot) + row * sizeof(uint32_t), scale);
+        }
         if constexpr (Biases::exist) {
             //~ weight_behind_linear2
-            ptx::st_shared_u32(topk_weights + row * sizeof(float), __float_as_uint(topk_weight));
+            ptx::st_shared_u32(smem.topk_weights(slot) + row * sizeof(float),
+                               __float_as_uint(topk_weight));
         }
     }
 }
@@ -58,6 +68,7 @@ __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t fi
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr bool has_scales = Config::Weights::has_token_scales;
     Tracer<Config> trace(args, TraceTrack::activation_loader,
                          Config::num_dispatch_warps * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -82,31 +93,32 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx);
         const TileCopy<Config> copy(args, block);
         const bool has_own_scales =
-            !is_linear1 && (ptx::ld_relaxed_gpu(local.l1_arrival_count(block.pool_block_idx)) &
-                            SymmBuffer<Config>::has_own_scales) != 0;
-        Rescaler<Config> rescaler(local.l2_token_sf(0, first_row), block.num_valid_rows);
+            has_scales && !is_linear1 &&
+            (ptx::ld_relaxed_gpu(local.l1_arrival_count(block.pool_block_idx)) &
+             SymmBuffer<Config>::has_own_scales) != 0;
+        Rescaler<Config> rescaler(local, block, first_row);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             const bool is_last = k_block_idx + 1 == num_k_blocks;
             if (!is_linear1 && is_last) {
                 // Math is stages behind, so there is time for what this reads.
-                store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows,
-                                   smem.destinations(slots.stage),
-                                   smem.l2_token_factors(slots.stage),
-                                   smem.topk_weights(slots.stage));
+                store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows, smem,
+                                   slots.stage);
             }
             //~ sm90_token_stage_free
             if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
                                       smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
                 return;
             }
-            if (k_block_idx == 0) {
-                store_change_of_scale(smem, ring.stage, has_own_scales);  //~ may_change_scale
-            } else if (has_own_scales) {
-                rescaler.store(smem, ring.stage, k_block_idx);
-            }
-            if (has_own_scales && is_last) {
-                rescaler.store_scales(smem.l2_token_factors(slots.stage), k_block_idx);
+            if constexpr (has_scales) {
+                if (k_block_idx == 0) {
+                    store_change_of_scale(smem, ring.stage, has_own_scales);  //~ may_change_scale
+                } else if (has_own_scales) {
+                    rescaler.store(smem, ring.stage, k_block_idx);
+                }
+                if (has_own_scales && is_last) {
+                    rescaler.store_scales(smem, slots.stage, k_block_idx);
+                }
             }
             __syncwarp();  //~ scales_stored
             if (ptx::elect_sync()) {
@@ -114,14 +126,17 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 if (is_linear1 && k_block_idx == 0) {
                     const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                     // Scales, and the weights that go into Linear1's output.
-                    constexpr uint32_t num_token_vectors = Config::Biases::exist ? 1 : 2;
+                    constexpr bool has_weights = !Config::Biases::exist;
+                    constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
                     //~ factor_bytes
                     ptx::mbarrier_arrive_expect_tx(
-                        full, copy.num_bytes + num_token_vectors * token_vector_bytes);
-                    ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
-                                                     local.l1_token_sf(0, first_row),
-                                                     token_vector_bytes, full);
-                    if constexpr (num_token_vectors == 2) {
+                        full, copy.num_bytes + num_vectors * token_vector_bytes);
+                    if constexpr (has_scales) {
+                        ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
+                                                         local.l1_token_sf(0, first_row),
+                                                         token_vector_bytes, full);
+                    }
+                    if constexpr (has_weights) {
                         ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
                                                          local.l1_topk_weights(first_row),
                                                          token_vector_bytes, full);

@@ -1,6 +1,6 @@
 // From Linear1's accumulators to Linear2's input: row and token factors, biases, activation,
 // requantization to E4M3 with one scale for the block's 128 values of each token, and store to the
-// pool. l1_publisher.cuh tells Linear2.
+// pool. l1_publisher.cuh tells Linear2. Where tokens have no scales it is rounded to BF16 instead.
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
@@ -45,6 +45,7 @@ class L1Epilogue {
     using Smem = SharedMemory<Config>;
     using Thread = MathThread<Config>;
     using Biases = typename Config::Biases;
+    static constexpr bool has_scales = Config::Weights::has_token_scales;
 
  public:
     __device__ L1Epilogue(const Smem& smem, const SymmBuffer<Config>& local, const Thread& thread,
@@ -56,11 +57,16 @@ class L1Epilogue {
                                         const RowValues& biases, Accumulators<num_rows>& values,
                                         Waiter& waiter) const {
         activate(factors, biases, values);
-        find_maxima(values);
-        if (!thread_.vote(waiter)) return false;  //~ maxima_there
-        choose_scales(block);
-        thread_.sync();  //~ scales_chosen
-        store_tokens(block, values);
+        if constexpr (has_scales) {
+            find_maxima(values);
+            if (!thread_.vote(waiter)) return false;  //~ maxima_there
+            choose_scales(block);
+            thread_.sync();  //~ scales_chosen
+            store_tokens(block, values);
+        } else {
+            if (!thread_.vote(waiter)) return false;
+            store_bf16_tokens(block, values);
+        }
         if constexpr (math_publishes<Config>) {
             thread_.sync();  //~ math_stored
             if (thread_.thread_idx == 0) publish_l1_results(local_, block);
@@ -75,7 +81,7 @@ class L1Epilogue {
     __device__ __forceinline__ void activate(const RowValues& factors, const RowValues& biases,
                                              Accumulators<num_rows>& values) const {
         for_each_8_rows<num_rows>([&](uint32_t j) {
-            const float2 factor = load_pair(smem_.l1_token_factors(slot_), j);
+            const float2 factor = token_factors(j);
             float2 weight{};
             if constexpr (!Biases::exist) weight = load_pair(smem_.topk_weights(slot_), j);
 #pragma unroll
@@ -188,6 +194,35 @@ class L1Epilogue {
                     ptx::prmt(mine, other, selectors);
             }
         });
+    }
+
+    // The 8 lanes of a token have 16 neighbouring values, two each.
+    __device__ __forceinline__ void store_bf16_tokens(const BlockHeader& block,
+                                                      const Accumulators<num_rows>& values) const {
+        const uint32_t first = thread_.first_token();
+        const uint32_t value_idx = block.n_block_idx * (Config::block_n / 2) +
+                                   (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 +
+                                   2 * thread_.row();  //~ bf16_place
+        uint8_t* const token =
+            local_.l2_tokens(PoolRing<Config>::first_row(block.pool_block_idx) + first) +
+            value_idx * sizeof(uint16_t);
+        for_each_8_rows<num_rows>([&](uint32_t j) {
+#pragma unroll
+            for (uint32_t p = 0; p < 2; ++p) {
+                if (8 * j + first + p >= block.num_valid_rows) continue;
+                *reinterpret_cast<uint32_t*>(token + (8 * j + p) * Config::Symm::l2_tokens_stride) =
+                    ptx::cvt_rn_bf16x2_f32(values[1][2 * j + p], values[0][2 * j + p]);
+            }
+        });
+    }
+
+    // What token sums are multiplied by: two neighbouring tokens' scales.
+    __device__ float2 token_factors(uint32_t j) const {
+        if constexpr (has_scales) {
+            return load_pair(smem_.l1_token_factors(slot_), j);
+        } else {
+            return {1.0f, 1.0f};
+        }
     }
 
     // Where, in the order of k, the four values stand that this lane and its neighbour have: each

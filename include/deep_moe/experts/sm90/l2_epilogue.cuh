@@ -40,11 +40,10 @@ class L2Epilogue {
         const uint32_t destinations =
             smem_.destinations(slot_) + thread_.first_token() * sizeof(uint64_t);
         // Sums are in units of the scale of the last k-block.
-        const uint32_t scales =
-            smem_.l2_token_factors(slot_) + thread_.first_token() * sizeof(float);
+        const uint32_t scales = first_scales();
         for_each_8_rows<num_rows>([&](uint32_t j) {
             const uint4 rows_of_two = ptx::ld_shared_v4(destinations + 8 * j * sizeof(uint64_t));
-            const float2 scale = ptx::ld_shared_f32x2(scales + 8 * j * sizeof(float));
+            const float2 scale = load_scales(scales, j);
             float2 weight{};
             if constexpr (Biases::exist) {
                 weight = ptx::ld_shared_f32x2(smem_.topk_weights(slot_) +
@@ -59,6 +58,23 @@ class L2Epilogue {
     }
 
  private:
+    static constexpr bool has_scales = Config::Weights::has_token_scales;
+
+    __device__ uint32_t first_scales() const {
+        if constexpr (has_scales) {
+            return smem_.l2_token_factors(slot_) + thread_.first_token() * sizeof(float);
+        } else {
+            return 0;
+        }
+    }
+    __device__ static float2 load_scales(uint32_t scales, uint32_t j) {
+        if constexpr (has_scales) {
+            return ptx::ld_shared_f32x2(scales + 8 * j * sizeof(float));
+        } else {
+            return {1.0f, 1.0f};
+        }
+    }
+
     __device__ __forceinline__ static void store_token(
         uint32_t row_low, uint32_t row_high, uint32_t column, const RowValues& factors, float scale,
         const RowValues& biases, float weight, const Accumulators<num_rows>& sums, uint32_t i) {

@@ -37,14 +37,14 @@ class MathWarps {
 
     // The warps meet on barriers inside a block, so they leave together or not at all.
     __device__ void run() {
-        clear_maxima(smem_, Thread::here(), turn());
+        clear_own_maxima(turn());
         for (;; ++block_idx_) {
             trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
             main_loop_.await_stage();
             if (!Thread::here().vote(waiter_)) return;
             // Nobody reads the maxima of the block before any more, and the next block begins
             // behind another vote.
-            clear_maxima(smem_, Thread::here(), turn() ^ 1);  //~ maxima_cleared
+            clear_own_maxima(turn() ^ 1);  //~ maxima_cleared
             const BlockHeader block = load_header<Config>(header_address());
             if (block.num_rows == 0) {
                 trace_.mark(TraceStep::end);
@@ -101,7 +101,14 @@ class MathWarps {
         }
     }
 
-    // Where weights have none, their scales are in the sums already.
+    // Where Linear1's output has scales.
+    __device__ __forceinline__ void clear_own_maxima(uint32_t turn) const {
+        if constexpr (Config::Weights::has_token_scales) {
+            clear_maxima(smem_, Thread::here(), turn);
+        }
+    }
+
+    // Where weights have none, their scales, if any, are in the sums already.
     __device__ __forceinline__ RowValues row_factors(const Thread& thread) const {
         if constexpr (Config::Weights::has_row_factors) {
             return load_row_values(smem_.row_factors(slot()), thread);

@@ -10,7 +10,9 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/experts/block.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
@@ -40,14 +42,14 @@ __device__ __forceinline__ bool changes_scale(const SharedMemory<Config>& smem, 
 
 // The activation loader's side. All lanes of its warp; each has every 32nd token of the block.
 // Nothing is kept from one k-block to the next, because this path is rare and registers are not.
-template <class Config>
+template <class Config, bool has_token_scales = Config::Weights::has_token_scales>
 class Rescaler {
     static constexpr uint32_t num_tokens_per_lane = ceil_div(Config::block_m, warp_size);
 
  public:
-    // `scales`: those of the block's tokens for its first k-block.
-    __device__ Rescaler(const uint32_t* scales, uint32_t num_valid_rows)
-        : scales_(scales), num_valid_rows_(num_valid_rows) {}
+    // `first_row`: of the block in the pool.
+    __device__ Rescaler(const SymmBuffer<Config>& local, const BlockRows& block, uint32_t first_row)
+        : scales_(local.l2_token_sf(0, first_row)), num_valid_rows_(block.num_valid_rows) {}
 
     // What a k-block behind the first asks for, into its stage, which is empty. The caller's
     // arrival on the stage's barrier, after a __syncwarp, releases it.
@@ -67,8 +69,10 @@ class Rescaler {
         store_change_of_scale(smem, stage, changes);
     }
 
-    // The scales of a k-block, as f32 [block_m] in shared memory.
-    __device__ void store_scales(uint32_t token_factors, uint32_t k_block_idx) const {
+    // The scales of a k-block, as f32 [block_m] in the block's slot.
+    __device__ void store_scales(const SharedMemory<Config>& smem, uint32_t slot,
+                                 uint32_t k_block_idx) const {
+        const uint32_t token_factors = smem.l2_token_factors(slot);
         uint32_t scales[num_tokens_per_lane];
         load(k_block_idx, scales);
 #pragma unroll
@@ -107,8 +111,17 @@ class Rescaler {
         }
     }
 
-    const uint32_t* scales_;
+    const uint32_t* scales_;  // of the block's tokens for its first k-block
     uint32_t num_valid_rows_;
+};
+
+// Of tokens without scales nothing changes.
+template <class Config>
+class Rescaler<Config, false> {
+ public:
+    __device__ Rescaler(const SymmBuffer<Config>&, const BlockRows&, uint32_t) {}
+    __device__ void store(const SharedMemory<Config>&, uint32_t, uint32_t) const {}
+    __device__ void store_scales(const SharedMemory<Config>&, uint32_t, uint32_t) const {}
 };
 
 // The math warps' side: multiplies the accumulators of 64 rows by the factors of a stage.

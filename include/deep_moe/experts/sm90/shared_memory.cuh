@@ -22,12 +22,7 @@ class SharedMemory {
  public:
     static_assert(Smem::weight_blocks_stride == Config::Weights::block_bytes);
     static_assert(Smem::block_headers_stride == sizeof(uint4), "a header is one vector");
-    static_assert(
-        all_are<float, typename Smem::l1_token_factors_element,
-                typename Smem::l2_token_factors_element, typename Smem::topk_weights_element>);
-    static_assert(all_are<uint32_t, typename Smem::changes_of_scale_element,
-                          typename Smem::amax_exchange_element>);
-    static_assert(all_are<uint16_t, typename Smem::rescale_factors_element>);  // bf16
+    static_assert(all_are<float, typename Smem::topk_weights_element>);
     static_assert(all_are<uint64_t, typename Smem::destinations_element,
                           typename Smem::full_barriers_element>);
 
@@ -36,7 +31,7 @@ class SharedMemory {
 
     // ---- Tiles ---------------------------------------------------------------------------------
 
-    // e4m3 [block_m][block_k], 128-byte swizzle.
+    // [block_m][block_k] of the tokens' format, 128-byte swizzle.
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * Smem::activations_stride;
     }
@@ -50,19 +45,23 @@ class SharedMemory {
         static_assert(all_are<float, typename Smem::weight_scales_element>);
         return base_ + Smem::weight_scales_offset + stage * Smem::weight_scales_stride;
     }
+    // For tokens with scales, as all that speaks of factors of tokens and of maxima.
     // bf16 [4][block_m / 8][2]: what the accumulators of token 8*j + 2*q + p are multiplied by, at
     // [q][j][p], before the k-block of this stage is added (Linear2).
     __device__ uint32_t rescale_factors(uint32_t stage) const {
+        static_assert(all_are<uint16_t, typename Smem::rescale_factors_element>);  // bf16
         return base_ + Smem::rescale_factors_offset + stage * Smem::rescale_factors_stride;
     }
     // u32: whether these factors are to be applied; they are written only then. A block's first
     // k-block has no factors: there it says whether any later one may have (rescaler.cuh).
     __device__ uint32_t changes_of_scale(uint32_t stage) const {
+        static_assert(all_are<uint32_t, typename Smem::changes_of_scale_element>);
         return base_ + Smem::changes_of_scale_offset + stage * Smem::changes_of_scale_stride;
     }
     // u32 [2][block_m]: bits of each token's largest magnitude, later the float that its values are
     // multiplied by. Blocks take turns.
     __device__ uint32_t amax_exchange(uint32_t turn, uint32_t row) const {
+        static_assert(all_are<uint32_t, typename Smem::amax_exchange_element>);
         return base_ + Smem::amax_exchange_offset +
                (turn * Smem::amax_exchange_dim1 + row) * sizeof(uint32_t);
     }
@@ -94,6 +93,7 @@ class SharedMemory {
     }
     // Activation loader, with the first stage of Linear1: f32 [block_m], the tokens' scales.
     __device__ uint32_t l1_token_factors(uint32_t slot) const {
+        static_assert(all_are<float, typename Smem::l1_token_factors_element>);
         return base_ + Smem::l1_token_factors_offset + slot * Smem::l1_token_factors_stride;
     }
     // Activation loader, with the first stage of Linear1: f32 [block_m], their routing weights.
@@ -104,6 +104,7 @@ class SharedMemory {
     // Activation loader, with the last stage of Linear2: f32 [block_m], the tokens' scales in the
     // last k-block. Apart from Linear1's, which copies write: no fence has to stand between them.
     __device__ uint32_t l2_token_factors(uint32_t slot) const {
+        static_assert(all_are<float, typename Smem::l2_token_factors_element>);
         return base_ + Smem::l2_token_factors_offset + slot * Smem::l2_token_factors_stride;
     }
     // Activation loader, with the last stage of Linear2: u64 [block_m], where each token's result

@@ -21,7 +21,7 @@ namespace deep_moe::sm90 {
 template <class Config>
 class TileCopy {
  public:
-    static constexpr uint32_t num_bytes = Config::block_m * Config::block_k;  //~ box_bytes
+    static constexpr uint32_t num_bytes = Config::Smem::activations_stride;  //~ box_bytes
 
     __device__ TileCopy(const KernelArgs& args, const BlockRows& block)
         : map_(&LinearOf<Config>(block.phase).activations(args)),

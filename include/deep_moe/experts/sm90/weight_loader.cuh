@@ -62,7 +62,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const float* factors = linear.row_factors(args);
         if constexpr (Weights::has_row_factors) {
             factors += header.weight_block_row_idx * Config::block_n;
-        } else {
+        } else if constexpr (Weights::has_block_scales) {
             factors += header.weight_block_row_idx * num_k_blocks * scales_per_block;
         }
 
@@ -79,20 +79,25 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t dst = smem.weight_blocks(ring.stage);
                 const uint32_t first_bytes = k_block_idx == 0 ? bias_bytes : 0;
-                if constexpr (!Weights::has_row_factors) {
+                if constexpr (Weights::has_block_scales) {
                     if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
                     ptx::mbarrier_arrive_expect_tx(
                         full, block_bytes + scale_bytes + first_bytes);  //~ scales_counted
                     ptx::cp_async_bulk_shared_global(smem.weight_scales(ring.stage), factors,
                                                      scale_bytes, full);
-                } else if (k_block_idx == 0) {
-                    tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(full,
-                                                   block_bytes + row_factor_bytes + bias_bytes);
-                    ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), factors,
-                                                     row_factor_bytes, full);
+                } else if constexpr (Weights::has_row_factors) {
+                    if (k_block_idx == 0) {
+                        tell_roles(smem, slots.stage, header);
+                        ptx::mbarrier_arrive_expect_tx(full,
+                                                       block_bytes + row_factor_bytes + bias_bytes);
+                        ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), factors,
+                                                         row_factor_bytes, full);
+                    } else {
+                        ptx::mbarrier_arrive_expect_tx(full, block_bytes);  //~ weight_bytes
+                    }
                 } else {
-                    ptx::mbarrier_arrive_expect_tx(full, block_bytes);  //~ weight_bytes
+                    if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
+                    ptx::mbarrier_arrive_expect_tx(full, block_bytes + first_bytes);
                 }
                 if constexpr (Config::Biases::exist) {
                     if (k_block_idx == 0) {
@@ -112,7 +117,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             constexpr uint32_t num_ahead = BlockClaims<Config>::num_k_blocks_ahead;
             if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
             src += block_bytes;
-            if constexpr (!Weights::has_row_factors) factors += scales_per_block;
+            if constexpr (Weights::has_block_scales) factors += scales_per_block;
             ring.advance();
         }
         walk.advance(claims.take());

@@ -1,0 +1,206 @@
+"""A layer's experts as an engine serves them: laid out once, called in every step.
+
+Engine and adapter have to agree on three things that this module keeps. Its tensors stay where they
+are, so that graphs which an engine has captured see weights that were replaced, and experts that a
+load balancer moved. Every tensor is expert-major, so that such a balancer can permute experts in
+place. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deep_moe.compat.deep_gemm.operands import packed_weights
+from deep_moe.errors import DeepMoEError
+from deep_moe.formats.weights import (
+    MegaMoEWeights,
+    Pair,
+    empty_weights_for_mega_moe,
+    transform_weights_for_mega_moe,
+)
+from deep_moe.fused.input_preparation import prepare_inputs
+from deep_moe.fused.mega_moe import CALLS
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.targets import TARGETS, target_of_capability
+
+from .shared_buffers import LayerSizes, SharedBuffers
+from .unsupported import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deep_moe.activations import Activation
+    from deep_moe.fused.buffer import SymmBuffer
+
+# Of all models of this process: a draft model's layers of the same sizes take the same buffer.
+buffers = SharedBuffers()
+
+
+class ServedExperts:
+    """The experts of one layer that lie on this rank, and the buffer that calls go through.
+
+    sizes: num_experts of all ranks, redundant copies included.
+    group: of the ranks that the experts are spread over, None for one rank.
+    max_tokens_per_rank: most tokens of one call.
+    arch: a target's name; None for that of `device`.
+
+    Making one is a meeting of all ranks, and so is `load`, where `agree` says. Raises
+    UnsupportedError for sizes that the kernel does not take, before ranks meet.
+    """
+
+    def __init__(
+        self,
+        sizes: LayerSizes,
+        activation: Activation,
+        group: ProcessGroup | None,
+        device: torch.device,
+        max_tokens_per_rank: int,
+        arch: str | None = None,
+    ) -> None:
+        num_ranks = 1 if group is None else group.size()
+        check_sizes(sizes, num_ranks, max_tokens_per_rank)
+        self.sizes = sizes
+        self.activation = activation
+        self.group = group
+        self.device = device
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.arch = arch
+        self.num_local_experts = sizes.num_experts // num_ranks
+        self.weights: MegaMoEWeights | None = None
+
+    def load(self, l1: Pair, l2: Pair) -> None:
+        """Lay out weights as checkpoints have them, gate rows before up rows, expert by expert.
+
+        The first time this makes tensors; later it writes into the same ones, on the current
+        stream, so that graphs that were captured see the new weights.
+
+        l1, l2: (values, scales). MXFP4: packed in bytes [E, N, K/2], with a UE8M0 byte or a power
+        of two in float32 for each 32 values. FP8: float8_e4m3fn [E, N, K], float32 scales.
+
+        Raises UnsupportedError for weights that the kernel cannot take, the first time; later
+        DeepMoEError, as the weights that were there are gone.
+        """
+        weights, is_first = self.weights, self.weights is None
+        if weights is None:
+            weights = empty_weights_for_mega_moe(
+                self.num_local_experts,
+                self.sizes.hidden,
+                self.sizes.intermediate_hidden,
+                arch=self.arch,
+                device=self.device,
+                weights=self.sizes.weights,
+            )
+        for i in range(self.num_local_experts):
+            try:
+                transform_weights_for_mega_moe(
+                    self._one("l1", l1, i),
+                    self._one("l2", l2, i),
+                    self.arch,
+                    weights=self.sizes.weights,
+                    out=weights.expert(i),
+                )
+            except (TypeError, ValueError) as error:
+                if is_first:
+                    raise UnsupportedError(f"expert {i}: {error}") from None
+                raise DeepMoEError(
+                    f"weights that replace others cannot be laid out: expert {i}: {error}"
+                ) from error
+        self.weights = weights
+
+    def _one(self, name: str, pair: Pair, expert_idx: int) -> Pair:
+        one = slice(expert_idx, expert_idx + 1)
+        values, scales = pair[0][one], pair[1][one]
+        return packed_weights(name, (values, scales)) if self.is_packed else (values, scales)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.sizes.weights == "mxfp4"
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the kernel reads: values and scales of both layers, [E, ...] each, those of one byte
+        as uint8, which every collective takes. Experts may be permuted in them between calls."""
+        assert self.weights is not None
+        (w1, sf1), (w2, sf2) = self.weights
+        return _bytes(w1), sf1, _bytes(w2), sf2
+
+    def run(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        expected_tokens_per_rank: int | None = None,
+    ) -> None:
+        """y [tokens, hidden], bfloat16: the weighted sums of each token's experts. Every rank of
+        the group must call this; tokens may be 0.
+
+        x: as y. topk_ids: int32 or int64 [tokens, topk], places of experts, -1 for none.
+        topk_weights: float32 or bfloat16 [tokens, topk].
+        expected_tokens_per_rank: the mean over ranks, by default this rank's own number.
+        """
+        assert self.weights is not None
+        num_tokens = x.shape[0]
+        if num_tokens > self.max_tokens_per_rank:
+            raise ValueError(
+                f"x must have at most {self.max_tokens_per_rank} tokens, which the engine said "
+                f"that a step has; got {num_tokens}"
+            )
+        buffer = self.buffer()
+        prepare_inputs(
+            x.contiguous(),
+            topk_ids.contiguous(),
+            topk_weights.contiguous(),
+            buffer,
+            arch=self.arch,
+        )
+        # Said always, so that the tile follows from the step's size alone: a graph is captured with
+        # the one that its replays need.
+        expected = num_tokens if expected_tokens_per_rank is None else expected_tokens_per_rank
+        CALLS[self.sizes.weights](
+            y,
+            *self.weights,
+            buffer,
+            activation=self.activation,
+            expected_tokens_per_rank=min(max(expected, 1), self.max_tokens_per_rank),
+            arch=self.arch,
+        )
+
+    def buffer(self) -> SymmBuffer:
+        """The buffer that all layers of these sizes share. Made at the first call of this, which is
+        a meeting of all ranks; so an adapter calls it before serving."""
+        return buffers.buffer(self.group, self.device, self.sizes, self.max_tokens_per_rank)
+
+
+def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
+    """Raise UnsupportedError for sizes that there is no kernel for."""
+    try:
+        MoEShape(
+            num_ranks=num_ranks,
+            num_max_tokens_per_rank=max_tokens_per_rank,
+            **sizes._asdict(),
+        )
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def arch_on(device: torch.device, emulated_arch: str | None) -> str | None:
+    """The target for experts on `device`: None, for that of the GPU, or `emulated_arch` where there
+    is no GPU. Raises UnsupportedError if there is neither."""
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if target_of_capability((major, minor)) is None:
+            gpus = "; ".join(target.gpus for target in TARGETS.values())
+            raise UnsupportedError(
+                f"there is no kernel for compute capability {major}.{minor}, only for {gpus}"
+            )
+        return None
+    if device.type != "cpu" or emulated_arch is None:
+        raise UnsupportedError("there is no NVIDIA GPU")
+    return emulated_arch
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,0 +1,235 @@
+"""Around SGLang's functions for experts that one kernel dispatches, computes and combines.
+
+Each hook gets the function that it stands around, and calls it for layers that the kernel does not
+run. All of them decide by the layer: experts that were taken over, when their weights were loaded,
+carry the state that `_STATE` names.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.activations import Swiglu
+
+from ..served_experts import ServedExperts, arch_on
+from ..shared_buffers import LayerSizes
+from ..unsupported import UnsupportedError
+from . import engine
+
+# SGLang shows the lines of every logger.
+logger = logging.getLogger("sglang.deep_moe")
+
+_STATE = "_deep_moe_experts"
+_TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+_PACKED = (torch.int8, torch.uint8)
+
+_emulated_arch: str | None = None
+
+
+def install(emulated_arch: str | None) -> None:
+    """Register the hooks; SGLang applies them when all plugins are loaded.
+
+    emulated_arch: the target that is emulated where there is no GPU; None: SGLang runs experts
+    there.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    global _emulated_arch
+    _emulated_arch = emulated_arch
+    for target, hook in HOOKS.items():
+        if all(known is not hook for _, known, _ in HookRegistry._hooks[target]):
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def served_of(experts: Any) -> ServedExperts | None:
+    """What the kernel runs a layer with, None if SGLang runs it."""
+    return experts.__dict__.get(_STATE)
+
+
+def build(original: Callable[..., Any], experts: Any) -> Any:
+    """Lay a layer's weights out, when they have been loaded, on every rank. The layer's parameters
+    become the kernel's own tensors, which a load balancer permutes."""
+    if served_of(experts) is not None:
+        return None
+    name = f"layer {experts.layer_id}"
+    served, reason = None, None
+    try:
+        served = _taken_over(experts)
+    except UnsupportedError as error:
+        reason = str(error)
+    reason = _first_reason(reason)
+    if served is None or reason is not None:
+        logger.warning("%s: experts run by SGLang: %s", name, reason)
+        return original(experts)
+    for tensor_name, tensor in zip(_TENSORS, served.tensors(), strict=True):
+        getattr(experts, tensor_name).data = tensor
+    served.buffer()  # before SGLang looks how much memory is left, and before any graph
+    experts.__dict__[_STATE] = served
+    experts._mega_moe_weights_built = True
+    ranks = engine.expert_group().world_size
+    logger.info(
+        "%s: experts run by deep_moe (%s, %d rank%s)",
+        name,
+        served.sizes.weights,
+        ranks,
+        "" if ranks == 1 else "s",
+    )
+    return None
+
+
+def is_ready(original: Callable[..., bool], experts: Any) -> bool:
+    return served_of(experts) is not None or original(experts)
+
+
+def should_use_mega_moe(original: Callable[..., bool], moe: Any, hidden_states: Any) -> bool:
+    """Of our layers always, however many tokens there are: their weights are no longer such that
+    SGLang's other path could take them."""
+    return served_of(moe.experts) is not None or original(moe, hidden_states)
+
+
+def should_fuse_shared_experts(original: Callable[..., bool], moe: Any) -> bool:
+    """Not into our layers: SGLang then runs them beside the kernel."""
+    return served_of(moe.experts) is None and original(moe)
+
+
+def should_use_gate(
+    original: Callable[..., bool], moe: Any, hidden_states: Any, forward_batch: Any
+) -> bool:
+    """Not for our layers: SGLang's fused gate writes into its own kernel's buffer."""
+    return served_of(moe.experts) is None and original(moe, hidden_states, forward_batch)
+
+
+def run(
+    original: Callable[..., torch.Tensor],
+    experts: Any,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """The weighted sums of this rank's tokens, bfloat16 [tokens, hidden]. Ranks without tokens come
+    here too, with neither ids nor weights."""
+    served = served_of(experts)
+    if served is None:
+        return original(experts, hidden_states, topk_ids, topk_weights, **options)
+    _check_call(served, options)
+    num_tokens = options["num_tokens"]
+    if topk_ids is None or topk_weights is None:
+        shape = (num_tokens, served.sizes.num_topk)
+        topk_ids = hidden_states.new_full(shape, -1, dtype=torch.int32)
+        topk_weights = hidden_states.new_zeros(shape, dtype=torch.float32)
+    # Not the engine's integers of other widths.
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        topk_ids = topk_ids.to(torch.int32)
+    scale = options.get("routed_scaling_factor", 1.0)
+    topk_weights = topk_weights.float() * scale if scale != 1.0 else topk_weights.float()
+    x = hidden_states[:num_tokens]
+    y = torch.empty_like(x)
+    of_ranks = engine.tokens_of_ranks()
+    expected = -(-sum(of_ranks) // len(of_ranks)) if of_ranks else None
+    served.run(
+        y, x, topk_ids[:num_tokens], topk_weights[:num_tokens], expected_tokens_per_rank=expected
+    )
+    return y
+
+
+_MEGA_MOE = "sglang.srt.layers.moe.mega_moe"
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_MEGA_MOE}.build_mega_moe_experts_weights": build,
+    f"{_MEGA_MOE}_sm90.build_sm90_mega_moe_experts_weights": build,
+    f"{_MEGA_MOE}.is_mega_moe_experts_ready": is_ready,
+    f"{_MEGA_MOE}.should_use_mega_moe": should_use_mega_moe,
+    f"{_MEGA_MOE}.should_fuse_mega_moe_shared_experts": should_fuse_shared_experts,
+    f"{_MEGA_MOE}.run_mega_routed_experts": run,
+    "sglang.srt.layers.moe.mega_gate.should_use_mega_gate": should_use_gate,
+}
+
+
+def _taken_over(experts: Any) -> ServedExperts:
+    """The layer's experts, laid out, or UnsupportedError."""
+    config = experts.moe_runner_config
+    for is_unsupported, reason in (
+        (experts.with_bias, "experts have biases"),
+        (config.num_fused_shared_experts, "shared experts are fused into the routed ones"),
+        (experts._mega_moe_nvfp4, "weights are NVFP4"),
+        (experts._mega_moe_w4a4, "activations in FP4 were asked for"),
+        (config.apply_router_weight_on_input, "routing weights are applied to the input"),
+        (experts.num_experts % experts.moe_ep_size, "experts are unevenly spread over ranks"),
+        (experts.moe_tp_size != 1, "ranks hold slices of experts"),
+        (
+            config.activation != "silu"
+            or not config.is_gated
+            or config.gemm1_alpha is not None
+            or config.gemm1_clamp_limit is not None,
+            f"the kernel has no activation {config.activation}, gemm1_alpha={config.gemm1_alpha}, "
+            f"gemm1_clamp_limit={config.gemm1_clamp_limit}",
+        ),
+    ):
+        if is_unsupported:
+            raise UnsupportedError(reason)
+    try:
+        activation = Swiglu(math.inf if config.swiglu_limit is None else config.swiglu_limit)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(str(error)) from None
+    w13, w13_scale, w2, w2_scale = (getattr(experts, name).data for name in _TENSORS)
+    is_packed = w13.dtype in _PACKED
+    if not is_packed and w13.dtype != torch.float8_e4m3fn:
+        raise UnsupportedError(f"weights of {w13.dtype} are not supported")
+    group = engine.expert_group()
+    served = ServedExperts(
+        LayerSizes(
+            experts.num_experts,
+            experts.top_k,
+            w13.shape[2] * (2 if is_packed else 1),
+            w13.shape[1] // 2,
+            "mxfp4" if is_packed else "fp8",
+        ),
+        activation,
+        group.device_group if group.world_size > 1 else None,
+        w13.device,
+        engine.max_tokens_per_rank(),
+        arch_on(w13.device, _emulated_arch),
+    )
+    served.load((w13, w13_scale), (w2, w2_scale))
+    return served
+
+
+def _first_reason(reason: str | None) -> str | None:
+    """Of the first rank that cannot take its weights: a rank alone cannot go SGLang's way."""
+    group = engine.expert_group()
+    if group.world_size == 1:
+        return reason
+    reasons: list[str | None] = [None] * group.world_size
+    dist.all_gather_object(reasons, reason, group=group.cpu_group)
+    return next((one for one in reasons if one is not None), None)
+
+
+def _check_call(served: ServedExperts, options: dict[str, Any]) -> None:
+    """A call asks for what was taken over when the weights were loaded."""
+    sizes = served.sizes
+    taken = {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate_hidden,
+        "top_k": sizes.num_topk,
+        "activation": "swiglu",
+        "num_shared_experts": 0,
+        "routing_in_buffer": False,
+    }
+    for name, value in taken.items():
+        if options.get(name, value) != value:
+            raise ValueError(
+                f"{name} must be {value!r}, as it was when the weights were loaded; "
+                f"got {options[name]!r}"
+            )
+    clamp = options.get("activation_clamp")
+    if Swiglu(math.inf if clamp is None else clamp) != served.activation:
+        raise ValueError(
+            f"activation_clamp must be that of {served.activation!r}, as it was when the weights "
+            f"were loaded; got {clamp!r}"
+        )

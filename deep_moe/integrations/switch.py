@@ -1,0 +1,33 @@
+"""The environment variable by which a user turns an adapter off that an engine loads by itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from deep_moe.targets import TARGETS
+
+OFF, ON = "0", "1"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """is_on: whether the adapter does anything. emulated_arch: the target that is emulated where
+    there is no GPU, for tests; None: there the engine runs its experts itself."""
+
+    is_on: bool
+    emulated_arch: str | None
+
+
+def read_switch(variable: str) -> Switch:
+    """What `variable` says: 0 for off, 1 for on, which is the default, or the name of a target, to
+    emulate it on a CPU. Raises ValueError for anything else."""
+    value = os.environ.get(variable) or ON
+    if value in (OFF, ON):
+        return Switch(value == ON, None)
+    if value not in TARGETS:
+        raise ValueError(
+            f"{variable} must be {ON} (the default), {OFF} to turn deep_moe off, or, to emulate a "
+            f"GPU on a CPU, one of {', '.join(TARGETS)}; got {value!r}"
+        )
+    return Switch(True, value)

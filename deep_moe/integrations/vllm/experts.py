@@ -1,0 +1,171 @@
+"""vLLM's modular kernel with deep_moe as its experts.
+
+The kernel dispatches and combines itself, so that with expert parallelism vLLM's pass-through
+prepare and finalize stand around it. Without, ranks of tensor parallelism hold slices of all
+experts, and vLLM adds up what they compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_tp_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+    MoEPrepareAndFinalizeNoDPEPModular,
+)
+from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
+    PassThroughPrepareAndFinalize,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    from ..served_experts import ServedExperts
+
+
+def make_kernel(moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) -> mk.FusedMoEKernel:
+    """vLLM's kernel of a layer."""
+    is_spread = moe.moe_parallel_config.use_ep
+    around = PassThroughPrepareAndFinalize() if is_spread else MoEPrepareAndFinalizeNoDPEPModular()
+    return mk.FusedMoEKernel(around, DeepMoEExperts(moe, served, num_sharers))
+
+
+class DeepMoEExperts(mk.FusedMoEExpertsModular):
+    """num_sharers: ranks of the tensor parallel group, if they hold the same tokens and the experts
+    are spread over them; otherwise 1."""
+
+    def __init__(self, moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) -> None:
+        super().__init__(moe, FUSED_MOE_UNQUANTIZED_CONFIG)
+        self.served = served
+        self.num_sharers = num_sharers
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    # vLLM asks these when it chooses among its own kernels. This one is never in that list:
+    # support.py decides.
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return False
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return False
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return False
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def moe_problem_size(
+        self,
+        a1: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> tuple[int, int, int, int, int]:
+        """The weights' shapes are the kernel's own and say nothing of the layer's."""
+        sizes = self.served.sizes
+        num_rows = 2 * sizes.intermediate_hidden
+        return w1.shape[0], a1.shape[0], num_rows, sizes.hidden, topk_ids.shape[1]
+
+    def workspace_shapes(
+        self,
+        M: int,  # noqa: N803
+        N: int,  # noqa: N803
+        K: int,  # noqa: N803
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """topk_ids name places of all ranks' experts, also where `expert_map` would give this
+        rank's own: tokens go to other ranks by them."""
+        if apply_router_weight_on_input:
+            # The weight counts once. Of the two stages that vLLM may have before this one, the
+            # pass-through stage has not applied it.
+            if self.moe_config.moe_parallel_config.use_ep:
+                hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        self.run(output, hidden_states, topk_ids, topk_weights)
+
+    def run(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> None:
+        """As `ServedExperts.run`, for tokens that `num_sharers` ranks may all hold."""
+        num_tokens = x.shape[0]
+        if self.num_sharers == 1:
+            expected = self._mean_tokens(num_tokens)
+            self.served.run(output, x, topk_ids, topk_weights, expected_tokens_per_rank=expected)
+            return
+        group = get_tp_group()
+        share = -(-num_tokens // self.num_sharers)
+        first = group.rank_in_group * share
+        rows = slice(first, first + share)
+        # The last ranks' shares may be smaller, or empty.
+        own = x.new_zeros(share, x.shape[1])
+        self.served.run(
+            own[: x[rows].shape[0]],
+            x[rows],
+            topk_ids[rows],
+            topk_weights[rows],
+            expected_tokens_per_rank=-(-self._mean_tokens(num_tokens) // self.num_sharers),
+        )
+        if num_tokens:
+            output.copy_(group.all_gather(own, dim=0)[:num_tokens])
+
+    def _mean_tokens(self, num_tokens: int) -> int:
+        """Of all ranks that have tokens of their own, known on the host."""
+        if not is_forward_context_available():
+            return num_tokens
+        step = get_forward_context().dp_metadata
+        if step is None:
+            return num_tokens
+        counts = step.num_tokens_across_dp_cpu.tolist()
+        parallel = self.moe_config.moe_parallel_config
+        return -(-sum(counts) // (len(counts) * parallel.sp_size))

@@ -1,0 +1,304 @@
+"""vLLM's layer of routed experts, and the method by which it makes, loads and applies weights.
+
+vLLM lets a class of this adapter stand in for its `RoutedExperts`. That class asks vLLM for the
+method that the checkpoint's format calls for, whatever name the format has, and puts ours in front
+of it where the kernel can run the layer. vLLM's own method still makes the tensors that checkpoints
+are loaded into.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_ep_group, get_tensor_model_parallel_world_size
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
+from vllm.platforms import current_platform
+
+from deep_moe.errors import DeepMoEError
+
+from ..served_experts import ServedExperts, arch_on, check_sizes
+from ..unsupported import UnsupportedError
+from .completeness import LoadedParts
+from .experts import make_kernel
+from .support import Plan, plan_of
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+
+# vLLM shows the lines of loggers below its own.
+logger = logging.getLogger("vllm.deep_moe")
+
+_REPLACED = RoutedExperts.__name__
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A format as vLLM's method keeps it. scales: how the tensors of scales are called."""
+
+    weights: str
+    scales: str
+
+    @property
+    def tensors(self) -> tuple[str, str, str, str]:
+        return "w13_weight", f"w13_{self.scales}", "w2_weight", f"w2_{self.scales}"
+
+
+_MXFP4, _FP8 = _Form("mxfp4", "weight_scale"), _Form("fp8", "weight_scale_inv")
+
+
+def install(emulated_arch: str | None) -> None:
+    """From now on, vLLM makes its layers of routed experts by this adapter.
+
+    emulated_arch: the target that is emulated where there is no GPU; None: vLLM runs experts there.
+    """
+    DeepMoERoutedExperts.emulated_arch = emulated_arch
+    installed = op_registry_oot.get(_REPLACED)
+    if installed is DeepMoERoutedExperts:
+        return
+    if installed is not None:
+        raise DeepMoEError(
+            f"another plugin, {installed.__module__}, replaces vLLM's {_REPLACED}; "
+            "DEEP_MOE_VLLM=0 serves without deep_moe"
+        )
+    PluggableLayer.register_oot(DeepMoERoutedExperts, name=_REPLACED)
+
+
+class DeepMoERoutedExperts(RoutedExperts):
+    """vLLM's layer, with our method where the kernel runs its experts."""
+
+    emulated_arch: str | None = None
+
+    def _get_quant_method(
+        self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig
+    ) -> FusedMoEMethodBase:
+        engine = super()._get_quant_method(prefix, quant_config, moe_config)
+        self.loaded_parts = LoadedParts()
+        try:
+            form = _form_of(engine)
+            arch = arch_on(torch.device(current_platform.device_type), self.emulated_arch)
+            plan = plan_of(self, form.weights, get_tensor_model_parallel_world_size())
+            check_sizes(plan.sizes, plan.num_ranks, plan.max_tokens_per_rank)
+            _check_process()
+        except UnsupportedError as error:
+            log_fallback(prefix, engine, str(error))
+            return engine
+        return DeepMoEMethod(moe_config, engine, form, plan, arch)
+
+    def weight_loader(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """vLLM's, which notes what it has loaded."""
+        result = super().weight_loader(
+            param,
+            loaded_weight,
+            weight_name,
+            shard_id,
+            expert_id,
+            return_success=return_success,
+        )
+        # Models call it by names of their own.
+        tensor = next((name for name, own in self._parameters.items() if own is param), None)
+        if tensor is None:
+            return result
+        if loaded_weight.dim() == 3:
+            self.loaded_parts.add(tensor, shard_id, range(self.local_num_experts))
+        else:
+            local = self._map_global_expert_id_to_local_expert_id(expert_id)
+            self.loaded_parts.add(tensor, shard_id, [local])
+        return result
+
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+class DeepMoEMethod(FusedMoEMethodBase):
+    """How a layer's weights are made, loaded and applied.
+
+    engine: vLLM's own method, which makes the tensors, and takes the layer back if its weights turn
+    out not to be what the kernel takes.
+    """
+
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        engine: FusedMoEMethodBase,
+        form: _Form,
+        plan: Plan,
+        arch: str | None,
+    ) -> None:
+        super().__init__(moe)
+        self.engine = engine
+        self.form = form
+        self.plan = plan
+        self.arch = arch
+        self.served: ServedExperts | None = None
+        self.is_rounded_up = False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        own = hidden_size, intermediate_size_per_partition
+        others = self.engine.maybe_roundup_sizes(*own, act_dtype, moe_parallel_config)
+        self.is_rounded_up = others != own
+        return own
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.engine.create_weights(
+            layer=layer,
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=intermediate_size_per_partition,
+            params_dtype=params_dtype,
+            **extra_weight_attrs,
+        )
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Lay the weights out, on every rank, and let the layer's parameters be the kernel's own
+        tensors, which a load balancer permutes. vLLM calls this again when it has loaded other
+        weights: those are written into the same tensors."""
+        names = self.form.tensors
+        first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
+        layer.loaded_parts.require_all(layer.layer_name, names, first, layer.local_num_experts)
+        w13, w13_scale, w2, w2_scale = (getattr(layer, name).data for name in names)
+        group = get_ep_group().device_group if self.plan.num_ranks > 1 else None
+        served = self.served or ServedExperts(
+            self.plan.sizes,
+            self.plan.activation,
+            group,
+            w13.device,
+            self.plan.max_tokens_per_rank,
+            self.arch,
+        )
+        reason = None
+        try:
+            served.load((w13, w13_scale), (w2, w2_scale))
+        except UnsupportedError as error:
+            reason = str(error)
+        reason = self._first_reason(reason)
+        if reason is not None:
+            self._give_back(layer, reason)
+            return
+        for name, tensor in zip(names, served.tensors(), strict=True):
+            getattr(layer, name).data = tensor
+        if self.served is not None:
+            return
+        self.served = served
+        served.buffer()  # before vLLM looks how much memory is left, and before any graph
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = make_kernel(self.moe, served, self.plan.num_sharers)
+        ranks = f", {self.plan.num_ranks} ranks" if group is not None else ""
+        logger.info(
+            "%s: experts run by deep_moe (%s%s)", layer.layer_name, self.form.weights, ranks
+        )
+
+    def _first_reason(self, reason: str | None) -> str | None:
+        """Of the first rank that cannot take its weights. A rank alone cannot go vLLM's way. The
+        first time only: weights that replace others raise."""
+        if self.plan.num_ranks == 1 or self.served is not None:
+            return reason
+        reasons: list[str | None] = [None] * self.plan.num_ranks
+        dist.all_gather_object(reasons, reason, group=get_ep_group().cpu_group)
+        return next((one for one in reasons if one is not None), None)
+
+    def _give_back(self, layer: RoutedExperts, reason: str) -> None:
+        if self.is_rounded_up:
+            raise DeepMoEError(
+                f"{layer.layer_name}: deep_moe cannot run the experts: {reason}; and "
+                f"{self.engine.method_name} needs them in other sizes. DEEP_MOE_VLLM=0 serves "
+                "without deep_moe"
+            )
+        log_fallback(layer.layer_name, self.engine, reason)
+        layer._replace_quant_method(self.engine)
+        self.engine.process_weights_after_loading(layer)
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self.moe_kernel is not None
+        if x.shape[0] == 0:
+            # vLLM's kernel returns at once. Here the other ranks wait for this one.
+            output = torch.empty_like(x)
+            self.moe_kernel.fused_experts.run(output, x, topk_ids, topk_weights)
+            return output
+        return self.moe_kernel.apply(
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+
+def log_fallback(layer: str, engine: FusedMoEMethodBase, reason: str) -> None:
+    logger.warning("%s: experts run by vLLM (%s): %s", layer, engine.method_name, reason)
+
+
+def _form_of(engine: FusedMoEMethodBase) -> _Form:
+    """The format that a method of vLLM's loads."""
+    if isinstance(engine, Mxfp4MoEMethod):
+        return _MXFP4
+    if isinstance(engine, GptOssMxfp4MoEMethod):
+        raise UnsupportedError("experts have biases, and rows of gate and up in turn")
+    if isinstance(engine, Fp8MoEMethod):
+        if engine.weight_scale_refine is not None:
+            raise UnsupportedError("blocks of FP8 weights are cut by tensor parallelism")
+        if engine.weight_block_size != [128, 128]:
+            blocks = engine.weight_block_size or "the whole expert"
+            raise UnsupportedError(f"FP8 weights have a scale for {blocks}, not for [128, 128]")
+        return _FP8
+    raise UnsupportedError(f"weights of {engine.method_name} are not supported")
+
+
+def _check_process() -> None:
+    """What concerns all layers of a process."""
+    parallel = get_current_vllm_config().parallel_config
+    if parallel.use_ubatching:
+        raise UnsupportedError("two batches overlap, and would call with one buffer")
+    if parallel.enable_elastic_ep:
+        raise UnsupportedError("expert parallelism is elastic")

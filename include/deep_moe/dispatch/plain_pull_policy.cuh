@@ -1,0 +1,18 @@
+// Nothing is done to tokens without scales on their way into the pool.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/pull_tokens.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+struct PlainPullPolicy {
+    __device__ void store_scales(const SymmBuffer<Config>&, const SymmBuffer<Config>&,
+                                 const PulledToken&) const {}
+    __device__ void rewrite_token(const PulledToken&, uint32_t) const {}
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,122 @@
+"""A layer as engines serve it: its memory stays, its experts may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe.activations import Swiglu
+from deep_moe.errors import DeepMoEError
+from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.integrations import served_experts
+from deep_moe.integrations.served_experts import ServedExperts, arch_on
+from deep_moe.integrations.shared_buffers import LayerSizes
+from deep_moe.integrations.unsupported import UnsupportedError
+
+SIZES = LayerSizes(4, 2, 256, 128, "mxfp4")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    served_experts.buffers.close()
+
+
+def source(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As engines hold MXFP4: bytes of two values, and a byte for 32."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for shape in ((4, 256, 256), (4, 256, 128)):
+        values, sf = deep_moe.quantize_mxfp4(torch.randn(shape, generator=generator))
+        made.append((values.view(torch.uint8), unpack_ue8m0(sf)))
+    return made
+
+
+def served(arch: str, seed: int = 0, most: int = 8) -> ServedExperts:
+    layer = ServedExperts(SIZES, Swiglu(), None, CPU, most, arch)
+    layer.load(*source(seed))
+    return layer
+
+
+def call(layer: ServedExperts, ids: torch.Tensor) -> torch.Tensor:
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+    y = torch.empty_like(x)
+    layer.run(y, x, ids, torch.full((3, 2), 0.5))
+    return y
+
+
+IDS = torch.tensor([[0, 1], [2, 3], [3, -1]])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_weights_that_replace_others_lie_where_those_lay(arch):
+    layer = served(arch)
+    addresses = [tensor.data_ptr() for tensor in layer.tensors()]
+    before = call(layer, IDS)
+    layer.load(*source(1))
+    assert [tensor.data_ptr() for tensor in layer.tensors()] == addresses
+    after = call(layer, IDS)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, call(served(arch, seed=1), IDS))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_experts_may_be_permuted_in_what_the_kernel_reads(arch):
+    layer = served(arch)
+    expected = call(layer, IDS)
+    order = torch.tensor([2, 0, 3, 1])  # place i now holds expert order[i]
+    for tensor in layer.tensors():
+        assert tensor.is_contiguous()
+        assert tensor.shape[0] == 4
+        tensor.copy_(tensor[order].clone())
+    place = order.argsort()
+    assert torch.equal(call(layer, torch.where(IDS < 0, IDS, place[IDS])), expected)
+
+
+def test_a_rank_without_tokens_calls_too():
+    layer = served("sm_100a")
+    y = torch.empty(0, 256, dtype=torch.bfloat16)
+    layer.run(y, y, torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
+
+
+def test_layers_share_one_buffer():
+    assert served("sm_100a").buffer() is served("sm_100a", seed=1).buffer()
+
+
+def test_sizes_without_a_kernel_are_refused_when_it_is_made():
+    sizes = SIZES._replace(hidden=200)
+    with pytest.raises(UnsupportedError, match="hidden must be a positive multiple of 128"):
+        ServedExperts(sizes, Swiglu(), None, CPU, 8)
+
+
+def test_weights_that_are_none_are_refused_and_later_an_error():
+    l1, l2 = source(0)
+    bad = (l1[0], l1[1].clone())
+    bad[1][2, 0, 0] = 255  # NaN
+    layer = ServedExperts(SIZES, Swiglu(), None, CPU, 8, "sm_100a")
+    with pytest.raises(UnsupportedError, match="expert 2: "):
+        layer.load(bad, l2)
+    layer.load(l1, l2)
+    with pytest.raises(DeepMoEError, match=r"weights that replace others .* expert 2: "):
+        layer.load(bad, l2)
+
+
+def test_where_the_kernel_runs(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    assert arch_on(CPU, "sm_90a") == "sm_90a"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert arch_on(gpu, None) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # whose GPUs have such numbers, too
+    with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
+        arch_on(gpu, None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UnsupportedError, match=r"capability 8\.0, only for H100, H200; "):
+        arch_on(gpu, None)
+    for device in (CPU, torch.device("xpu")):
+        with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
+            arch_on(device, None)

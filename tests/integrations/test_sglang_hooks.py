@@ -1,0 +1,110 @@
+"""What the SGLang adapter does without SGLang. tests/serving runs the rest, with SGLang's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.activations import Swiglu
+from deep_moe.errors import DeepMoEError
+from deep_moe.integrations import served_experts
+from deep_moe.integrations import sglang as adapter
+from deep_moe.integrations.sglang import engine, hooks
+
+from .test_served_experts import CPU, IDS, SIZES, ServedExperts, source
+
+
+def never(*_: Any, **__: Any) -> None:
+    raise AssertionError("SGLang's own function was called")
+
+
+@pytest.fixture
+def experts() -> Iterator[Any]:
+    """A layer that was taken over."""
+    served = ServedExperts(SIZES, Swiglu(7.0), None, CPU, 8, "sm_100a")
+    served.load(*source(0))
+    layer = torch.nn.Module()
+    layer.__dict__[hooks._STATE] = served
+    yield layer
+    served_experts.buffers.close()
+
+
+def call(experts: Any, x: torch.Tensor, ids: Any, weights: Any, **options: Any) -> torch.Tensor:
+    given = {
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "top_k": 2,
+        "num_tokens": x.shape[0],
+        "activation_clamp": 7.0,
+    }
+    return hooks.run(never, experts, x, ids, weights, **{**given, **options})
+
+
+def test_it_runs_what_it_took_over(experts, monkeypatch):
+    monkeypatch.setattr(engine, "tokens_of_ranks", lambda: [3, 8])
+    x = torch.randn(3, 256).bfloat16()
+    weights = torch.full((3, 2), 0.5)
+    y = call(experts, x, IDS.short(), weights, routed_scaling_factor=2.0)
+    expected = torch.empty_like(x)
+    hooks.served_of(experts).run(expected, x, IDS, 2 * weights)
+    assert torch.equal(y, expected)
+
+
+def test_an_idle_rank_calls_without_routing(experts, monkeypatch):
+    monkeypatch.setattr(engine, "tokens_of_ranks", lambda: None)
+    assert call(experts, torch.empty(0, 256).bfloat16(), None, None).shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hidden_size": 512}, "hidden_size must be 256, .* got 512"),
+        ({"num_shared_experts": 1}, "num_shared_experts must be 0, .* got 1"),
+        ({"routing_in_buffer": True}, "routing_in_buffer must be False, .* got True"),
+        ({"activation_clamp": None}, r"activation_clamp must be that of Swiglu\(clamp=7.0\)"),
+    ],
+)
+def test_a_call_for_something_else_is_refused(experts, options, words):
+    with pytest.raises(ValueError, match=words):
+        call(experts, torch.zeros(3, 256).bfloat16(), IDS, torch.ones(3, 2), **options)
+
+
+def test_other_layers_are_sglangs():
+    other, moe = torch.nn.Module(), SimpleNamespace(experts=torch.nn.Module())
+    assert hooks.is_ready(lambda experts: experts is other, other)
+    assert hooks.should_use_mega_moe(lambda *given: given == (moe, 1), moe, 1)
+    assert hooks.should_fuse_shared_experts(lambda given: given is moe, moe)
+    assert hooks.should_use_gate(lambda *given: given == (moe, 1, 2), moe, 1, 2)
+    assert hooks.run(lambda *given, top_k: (given, top_k), other, 1, 2, 3, top_k=4) == (
+        (other, 1, 2, 3),
+        4,
+    )
+
+
+def test_our_layers_take_no_other_way(experts):
+    moe = SimpleNamespace(experts=experts)
+    assert hooks.is_ready(never, experts)
+    assert hooks.should_use_mega_moe(never, moe, None)
+    assert not hooks.should_fuse_shared_experts(never, moe)
+    assert not hooks.should_use_gate(never, moe, None, None)
+    assert hooks.build(never, experts) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.22.post1", "0.5.24", "0.6.0"])
+def test_other_versions_of_sglang_are_refused_by_number(version, monkeypatch):
+    monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
+    monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: version)
+    words = rf"sglang must be at least 0.5.23 and older than 0.5.24, .* got {version}"
+    with pytest.raises(DeepMoEError, match=words):
+        adapter.register()
+
+
+def test_sglang_finds_the_adapter_by_its_entry_point():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    group = text.split('[project.entry-points."sglang.srt.plugins"]\n')[1].split("\n\n")[0]
+    assert group == 'deep_moe = "deep_moe.integrations.sglang:register"'

@@ -1,0 +1,162 @@
+"""What the vLLM adapter decides without vLLM. tests/serving runs the rest, with vLLM."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.errors import CheckpointError, DeepMoEError, MissingPackageError
+from deep_moe.integrations import vllm as adapter
+from deep_moe.integrations.switch import Switch, read_switch
+from deep_moe.integrations.unsupported import UnsupportedError
+from deep_moe.integrations.vllm.completeness import LoadedParts
+from deep_moe.integrations.vllm.support import plan_of
+
+from .vllm_fakes import layer
+
+EP: dict[str, Any] = {"use_ep": True, "ep_size": 4}
+
+
+def test_a_plan_for_one_rank():
+    plan = plan_of(layer(), "mxfp4", 1)
+    assert tuple(plan.sizes) == (8, 2, 256, 128, "mxfp4")
+    assert plan.activation == Swiglu()
+    assert plan[2:] == (1, 1, 33)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_size", "num_sharers", "most"),
+    [
+        ({**EP}, 4, 4, 9),  # all ranks hold the same tokens
+        ({**EP, "dp_size": 2}, 2, 2, 17),  # pairs do
+        ({**EP, "dp_size": 4}, 1, 1, 33),
+        # vLLM itself has given each a share
+        ({**EP, "dp_size": 2, "sp_size": 2, "is_sequence_parallel": True}, 2, 1, 17),
+    ],
+)
+def test_ranks_that_hold_the_same_tokens_share_them(changes, tp_size, num_sharers, most):
+    plan = plan_of(layer(**changes), "mxfp4", tp_size)
+    assert plan[2:] == (4, num_sharers, most)
+
+
+def test_slices_of_tensor_parallelism_are_one_rank_each():
+    assert plan_of(layer(), "fp8", 2)[2:] == (1, 1, 33)
+
+
+@pytest.mark.parametrize(
+    ("activation", "changes", "expected"),
+    [
+        ("silu", {}, Swiglu(math.inf)),
+        ("silu", {"swiglu_limit": 10.0}, Swiglu(10.0)),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0},
+            SwigluOai(1.702, 7.0),
+        ),
+        (
+            "situ",
+            {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+            Situ(4.0, 25.0),
+        ),
+    ],
+)
+def test_activations_with_their_parameters(activation, changes, expected):
+    assert plan_of(layer(activation, **changes), "mxfp4", 1).activation == expected
+
+
+@pytest.mark.parametrize(
+    ("activation", "changes", "words"),
+    [
+        ("gelu", {}, "no activation gelu"),
+        ("silu", {"swiglu_alpha": 1.702}, "no activation silu, swiglu_alpha=1.702"),
+        ("silu", {"swiglu_limit": -1.0}, "clamp must be a positive number"),
+        ("swigluoai", {}, "no activation swigluoai"),  # rows of gate and up in turn
+        ("swigluoai_uninterleave", {"swiglu_alpha": 1.7, "swiglu_limit": 7.0}, "no activation"),
+        ("situ", {"activation_situ_beta": 4.0}, "no activation situ, activation_situ_beta=4.0"),
+        ("silu", {"moe_backend": "marlin"}, "moe_backend='marlin' was asked for"),
+        ("silu", {"has_bias": True}, "experts have biases"),
+        ("silu", {"is_lora_enabled": True}, "LoRA"),
+        ("silu", {"in_dtype": "torch.float16"}, "activations are torch.float16"),
+        ("silu", {**EP, "pcp_size": 2}, "prefill context parallelism"),
+        ("silu", {"dp_size": 2}, "without expert parallelism"),
+        ("silu", {**EP, "all2all_backend": "nixl_ep"}, "all2all_backend='nixl_ep'"),
+        ("silu", {**EP, "placement_strategy": "round_robin"}, "are placed round_robin"),
+        ("silu", {"num_fused_shared_experts": 1}, "shared experts are fused"),
+        ("silu", {**EP, "skip_final_all_reduce": True}, "not reduced yet"),
+        ("silu", {"apply_router_weight_on_input": True}, "applied to the input"),
+        ("silu", {**EP, "ep_size": 3}, "8 experts are unevenly spread over 3 ranks"),
+    ],
+)
+def test_what_it_leaves_to_vllm_it_says_why(activation, changes, words):
+    with pytest.raises(UnsupportedError, match=words):
+        plan_of(layer(activation, **changes), "mxfp4", 1)
+
+
+def loaded(leave_out: tuple[str, str, int] | None = None) -> LoadedParts:
+    parts = LoadedParts()
+    for tensor, shards in (("w13_weight", ("w1", "w3")), ("w2_weight", ("w2",))):
+        for shard in shards:
+            parts.add(tensor, shard, [i for i in range(4) if (tensor, shard, i) != leave_out])
+    return parts
+
+
+def test_missing_experts_are_named_by_their_global_ids():
+    loaded().require_all("layer", ("w13_weight", "w2_weight"), 4, 4)
+    parts = loaded(leave_out=("w13_weight", "w3", 2))
+    with pytest.raises(CheckpointError, match=r"layer: .* no w3 for w13_weight of experts 6,"):
+        parts.require_all("layer", ("w13_weight", "w2_weight"), 4, 4)
+
+
+def test_a_loader_that_goes_another_way_is_believed():
+    LoadedParts().require_all("layer", ("w13_weight",), 0, 4)
+
+
+@pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "1.0", "0.34.0rc1"])
+def test_other_versions_of_vllm_are_refused_by_number(version, monkeypatch):
+    monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
+    monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: version)
+    words = rf"vllm must be at least 0.33 and older than 0.34, .* got {version}; DEEP_MOE_VLLM=0"
+    with pytest.raises(DeepMoEError, match=words):
+        adapter.register()
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch):
+    from importlib.metadata import PackageNotFoundError
+
+    def no_version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
+    monkeypatch.setattr("deep_moe.integrations.engine_version.version", no_version)
+    with pytest.raises(MissingPackageError, match=r"install vllm>=0.33"):
+        adapter.register()
+
+
+def test_switched_off_it_does_not_even_look_for_vllm(monkeypatch):
+    monkeypatch.setenv(adapter.SWITCH_VARIABLE, "0")
+    adapter.register()
+
+
+def test_the_switch(monkeypatch):
+    for value, expected in (
+        ("", Switch(True, None)),
+        ("1", Switch(True, None)),
+        ("0", Switch(False, None)),
+        ("sm_90a", Switch(True, "sm_90a")),
+    ):
+        monkeypatch.setitem(os.environ, "DEEP_MOE_TEST", value)
+        assert read_switch("DEEP_MOE_TEST") == expected
+    monkeypatch.setitem(os.environ, "DEEP_MOE_TEST", "off")
+    with pytest.raises(ValueError, match=r"DEEP_MOE_TEST must be 1 .* 0 to turn deep_moe off"):
+        read_switch("DEEP_MOE_TEST")
+
+
+def test_vllm_finds_the_adapter_by_its_entry_point():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    group = text.split('[project.entry-points."vllm.general_plugins"]\n')[1].split("\n\n")[0]
+    assert group == 'deep_moe = "deep_moe.integrations.vllm:register"'

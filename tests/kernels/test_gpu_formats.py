@@ -1,0 +1,70 @@
+"""The family on a GPU: every format of weights and every activation, with a pool that holds a call
+and with the smallest one."""
+
+from __future__ import annotations
+
+import pytest
+
+from deep_moe.activations import ACTIVATIONS
+from deep_moe.formats.weight_formats import WEIGHT_FORMATS
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial.synthetic import exact_tokens, random_tokens
+from tests.layer.rank_layer import RankLayer, this_gpu
+
+pytestmark = pytest.mark.gpu
+
+SMALLEST_POOL = 384
+POOLS = [None, SMALLEST_POOL]
+
+
+def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None) -> MoEShape:
+    return MoEShape(
+        1, 8, 4, 1024, 512, num_tokens, num_pool_tokens=num_pool_tokens, weights=weights
+    )
+
+
+@pytest.mark.parametrize("num_pool_tokens", POOLS)
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
+    """Exact layers, bit for bit, with the tile that fits each number of tokens; two calls each."""
+    shape = one_rank(weights, 1100, num_pool_tokens)
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 7, 30, 90, 150, 250, 400, 1100):
+        for seed in (0, 1):
+            tokens = exact_tokens(shape, num_tokens, seed=seed, num_unused_slots=seed)
+            result = case.compare_call(tokens)
+            assert result.is_exact, (num_tokens, seed, result)
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_all_tokens_to_one_expert(weights: str) -> None:
+    shape = one_rank(weights, 700, SMALLEST_POOL)
+    case = RankLayer(this_gpu(), shape, exact=True)
+    tokens = exact_tokens(shape, 700, seed=1)
+    tokens.topk_idx[:, 0], tokens.topk_idx[:, 1:] = 3, -1
+    result = case.compare_call(tokens)
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize("num_pool_tokens", POOLS)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_activations(weights: str, activation: str, num_pool_tokens: int | None) -> None:
+    shape = one_rank(weights, 300, num_pool_tokens)
+    case = RankLayer(this_gpu(), shape, exact=False)
+    for num_tokens in (5, 300):
+        tokens = random_tokens(shape, num_tokens, seed=num_tokens)
+        result = case.compare_call(tokens, activation=activation)
+        assert result.is_right, (num_tokens, result)
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_a_thousand_calls_in_the_smallest_pool(weights: str) -> None:
+    shape = one_rank(weights, 500, SMALLEST_POOL)
+    case = RankLayer(this_gpu(), shape, exact=True)
+    tokens = exact_tokens(shape, 500, seed=3)
+    y = case.call(tokens)
+    for _ in range(1000):
+        case.launch(y)
+    case.finish()
+    assert case.compare(y, tokens).is_exact

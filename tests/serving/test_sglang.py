@@ -1,0 +1,286 @@
+"""SGLang's own forward pass of fused experts, and its own registry of hooks, run ours, emulated."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
+from deep_moe.integrations import served_experts
+from deep_moe.integrations.sglang import SWITCH_VARIABLE, hooks, register
+from deep_moe.trial.rank_processes import run_on_ranks
+
+from . import sglang_stage
+from .test_vllm import (
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    MAX_TOKENS,
+    TOPK,
+    Weights,
+    called_directly,
+    checkpoint,
+    route,
+    tokens,
+)
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("make test-serving installs sglang", allow_module_level=True)
+
+CASES = [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")]
+ONE_RANK = SimpleNamespace(world_size=1, device_group=None, cpu_group=None)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    served_experts.buffers.close()
+
+
+def started(setenv: Any, arch: str, group: Any = ONE_RANK) -> Any:
+    """SGLang's module, as its processes have it when plugins are loaded."""
+    module = sglang_stage.set_up(group, MAX_TOKENS)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    setenv(SWITCH_VARIABLE, arch)
+    register()
+    register()
+    HookRegistry.apply_hooks()
+    return module
+
+
+def layer(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1, **changes: Any) -> Any:
+    """What SGLang's `FusedMoE` is when a checkpoint has been loaded into it."""
+    experts = torch.nn.Module()
+    local = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
+    for name, (values, sf) in zip(("w13", "w2"), source, strict=True):
+        own = values[local]
+        scales = sf[local]
+        if weights == "mxfp4":
+            scales = ue8m0_to_float(unpack_ue8m0(scales), torch.float32)
+        for suffix, tensor in (("weight", own), ("weight_scale_inv", scales)):
+            parameter = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+            experts.register_parameter(f"{name}_{suffix}", parameter)
+    config = {
+        "num_fused_shared_experts": 0,
+        "apply_router_weight_on_input": False,
+        "activation": "silu",
+        "is_gated": True,
+        "gemm1_alpha": None,
+        "gemm1_clamp_limit": None,
+        "swiglu_limit": None,
+    }
+    attributes = {
+        "layer_id": 3,
+        "num_experts": EXPERTS,
+        "top_k": TOPK,
+        "moe_tp_size": 1,
+        "moe_ep_size": num_ranks,
+        "with_bias": False,
+        "_mega_moe_nvfp4": False,
+        "_mega_moe_w4a4": False,
+        "_mega_moe_weights_built": False,
+    }
+    experts.moe_runner_config = SimpleNamespace(
+        **{name: changes.get(name, value) for name, value in config.items()}
+    )
+    for name, value in attributes.items():
+        setattr(experts, name, changes.get(name, value))
+    return experts
+
+
+def block(experts: Any, scale: float = 1.0) -> Any:
+    """The model's module around it."""
+
+    def topk(hidden_states: Any, logits: Any) -> Any:
+        weights, ids = route(hidden_states, logits, TOPK, True)
+        return SimpleNamespace(topk_ids=ids, topk_weights=weights)
+
+    return SimpleNamespace(
+        experts=experts,
+        config=SimpleNamespace(
+            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts_per_tok=TOPK
+        ),
+        num_fused_shared_experts=0,
+        mega_shared_l1_weights=None,
+        mega_shared_l2_weights=None,
+        n_shared_experts=1,
+        shared_experts_is_fp8=True,
+        shared_experts_weight_block_size=[128, 128],
+        alt_stream=None,
+        is_hash=False,
+        routed_scaling_factor_fused_in_topk=False,
+        routed_scaling_factor=scale,
+        topk=topk,
+        _forward_shared_experts=lambda hidden_states: hidden_states,
+    )
+
+
+def forward(module: Any, moe: Any, x: Any, logits: Any) -> torch.Tensor:
+    moe.gate = lambda hidden_states, forward_batch=None: logits
+    assert module.should_use_mega_moe(moe, x)
+    with torch.inference_mode():
+        return module.forward_mega_moe(moe, x)
+
+
+@pytest.mark.parametrize(("weights", "arch"), CASES)
+def test_sglangs_forward_gives_what_the_kernel_gives(weights, arch, caplog, monkeypatch):
+    module = started(monkeypatch.setenv, arch)
+    source, (x, logits) = checkpoint(weights), tokens(5)
+    experts = layer(weights, source, swiglu_limit=1.0)
+    with caplog.at_level(logging.INFO, "sglang.deep_moe"):
+        module.build_mega_moe_experts_weights(experts)
+    result = forward(module, block(experts), x, logits)
+    shared = x  # of block()
+    assert torch.equal(result, called_directly(weights, arch, source, x, logits, 1.0) + shared)
+    assert caplog.messages == [f"layer 3: experts run by deep_moe ({weights}, 1 rank)"]
+    # Neither more tokens than SGLang's own kernel takes, nor its gate or its shared experts.
+    assert not module.should_fuse_mega_moe_shared_experts(block(experts))
+
+
+def test_routed_sums_are_scaled_once(monkeypatch):
+    module = started(monkeypatch.setenv, "sm_90a")
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    experts = layer("mxfp4", source)
+    module.build_mega_moe_experts_weights(experts)
+    results = []
+    for scale in (1.0, 2.0):
+        moe = block(experts, scale)
+        moe._forward_shared_experts = lambda hidden_states: None
+        results.append(forward(module, moe, x, logits))
+    once, twice = results
+    assert torch.equal(twice, 2 * once)
+    assert once.abs().max() > 0.5
+
+
+def test_a_load_balancer_permutes_experts_in_place(monkeypatch):
+    module = started(monkeypatch.setenv, "sm_90a")
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    experts = layer("mxfp4", source)
+    module.build_mega_moe_experts_weights(experts)
+    expected = forward(module, block(experts), x, logits)
+    order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
+    for parameter in experts.parameters():
+        parameter.copy_(parameter[order].clone())
+    assert torch.equal(forward(module, block(experts), x, logits[:, order]), expected)
+
+
+FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "biases": ({"with_bias": True}, "experts have biases"),
+    "fused": ({"num_fused_shared_experts": 1}, "shared experts are fused"),
+    "nvfp4": ({"_mega_moe_nvfp4": True}, "weights are NVFP4"),
+    "w4a4": ({"_mega_moe_w4a4": True}, "activations in FP4 were asked for"),
+    "alpha": ({"gemm1_alpha": 1.7}, "the kernel has no activation silu, gemm1_alpha=1.7"),
+    "gelu": ({"activation": "gelu"}, "the kernel has no activation gelu"),
+    "limit": ({"swiglu_limit": -1.0}, "clamp must be a positive number"),
+    "slices": ({"moe_tp_size": 2}, "ranks hold slices of experts"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_the_kernel_does_not_run_goes_sglangs_way_with_one_line(name, caplog, monkeypatch):
+    changes, reason = FALLBACKS[name]
+    module = started(monkeypatch.setenv, "sm_90a")
+    experts = layer("mxfp4", checkpoint("mxfp4"), **changes)
+    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):  # SGLang's own way
+        module.build_mega_moe_experts_weights(experts)
+    (line,) = caplog.messages
+    assert line.startswith(f"layer 3: experts run by SGLang: {reason}")
+    assert not module.is_mega_moe_experts_ready(experts)
+
+
+def test_a_call_that_asks_for_something_else_is_refused(monkeypatch):
+    module = started(monkeypatch.setenv, "sm_90a")
+    experts = layer("mxfp4", checkpoint("mxfp4"))
+    module.build_mega_moe_experts_weights(experts)
+    x, logits = tokens(3)
+    weights, ids = route(x, logits, TOPK, True)
+    options = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "top_k": TOPK,
+        "num_tokens": 3,
+    }
+    with pytest.raises(ValueError, match=r"activation must be 'swiglu'.* got 'situ'"):
+        module.run_mega_routed_experts(experts, x, ids, weights, activation="situ", **options)
+    with pytest.raises(ValueError, match=r"activation_clamp must be that of .* got 7\.0"):
+        module.run_mega_routed_experts(experts, x, ids, weights, activation_clamp=7.0, **options)
+
+
+def test_without_a_gpu_sglang_runs_experts_itself(caplog, monkeypatch):
+    module = started(monkeypatch.setenv, "1")
+    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):
+        module.build_mega_moe_experts_weights(layer("mxfp4", checkpoint("mxfp4")))
+    assert caplog.messages == ["layer 3: experts run by SGLang: there is no NVIDIA GPU"]
+
+
+def test_switched_off_it_registers_nothing(monkeypatch):
+    module = started(monkeypatch.setenv, "0")
+    assert not hasattr(module.run_mega_routed_experts, "__wrapped__")
+
+
+def test_two_ranks_of_which_one_is_idle(monkeypatch):
+    run_on_ranks(run_two_ranks, 2, "cpu")
+
+
+def run_two_ranks(device: torch.device) -> None:
+    rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    group = SimpleNamespace(world_size=2, device_group=world, cpu_group=world)
+    module = started(os.environ.__setitem__, "sm_90a", group)
+    source = checkpoint("mxfp4")
+    experts = layer("mxfp4", source, rank, 2)
+    module.build_mega_moe_experts_weights(experts)
+    x, logits = tokens(5) if rank == 0 else tokens(0)
+    result = forward(module, block(experts), x, logits)
+    served_experts.buffers.close()
+    assert result.shape == x.shape
+    if rank == 0:
+        assert torch.equal(result, called_directly("mxfp4", "sm_90a", source, x, logits) + x)
+
+
+def test_hooks_have_the_parameters_of_what_they_stand_around():
+    for target, hook in hooks.HOOKS.items():
+        path, _, name = target.rpartition(".")
+        parameters = list(_parameters(path, name))
+        own = list(inspect.signature(hook).parameters)
+        assert own[0] == "original"
+        if own[-1] == "options":  # by keyword, those that it checks or knows to be without effect
+            assert parameters[: len(own) - 2] == own[1:-1]
+            known = {"shared_l1_weights", "shared_l2_weights", "num_tokens"}
+            known |= {"hidden_size", "intermediate_size", "top_k", "activation_clamp"}
+            known |= {"routed_scaling_factor", "activation", "num_shared_experts"}
+            assert set(parameters[len(own) - 2 :]) == known | {"routing_in_buffer"}
+        else:
+            assert parameters == own[1:]
+
+
+def _parameters(path: str, name: str) -> Iterator[str]:
+    """Of a function in SGLang's source."""
+    source = sglang_stage.source_of(path)
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            yield from (each.arg for each in (*node.args.args, *node.args.kwonlyargs))
+            return
+    raise AssertionError(f"{path} has no function {name}")
+
+
+def test_the_layer_of_these_tests_has_the_names_of_sglangs():
+    moe = "sglang.srt.layers.moe"
+    source = sglang_stage.source_of(f"{moe}.fused_moe_triton.layer").read_text()
+    experts = layer("mxfp4", checkpoint("mxfp4"))
+    for name in ("layer_id", "num_experts", "top_k", "moe_tp_size", "moe_ep_size", "with_bias"):
+        assert f"self.{name} = " in source, name
+    for name in ("_mega_moe_nvfp4", "_mega_moe_w4a4", "_mega_moe_weights_built"):
+        assert f"self.{name} = " in source, name
+    config = sglang_stage.source_of(f"{moe}.moe_runner.base").read_text()
+    for name in vars(experts.moe_runner_config):
+        assert f"    {name}: " in config, name

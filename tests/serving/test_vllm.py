@@ -1,0 +1,476 @@
+"""vLLM's own factory, router, runner, layer and modular kernel run our experts, emulated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe.activations import Swiglu
+from deep_moe.errors import CheckpointError, DeepMoEError
+from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.formats.weight_formats import weight_format
+from deep_moe.integrations import served_experts
+from deep_moe.trial.rank_processes import run_on_ranks
+
+vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 8, 2
+MAX_TOKENS = 32
+NAME = "model.layers.0.mlp.experts"
+CASES = [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")]
+
+Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def checkpoint(weights: str, seed: int = 0) -> Weights:
+    """Values and scales of both layers, as `transform_weights_for_mega_moe` takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    block = (1, 32) if weights == "mxfp4" else (128, 128)
+    made = []
+    for num_rows, num_columns in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)):
+        x = torch.randn(EXPERTS, num_rows, num_columns, generator=generator) / num_columns**0.5
+        values, sf = weight_format(weights).quantize(x, block)
+        if weights == "fp8":
+            sf = sf.log2().round().exp2()  # which every target applies
+        made.append((values, sf))
+    return made[0], made[1]
+
+
+def loaded_forms(weights: str, layer: tuple[torch.Tensor, torch.Tensor]) -> Iterator[Any]:
+    """(suffix of vLLM's name, tensor as checkpoints have it)."""
+    values, sf = layer
+    if weights == "mxfp4":
+        yield "weight", values.view(torch.uint8)
+        yield "weight_scale", unpack_ue8m0(sf).view(torch.float8_e8m0fnu)
+    else:
+        yield "weight", values
+        yield "weight_scale_inv", sf
+
+
+def quantization(weights: str) -> Any:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
+
+    if weights == "mxfp4":
+        return Mxfp4Config()
+    return Fp8Config(activation_scheme="dynamic", weight_block_size=[128, 128])
+
+
+@contextlib.contextmanager
+def world(rank: int = 0, folder: str = "", tp: int = 1, dp: int = 1, **parallel: Any) -> Any:
+    """vLLM's groups, and its config as the current one. In a group of several ranks, torch's own
+    process group is there already."""
+    from vllm.config import (
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import (
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    config = VllmConfig(
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp,
+            data_parallel_size=dp,
+            data_parallel_rank=rank // tp,
+            enable_expert_parallel=tp * dp > 1 and parallel.pop("expert_parallel", True),
+            **parallel,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_model_len=MAX_TOKENS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=4,
+            is_encoder_decoder=False,
+        ),
+    )
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+        else:
+            init_distributed_environment(tp, rank % tp, "env://", rank, "gloo")
+        initialize_model_parallel(tp, backend="gloo")
+        try:
+            yield config
+        finally:
+            served_experts.buffers.close()
+            destroy_model_parallel()
+
+
+def route(hidden_states: Any, gating_output: Any, topk: int, renormalize: bool) -> Any:
+    """A model's own routing function."""
+    weights, ids = gating_output.softmax(-1).topk(topk)
+    return weights, ids.to(torch.int32)
+
+
+def make_runner(weights: str, **arguments: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    return FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=TOPK,
+        hidden_size=HIDDEN,
+        intermediate_size=arguments.pop("intermediate_size", INTERMEDIATE),
+        params_dtype=torch.bfloat16,
+        quant_config=quantization(weights),
+        prefix=arguments.pop("prefix", NAME),
+        custom_routing_function=route,
+        **arguments,
+    )
+
+
+def load(runner: Any, weights: str, source: Weights, leave_out: int | None = None) -> None:
+    """As vLLM does: the parts of a checkpoint, then what follows."""
+    load_parts(runner, weights, source, leave_out)
+    layer = runner.routed_experts
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def load_parts(runner: Any, weights: str, source: Weights, leave_out: int | None = None) -> None:
+    """A tensor of one expert at a time."""
+    layer = runner.routed_experts
+    l1, l2 = source
+    for i in range(EXPERTS):
+        if i == leave_out:
+            continue
+        for suffix, tensor in loaded_forms(weights, l1):
+            gate, up = tensor[i].chunk(2)
+            name = f"w13_{suffix}"
+            for shard, part in (("w1", gate), ("w3", up)):
+                param = getattr(layer, name)
+                param.weight_loader(param, part, f"a.models.{suffix}", shard, i)
+        for suffix, tensor in loaded_forms(weights, l2):
+            name = f"w2_{suffix}"
+            param = getattr(layer, name)
+            param.weight_loader(param, tensor[i], f"a.models.{suffix}", "w2", i)
+
+
+def tokens(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    return x, torch.randn(num_tokens, EXPERTS, generator=generator)
+
+
+def called_directly(
+    weights: str, arch: str, source: Weights, x: Any, logits: Any, limit: float = math.inf
+) -> torch.Tensor:
+    """By the public API, without vLLM, all experts on one rank."""
+    topk_weights, ids = route(x, logits, TOPK, True)
+    intermediate = source[0][0].shape[1] // 2
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, EXPERTS, MAX_TOKENS, TOPK, HIDDEN, intermediate, weights=weights, device="cpu"
+    )
+    transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, weights=weights)
+    deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
+    y = torch.empty_like(x)
+    call = deep_moe.fp8_mega_moe if weights == "fp8" else deep_moe.fp8_fp4_mega_moe
+    call(y, *transformed, buffer, activation=Swiglu(limit), arch=arch)
+    return y
+
+
+def forward(
+    runner: Any, config: Any, x: torch.Tensor, logits: torch.Tensor, **context: Any
+) -> torch.Tensor:
+    from vllm.forward_context import set_forward_context
+
+    context.setdefault("num_tokens", x.shape[0])
+    with set_forward_context(None, config, **context), torch.inference_mode():
+        return runner(x, logits)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plugin, as vLLM runs it, for a target that is emulated."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    yield lambda arch="sm_100a": install(monkeypatch.setenv, arch)
+    op_registry_oot.pop("RoutedExperts", None)
+
+
+def install(setenv: Any, arch: str) -> None:
+    from deep_moe.integrations.vllm import SWITCH_VARIABLE, register
+
+    setenv(SWITCH_VARIABLE, arch)
+    register()
+    register()  # vLLM may do so again
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "vllm.deep_moe"]
+
+
+@pytest.mark.parametrize(("weights", "arch"), CASES)
+def test_a_layer_gives_what_the_kernel_gives(installed, weights, arch, caplog):
+    installed(arch)
+    source, (x, logits) = checkpoint(weights), tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner(weights, swiglu_limit=1.0)
+        load(runner, weights, source)
+        result = forward(runner, config, x, logits)
+    assert torch.equal(result, called_directly(weights, arch, source, x, logits, limit=1.0))
+    assert result.abs().max() > 0.01
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights})"]
+
+
+def test_vllms_own_kernel_and_stages_are_around_it(installed):
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+        MoEPrepareAndFinalizeNoDPEPModular,
+    )
+
+    installed()
+    with world():
+        runner = make_runner("mxfp4")
+        load(runner, "mxfp4", checkpoint("mxfp4"))
+        kernel = runner.routed_experts.quant_method.moe_kernel
+    assert isinstance(kernel, mk.FusedMoEKernel)
+    assert isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
+    assert not kernel.output_is_reduced()  # tensor parallel ranks hold slices
+
+
+def test_padded_rows_cost_nothing_and_are_zero(installed):
+    installed()
+    source, (x, logits) = checkpoint("mxfp4"), tokens(6)
+    topk_weights, ids = route(x, logits, TOPK, True)
+    ids[4:] = -1
+    with world():
+        runner = make_runner("mxfp4")
+        load(runner, "mxfp4", source)
+        result = runner.routed_experts.forward_modular(x, topk_weights, ids)
+    expected = called_directly("mxfp4", "sm_100a", source, x[:4], logits[:4])
+    assert torch.equal(result[:4], expected)
+    assert (result[4:] == 0).all()
+
+
+@pytest.mark.parametrize(("weights", "arch"), CASES)
+def test_a_load_balancer_permutes_experts_in_place(installed, weights, arch):
+    installed(arch)
+    source, (x, logits) = checkpoint(weights), tokens(5)
+    order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
+    with world() as config:
+        runner = make_runner(weights)
+        load(runner, weights, source)
+        expected = forward(runner, config, x, logits)
+        moved = list(runner.routed_experts.get_expert_weights())
+        assert len(moved) == 4
+        for tensor in moved:
+            tensor.copy_(tensor[order].clone())
+        result = forward(runner, config, x, logits[:, order])
+    assert torch.equal(result, expected)
+
+
+def test_new_weights_go_into_the_same_memory(installed):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    installed()
+    (x, logits), other = tokens(5), checkpoint("mxfp4", seed=9)
+    with world() as config:
+        runner = make_runner("mxfp4")
+        layerwise.record_metadata_for_reloading(runner)
+        load(runner, "mxfp4", checkpoint("mxfp4"))
+        addresses = [p.data_ptr() for p in runner.routed_experts.parameters()]
+        before = forward(runner, config, x, logits)
+        layerwise.initialize_layerwise_reload(runner)
+        load_parts(runner, "mxfp4", other)
+        layerwise.finalize_layerwise_reload(runner, None)
+        after = forward(runner, config, x, logits)
+    assert [p.data_ptr() for p in runner.routed_experts.parameters()] == addresses
+    assert not torch.equal(before, after)
+    assert torch.equal(after, called_directly("mxfp4", "sm_100a", other, x, logits))
+
+
+def test_shared_experts_run_outside_and_are_added(installed):
+    installed()
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+    with world() as config:
+        runner = make_runner("mxfp4", shared_experts=shared)
+        load(runner, "mxfp4", source)
+        result = forward(runner, config, x, logits)
+    with torch.inference_mode():
+        expected = shared(x) + called_directly("mxfp4", "sm_100a", source, x, logits)
+    assert torch.equal(result, expected)
+
+
+def test_layers_of_a_draft_model_share_the_buffer(installed):
+    installed()
+    with world() as config:
+        runners = [
+            make_runner("mxfp4", prefix=name) for name in (NAME, "model.layers.1.mtp.experts")
+        ]
+        for seed, runner in enumerate(runners):
+            source, (x, logits) = checkpoint("mxfp4", seed), tokens(3)
+            load(runner, "mxfp4", source)
+            result = forward(runner, config, x, logits)
+            assert torch.equal(result, called_directly("mxfp4", "sm_100a", source, x, logits))
+        first, second = (r.routed_experts.quant_method.served.buffer() for r in runners)
+        assert first is second
+
+
+def test_a_checkpoint_without_an_expert_is_refused(installed):
+    installed()
+    with world():
+        runner = make_runner("mxfp4")
+        with pytest.raises(CheckpointError, match=r"no w1 for w13_weight of experts 5, as vLLM"):
+            load(runner, "mxfp4", checkpoint("mxfp4"), leave_out=5)
+
+
+def test_too_many_tokens_are_refused_by_number(installed):
+    installed()
+    with world() as config:
+        runner = make_runner("mxfp4")
+        load(runner, "mxfp4", checkpoint("mxfp4"))
+        with pytest.raises(ValueError, match=f"at most {MAX_TOKENS} tokens.*got {MAX_TOKENS + 1}"):
+            forward(runner, config, *tokens(MAX_TOKENS + 1))
+
+
+FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "biases": ({"has_bias": True}, "experts have biases"),
+    "activation": ({"activation": "gelu"}, "the kernel has no activation gelu"),
+    "sizes": ({"intermediate_size": 96}, "intermediate_hidden must be a positive multiple of 128"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_the_kernel_does_not_run_goes_vllms_way_with_one_line(installed, caplog, name):
+    arguments, reason = FALLBACKS[name]
+    installed()
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        runner = make_runner("mxfp4", **arguments)
+    (line,) = lines(caplog)
+    assert line.startswith(f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): {reason}")
+    assert type(runner.routed_experts.quant_method).__name__ == "Mxfp4MoEMethod"
+
+
+def test_scales_that_the_target_cannot_apply_give_the_layer_back(installed, caplog, monkeypatch):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    taken: list[Any] = []
+    monkeypatch.setattr(
+        Fp8MoEMethod, "process_weights_after_loading", lambda self, layer: taken.append(layer)
+    )
+    installed("sm_100a")
+    l1, l2 = checkpoint("fp8")
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        runner = make_runner("fp8")
+        load(runner, "fp8", ((l1[0], l1[1] * 1.5), l2))
+    layer = runner.routed_experts
+    assert taken == [layer]
+    assert isinstance(layer.quant_method, Fp8MoEMethod)
+    assert torch.equal(layer.w13_weight.data.view(torch.uint8), l1[0].view(torch.uint8))
+    (line,) = lines(caplog)
+    assert "experts run by vLLM (Fp8MoEMethod): expert 0" in line
+    assert "must be a power of two" in line
+
+
+def test_without_a_gpu_vllm_runs_experts_itself(installed, caplog):
+    installed("1")
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        make_runner("mxfp4")
+    assert lines(caplog) == [
+        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): there is no NVIDIA GPU"
+    ]
+
+
+def test_switched_off_it_changes_nothing(installed):
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    installed("0")
+    with world():
+        assert type(make_runner("mxfp4").routed_experts) is RoutedExperts
+
+
+def test_another_plugin_in_its_place_is_named(installed):
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    op_registry_oot["RoutedExperts"] = torch.nn.Linear
+    with pytest.raises(DeepMoEError, match=r"another plugin, torch\.nn"):
+        installed()
+
+
+@pytest.mark.parametrize("parallel", ["tp_ep", "dp_ep", "tp"])
+def test_two_ranks_give_what_one_gives(parallel):
+    run_on_ranks(run_two_ranks, 2, "cpu", parallel)
+
+
+def run_two_ranks(device: torch.device, parallel: str) -> None:
+    """Every rank compares its own rows with all experts on one rank."""
+    import os
+
+    rank = torch.distributed.get_rank()
+    arch = "sm_90a"
+    install(os.environ.__setitem__, arch)
+    source = checkpoint("mxfp4")
+    options: dict[str, Any] = {
+        "tp_ep": {"tp": 2},
+        "dp_ep": {"dp": 2},
+        "tp": {"tp": 2, "expert_parallel": False},
+    }[parallel]
+    # Both ranks of tensor parallelism hold the same tokens, of which there is an odd number.
+    x, logits = tokens(3 + 2 * rank, seed=rank) if parallel == "dp_ep" else tokens(5)
+    intermediate = 2 * INTERMEDIATE if parallel == "tp" else INTERMEDIATE
+    if parallel == "tp":
+        source = wide_checkpoint()
+    expected = called_directly("mxfp4", arch, source, x, logits)
+    with world(rank=rank, **options) as config:
+        runner = make_runner("mxfp4", intermediate_size=intermediate)
+        load(runner, "mxfp4", source)
+        if parallel == "dp_ep":
+            counts = torch.tensor([3, 5])
+            result = forward(runner, config, x, logits, num_tokens_across_dp=counts)
+        else:
+            result = forward(runner, config, x, logits)
+    if parallel == "tp":  # two sums, each rounded to bfloat16
+        assert torch.allclose(result.float(), expected.float(), rtol=0.02, atol=0.02)
+        assert expected.abs().max() > 0.1
+    else:
+        assert torch.equal(result, expected)
+
+
+def wide_checkpoint() -> Weights:
+    """Experts twice as wide, gate rows of both slices before up rows of both."""
+    (v1, s1), (v2, s2) = checkpoint("mxfp4", 1)
+    (w1, t1), (w2, t2) = checkpoint("mxfp4", 2)
+
+    def rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        (gate, up), (other_gate, other_up) = a.chunk(2, 1), b.chunk(2, 1)
+        return torch.cat([gate, other_gate, up, other_up], 1)
+
+    return (rows(v1, w1), rows(s1, t1)), (torch.cat([v2, w2], 2), torch.cat([s2, t2], 2))
+
+
+def test_the_fakes_of_the_other_tests_have_vllms_names():
+    import dataclasses
+
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    from tests.integrations import vllm_fakes
+
+    for kind, fake in (
+        (FusedMoEConfig, vllm_fakes.CONFIG),
+        (FusedMoEParallelConfig, vllm_fakes.PARALLEL),
+    ):
+        known = {field.name for field in dataclasses.fields(kind)} | set(vars(kind))
+        assert set(fake) <= known, set(fake) - known
+    assert {"silu", "situ", "swigluoai_uninterleave"} <= {kind.value for kind in MoEActivation}
+    with world():
+        layer = make_runner("mxfp4").routed_experts
+    assert isinstance(layer.expert_map_manager, ExpertMapManager)
+    for name, default in vllm_fakes.PLACEMENT.items():
+        assert getattr(layer.expert_map_manager, name) == default
+    for name, default in vllm_fakes.LAYER.items():
+        assert getattr(layer, name) == default
+    for name, default in vllm_fakes.PARALLEL.items():
+        assert getattr(layer.moe_config.moe_parallel_config, name) == default

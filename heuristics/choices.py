@@ -16,6 +16,11 @@ MIN_STAGES = 2
 MAX_STAGES = 32
 MAX_REGISTERS_PER_CTA = 64512
 MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of blocks
+# Of a shared expert. Each part has its weights read again, from memory unless they are still in L2:
+# with one m-block each, 256 tokens of deepseek-v4-pro would cost as many reads as 11 experts.
+MIN_PART_M_BLOCKS = 2
+MAX_PART_M_BLOCKS = 64
+MAX_PARTS = 32  # of all shared experts: one register more of each lane that follows the list
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool | str]
@@ -128,18 +133,19 @@ def max_sums_per_lane(num_epilogue_registers: int) -> int:
 def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
     """Experts whose counts a warp keeps in registers, and rows and columns that the kernel counts
     in 32 bits, as its tensor copies do."""
-    if shape.num_experts_per_rank > MAX_EXPERTS_PER_RANK:
+    if shape.num_local_experts > MAX_EXPERTS_PER_RANK:
+        most = MAX_EXPERTS_PER_RANK - shape.num_shared_experts
+        beside = f" beside {shape.num_shared_experts} shared" if shape.num_shared_experts else ""
         raise ValueError(
-            f"num_experts must be at most {MAX_EXPERTS_PER_RANK} per rank, "
-            f"{MAX_EXPERTS_PER_RANK * shape.num_ranks} on {shape.num_ranks}; "
-            f"got {shape.num_experts}"
+            f"num_experts must be at most {most} per rank{beside}, "
+            f"{most * shape.num_ranks} on {shape.num_ranks}; got {shape.num_experts}"
         )
     sizes = {
         "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
         "rows that a rank may receive, with their padding": shape.default_pool_tokens,
         "num_max_tokens_per_rank * num_topk": shape.num_max_tokens_per_rank * shape.num_topk,
-        "rows of the Linear1 weights": shape.num_experts_per_rank * 2 * shape.intermediate_hidden,
-        "rows of the Linear2 weights": shape.num_experts_per_rank * l2_rows_per_expert,
+        "rows of the Linear1 weights": shape.num_local_experts * 2 * shape.intermediate_hidden,
+        "rows of the Linear2 weights": shape.num_local_experts * l2_rows_per_expert,
     }
     for what, size in sizes.items():
         if size > MAX_INDEX:
@@ -233,6 +239,39 @@ def choose_waves(
         )
 
 
+def choose_shared_parts(shape: MoEShape, choices: FieldChoices) -> None:
+    """How shared experts stand among the routed ones (experts/expert_order.cuh)."""
+    num_shared, num_routed = shape.num_shared_experts, shape.num_experts_per_rank
+    if not num_shared:
+        for name in ("num_experts_per_part", "num_part_m_blocks"):
+            if choices.choose(name, 0, "no shared experts"):
+                raise ValueError(
+                    f"{name} must be 0 without shared experts; got {choices.fields[name]}"
+                )
+        return
+    # Entries of the list, experts and parts, are kept as experts are.
+    least = ceil_div(num_routed, (MAX_EXPERTS_PER_RANK - num_routed) // num_shared)
+    num_experts_per_part = choices.choose(
+        "num_experts_per_part",
+        min(num_routed, max(shape.num_topk, least, ceil_div(num_routed, MAX_PARTS // num_shared))),
+        "a part of a shared expert has as many tokens then as a routed expert expects; at most "
+        f"{MAX_PARTS} parts",
+    )
+    if not least <= num_experts_per_part <= num_routed:
+        raise ValueError(
+            f"num_experts_per_part must be {least} to {num_routed}; got {num_experts_per_part}"
+        )
+    num_part_m_blocks = choices.choose(
+        "num_part_m_blocks",
+        MIN_PART_M_BLOCKS,
+        "m-blocks of a part at least, which take its weights from memory once",
+    )
+    if not 1 <= num_part_m_blocks <= MAX_PART_M_BLOCKS:
+        raise ValueError(
+            f"num_part_m_blocks must be 1 to {MAX_PART_M_BLOCKS}; got {num_part_m_blocks}"
+        )
+
+
 def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block: int) -> None:
     """How the pool's rows are used again within a call (layout/pool_ring.cuh); needs all fields of
     the tile and the schedule. sf_columns_per_block: of the scale arrays, for each pool block.
@@ -251,7 +290,7 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
         ),
         f"places of {step} rows, {sf_columns_per_block} scale columns each",
     )
-    max_padding = shape.num_experts_per_rank * (fields["min_block_m"] - 1)
+    max_padding = shape.num_local_experts * (fields["min_block_m"] - 1)
     num_max_blocks = (shape.num_max_received + max_padding) // step
     choices.choose(
         "pool_wraps",

@@ -44,6 +44,7 @@ class MegaMoEConfig:
     num_experts: int
     num_experts_per_rank: int
     num_topk: int
+    num_shared_experts: int
     num_max_tokens_per_rank: int
     hidden: int  # padded, as the next
     intermediate_hidden: int
@@ -74,6 +75,8 @@ class MegaMoEConfig:
     # schedule
     num_experts_per_wave: int
     num_experts_per_turn: int
+    num_experts_per_part: int
+    num_part_m_blocks: int
     # numerics
     fast_math: bool
     # recording
@@ -270,6 +273,7 @@ def choose_config(
         "num_experts": shape.num_experts,
         "num_experts_per_rank": shape.num_experts_per_rank,
         "num_topk": shape.num_topk,
+        "num_shared_experts": shape.num_shared_experts,
         "num_max_tokens_per_rank": shape.num_max_tokens_per_rank,
         "hidden": padded.hidden,
         "intermediate_hidden": padded.intermediate_hidden,
@@ -299,6 +303,7 @@ _SHAPE_REASONS = {
     "num_experts": "problem",
     "num_experts_per_rank": "num_experts / num_ranks",
     "num_topk": "problem",
+    "num_shared_experts": "argument of the buffer",
     "num_max_tokens_per_rank": "problem",
     "hidden": "problem",
     "intermediate_hidden": "problem",
@@ -308,6 +313,7 @@ _SHAPE_REASONS = {
 
 
 def _pool_reasons(shape: MoEShape) -> dict[str, str]:
+    own = f" + max tokens * {shape.num_shared_experts}" if shape.num_shared_experts else ""
     if shape.is_bounded:
         return {
             "num_pool_tokens": (
@@ -317,7 +323,7 @@ def _pool_reasons(shape: MoEShape) -> dict[str, str]:
         }
     return {
         "num_pool_tokens": (
-            "ranks * max tokens * topk + 191 per local expert, up to a multiple of 384"
+            f"ranks * max tokens * topk{own} + 191 per local expert, up to a multiple of 384"
         ),
         "num_padded_sf_pool_tokens": "pool tokens / 16 * 128: every block's scales padded to 128",
     }

@@ -6,7 +6,9 @@ from deep_moe.activations import DEFAULT_ACTIVATION
 
 from .shape import MoEShape
 
-# name: (num_experts, num_topk, hidden, intermediate_hidden)
+# name: (num_experts, num_topk, hidden, intermediate_hidden). DeepSeek-V3, both DeepSeek-V4 and
+# GLM-5 have one shared expert beside these (n_shared_experts). It is left out here, because
+# DeepSeek-V4's is in another format than the routed ones.
 PRESETS: dict[str, tuple[int, int, int, int]] = {
     "deepseek-v4-flash": (256, 6, 4096, 2048),
     "deepseek-v4-pro": (384, 6, 7168, 3072),

@@ -19,6 +19,7 @@ from .segments import align_up
 MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
 MAX_EXPERTS = 1024  # of all ranks
 MAX_TOPK = 32  # one warp lane per slot of a token
+MAX_SHARED_EXPERTS = 4
 MAX_CANDIDATE_BLOCK_M = 192
 POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
@@ -59,6 +60,8 @@ class MoEShape:
         than a call may bring, the pool is a ring, whose rows are used again within a call. None:
         as many as a call may bring. As many or more become None.
     weights: format of the weights. biases: whether both linear layers have biases.
+    num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
+        goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -75,6 +78,7 @@ class MoEShape:
     num_pool_tokens: int | None = None
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
+    num_shared_experts: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_weights_name(self.weights)
@@ -88,6 +92,7 @@ class MoEShape:
             "intermediate_hidden": sizes,
             "num_max_tokens_per_rank": "at least 1",
             "num_pool_tokens": f"a positive multiple of {POOL_ROUNDING}",
+            "num_shared_experts": f"0 to {MAX_SHARED_EXPERTS}",
         }
         for name, words in allowed.items():
             if name != "num_pool_tokens" or self.num_pool_tokens is not None:
@@ -116,6 +121,12 @@ class MoEShape:
             size = getattr(self, name)
             check(name, size > 0 and size % unit == 0)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
+        check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
+        check(
+            "num_shared_experts",
+            self.num_slots <= MAX_TOPK,
+            f"at most {MAX_TOPK - self.num_topk} with num_topk {self.num_topk}",
+        )
         if self.num_pool_tokens is None:
             return
         lacking = POOL_ROUNDING - self.num_pool_tokens
@@ -154,6 +165,16 @@ class MoEShape:
         """Experts that live on one rank; rank r owns r*this .. (r+1)*this - 1."""
         return self.num_experts // self.num_ranks
 
+    @property
+    def num_local_experts(self) -> int:
+        """Experts whose weights one rank holds: its routed ones, then the shared ones."""
+        return self.num_experts_per_rank + self.num_shared_experts
+
+    @property
+    def num_slots(self) -> int:
+        """Contributions to a token: one for each of its slots, then one for each shared expert."""
+        return self.num_topk + self.num_shared_experts
+
     def expected_tokens_per_expert(self, num_tokens: int) -> Fraction:
         """What an expert of this layer gets, by that formula, when ranks bring `num_tokens`.
 
@@ -168,9 +189,10 @@ class MoEShape:
 
     @property
     def num_max_received(self) -> int:
-        """Rows that all ranks may send to one: every slot of all their tokens, for a token may name
-        an expert in several slots."""
-        return self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
+        """Rows that a rank may have to compute: every slot of all ranks' tokens, for a token may
+        name an expert in several slots, and for each shared expert its own tokens."""
+        of_all_ranks = self.num_ranks * self.num_max_tokens_per_rank * self.num_topk
+        return of_all_ranks + self.num_shared_experts * self.num_max_tokens_per_rank
 
     @property
     def default_pool_tokens(self) -> int:
@@ -181,7 +203,7 @@ class MoEShape:
         >>> MoEShape(8, 256, 8, 7168, 2048, 256).default_pool_tokens  # 2048*8 + 32*191, to 384
         22656
         """
-        padding = self.num_experts_per_rank * (MAX_CANDIDATE_BLOCK_M - 1)
+        padding = self.num_local_experts * (MAX_CANDIDATE_BLOCK_M - 1)
         return align_up(self.num_max_received + padding, POOL_ROUNDING)
 
     @property

@@ -17,6 +17,7 @@ from .choices import (
     choose_blocks,
     choose_combine_chunks,
     choose_ring,
+    choose_shared_parts,
     choose_stages,
     choose_waves,
     divisors,
@@ -66,6 +67,8 @@ OVERRIDABLE = (
     "num_stages",
     "num_experts_per_wave",
     "num_experts_per_turn",
+    "num_experts_per_part",
+    "num_part_m_blocks",
     "num_dispatch_registers",
     "num_loader_registers",
     "num_epilogue_registers",
@@ -187,6 +190,7 @@ def choose_fields(
     )
 
     choose_waves(shape, expected, choices)
+    choose_shared_parts(shape, choices)
     choose_ring(shape, choices, sf_columns_per_block=align_up(block_m, BLOCK_N))
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose_combine_chunks(shape, smem_layout, choices)

@@ -20,6 +20,7 @@ from .choices import (
     choose_blocks,
     choose_combine_chunks,
     choose_ring,
+    choose_shared_parts,
     choose_stages,
     choose_waves,
     divisors,
@@ -169,6 +170,8 @@ OVERRIDABLE = (
     "num_stages",
     "num_experts_per_wave",
     "num_experts_per_turn",
+    "num_experts_per_part",
+    "num_part_m_blocks",
     "num_dispatch_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
@@ -479,6 +482,7 @@ def choose_fields(
 
     waves = SHORT_WAVES if expected > block_m and not is_uneven else LONG_WAVES
     choose_waves(shape, expected, choices, **waves)
+    choose_shared_parts(shape, choices)
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(

@@ -104,5 +104,10 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         data(
             "l2_token_sf", "u32", (intermediate // K_BLOCK, sf_pool_tokens), "its scales, MN-major"
         )
-    data("combine", "bf16", (num_topk, max_tokens, hidden), "contributions of each slot")
+    data(
+        "combine",
+        "bf16",
+        (shape.num_slots, max_tokens, hidden),
+        "contributions of each slot, then of each shared expert",
+    )
     return builder.build(alignment=TMA_ALIGNMENT)

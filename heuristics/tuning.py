@@ -52,6 +52,7 @@ class TunedLayerKey:
     weights: str = DEFAULT_WEIGHTS
     num_pool_tokens: int | None = None  # of a bounded pool
     biases: bool = False
+    num_shared_experts: int = 0
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
@@ -65,6 +66,7 @@ class TunedLayerKey:
             weights=shape.weights,
             num_pool_tokens=shape.num_pool_tokens,
             biases=shape.biases,
+            num_shared_experts=shape.num_shared_experts,
         )
 
     @property
@@ -84,6 +86,7 @@ class TunedLayerKey:
             and self.weights == other.weights
             and self.num_pool_tokens == other.num_pool_tokens
             and self.biases == other.biases
+            and self.num_shared_experts == other.num_shared_experts
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -104,7 +107,8 @@ class TunedLayerKey:
         """
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         pool = "" if self.num_pool_tokens is None else f", {self.num_pool_tokens} pool rows"
-        return f"{ranks} x {self.num_experts} experts, top-{self.num_topk}{pool}"
+        shared = f" and {self.num_shared_experts} shared" if self.num_shared_experts else ""
+        return f"{ranks} x {self.num_experts} experts{shared}, top-{self.num_topk}{pool}"
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,8 @@ class Tuning:
         groups = self.measurements(key)
         if not groups:
             return TuningResult(
-                f"formula: no layer with {key.num_experts_per_rank} experts per rank of "
+                f"formula: no layer with {key.num_experts_per_rank} experts per rank"
+                f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
                 f"{' with biases' if key.biases else ''}"
                 f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
@@ -397,7 +402,7 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name not in ("weights", "num_pool_tokens", "biases")
+        if field.name not in ("weights", "num_pool_tokens", "biases", "num_shared_experts")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
@@ -406,6 +411,8 @@ def _layer(record: Any) -> TunedLayer:
         key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
     if "biases" in record:  # older tables are of layers without
         key["biases"] = _take(record, "biases", bool)
+    if "num_shared_experts" in record:  # older tables have none
+        key["num_shared_experts"] = _take(record, "num_shared_experts", int)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")

@@ -32,6 +32,7 @@ from deep_moe.formats.weights import (
     empty_weights_for_mega_moe,
     transform_weights_for_mega_moe,
 )
+from deep_moe.heuristics.shape import MAX_SHARED_EXPERTS, require_int
 
 from .forms import Bf16, Form, Fp8, Mxfp4
 
@@ -46,6 +47,7 @@ NUM_EXPERTS_KEYS = (
     "moe_num_experts",
 )
 
+_ROUTED, _SHARED = "experts.{expert}", "shared_experts"
 _MAX_NAMED = 8  # experts or files that an error lists
 
 
@@ -55,7 +57,8 @@ class ExpertNaming:
     or E4M3 [rows, K] with scales [rows/128, K/128] or [rows, K/32], or BF16 [rows, K].
 
     The names contain {layer} and {expert}; `weight` and `scale` are appended to each. scale: None
-    where there are no scales, for BF16.
+    where there are no scales, for BF16. Shared experts have "shared_experts" in place of
+    "experts.{expert}".
     """
 
     gate: str
@@ -152,6 +155,7 @@ def load_experts(
     num_ranks: int = 1,
     experts: Sequence[int] | None = None,
     naming: str | ExpertNaming | StackedNaming | None = None,
+    num_shared_experts: int = 0,
     biases_apart: bool = False,
     device: torch.device | str = "cpu",
 ) -> MegaMoEWeights:
@@ -163,6 +167,9 @@ def load_experts(
     load, in that order, one of them several times if it has copies; by default the rank's share of
     all. naming: one of `NAMINGS`, by name, or another; by default the first one of these that the
     checkpoint follows. Of a model's layers for further tokens it is "mtp" or "mtp_model".
+    num_shared_experts: shared experts, 0 to 4, to load behind the rank's own. Checkpoints have all
+    of a layer in one, as wide as they are together, which is cut. They must be of the routed
+    experts' format: those of DeepSeek-V3 are, those of DeepSeek-V4, FP8 beside MXFP4, are not.
     biases_apart: the caller takes biases by `load_biases`; else a layer that has some is refused.
 
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
@@ -172,9 +179,9 @@ def load_experts(
     BF16, which have no scales, (bfloat16 [E, 2*I, H], empty) and (bfloat16 [E, H, I], empty).
 
     Raises CheckpointError, which names tensor or file, for what is missing, of any rank's experts,
-    for another shape or type, for a scale that is NaN, or no positive number, and if nothing says
-    how many experts there are. Raises ValueError if the ranks cannot share them, and for `experts`
-    that there are none of.
+    for another shape or type, for a scale that is NaN, or no positive number, for shared experts of
+    another format or number, and if nothing says how many experts there are. Raises ValueError if
+    the ranks cannot share them, and for `experts` that there are none of.
 
     >>> from tempfile import mkdtemp
     >>> from deep_moe import quantize_mxfp4, transform_weights_for_mega_moe
@@ -191,9 +198,10 @@ def load_experts(
         if not biases_apart:
             tensors.refuse_biases()
         form, sizes = tensors.form(own[0]), tensors.sizes(own[0])
-        weights = form.empty_weights(len(own), *sizes, torch.device(device))
-        for local, expert in enumerate(own):
-            tensors.read(expert, form, weights.expert(local))
+        names = _local_experts(own, num_shared_experts)
+        weights = form.empty_weights(len(names), *sizes, torch.device(device))
+        for local, expert in enumerate(names):
+            tensors.read_any(expert, form, weights.expert(local))
         return weights
 
 
@@ -206,6 +214,7 @@ def load_transformed_experts(
     num_ranks: int = 1,
     experts: Sequence[int] | None = None,
     naming: str | ExpertNaming | StackedNaming | None = None,
+    num_shared_experts: int = 0,
     arch: str | None = None,
     requantize: bool = False,
     biases_apart: bool = False,
@@ -232,11 +241,12 @@ def load_transformed_experts(
         form = tensors.form(own[0])
         intermediate, hidden = tensors.sizes(own[0])
         raw = form.empty_weights(1, intermediate, hidden, torch.device(device))
+        names = _local_experts(own, num_shared_experts)
         weights = empty_weights_for_mega_moe(
-            len(own), hidden, intermediate, arch=arch, device=device, weights=form.weights
+            len(names), hidden, intermediate, arch=arch, device=device, weights=form.weights
         )
-        for local, expert in enumerate(own):
-            tensors.read(expert, form, raw)
+        for local, expert in enumerate(names):
+            tensors.read_any(expert, form, raw)
             try:
                 transform_weights_for_mega_moe(
                     *raw,
@@ -278,6 +288,29 @@ def load_biases(
         return MegaMoEBiases(
             *(torch.stack(biases).to(device) for biases in zip(*read, strict=True))
         )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """One of a layer's shared experts, in place of a routed one's number."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}, a shared one,"
+
+
+def _local_experts(own: Sequence[int], num_shared_experts: int) -> list[int | _Shared]:
+    """What a rank holds, in the order of its weights."""
+    allowed = f"0 to {MAX_SHARED_EXPERTS}"
+    if (
+        not 0
+        <= require_int("num_shared_experts", num_shared_experts, allowed)
+        <= MAX_SHARED_EXPERTS
+    ):
+        raise ValueError(f"num_shared_experts must be {allowed}; got {num_shared_experts}")
+    return [*own, *(_Shared(idx, num_shared_experts) for idx in range(num_shared_experts))]
 
 
 @contextmanager
@@ -555,6 +588,17 @@ class _LayerTensors(ABC):
     def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         """Read one expert into tensors [1, ...]."""
 
+    @abstractmethod
+    def read_shared(self, shared: _Shared, form: Form, target: MegaMoEWeights) -> None:
+        """Read one shared expert into tensors [1, ...]."""
+
+    def read_any(self, expert: int | _Shared, form: Form, target: MegaMoEWeights) -> None:
+        """Read a routed expert or a shared one."""
+        if isinstance(expert, _Shared):
+            self.read_shared(expert, form, target)
+        else:
+            self.read(expert, form, target)
+
     def expected_count(self, num_experts: int | None) -> tuple[int | None, str]:
         """The number of experts, if it is known, and who says so."""
         if num_experts is not None:
@@ -646,16 +690,62 @@ class _SeparateExperts(_LayerTensors):
         return shape[0], shape[1] * self.form(expert).values_per_byte
 
     def form(self, expert: int) -> Form:
-        weight, scale, *_ = self._names(expert)
+        return self._form_of(self._names(expert))
+
+    def _form_of(self, names: Sequence[str]) -> Form:
+        weight = names[0]
         dtype = self.tensors.dtype(weight)
         if dtype == "BF16" or self.naming.scale is None:
             return Bf16()
+        scale = names[1]
         if dtype != "F8_E4M3":
             return Mxfp4()
         num_rows, num_columns = self.tensors.shape(weight)
         return Fp8.of(scale, self.tensors.read(scale), num_rows, num_columns)
 
     def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
+        self._read(self._names(expert), form, target)
+
+    def read_shared(self, shared: _Shared, form: Form, target: MegaMoEWeights) -> None:
+        path = self.tensors.path
+        names = self._shared_names()
+        missing = [name for name in names if name not in self.tensors]
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks the shared experts of layer {self.layer} with weights and scales "
+                f"like those of its routed experts: has no tensor {_listed(missing)}; compute them "
+                "beside the layer, without num_shared_experts"
+            )
+        own = self._form_of(names)
+        if own != form:
+            raise CheckpointError(
+                f"{names[0]} must be of the format of the layer's routed experts, {form.weights}; "
+                f"it is {own.weights}{', with other scales' if own.weights == form.weights else ''}"
+                ": compute shared experts beside the layer, without num_shared_experts"
+            )
+        num_rows, width = self.tensors.shape(names[0])[0], target.l1.weight.shape[1] // 2
+        if num_rows != shared.count * width:
+            raise CheckpointError(
+                f"{names[0]} must have {shared.count} x {width} rows for num_shared_experts "
+                f"{shared.count} of the routed experts' width; got {num_rows}"
+            )
+        self._read(names, form, target, shared)
+
+    def _read(
+        self,
+        of_expert: Sequence[str],
+        form: Form,
+        target: MegaMoEWeights,
+        part: _Shared | None = None,
+    ) -> None:
+        """part: the columns of down, and the rows of the others, that are read."""
+
+        def read(name: str, dim: int) -> torch.Tensor:
+            tensor = self.tensors.read(name)
+            if part is None:
+                return tensor
+            return tensor.chunk(part.count, dim)[part.index].contiguous()
+
         (l1, l1_sf), (l2, l2_sf) = target
         rows, sf_rows = l1.shape[1] // 2, l1_sf.shape[1] // 2
         targets = (
@@ -663,23 +753,38 @@ class _SeparateExperts(_LayerTensors):
             (l1[0, rows:], l1_sf[0, sf_rows:]),
             (l2[0], l2_sf[0]),
         )
-        names = iter(self._names(expert))
-        for weight, sf in targets:
+        names = iter(of_expert)
+        for (weight, sf), dim in zip(targets, (0, 0, 1), strict=True):
             weight_name = next(names)
-            weight.copy_(form.weight(weight_name, self.tensors.read(weight_name), weight))
+            weight.copy_(form.weight(weight_name, read(weight_name, dim), weight))
             if self.naming.scale is not None:
                 scale_name = next(names)
-                scale = self.tensors.read(scale_name)
+                scale = read(scale_name, dim)
                 num_columns = weight.shape[1] * form.values_per_byte
                 sf.copy_(form.scale(scale_name, scale, sf, num_columns))
 
     def _names(self, expert: int) -> list[str]:
         """Weight and scale, if there are scales, of gate, up and down."""
-        return [
-            template.format(layer=self.layer, expert=expert) + suffix
-            for template in (self.naming.gate, self.naming.up, self.naming.down)
-            for suffix in self._endings
-        ]
+        naming = self.naming
+        return self._with_suffixes(
+            template.format(layer=self.layer, expert=expert)
+            for template in (naming.gate, naming.up, naming.down)
+        )
+
+    def _shared_names(self) -> list[str]:
+        """The same of the shared experts."""
+        templates = (self.naming.gate, self.naming.up, self.naming.down)
+        if not all(_ROUTED in template for template in templates):
+            raise CheckpointError(
+                f"naming must contain {_ROUTED!r}, in place of which {_SHARED!r} names shared "
+                f"experts; got {templates[0]!r}"
+            )
+        return self._with_suffixes(
+            template.replace(_ROUTED, _SHARED).format(layer=self.layer) for template in templates
+        )
+
+    def _with_suffixes(self, names: Iterable[str]) -> list[str]:
+        return [name + suffix for name in names for suffix in self._endings]
 
 
 class _StackedExperts(_LayerTensors):
@@ -762,6 +867,12 @@ class _StackedExperts(_LayerTensors):
 
     def form(self, expert: int) -> Form:
         return Bf16() if self.naming.scale is None else Mxfp4()
+
+    def read_shared(self, shared: _Shared, form: Form, target: MegaMoEWeights) -> None:
+        raise CheckpointError(
+            f"num_shared_experts must be 0 where experts are stacked, as in {self.tensors.path}: "
+            f"no naming of shared ones is known there; got {shared.count}"
+        )
 
     def read(self, expert: int, form: Form, target: MegaMoEWeights) -> None:
         for prefix, (weight, sf) in ((self.gate_up, target.l1), (self.down, target.l2)):

@@ -59,11 +59,12 @@ class Form(ABC):
         )
 
 
+@dataclass(frozen=True)
 class Mxfp4(Form):
     """E2M1 [rows, K/2] and UE8M0 [rows, K/32]."""
 
-    weights = "mxfp4"
-    values_per_byte = 2
+    weights: ClassVar[str] = "mxfp4"
+    values_per_byte: ClassVar[int] = 2
 
     def empty(
         self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
@@ -95,11 +96,12 @@ class Mxfp4(Form):
         return pack_ue8m0_groups(tensor.view(torch.uint8))
 
 
+@dataclass(frozen=True)
 class Bf16(Form):
     """BF16 [rows, K], without scales."""
 
-    weights = "bf16"
-    values_per_byte = 1
+    weights: ClassVar[str] = "bf16"
+    values_per_byte: ClassVar[int] = 1
 
     def empty(
         self, num_experts: int, num_rows: int, num_columns: int, device: torch.device

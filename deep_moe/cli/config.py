@@ -25,6 +25,7 @@ from .options import (
     OverrideOption,
     PoolTokensOption,
     RanksOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -47,6 +48,7 @@ def config(
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens of one call per rank.")] = 256,
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -83,6 +85,7 @@ def config(
         biases=biases,
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
+        shared_experts=shared_experts,
     )
     explanation = choose_config(
         shape,

@@ -37,6 +37,10 @@ def fuzz(
         bool | None,
         typer.Option("--biases/--no-biases", help="Only cases with biases, or only without."),
     ] = None,
+    shared_experts: Annotated[
+        int | None,
+        typer.Option("--shared-experts", help="Cases with so many shared experts only: 0, 1 or 3."),
+    ] = None,
     grid: Annotated[
         bool,
         typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
@@ -54,7 +58,7 @@ def fuzz(
     """Run cases one after the other; each failure ends with the line that repeats it, and the whole
     with what the cases were."""
     from deep_moe.targets import target_of
-    from deep_moe.trial.fuzzing import ARCHS, Coverage, FuzzCase, grid_size
+    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
 
     if not hours and not minutes and count is None and not grid:
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
@@ -66,6 +70,9 @@ def fuzz(
         check_weights(weights)
         if arch is not None:
             target_of(arch).weights_of(weights)
+    if shared_experts not in (None, *NUMS_SHARED):
+        allowed = ", ".join(map(str, NUMS_SHARED))
+        raise typer.BadParameter(f"--shared-experts must be one of {allowed}; got {shared_experts}")
     known = [] if corpus is None else _numbers(corpus)
     ends = time.monotonic() + 3600 * hours + 60 * minutes
     failures: list[dict[str, Any]] = []
@@ -75,7 +82,11 @@ def fuzz(
         if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
         case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
-        if arch not in (None, case.arch) or weights not in (None, case.values["weights"]):
+        if (
+            arch not in (None, case.arch)
+            or weights not in (None, case.values["weights"])
+            or shared_experts not in (None, case.values["shared experts"])
+        ):
             continue
         if biases not in (None, case.shape.biases):
             continue
@@ -85,7 +96,11 @@ def fuzz(
             words = "fuzz --grid" if grid else "fuzz"
             only = "".join(
                 f" {option} {value}"
-                for option, value in (("--arch", arch), ("--weights", weights))
+                for option, value in (
+                    ("--arch", arch),
+                    ("--weights", weights),
+                    ("--shared-experts", shared_experts),
+                )
                 if value is not None
             )
             if biases is not None:

@@ -89,6 +89,12 @@ PoolTokensOption = Annotated[
         "few; default: as many as a call may bring.",
     ),
 ]
+SharedExpertsOption = Annotated[
+    int,
+    typer.Option(
+        "--shared-experts", help="Experts that every token goes to beside its slots, 0 to 4."
+    ),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option("--folder", help="Cache folder; by default DEEP_MOE_CACHE_DIR or the user's."),
@@ -108,6 +114,7 @@ def make_shape(
     intermediate: int | None,
     max_tokens: int,
     pool_tokens: int | None = None,
+    shared_experts: int = 0,
     weights: str = DEFAULT_WEIGHTS,
     biases: bool = False,
 ) -> MoEShape:
@@ -134,6 +141,7 @@ def make_shape(
         num_ranks=ranks,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
+        num_shared_experts=shared_experts,
         weights=weights,
         biases=biases or (model in PRESETS and preset_has_biases(model)),
         **sizes,

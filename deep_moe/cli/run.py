@@ -29,6 +29,7 @@ from .options import (
     OverrideOption,
     PoolTokensOption,
     SeedOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     check_weights,
@@ -71,6 +72,7 @@ def run(
     ] = "16",
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -163,6 +165,7 @@ def run(
             ranks=ranks,
             max_tokens=capacity,
             pool_tokens=pool_tokens,
+            shared_experts=shared_experts,
             weights=weights,
             biases=biases,
             **sizes,
@@ -176,7 +179,7 @@ def run(
                 "many there are if it does not"
             )
         shape, whole_layer = _loaded_layer(
-            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights
+            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights, shared_experts
         )
         check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
@@ -231,6 +234,7 @@ def run(
                     numerics=numerics,
                     sum_bits=sum_bits,
                     **whole_layer.biases,
+                    num_shared_experts=shape.num_shared_experts,
                 )
                 comparison = compare(output.y, bounds.y if exact else bounds)
                 stats_agree = torch.equal(output.stats, sent[rank])
@@ -313,6 +317,7 @@ def _loaded_layer(
     pool_tokens: int | None,
     num_experts: int | None,
     weights: str,
+    num_shared_experts: int,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
     import torch
@@ -321,8 +326,19 @@ def _loaded_layer(
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
-    l1, l2 = load_experts(checkpoint, layer, num_experts=num_experts, biases_apart=True)
+    l1, l2 = load_experts(
+        checkpoint,
+        layer,
+        num_experts=num_experts,
+        num_shared_experts=num_shared_experts,
+        biases_apart=True,
+    )
     biases = load_biases(checkpoint, layer, num_experts=num_experts)
+    if biases is not None and num_shared_experts:
+        raise typer.BadParameter(
+            "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
+            f"of shared ones; got {num_shared_experts}"
+        )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
     if weights != loaded:
@@ -330,6 +346,7 @@ def _loaded_layer(
             f"--weights must be {loaded}, which the checkpoint's experts are; got {weights}"
         )
     num_experts, num_l1_rows, _ = l1.weight.shape
+    num_experts -= num_shared_experts
     shape = MoEShape(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -340,8 +357,9 @@ def _loaded_layer(
         num_pool_tokens=pool_tokens,
         weights=weights,
         biases=biases is not None,
+        num_shared_experts=num_shared_experts,
     )
-    return shape, Layer(l1, l2, *(bias.float() for bias in biases or ()))
+    return shape, Layer(l1, l2, num_shared_experts, *(bias.float() for bias in biases or ()))
 
 
 def _made_tokens(

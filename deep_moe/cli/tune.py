@@ -21,6 +21,7 @@ from .options import (
     JsonOption,
     ModelOption,
     PoolTokensOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -41,6 +42,7 @@ def tune(
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
     ] = DEFAULT_TOKENS,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -106,6 +108,7 @@ def tune(
                 biases=biases,
                 max_tokens=max(sizes),
                 pool_tokens=pool_tokens,
+                shared_experts=shared_experts,
             ),
             tokens=sizes,
             ends=started + budget,

@@ -26,6 +26,7 @@ from .options import (
     OverrideOption,
     PoolTokensOption,
     RanksOption,
+    SharedExpertsOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -47,6 +48,7 @@ def warmup(
         int, typer.Option("--max-tokens", min=1, help="Most tokens of one call per rank.")
     ] = 256,
     pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
     experts: ExpertsOption = None,
     topk: TopkOption = None,
     hidden: HiddenOption = None,
@@ -85,6 +87,7 @@ def warmup(
         biases=biases,
         max_tokens=max_tokens,
         pool_tokens=pool_tokens,
+        shared_experts=shared_experts,
     )
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)

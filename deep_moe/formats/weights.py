@@ -263,7 +263,7 @@ def sm100_inverse(
 def sm100_tensors(
     shape: MoEShape, *, dtype: torch.dtype, values_per_byte: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    num_experts, hidden = shape.num_experts_per_rank, shape.hidden
+    num_experts, hidden = shape.num_local_experts, shape.hidden
     intermediate = shape.intermediate_hidden
     return {
         "l1_weights[0]": (dtype, (num_experts, 2 * intermediate, hidden // values_per_byte)),
@@ -284,7 +284,7 @@ def sm100_bf16_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
 
 
 def sm100_bf16_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    num_experts, hidden = shape.num_experts_per_rank, shape.hidden
+    num_experts, hidden = shape.num_local_experts, shape.hidden
     intermediate = shape.intermediate_hidden
     return {
         "l1_weights[0]": (torch.bfloat16, (num_experts, 2 * intermediate, hidden)),
@@ -313,7 +313,7 @@ def sm90_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
 
 
 def sm90_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    num_experts = shape.num_experts_per_rank
+    num_experts = shape.num_local_experts
     block_n, block_k = sm90_weights.BLOCK_N, sm90_weights.BLOCK_K
     num_l1_n_blocks = 2 * shape.intermediate_hidden // block_n
     num_l2_n_blocks = -(-shape.hidden // block_n)
@@ -352,7 +352,7 @@ def sm90_fp8_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
 
 
 def sm90_fp8_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    num_experts = shape.num_experts_per_rank
+    num_experts = shape.num_local_experts
     block_n, block_k = sm90_weights.BLOCK_N, sm90_weights.BLOCK_K
     l1 = (num_experts, 2 * shape.intermediate_hidden // block_n, shape.hidden // block_k)
     l2 = (num_experts, -(-shape.hidden // block_n), shape.intermediate_hidden // block_k)
@@ -390,7 +390,7 @@ def sm90_bf16_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
 def sm90_bf16_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     from .sm90_bf16_weights import BLOCK_K, BLOCK_VALUES
 
-    num_experts, block_n = shape.num_experts_per_rank, sm90_weights.BLOCK_N
+    num_experts, block_n = shape.num_local_experts, sm90_weights.BLOCK_N
     l1 = (num_experts, 2 * shape.intermediate_hidden // block_n, shape.hidden // BLOCK_K)
     l2 = (num_experts, -(-shape.hidden // block_n), shape.intermediate_hidden // BLOCK_K)
     return {

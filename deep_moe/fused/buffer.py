@@ -87,9 +87,10 @@ class SymmBuffer(RankBuffer):
 
     def __repr__(self) -> str:
         shape = self.shape
+        shared = f"{shape.num_shared_experts} shared, " if shape.num_shared_experts else ""
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
-            f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
+            f"{shape.num_experts} experts, {shared}top-{shape.num_topk}, hidden {shape.hidden}, "
             f"intermediate {shape.intermediate_hidden}, {shape.weights} weights"
             f"{' with biases' if shape.biases else ''}, "
             f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
@@ -148,6 +149,7 @@ def get_symm_buffer_for_mega_moe(
     intermediate_hidden: int,
     *,
     weights: str = DEFAULT_WEIGHTS,
+    num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
     biases: bool = False,
     device: torch.device | str | int | None = None,
@@ -159,6 +161,9 @@ def get_symm_buffer_for_mega_moe(
         size, and so are `x` and `x_sf`, which are views of longer rows then.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
     num_max_tokens_per_rank: most tokens of one call.
+    num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
+        slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
+        tensors; `num_experts` is without them.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
@@ -185,6 +190,7 @@ def get_symm_buffer_for_mega_moe(
         "num_pool_tokens": num_pool_tokens,
         "weights": weights,
         "biases": biases,
+        "num_shared_experts": num_shared_experts,
     }
     num_ranks = ranks_of(group)
     device = device_for(group, device)
@@ -221,6 +227,7 @@ def buffer_size(
     intermediate_hidden: int,
     *,
     weights: str = DEFAULT_WEIGHTS,
+    num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
     biases: bool = False,
 ) -> int:
@@ -244,6 +251,7 @@ def buffer_size(
         num_pool_tokens=num_pool_tokens,
         weights=weights,
         biases=biases,
+        num_shared_experts=num_shared_experts,
     )
     return symm_buffer_layout(shape).num_bytes
 

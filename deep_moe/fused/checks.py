@@ -99,7 +99,7 @@ def check_biases_form(biases: Biases, buffer: SymmBuffer) -> None:
     shape = buffer.shape.padded
     num_rows = {"l1_bias": 2 * shape.intermediate_hidden, "l2_bias": shape.hidden}
     for bias, (name, number) in zip(biases, num_rows.items(), strict=True):
-        expected = (shape.num_experts_per_rank, *bias_blocks(number))
+        expected = (shape.num_local_experts, *bias_blocks(number))
         check_tensor(name, bias, torch.float32, expected, buffer.device)
         check_contiguous(name, bias)
         check_start(name, bias, BIAS_ALIGNMENT)

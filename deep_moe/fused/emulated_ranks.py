@@ -45,6 +45,7 @@ class EmulatedRanks:
         intermediate_hidden: int,
         *,
         weights: str = DEFAULT_WEIGHTS,
+        num_shared_experts: int = 0,
         num_pool_tokens: int | None = None,
         biases: bool = False,
     ) -> None:
@@ -58,6 +59,7 @@ class EmulatedRanks:
             num_pool_tokens=num_pool_tokens,
             weights=weights,
             biases=biases,
+            num_shared_experts=num_shared_experts,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

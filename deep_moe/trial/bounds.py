@@ -44,6 +44,7 @@ from .reference import (
     combine_slots,
     round_to_bf16,
     valid_slots,
+    with_shared_slots,
 )
 
 # Standard deviations. A sum of independent errors, each within +-d, exceeds 5 times the root of the
@@ -107,6 +108,7 @@ def reference_bounds(
     activation_clamp: float | None = None,
     l1_bias: torch.Tensor | None = None,
     l2_bias: torch.Tensor | None = None,
+    num_shared_experts: int = 0,
 ) -> Bounds:
     """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
 
@@ -114,6 +116,10 @@ def reference_bounds(
     `FP32_SUM_BITS` in the emulator, unless it was asked for Hopper's sums.
     """
     applied = activation_of(activation, activation_clamp)
+    num_experts = l1_weights[0].shape[0]
+    topk_idx, topk_weights = with_shared_slots(
+        topk_idx, topk_weights, num_experts, num_shared_experts
+    )
 
     def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
         return expert_bounds(
@@ -127,7 +133,7 @@ def reference_bounds(
             biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
 
-    return combined_bounds(topk_idx, topk_weights, l1_weights[0].shape[0], x.shape[1], of_expert)
+    return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert)
 
 
 def combined_bounds(

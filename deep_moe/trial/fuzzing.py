@@ -46,6 +46,7 @@ _SHAPES = (
 )
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
 _EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
+NUMS_SHARED = (0, 1, 3)
 _SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
@@ -57,6 +58,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
     return {
         "weights": tuple(own.format for own in weights),
         "shape": _SHAPES,
+        "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
@@ -125,6 +127,7 @@ class FuzzCase:
             num_pool_tokens=self.values["pool"],
             weights=self.values["weights"],
             biases=self.values["biases"] == "both layers",
+            num_shared_experts=self.values["shared experts"],
         )
 
     @property
@@ -172,7 +175,11 @@ class FuzzCase:
         numerics = self.target_weights.numerics
         if activation in _EXACT_ACTIVATIONS:
             return reference_mega_moe(
-                *inputs, activation=activation, numerics=numerics, **layer.biases
+                *inputs,
+                activation=activation,
+                numerics=numerics,
+                num_shared_experts=self.shape.num_shared_experts,
+                **layer.biases,
             )
         return reference_bounds(
             *inputs,
@@ -180,6 +187,7 @@ class FuzzCase:
             numerics=numerics,
             sum_bits=FP32_SUM_BITS,
             **layer.biases,
+            num_shared_experts=self.shape.num_shared_experts,
         )
 
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:

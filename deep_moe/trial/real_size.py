@@ -43,21 +43,27 @@ def rank_layer(
     device: torch.device,
     scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> Layer:
-    """Weights and biases of a rank's experts."""
+    """Weights and biases of a rank's experts, then of the shared ones."""
     num_local = shape.num_experts_per_rank
-    experts = [
-        expert_layer(shape, rank * num_local + i, seed, device, scale_block)
-        for i in range(num_local)
-    ]
+    own = [rank * num_local + i for i in range(num_local)]
+    own += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
+    experts = [expert_layer(shape, idx, seed, device, scale_block) for idx in own]
 
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
 
     l1, l2 = stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
     if not shape.biases:
-        return Layer(l1, l2)
+        return Layer(l1, l2, shape.num_shared_experts)
     generator = torch.Generator(device).manual_seed(1_000_003 * seed - rank - 1)
-    return Layer(l1, l2, *random_biases(shape, num_local, generator))
+    biases = random_biases(shape, num_local, generator)
+    if shape.num_shared_experts:  # the same on every rank
+        generator = torch.Generator(device).manual_seed(1_000_003 * seed - 1_000_000)
+        of_shared = random_biases(shape, shape.num_shared_experts, generator)
+        both = zip(biases, of_shared, strict=True)
+        l1_bias, l2_bias = (torch.cat(parts) for parts in both)
+        return Layer(l1, l2, shape.num_shared_experts, l1_bias, l2_bias)
+    return Layer(l1, l2, 0, *biases)
 
 
 def rank_tokens(

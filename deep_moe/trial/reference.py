@@ -142,6 +142,7 @@ def reference_mega_moe(
     numerics: Numerics = MXFP8,
     l1_bias: torch.Tensor | None = None,
     l2_bias: torch.Tensor | None = None,
+    num_shared_experts: int = 0,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
@@ -153,10 +154,16 @@ def reference_mega_moe(
     experts of all ranks, in the format of `numerics`: for MXFP4 (int8 [experts, 2*I, H/2], int32
     [experts, 2*I, H/128]) and (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
+    num_shared_experts: the last ones of these weights are shared: no id names them, and every token
+    goes to each of them with weight 1, in slots behind its own.
+
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
     in calls. numerics: which kernel's. l1_bias, l2_bias: [experts, 2*I] and [experts, H], or none.
     """
+    topk_idx, topk_weights = with_shared_slots(
+        topk_idx, topk_weights, l1_weights[0].shape[0], num_shared_experts
+    )
     contributions = slot_contributions(
         x,
         x_sf,
@@ -171,6 +178,21 @@ def reference_mega_moe(
         l2_bias=l2_bias,
     )
     return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
+
+
+def with_shared_slots(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, num_shared_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing [tokens, topk] with slots for shared experts behind its own, where these are the last
+    ones of `num_experts`: [tokens, topk + shared]. Ids that name no routed expert become -1."""
+    if not num_shared_experts:
+        return topk_idx, topk_weights
+    num_routed = num_experts - num_shared_experts
+    shared = torch.arange(num_routed, num_experts, device=topk_idx.device)
+    shared = shared.expand(topk_idx.shape[0], num_shared_experts)
+    routed = topk_idx.where(valid_slots(topk_idx, num_routed), -1)
+    ones = torch.ones_like(shared, dtype=topk_weights.dtype)
+    return torch.cat([routed, shared], dim=1), torch.cat([topk_weights, ones], dim=1)
 
 
 def valid_slots(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

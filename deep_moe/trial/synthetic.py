@@ -69,10 +69,11 @@ _EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of all experts of all ranks, as checkpoints have them."""
+    """Weights of all experts of all ranks, as checkpoints have them, then of the shared ones."""
 
     l1: LayerWeights
     l2: LayerWeights
+    num_shared_experts: int = 0
     l1_bias: torch.Tensor | None = None  # float32 [experts, 2*I]
     l2_bias: torch.Tensor | None = None  # float32 [experts, H]
 
@@ -87,17 +88,24 @@ class Layer:
         """The part that one rank holds, laid out for `arch` and the shape's weights."""
         if self.l1_bias is None or self.l2_bias is None:
             return None
-        l1_bias, l2_bias = (b.chunk(shape.num_ranks)[rank] for b in (self.l1_bias, self.l2_bias))
+        l1_bias, l2_bias = (
+            self._of_rank(bias, rank, shape.num_ranks) for bias in (self.l1_bias, self.l2_bias)
+        )
         return transform_biases_for_mega_moe(l1_bias, l2_bias, arch, weights=shape.weights)
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
-        """The part that one rank holds."""
-        num_local = self.l1.weight.shape[0] // num_ranks
-        own = slice(rank * num_local, (rank + 1) * num_local)
-        return (
-            LayerWeights(self.l1.weight[own], self.l1.sf[own]),
-            LayerWeights(self.l2.weight[own], self.l2.sf[own]),
+        """The part that one rank holds: its own experts, then all shared ones."""
+        l1, l2 = (
+            LayerWeights(*(self._of_rank(tensor, rank, num_ranks) for tensor in layer))
+            for layer in (self.l1, self.l2)
         )
+        return l1, l2
+
+    def _of_rank(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+        num_routed = tensor.shape[0] - self.num_shared_experts
+        num_local = num_routed // num_ranks
+        own = tensor[rank * num_local : (rank + 1) * num_local]
+        return torch.cat([own, tensor[num_routed:]]) if self.num_shared_experts else own
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def random_layer(
                 torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5,
                 scale_block,
             )
-            for _ in range(shape.num_experts)
+            for _ in range(shape.num_experts + shape.num_shared_experts)
         ]
         weight, sf = zip(*experts, strict=True)
         return LayerWeights(torch.stack(weight), torch.stack(sf))
@@ -141,8 +149,10 @@ def random_layer(
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
     l2 = linear(shape.hidden, shape.intermediate_hidden)
     if not shape.biases:
-        return Layer(l1, l2)
-    return Layer(l1, l2, *random_biases(shape, shape.num_experts, generator))
+        return Layer(l1, l2, shape.num_shared_experts)
+    num_experts = shape.num_experts + shape.num_shared_experts
+    biases = random_biases(shape, num_experts, generator)
+    return Layer(l1, l2, shape.num_shared_experts, *biases)
 
 
 def random_biases(
@@ -184,7 +194,7 @@ def exact_layer(
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
     bounds = (_EXACT_BOUNDS_WITH_BIASES if shape.biases else _EXACT_BOUNDS)[sum_bits]
     generator = torch.Generator().manual_seed(seed)
-    num_experts, hidden = shape.num_experts, shape.hidden
+    num_experts, hidden = shape.num_experts + shape.num_shared_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
 
     def places(shape: tuple[int, ...], count: int) -> torch.Tensor:
@@ -213,12 +223,13 @@ def exact_layer(
         weights.of_codes(codes, sf, scale_block) for codes, sf in ((l1, l1_sf), (l2, l2_sf))
     )
     if not shape.biases:
-        return Layer(l1_weights, l2_weights)
+        return Layer(l1_weights, l2_weights, shape.num_shared_experts)
     most = bounds.max_l1_bias
     gate = 32 * torch.randint(0, most + 1, (num_experts, num_rows // 2), generator=generator)
     up = torch.randint(-most, most + 1, gate.shape, generator=generator)
     l2_bias = 32 * torch.randint(-3, 4, (num_experts, hidden), generator=generator)
-    return Layer(l1_weights, l2_weights, torch.cat([gate, up], dim=1).float(), l2_bias.float())
+    l1_bias = torch.cat([gate, up], dim=1).float()
+    return Layer(l1_weights, l2_weights, shape.num_shared_experts, l1_bias, l2_bias.float())
 
 
 def exact_tokens(

@@ -44,6 +44,7 @@ class TimedLayer:
             shape.num_topk,
             shape.hidden,
             shape.intermediate_hidden,
+            num_shared_experts=shape.num_shared_experts,
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
             biases=shape.biases,

@@ -56,6 +56,16 @@ def test_a_bounded_pool_is_a_ring_and_takes_less():
     assert "num_pool_tokens must be a positive multiple of 384" in str(refused.exception)
 
 
+def test_shared_experts_take_slots_and_rows():
+    case = ["--model", "deepseek-v4-pro", "--tokens", "256"]
+    document = explained(*case, "--shared-experts", "1")
+    chosen = {field["name"]: field["value"] for field in document["fields"]}
+    assert (chosen["num_shared_experts"], chosen["num_experts_per_part"]) == (1, 6)
+    assert document["symm_buffer_bytes"] == buffer_size(
+        8, 384, 256, 6, 7168, 3072, num_shared_experts=1
+    )
+
+
 def test_the_printed_maps_add_up_to_the_declared_sizes():
     document = explained(*WORKED_CASE)
     assert sum(row["size"] for row in document["smem_map"]) == document["smem_bytes"]

@@ -38,6 +38,17 @@ def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["fuzz", "--count", "1", "--weights", "fp7"]).exit_code == 2
 
 
+def test_cases_with_so_many_shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[FuzzCase] = []
+    monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
+    result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--shared-experts", "3"])
+    assert [case.shape.num_shared_experts for case in cases] == [3] * 3
+    assert f"--first {cases[0].number} --count 1 --shared-experts 3" in result.output
+    refused = CliRunner().invoke(app, ["fuzz", "--count", "1", "--shared-experts", "2"])
+    assert refused.exit_code == 2
+    assert "must be one of 0, 1, 3; got 2" in refused.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:

@@ -90,6 +90,7 @@ def test_every_rank_maps_the_memory_of_all(run_ranks) -> None:
         ("hidden", 256),
         ("num_experts", 9),
         ("num_pool_tokens", 384),
+        ("num_shared_experts", 1),
     ],
 )
 def test_sizes_that_differ_are_an_error_on_every_rank(run_ranks, argument: str, value: int) -> None:

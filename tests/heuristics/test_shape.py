@@ -113,6 +113,8 @@ def test_mask_has_a_bit_per_linear1_block(intermediate_hidden, num_words):
         ),
         ("num_experts", 1032, r"num_experts must be .* \(8\), at most 1024; got 1032"),
         ("num_topk", 0, "num_topk must be 1 to 32; got 0"),
+        ("num_shared_experts", 5, "num_shared_experts must be 0 to 4; got 5"),
+        ("num_shared_experts", -1, "num_shared_experts must be 0 to 4; got -1"),
         ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
         ("hidden", 7169, "hidden must be a positive multiple of 32 with mxfp4 weights; got 7169"),
         ("hidden", 0, "hidden must be a positive multiple of 32 with mxfp4 weights; got 0"),

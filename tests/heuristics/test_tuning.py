@@ -123,6 +123,7 @@ class TestLookUp:
             {"intermediate_hidden": 3072},
             {"weights": "fp8"},
             {"num_pool_tokens": 384},
+            {"num_shared_experts": 1},
         ],
         ids=lambda changes: next(iter(changes)),
     )
@@ -387,6 +388,15 @@ class TestFile:
         document["layers"][0]["num_pool_tokens"] = "384"
         with pytest.raises(ValueError, match="num_pool_tokens"):
             parse_table(json.dumps(document), "a table")
+
+    def test_shared_experts_are_kept_and_none_where_a_file_does_not_say(self):
+        (table,) = tuning_of(entry_at(64), num_shared_experts=2).tables
+        assert "and 2 shared" in table.layers[0].key.words()
+        document = json.loads(format_table(table))
+        assert parse_table(json.dumps(document), "a table").layers == table.layers
+        del document["layers"][0]["num_shared_experts"]
+        (layer,) = parse_table(json.dumps(document), "a table").layers
+        assert layer.key == dataclasses.replace(table.layers[0].key, num_shared_experts=0)
 
     def test_the_format_of_weights_is_kept_and_mxfp4_where_a_file_does_not_say(self):
         (table,) = tuning_of(entry_at(64), weights="fp8").tables

@@ -40,6 +40,7 @@ class LayerCase:
             shape.num_topk,
             shape.hidden,
             shape.intermediate_hidden,
+            num_shared_experts=shape.num_shared_experts,
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
             biases=shape.biases,
@@ -84,6 +85,7 @@ class LayerCase:
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
                 **self.layer.biases,
+                num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
         ]
@@ -108,6 +110,7 @@ class LayerCase:
                 numerics=self.numerics,
                 sum_bits=sum_bits,
                 **self.layer.biases,
+                num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
         ]

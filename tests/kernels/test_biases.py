@@ -142,3 +142,12 @@ def test_a_weight_that_is_nan_or_zero_stays_in_its_slot(arch: str) -> None:
     assert y[7].isnan().all()
     others = torch.tensor([i not in (3, 7) for i in range(30)])
     assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_shared_experts_have_biases_of_their_own(arch: str, weights: str) -> None:
+    shape = shape_of(weights, num_ranks=2, num_shared_experts=2)
+    tokens = [exact_tokens(shape, count, seed=count) for count in (20, 7)]
+    for result in case_of(shape, arch).compare_call(tokens):
+        assert result.is_exact, result

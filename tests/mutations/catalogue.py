@@ -736,6 +736,67 @@ SM90_MUTATIONS = (
         test="test_padded_sizes::test_prepared_inputs_of_two_ranks",
         arguments={"arch": "sm_100a"},
     ),
+    # ---- shared experts
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test="test_shared_experts::test_parts_between_experts",
+            arguments={
+                "arch": "sm_90a",
+                "tile": {"block_m": 24},  # a number of first tokens that is odd for a warp
+                "num_pool_tokens": None,
+                "num_experts_per_part": 1,
+            },
+            arch="sm_90a",
+        )
+        for name, edit, catcher in (
+            (
+                "weights_of_first_shared",
+                replaced("shared_weights", "shared_expert(entry)", "0"),
+                "result",
+            ),
+            (
+                "parts_begin_together",
+                replaced("part_begin", "entry / group_size * tokens_per_part()", "0u"),
+                "race|result|timeout|misuse",
+            ),
+            (
+                "routed_expert_before_counts",
+                replaced("first_tokens", "num_shared", "(num_shared + 1)"),
+                "race|result|timeout|misuse",
+            ),
+            (
+                "shared_tokens_of_rank_0",
+                replaced("shared_source", "counts_.own_rank_idx()", "0"),
+                "race|result|timeout",
+            ),
+            (
+                "first_tokens_of_rank_0",
+                replaced("first_source", "order_.own_rank_idx()", "0"),
+                "race|result|timeout",
+            ),
+            ("routed_weight_of_shared", instead("shared_weight", "{"), "result|misuse"),
+            (
+                "shared_not_added",
+                replaced(
+                    "shared_slots", "Config::num_topk <= slot && slot < Chunks::num_slots", "false"
+                ),
+                "result",
+            ),
+            (
+                "phase_of_first_tokens_forgotten",
+                replaced("pulled_parity", "num_pulled % 2", "0"),
+                "race|result|timeout|misuse",
+            ),
+            (
+                "first_tokens_pulled_twice",
+                replaced("pulled_before", "+ num_pulled * num_warps", ""),
+                "race|timeout",
+            ),
+        )
+    ),
     # ---- sizes and inputs that the two calls do not have
     M(
         "count_of_16_bits",

@@ -1,5 +1,6 @@
-// Combine: y[token] = sum of the contributions of its routed slots, in slot order, in FP32, rounded
-// to BF16 once. The routing weights are in the contributions already.
+// Combine: y[token] = sum of the contributions of its routed slots, in slot order, then of the
+// shared experts, in FP32, rounded to BF16 once. The routing weights are in the contributions
+// already.
 //
 // One warp per token, of those that have done the epilogues. A token is cut into chunks that fit
 // into registers (as FP32 sums) and shared memory; contributions arrive chunk by chunk, slot by
@@ -43,7 +44,9 @@ struct CombineChunks {
                   "three chunks per warp fit in front of the barriers");
     static_assert(num_accesses * elements_per_access <= 128,
                   "a chunk's sums fit into 128 registers per lane");
-    static_assert(Config::num_topk <= warp_size, "one lane per slot");
+    // One for each routed slot, then one for each shared expert.
+    static constexpr uint32_t num_slots = Config::num_topk + Config::num_shared_experts;
+    static_assert(num_slots <= warp_size, "one lane per slot");
 
     static __device__ uint32_t num_bytes(uint32_t chunk_idx) {
         if constexpr (row_bytes % chunk_bytes == 0) return chunk_bytes;
@@ -51,7 +54,7 @@ struct CombineChunks {
     }
 };
 
-// The loads of one token's chunks in order: for each chunk, all routed slots.
+// The loads of one token's chunks in order: for each chunk, all slots in use.
 struct CombineCursor {
     uint32_t chunk_idx;
     uint32_t slots_left;  // of this chunk, one bit each
@@ -103,7 +106,7 @@ class Combine {
     // Of the chunks from first_chunk_idx up to, but not with, end_chunk_idx.
     __device__ bool add_slots(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
                               Waiter& waiter) {
-        const uint32_t slots = routed_slots(token_idx);
+        const uint32_t slots = used_slots(token_idx);
         CombineCursor load{first_chunk_idx, slots};
         if (slots != 0) issue_load(token_idx, load, slots, num_loads_);
         for (uint32_t chunk_idx = first_chunk_idx; chunk_idx < end_chunk_idx; ++chunk_idx) {
@@ -129,13 +132,15 @@ class Combine {
         return true;
     }
 
-    __device__ uint32_t routed_slots(uint32_t token_idx) const {
+    __device__ uint32_t used_slots(uint32_t token_idx) const {
         const uint32_t slot = ptx::lane_idx();
         //~ added_slots
         const bool routed =
             slot < Config::num_topk &&
             is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot));
-        return __ballot_sync(full_warp, routed);
+        if constexpr (Config::num_shared_experts == 0) return __ballot_sync(full_warp, routed);
+        const bool shared = Config::num_topk <= slot && slot < Chunks::num_slots;  //~ shared_slots
+        return __ballot_sync(full_warp, routed || shared);
     }
 
     // Starts the load at the cursor, which is the `load_idx`-th of this warp, and advances it.

@@ -10,6 +10,7 @@
 #include "deep_moe/dispatch/publish_counts.cuh"
 #include "deep_moe/dispatch/pull_tokens.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/sync/handover.cuh"
@@ -72,7 +73,19 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
         publish_counts<Config>(buffers, thread_idx);
     }
 
-    // Pull, as soon as all ranks have published.
+    // Pull, as soon as all ranks have published; what needs no other rank, before that.
+    uint32_t num_pulled = 0;
+    if constexpr (ExpertOrder<Config>::has_shared) {
+        trace.mark(TraceStep::pull);
+        counts.count_shared(args);
+        num_pulled = pull_first_tokens<Config, PullPolicy>(
+            buffers, counts, cta_idx, warp_idx,
+            shared_memory + Config::Smem::pull_buffers_offset +
+                warp_idx * Config::Smem::pull_buffers_stride,
+            shared_memory + Config::Smem::pull_barriers_offset +
+                warp_idx * Config::Smem::pull_barriers_stride,
+            waiter);
+    }
     trace.mark(TraceStep::await_counts);
     if (counts.acquire(local, waiter)) {  //~ counts_acquired
         if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, counts);
@@ -82,7 +95,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
                                             warp_idx * Config::Smem::pull_buffers_stride,
                                         shared_memory + Config::Smem::pull_barriers_offset +
                                             warp_idx * Config::Smem::pull_barriers_stride,
-                                        waiter);  //~ pull_buffers
+                                        waiter, num_pulled);  //~ pull_buffers
     }
 
     // Open combine, when all blocks of all ranks are done.

@@ -9,6 +9,7 @@
 
 #include "deep_moe/dispatch/min_peeling.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
@@ -40,36 +41,56 @@ struct PulledToken {
     TokenSource source;
 };
 
-// Tokens in pool order: expert by expert, each expert starting on a block. All members uniform but
-// for the ranks' counts.
+// Where a token goes: the idx_in_expert-th of an entry of the list with these tiles, whose first
+// pool block is known.
+template <class Config>
+__device__ __forceinline__ void set_destination(PulledToken& token, uint32_t pool_block_idx,
+                                                const ExpertTiles<Config>& tiles,
+                                                uint32_t idx_in_expert) {
+    using Ring = PoolRing<Config>;
+    const uint32_t m_block_idx = tiles.m_block_of(idx_in_expert);
+    const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
+    token.pool_block_idx = pool_block_idx + first_pool_block;
+    token.num_pool_blocks = tiles.num_pool_blocks(m_block_idx);
+    token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;  //~ pull_row
+    if constexpr (Ring::wraps) {
+        token.pool_token_idx = Ring::first_row(token.pool_block_idx) + token.row_idx;
+    } else {
+        token.pool_token_idx = pool_block_idx * Config::block_m_step + idx_in_expert;
+    }
+}
+
+// Tokens in pool order: expert by expert as expert_order.cuh has them, each starting on a block.
+// A shared expert's are the rank's own, in order; their slot is behind the routed ones. All members
+// uniform but for the ranks' counts.
 template <class Config>
 class PoolWalk {
     static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
-    using Ring = PoolRing<Config>;
+    using Order = ExpertOrder<Config>;
 
  public:
     __device__ PoolWalk(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
         : local_(local), counts_(counts) {}
 
-    // The token at `token_idx`, counted over all local experts; only upwards. False past the last.
+    // The token at `token_idx`, counted over all entries of the list; only upwards. False past the
+    // last.
     __device__ bool find(uint32_t token_idx, PulledToken& token) {
         if (token_idx >= expert_end_ && !enter_expert_of(token_idx)) return false;
         const uint32_t idx_in_expert = token_idx - expert_begin_;
         const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
-        const uint32_t m_block_idx = tiles.m_block_of(idx_in_expert);
-        const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
-        token.pool_block_idx = place_.pool_block_idx + first_pool_block;
-        token.num_pool_blocks = tiles.num_pool_blocks(m_block_idx);
-        token.row_idx = idx_in_expert - first_pool_block * Config::block_m_step;  //~ pull_row
-        if constexpr (Ring::wraps) {
-            token.pool_token_idx = Ring::first_row(token.pool_block_idx) + token.row_idx;
-        } else {
-            token.pool_token_idx = place_.pool_block_idx * Config::block_m_step + idx_in_expert;
+        set_destination(token, place_.pool_block_idx, tiles, idx_in_expert);
+        if constexpr (Order::has_shared) {
+            if (Order::is_shared(place_.expert_idx)) {
+                //~ shared_source
+                token.source = {counts_.own_rank_idx(),
+                                counts_.first_token(place_.expert_idx) + idx_in_expert,
+                                Config::num_topk + Order::shared_expert(place_.expert_idx)};
+                return true;
+            }
         }
-
         const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
-        const uint32_t slot =
-            *local_.src_token_topk_idx(place_.expert_idx, source.rank_idx, source.list_idx);
+        const uint32_t slot = *local_.src_token_topk_idx(Order::routed_expert(place_.expert_idx),
+                                                         source.rank_idx, source.list_idx);
         //~ pull_source
         token.source = {source.rank_idx, slot / Config::num_topk, slot % Config::num_topk};
         return true;
@@ -79,12 +100,12 @@ class PoolWalk {
     __device__ bool enter_expert_of(uint32_t token_idx) {
         uint32_t idx_in_expert = token_idx - expert_begin_;
         const bool exists = counts_.pass_experts(
-            place_, Config::num_experts_per_rank, idx_in_expert,
+            place_, Order::num_entries, idx_in_expert,
             [](const ExpertTiles<Config>&, uint32_t num_tokens) { return num_tokens; });
         if (!exists) return false;
         expert_begin_ = token_idx - idx_in_expert;
         expert_end_ = expert_begin_ + counts_.num_tokens(place_.expert_idx);
-        load_counts();
+        if (!Order::is_shared(place_.expert_idx)) load_counts();
         return true;
     }
 
@@ -94,8 +115,8 @@ class PoolWalk {
             const uint32_t rank_idx = i * warp_size + ptx::lane_idx();
             num_tokens_[i] = 0;
             if (rank_idx < Config::num_ranks) {
-                num_tokens_[i] =
-                    static_cast<uint32_t>(*local_.expert_recv_count(rank_idx, place_.expert_idx));
+                num_tokens_[i] = static_cast<uint32_t>(
+                    *local_.expert_recv_count(rank_idx, Order::routed_expert(place_.expert_idx)));
             }
         }
     }
@@ -134,25 +155,53 @@ __device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& t
     return waiter.warp_agrees(released);
 }
 
-// All dispatch warps of the grid, after ExpertCounts::acquire. `pull_buffer`: a token's bytes of
-// this warp's own in shared memory; `pull_barrier`: one arrival plus these bytes per token, first
-// phase 0.
-template <class Config, class PullPolicy>
-__device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCounts<Config>& counts,
+// What shared experts have in front of the first routed one, in pool order: their first parts.
+template <class Config>
+class FirstTokenWalk {
+ public:
+    __device__ FirstTokenWalk(const SymmBuffer<Config>&, const ExpertOrder<Config>& order)
+        : order_(order) {}
+
+    // As that of PoolWalk.
+    __device__ bool find(uint32_t token_idx, PulledToken& token) const {
+        if (token_idx >= order_.num_first_tokens()) return false;
+        const uint32_t num_part_tokens = order_.num_part_tokens(0);
+        const uint32_t entry = token_idx / num_part_tokens;
+        const uint32_t idx_in_part = token_idx % num_part_tokens;
+        const ExpertTiles<Config> tiles(num_part_tokens);
+        set_destination(token, entry * tiles.num_pool_blocks(), tiles, idx_in_part);
+        //~ first_source
+        token.source = {order_.own_rank_idx(), idx_in_part, Config::num_topk + entry};
+        return true;
+    }
+
+ private:
+    const ExpertOrder<Config>& order_;
+};
+
+// All dispatch warps of the grid: the tokens that Walk(local, counts) finds, but for num_pulled
+// that this warp has. With a PoolWalk, after ExpertCounts::acquire. `pull_buffer`: a token's
+// bytes of this warp's own in shared memory; `pull_barrier`: one arrival plus these bytes per
+// token, first phase 0.
+template <class Config, class PullPolicy, class Walk = PoolWalk<Config>, class Counts>
+__device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Counts& counts,
                             uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
-                            uint32_t pull_barrier, Waiter& waiter) {
+                            uint32_t pull_barrier, Waiter& waiter, uint32_t num_pulled = 0) {
     constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
     constexpr uint32_t token_bytes = SymmBuffer<Config>::token_bytes;
+    using Order = ExpertOrder<Config>;
     const SymmBuffer<Config> local = buffers.local();
-    PoolWalk<Config> walk(local, counts);
+    Walk walk(local, counts);
     PulledToken token;
-    uint32_t parity = 0;
+    uint32_t parity = num_pulled % 2;  //~ pulled_parity
 
     // The callers' inputs were written with ordinary stores, on other ranks too. Acquiring the
     // counts has made them visible to ordinary loads, this makes them visible to bulk copies.
     ptx::fence_proxy_async();  //~ pull_fence
 
-    for (uint32_t token_idx = cta_idx * Config::num_dispatch_warps + warp_idx;
+    //~ pulled_before
+    for (uint32_t token_idx =
+             cta_idx * Config::num_dispatch_warps + warp_idx + num_pulled * num_warps;
          walk.find(token_idx, token); token_idx += num_warps) {
         const SymmBuffer<Config> source = buffers.of(token.source.rank_idx);
         // Read before anything is waited for, so that it is under way with the rest.
@@ -162,7 +211,15 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
             ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
                                              token_bytes, pull_barrier);
             const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
-            topk_weight = *source.input_topk_weights(slot);
+            if constexpr (Order::has_shared) {
+                topk_weight = 1.0f;
+                //~ shared_weight
+                if (token.source.topk_idx < Config::num_topk) {
+                    topk_weight = *source.input_topk_weights(slot);
+                }
+            } else {
+                topk_weight = *source.input_topk_weights(slot);
+            }
         }
         bool takes_used = false;
         if constexpr (PoolRing<Config>::wraps) {
@@ -200,6 +257,22 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const ExpertCoun
         __syncwarp();  // the buffer is free again
     }
     return true;
+}
+
+// Before ExpertCounts::acquire: what shared experts have in front of the first routed one, for
+// neither where it goes nor where it comes from depends on other ranks. The others as above. How
+// many tokens this warp has pulled.
+template <class Config, class PullPolicy>
+__device__ uint32_t pull_first_tokens(const RankBuffers<Config>& buffers,
+                                      const ExpertOrder<Config>& order, uint32_t cta_idx,
+                                      uint32_t warp_idx, uint32_t pull_buffer,
+                                      uint32_t pull_barrier, Waiter& waiter) {
+    pull_tokens<Config, PullPolicy, FirstTokenWalk<Config>>(buffers, order, cta_idx, warp_idx,
+                                                            pull_buffer, pull_barrier, waiter);
+    constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
+    const uint32_t first = cta_idx * Config::num_dispatch_warps + warp_idx;
+    const uint32_t end = order.num_first_tokens();
+    return first < end ? ceil_div(end - first, num_warps) : 0;
 }
 
 }  // namespace deep_moe

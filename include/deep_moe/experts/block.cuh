@@ -18,7 +18,7 @@ struct BlockRows {
 };
 
 struct Block : BlockRows {
-    uint32_t expert_idx;  // local
+    uint32_t expert_idx;  // local, as weights have them: shared ones stand behind the routed ones
     uint32_t m_block_idx;
     uint32_t n_block_idx;
 };

@@ -1,10 +1,13 @@
-// How many tokens each local expert receives: what every rank tells the owner of an expert, and
-// what the list of blocks, the pool and the work of dispatch follow from.
+// How many tokens each local expert receives: what every rank tells the owner of an expert, for
+// shared ones the rank's own number. The list of blocks, the pool and the work of dispatch follow
+// from it.
 #pragma once
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
+#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
@@ -15,7 +18,7 @@
 
 namespace deep_moe {
 
-// A local expert, and its first pool block.
+// An entry of the list of experts (expert_order.cuh), and its first pool block.
 struct ExpertPlace {
     uint32_t expert_idx = 0;
     uint32_t pool_block_idx = 0;
@@ -24,11 +27,27 @@ struct ExpertPlace {
 // Of one warp, whose lanes share out the counts. All 32 of them call everything, and but for
 // for_each_kept_count get the same answers.
 template <class Config>
-class ExpertCounts {
-    static constexpr uint32_t num_experts = Config::num_experts_per_rank;
+class ExpertCounts : public ExpertOrder<Config> {
+    using Order = ExpertOrder<Config>;
+    static constexpr uint32_t num_experts = Order::num_entries;
     static constexpr uint32_t num_experts_per_lane = ceil_div(num_experts, warp_size);
 
  public:
+    // First of all: keeps what shared experts have, which no other rank has a part in. Routed ones
+    // have nothing as yet.
+    __device__ void count_shared(const KernelArgs& args) {
+        if constexpr (Order::has_shared) {
+            this->set_call(args);
+#pragma unroll
+            for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+                const uint32_t entry = i * warp_size + ptx::lane_idx();
+                if (entry < num_experts && Order::is_shared(entry)) {
+                    num_tokens_[i] = this->num_part_tokens(entry);
+                }
+            }
+        }
+    }
+
     // Waits until every rank has published its counts, and keeps them in registers. False once the
     // rank has given up; also, before anything is written, if the tokens do not fit into the pool.
     __device__ bool fetch(const SymmBuffer<Config>& local, Waiter& waiter);
@@ -43,13 +62,19 @@ class ExpertCounts {
         return arrived;
     }
 
-    // Any local expert.
-    __device__ uint32_t num_tokens(uint32_t local_expert_idx) const;
-    __device__ uint32_t num_m_blocks(uint32_t local_expert_idx) const {
-        return ExpertTiles<Config>(num_tokens(local_expert_idx)).num_m_blocks();
+    // Of any entry of the list, an expert or a part of one.
+    __device__ uint32_t num_tokens(uint32_t entry) const;
+    // Whether only one m-block needs the weights of a local expert, routed or shared.
+    __device__ bool has_one_m_block(uint32_t weight_expert_idx) const {
+        if constexpr (Order::has_shared) {
+            if (weight_expert_idx >= Config::num_experts_per_rank) return this->is_one_m_block();
+        }
+        const uint32_t entry = Order::entry_of(weight_expert_idx);
+        return ExpertTiles<Config>(num_tokens(entry)).num_m_blocks() == 1;
     }
-    // Of all local experts.
+    // Of all routed experts here.
     __device__ uint32_t num_received_tokens() const;
+    // Of shared ones, too.
     __device__ uint32_t num_m_blocks_in_use() const;
     __device__ uint32_t num_pool_blocks_in_use() const;
     // Pool blocks whose rows others use after them.
@@ -60,13 +85,15 @@ class ExpertCounts {
     // Whether the counts differ by clearly more than chance makes them.
     __device__ bool is_uneven(uint32_t num_received_tokens) const;
 
-    // Calls visit(expert_idx, num_tokens) for the experts whose counts this lane keeps.
+    // Calls visit(expert_idx, num_tokens) for the routed experts whose counts this lane keeps.
     template <class Visit>
     __device__ void for_each_kept_count(const Visit& visit) const {
 #pragma unroll
         for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
-            const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
-            if (expert_idx < num_experts) visit(expert_idx, num_tokens_[i]);
+            const uint32_t entry = i * warp_size + ptx::lane_idx();
+            if (entry < num_experts && !Order::is_shared(entry)) {
+                visit(Order::routed_expert(entry), num_tokens_[i]);
+            }
         }
     }
 
@@ -94,7 +121,7 @@ class ExpertCounts {
         return ranks;
     }
 
-    uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: expert 32 * i + l
+    uint32_t num_tokens_[num_experts_per_lane] = {};  // [i] of lane l: entry 32 * i + l
 };
 
 template <class Config>
@@ -107,7 +134,7 @@ __device__ bool ExpertCounts<Config>::fetch(const SymmBuffer<Config>& local, Wai
     // Some warps of every CTA wait here. Each polls one word only, by one lane, and not all CTAs
     // the same one, so that the peers' additions to these words need not queue behind hundreds of
     // polls for all of them.
-    const uint32_t sample_idx = blockIdx.x / Config::cluster_size % num_experts;
+    const uint32_t sample_idx = blockIdx.x / Config::cluster_size % Config::num_experts_per_rank;
     if (!waiter.warp_until(
             WaitSite::expert_counts, num_reports, [&] { return load_sum(sample_idx) >> 32; },
             [&] { return silent_ranks(local, sample_idx); })) {
@@ -118,14 +145,16 @@ __device__ bool ExpertCounts<Config>::fetch(const SymmBuffer<Config>& local, Wai
     uint64_t sums[num_experts_per_lane];
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
-        const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
-        sums[i] = expert_idx < num_experts ? load_sum(expert_idx) : uint64_t{num_reports} << 32;
+        const uint32_t entry = i * warp_size + ptx::lane_idx();
+        sums[i] = entry < num_experts && !Order::is_shared(entry)
+                      ? load_sum(Order::routed_expert(entry))
+                      : uint64_t{num_reports} << 32 | num_tokens_[i];
     }
     bool arrived = true;
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
         if (sums[i] >> 32 != num_reports) {
-            const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
+            const uint32_t expert_idx = Order::routed_expert(i * warp_size + ptx::lane_idx());
             const auto poll = [&] {
                 sums[i] = load_sum(expert_idx);
                 return sums[i] >> 32;
@@ -187,9 +216,8 @@ __device__ bool ExpertCounts<Config>::pass_experts(ExpertPlace& place, uint32_t 
 }
 
 template <class Config>
-__device__ uint32_t ExpertCounts<Config>::num_tokens(uint32_t local_expert_idx) const {
-    return __shfl_sync(full_warp, kept_count(local_expert_idx / warp_size),
-                       local_expert_idx % warp_size);
+__device__ uint32_t ExpertCounts<Config>::num_tokens(uint32_t entry) const {
+    return __shfl_sync(full_warp, kept_count(entry / warp_size), entry % warp_size);
 }
 
 template <class Config>
@@ -209,7 +237,7 @@ __device__ uint32_t ExpertCounts<Config>::num_received_tokens() const {
     uint32_t mine = 0;
 #pragma unroll
     for (uint32_t i = 0; i < num_experts_per_lane; ++i) mine += num_tokens_[i];
-    return ptx::redux_sync_add(mine);
+    return ptx::redux_sync_add(mine) - this->num_shared_tokens();
 }
 
 // Of a Poisson count the mean deviation is 0.8 times the root of its mean. It is compared with that
@@ -219,13 +247,14 @@ template <class Config>
 __device__ bool ExpertCounts<Config>::is_uneven(uint32_t num_received_tokens) const {
     constexpr float variation = 0.2f;
     constexpr uint32_t least = 16;
-    const uint32_t mean = num_received_tokens / num_experts;
-    if (num_experts < least || mean < least) return false;
+    constexpr uint32_t num_routed = Config::num_experts_per_rank;
+    const uint32_t mean = num_received_tokens / num_routed;
+    if (num_routed < least || mean < least) return false;
     uint32_t mine = 0;
     for_each_kept_count([&](uint32_t, uint32_t num_tokens) {
         mine += num_tokens > mean ? num_tokens - mean : mean - num_tokens;
     });
-    const float deviation = static_cast<float>(ptx::redux_sync_add(mine)) / num_experts;
+    const float deviation = static_cast<float>(ptx::redux_sync_add(mine)) / num_routed;
     const float of_mean = static_cast<float>(mean);
     return deviation * deviation > 0.64f * of_mean * (1.0f + variation * variation * of_mean);
 }

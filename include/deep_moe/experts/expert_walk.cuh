@@ -11,6 +11,7 @@
 
 #include "deep_moe/experts/block.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
+#include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/math.cuh"
@@ -21,7 +22,15 @@ namespace deep_moe {
 template <class Config>
 class ExpertWalk {
  protected:
-    static constexpr uint32_t num_experts = Config::num_experts_per_rank;
+    using Order = ExpertOrder<Config>;
+    static constexpr uint32_t num_experts = Order::num_entries;
+    // Entries of the list: a wave has the parts of shared experts that stand among its routed ones,
+    // a shorter turn is of one or the other.
+    static constexpr uint32_t num_experts_per_wave =
+        Order::num_entries_with(Config::num_experts_per_wave);
+    static constexpr uint32_t num_experts_per_turn =
+        Config::num_experts_per_turn == Config::num_experts_per_wave ? num_experts_per_wave
+                                                                     : Config::num_experts_per_turn;
     static constexpr uint32_t num_clusters = Config::num_sms / Config::cluster_size;
     static_assert(Config::num_sms % Config::cluster_size == 0);
 
@@ -55,7 +64,7 @@ class ExpertWalk {
     // where the other phase was left.
     Phase phase_ = Phase::linear1;
     ExpertPlace place_;
-    uint32_t turn_end_ = min(Config::num_experts_per_wave, num_experts);
+    uint32_t turn_end_ = min(num_experts_per_wave, num_experts);
     ExpertPlace other_place_;
     uint32_t next_pair_;  // to be found, counted from the expert's first in this phase
 };
@@ -74,7 +83,7 @@ __device__ bool ExpertWalk<Config>::find(Block& block) {
     const uint32_t m_block_idx = next_pair_ / num_pairs;
     const uint32_t pair_idx = next_pair_ % num_pairs;
     block.phase = phase_;
-    block.expert_idx = place_.expert_idx;
+    block.expert_idx = Order::weight_expert(place_.expert_idx);
     block.m_block_idx = m_block_idx;
     block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
     const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
@@ -96,8 +105,7 @@ __device__ bool ExpertWalk<Config>::start_next_turn() {
     place_ = other_place_;
     other_place_ = place;
     // Behind the last of Linear1 all that is left of Linear2 comes in one turn.
-    turn_end_ =
-        is_over ? num_experts : min(place_.expert_idx + Config::num_experts_per_turn, num_experts);
+    turn_end_ = is_over ? num_experts : min(place_.expert_idx + num_experts_per_turn, num_experts);
     return true;
 }
 

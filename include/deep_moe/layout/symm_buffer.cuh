@@ -123,11 +123,12 @@ class SymmBuffer {
                sf_pool_token_idx;  // [I/128][padded_sf_pool]
     }
 
-    // Data part: contributions to this rank's tokens, one row per slot.
+    // Data part: contributions to this rank's tokens, one row per slot, shared experts' behind the
+    // routed ones.
     __device__ uint16_t* combine(uint32_t topk_idx, uint32_t token_idx) const {
         const uint64_t row = uint64_t{topk_idx} * Symm::combine_dim1 + token_idx;
         return at<typename Symm::combine_element>(Symm::combine_offset) +
-               row * Symm::combine_dim2;  // [topk][T][H] bf16
+               row * Symm::combine_dim2;  // [topk + shared][T][H] bf16
     }
 
  private:

@@ -29,6 +29,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
     trace.mark(TraceStep::await_counts);
     trace.first_anchor();
     ExpertCounts<Config> counts;
+    counts.count_shared(args);
     if (!counts.fetch(local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 

@@ -42,6 +42,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
                          Config::num_threads - Config::num_epilogue_warps * warp_size);
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
+    counts.count_shared(args);
     if (!all_arrived(counts.fetch(local, waiter))) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 

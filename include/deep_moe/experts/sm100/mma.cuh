@@ -82,6 +82,7 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     TraceStopwatch<Config> stage_wait;
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
+    counts.count_shared(args);
     if (!counts.fetch(local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 

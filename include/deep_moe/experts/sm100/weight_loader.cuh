@@ -24,6 +24,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
+    counts.count_shared(args);
     if (!counts.fetch(local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 

@@ -43,6 +43,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
+    counts.count_shared(args);
     if (!counts.fetch(local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
@@ -58,7 +59,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const auto* src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
                           uint64_t{header.weight_block_row_idx} * num_k_blocks * block_bytes;
         // With a single m-block, these weights are read once.
-        const bool is_read_once = counts.num_m_blocks(block.expert_idx) == 1;
+        const bool is_read_once = counts.has_one_m_block(block.expert_idx);
         const float* factors = linear.row_factors(args);
         if constexpr (Weights::has_row_factors) {
             factors += header.weight_block_row_idx * Config::block_n;

@@ -1,0 +1,123 @@
+"""Shared experts of checkpoints: where they are, how they are cut, when they are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deep_moe.checkpoint import load_experts, load_transformed_experts
+from deep_moe.checkpoint.experts import NAMINGS, ExpertNaming
+from deep_moe.errors import CheckpointError
+
+from .test_formats import HIDDEN, INTERMEDIATE, LAYER, NUM_EXPERTS, PARTS, SEPARATE, make, write
+
+NAMES = {
+    "experts": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight",
+    "scale_inv": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight",
+    "compressed": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight_packed",
+    "numbered": f"layers.{LAYER}.ffn.shared_experts.w1.weight",
+    "numbered_model": f"model.layers.{LAYER}.ffn.shared_experts.w1.weight",
+    "mtp": f"mtp.{LAYER}.ffn.shared_experts.w1.weight",
+    "mtp_model": f"model.mtp.{LAYER}.ffn.shared_experts.w1.weight",
+}
+
+
+def named(name: str) -> ExpertNaming:
+    naming = NAMINGS[name]
+    assert isinstance(naming, ExpertNaming)
+    return naming
+
+
+def add_shared(folder: Path, kind: str, naming: ExpertNaming, num_shared: int) -> None:
+    """All of them in one, as checkpoints have them, in a file of its own."""
+    tensors = {}
+    for part, (rows, columns) in PARTS.items():
+        size = (rows, num_shared * columns) if part == "down" else (num_shared * rows, columns)
+        name = getattr(naming, part).format(layer=LAYER, expert="E")
+        name = name.replace("experts.E", "shared_experts")
+        tensors[name + naming.weight], tensors[name + naming.scale] = make(kind, *size)
+    save_file(tensors, folder / "shared.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8_128", "mxfp8"])
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_they_stand_behind_each_ranks_own(tmp_path: Path, kind: str, num_shared: int) -> None:
+    naming = named("numbered")
+    write(tmp_path, kind, naming)
+    add_shared(tmp_path, kind, naming, num_shared)
+    file = load_file(tmp_path / "shared.safetensors")
+    prefix = f"layers.{LAYER}.ffn.shared_experts."
+    gate, up, down = (
+        file[f"{prefix}{part}.weight"].view(torch.uint8) for part in ("w1", "w3", "w2")
+    )
+    alone = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2)
+    loaded = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2, num_shared_experts=num_shared)
+    for own, both in zip(alone, loaded, strict=True):
+        for tensor, whole in zip(own, both, strict=True):
+            assert whole.shape[0] == NUM_EXPERTS // 2 + num_shared
+            assert torch.equal(whole[: tensor.shape[0]].view(torch.uint8), tensor.view(torch.uint8))
+    for i in range(num_shared):
+        l1, l2 = (layer.weight[NUM_EXPERTS // 2 + i].view(torch.uint8) for layer in loaded)
+        rows = slice(i * INTERMEDIATE, (i + 1) * INTERMEDIATE)
+        assert torch.equal(l1, torch.cat([gate[rows], up[rows]]))
+        assert torch.equal(l2, down.chunk(num_shared, dim=1)[i])
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_names_of_published_models(tmp_path: Path, name: str) -> None:
+    naming = named(name)
+    write(tmp_path, "mxfp4", naming)
+    add_shared(tmp_path, "mxfp4", naming, 1)
+    assert NAMES[name] in load_file(tmp_path / "shared.safetensors")
+    loaded = load_experts(tmp_path, LAYER, naming=name, num_shared_experts=1)
+    assert loaded.l2.weight.shape == (NUM_EXPERTS + 1, HIDDEN, INTERMEDIATE // 2)
+
+
+def test_transformed_one_by_one(tmp_path: Path) -> None:
+    import deep_moe
+
+    naming = named("experts")
+    write(tmp_path, "mxfp4", naming)
+    add_shared(tmp_path, "mxfp4", naming, 2)
+    raw = load_experts(tmp_path, LAYER, num_shared_experts=2)
+    whole = deep_moe.transform_weights_for_mega_moe(*raw, arch="sm_90a")
+    parts = load_transformed_experts(tmp_path, LAYER, num_shared_experts=2, arch="sm_90a")
+    for expected, loaded in zip(whole, parts, strict=True):
+        for one, other in zip(expected, loaded, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_shared", "asked", "words"),
+    [
+        ("fp8_128", 1, 1, "must be of the format of the layer's routed experts, mxfp4; it is fp8"),
+        ("mxfp4", 2, 1, "must have 1 x 256 rows for num_shared_experts 1 .* got 512"),
+        ("mxfp4", 0, 1, "lacks the shared experts of layer 1 .* has no tensor"),
+    ],
+)
+def test_refusals(tmp_path: Path, kind: str, num_shared: int, asked: int, words: str) -> None:
+    naming = named("numbered")
+    write(tmp_path, "mxfp4", naming)
+    if num_shared:
+        add_shared(tmp_path, kind, naming, num_shared)
+    with pytest.raises(CheckpointError, match=words):
+        load_experts(tmp_path, LAYER, num_shared_experts=asked)
+
+
+def test_other_scales_and_names(tmp_path: Path) -> None:
+    naming = named("numbered")
+    write(tmp_path, "mxfp8", naming)
+    add_shared(tmp_path, "fp8_128", naming, 1)
+    with pytest.raises(CheckpointError, match="it is fp8, with other scales"):
+        load_experts(tmp_path, LAYER, num_shared_experts=1)
+    for number in (-1, 5):
+        with pytest.raises(ValueError, match=f"num_shared_experts must be 0 to 4; got {number}"):
+            load_experts(tmp_path, LAYER, num_shared_experts=number)
+    odd = replace(naming, gate="layers.{layer}.ffn.experts.x{expert}.w1")
+    write(tmp_path, "mxfp8", odd)
+    with pytest.raises(CheckpointError, match=r"naming must contain 'experts\.\{expert\}'"):
+        load_experts(tmp_path, LAYER, naming=odd, num_shared_experts=1)

@@ -1,0 +1,65 @@
+"""What shared experts take, how they stand among routed ones, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import deep_moe
+from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+
+PRO = MoEShape(4, 384, 6, 7168, 3072, 8192)
+
+
+def test_they_take_rows_slots_and_weights() -> None:
+    shape = replace(PRO, num_shared_experts=2)
+    assert (shape.num_local_experts, shape.num_slots) == (98, 8)
+    assert shape.num_max_received == PRO.num_max_received + 2 * 8192
+    assert shape.default_pool_tokens >= PRO.default_pool_tokens + 2 * 8192
+    layout = symm_buffer_layout(shape)
+    assert layout["combine"].shape == (8, 8192, 7168)
+    assert layout["src_token_topk_idx"].shape == (96, 4, 8192 * 6)  # their tokens need no list
+    assert layout["expert_recv_sum"].shape == (96,)
+    sizes = (4, 384, 8192, 6, 7168, 3072)
+    assert deep_moe.buffer_size(*sizes, num_shared_experts=2) == layout.num_bytes
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_part_in_front_of_as_many_experts_as_a_token_names(arch: str) -> None:
+    config = choose_config(replace(PRO, num_shared_experts=1), 256, arch=arch)
+    assert (config.num_shared_experts, config.num_experts_per_part) == (1, 6)
+    assert config.shape == replace(PRO, num_shared_experts=1)
+    many = MoEShape(1, 384, 6, 128, 128, 64, num_shared_experts=4)
+    config = choose_config(many, 64, arch=arch)
+    assert config.num_experts_per_part == 48  # 8 parts of each, 32 in all
+    without = choose_config(PRO, 256, arch=arch)
+    assert (without.num_experts_per_part, without.num_part_m_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_so_many_entries_are_kept(arch: str) -> None:
+    most = MoEShape(1, 508, 2, 128, 128, 8, num_shared_experts=4)
+    assert choose_config(most, 8, arch=arch).num_experts_per_part == 508
+    with pytest.raises(ValueError, match="at most 508 per rank beside 4 shared"):
+        choose_config(replace(most, num_experts=512), 8, arch=arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_overrides_out_of_range(arch: str) -> None:
+    shape = replace(PRO, num_shared_experts=1)
+    for name, value, words in (
+        ("num_experts_per_part", 0, "must be 1 to 96; got 0"),
+        ("num_experts_per_part", 97, "must be 1 to 96; got 97"),
+        ("num_part_m_blocks", 0, "must be 1 to 64; got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} {words}"):
+            choose_config(shape, 256, arch=arch, overrides={name: value})
+    with pytest.raises(ValueError, match="num_part_m_blocks must be 0 without shared experts"):
+        choose_config(PRO, 256, arch=arch, overrides={"num_part_m_blocks": 1})
+
+
+def test_slots_are_lanes_of_a_warp() -> None:
+    with pytest.raises(ValueError, match="num_shared_experts must be at most 1 with num_topk 31"):
+        MoEShape(1, 32, 31, 128, 128, 8, num_shared_experts=2)

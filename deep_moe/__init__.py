@@ -22,6 +22,11 @@ if TYPE_CHECKING:
         MissingPackageError,
         RequantizationWarning,
     )
+    from .formats.biases import (
+        MegaMoEBiases,
+        inverse_transform_biases,
+        transform_biases_for_mega_moe,
+    )
     from .formats.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from .formats.weights import (
         MegaMoEWeights,
@@ -57,6 +62,7 @@ _MODULES = {
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
     "LowLatencyAllToAll": "split.low_latency",
+    "MegaMoEBiases": "formats.biases",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
@@ -71,10 +77,12 @@ _MODULES = {
     "fp8_fp4_mega_moe": "fused.mega_moe",
     "fp8_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
+    "inverse_transform_biases": "formats.biases",
     "inverse_transform_weights": "formats.weights",
     "prepare_inputs": "fused.input_preparation",
     "quantize_mxfp4": "formats.mx",
     "quantize_mxfp8": "formats.mx",
+    "transform_biases_for_mega_moe": "formats.biases",
     "transform_weights_for_mega_moe": "formats.weights",
 }
 _SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
@@ -91,6 +99,7 @@ __all__ = [
     "EmulatedAllToAll",
     "EmulatedRanks",
     "LowLatencyAllToAll",
+    "MegaMoEBiases",
     "MegaMoEError",
     "MegaMoETimeoutError",
     "MegaMoEWeights",
@@ -109,10 +118,12 @@ __all__ = [
     "fp8_mega_moe",
     "get_symm_buffer_for_mega_moe",
     "integrations",
+    "inverse_transform_biases",
     "inverse_transform_weights",
     "prepare_inputs",
     "quantize_mxfp4",
     "quantize_mxfp8",
+    "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .expected_tokens import expected_tokens_per_rank
     from .explain import Explanation
     from .prepare_inputs import PrepareInputsConfig
-    from .presets import PRESETS, preset_activation, preset_shape
+    from .presets import PRESETS, preset_activation, preset_has_biases, preset_shape
     from .segments import Layout, Segment
     from .shape import MoEShape
     from .tuning import Tuning, TuningTable
@@ -35,6 +35,7 @@ __all__ = [
     "choose_config",
     "expected_tokens_per_rank",
     "preset_activation",
+    "preset_has_biases",
     "preset_shape",
 ]
 
@@ -54,6 +55,7 @@ __getattr__, __dir__ = names_on_use(
         "choose_config": "config",
         "expected_tokens_per_rank": "expected_tokens",
         "preset_activation": "presets",
+        "preset_has_biases": "presets",
         "preset_shape": "presets",
     },
 )

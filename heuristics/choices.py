@@ -359,9 +359,10 @@ def choose_stages(
         )
 
 
-def _problem(shape: MoEShape) -> dict[str, int | str]:
+def _problem(shape: MoEShape) -> dict[str, int | str | bool]:
     """What shared memory depends on beside the chosen fields."""
-    return {"num_experts": shape.num_experts, "hidden": shape.hidden, "weights": shape.weights}
+    names = ("num_experts", "hidden", "weights", "biases")
+    return {name: getattr(shape, name) for name in names}
 
 
 def choose_combine_chunks(

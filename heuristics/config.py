@@ -46,8 +46,9 @@ class MegaMoEConfig:
     num_topk: int
     num_shared_experts: int
     num_max_tokens_per_rank: int
-    hidden: int
+    hidden: int  # padded, as the next
     intermediate_hidden: int
+    output_hidden: int  # of y
     # launch
     num_sms: int
     cluster_size: int
@@ -100,12 +101,13 @@ class MegaMoEConfig:
     activation: Activation = field(default=Swiglu(), kw_only=True)
     arch: str = field(kw_only=True)
     weights: str = field(kw_only=True)
+    biases: bool = field(default=False, kw_only=True)
     # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""
-        not_numbers = ("activation", "arch", "weights", "decision")
+        not_numbers = ("activation", "arch", "weights", "biases", "decision")
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
@@ -129,8 +131,9 @@ class MegaMoEConfig:
 
     @property
     def shape(self) -> MoEShape:
-        """The problem that the config was made for."""
-        return MoEShape(**{entry.name: getattr(self, entry.name) for entry in fields(MoEShape)})
+        """The problem that the config was made for, but for padding of the intermediate size."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(MoEShape)}
+        return MoEShape(**{**values, "hidden": self.output_hidden})
 
     @property
     def token_format(self) -> TokenFormat:
@@ -145,7 +148,8 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        return self.target.smem_layout({**self.kernel_fields(), "weights": self.weights})
+        policies: dict[str, str | bool] = {"weights": self.weights, "biases": self.biases}
+        return self.target.smem_layout({**self.kernel_fields(), **policies})
 
     @property
     def tunable(self) -> dict[str, int]:
@@ -155,7 +159,7 @@ class MegaMoEConfig:
     @property
     def candidates(self) -> dict[str, tuple[int, ...]]:
         """Other values of each tunable field that are worth measuring beside this config's."""
-        return self.target.candidates(self.shape, self.tunable)
+        return self.target.candidates(self.shape.padded, self.tunable)
 
     @property
     def roles(self) -> tuple[str, str, str]:
@@ -233,9 +237,10 @@ def choose_config(
     num_sms = overrides.get("num_sms", num_sms)
     require_int("num_sms", num_sms, "a number of CTAs")
 
+    padded = shape.padded
     choose_fields = partial(
         target.choose_fields,
-        shape,
+        padded,
         num_tokens,
         is_uneven=is_uneven,
         num_sms=num_sms,
@@ -270,8 +275,9 @@ def choose_config(
         "num_topk": shape.num_topk,
         "num_shared_experts": shape.num_shared_experts,
         "num_max_tokens_per_rank": shape.num_max_tokens_per_rank,
-        "hidden": shape.hidden,
-        "intermediate_hidden": shape.intermediate_hidden,
+        "hidden": padded.hidden,
+        "intermediate_hidden": padded.intermediate_hidden,
+        "output_hidden": shape.hidden,
         "num_pool_tokens": shape.num_pool_rows,
         "num_max_pool_blocks": shape.num_max_pool_blocks,
         "num_padded_sf_pool_tokens": shape.num_padded_sf_pool_tokens,
@@ -287,6 +293,7 @@ def choose_config(
         activation=chosen_activation,
         arch=target.name,
         weights=shape.weights,
+        biases=shape.biases,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 
@@ -300,6 +307,7 @@ _SHAPE_REASONS = {
     "num_max_tokens_per_rank": "problem",
     "hidden": "problem",
     "intermediate_hidden": "problem",
+    "output_hidden": "problem; hidden is this, up to a multiple of 128",
     "num_max_pool_blocks": "rows of a pool without bound / 8, the smallest block there is",
 }
 

@@ -88,6 +88,7 @@ class Explanation:
 
     arch: str
     weights: str
+    biases: bool
     smem_capacity: int
     fields: tuple[FieldReason, ...]
     tuning: TuningReport
@@ -120,6 +121,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
     return Explanation(
         arch=config.arch,
         weights=config.weights,
+        biases=config.biases,
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])

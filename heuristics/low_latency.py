@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from deep_moe.formats.weight_formats import K_BLOCK
 from deep_moe.targets import target_of
 
 from .segments import Layout, LayoutBuilder, align_up
-from .shape import K_BLOCK, MAX_RANKS, MAX_TOPK, require_int
+from .shape import MAX_RANKS, MAX_TOPK, require_int
 
 MAX_TOKENS_PER_RANK = 1024
 MAX_EXPERTS = 4096  # for which every CTA has counters in shared memory

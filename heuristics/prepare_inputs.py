@@ -15,7 +15,9 @@ class PrepareInputsConfig:
 
     quantizes: whether tokens become E4M3; else they stay BF16. has_int32_topk_idx: else int64.
     has_bf16_topk_weights: else float32. num_expert_copies: columns of the expert map, 0 for none.
-    num_chunks_per_lane: loads of 16 bytes that each lane has under way at once.
+    num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
+    8 values in a row of x, if the buffer's rows do not follow each other without gaps;
+    num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
@@ -29,6 +31,9 @@ class PrepareInputsConfig:
     num_expert_copies: int = 0
     has_int64_expert_map: bool = False
     has_expert_load: bool = False
+    num_row_chunks: int = 0
+    num_buffer_row_chunks: int = 0
+    num_buffer_row_scales: int = 0
     num_threads: int = 128
     num_chunks_per_lane: int = 4
     arch: str = field(kw_only=True)

@@ -14,6 +14,7 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "deepseek-v4-pro": (384, 6, 7168, 3072),
     "deepseek-v3": (256, 8, 7168, 2048),
     "deepseek-v4.1-flash": (384, 6, 5120, 2304),
+    "gpt-oss-120b": (128, 4, 2880, 2880),
     "glm-5": (256, 8, 6144, 2048),
     "glm-5.3-flash": (288, 8, 4096, 2048),
     "kimi-k3": (896, 16, 3584, 3072),
@@ -21,7 +22,8 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "qwen3-235b": (128, 8, 4096, 1536),
 }
 # Of those that do not have SwiGLU.
-_ACTIVATIONS = {"kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+_ACTIVATIONS = {"gpt-oss-120b": "swiglu_oai", "kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+_WITH_BIASES = frozenset({"gpt-oss-120b"})  # of both linear layers
 
 
 def preset_activation(name: str) -> str:
@@ -32,6 +34,16 @@ def preset_activation(name: str) -> str:
     """
     _check_name(name)
     return _ACTIVATIONS.get(name, DEFAULT_ACTIVATION)
+
+
+def preset_has_biases(name: str) -> bool:
+    """Whether a published model's experts have biases.
+
+    >>> preset_has_biases("gpt-oss-120b"), preset_has_biases("qwen3-235b")
+    (True, False)
+    """
+    _check_name(name)
+    return name in _WITH_BIASES
 
 
 def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> MoEShape:
@@ -50,6 +62,7 @@ def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> 
         hidden=hidden,
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
+        biases=preset_has_biases(name),
     )
 
 

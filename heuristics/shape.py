@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from deep_moe.formats.weight_formats import (
     DEFAULT_WEIGHTS,
+    K_BLOCK,
     WEIGHT_FORMATS,
     TokenFormat,
     check_weights_name,
+    size_unit,
 )
 
 from .segments import align_up
@@ -18,7 +20,6 @@ MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
 MAX_EXPERTS = 1024  # of all ranks
 MAX_TOPK = 32  # one warp lane per slot of a token
 MAX_SHARED_EXPERTS = 4
-K_BLOCK = 128  # hidden and intermediate sizes are cut into blocks of this many elements
 MAX_CANDIDATE_BLOCK_M = 192
 POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
@@ -52,13 +53,13 @@ class MoEShape:
     num_ranks: ranks among which the experts are divided, 1 to 72.
     num_experts: experts of all ranks together, a multiple of `num_ranks`, at most 1024.
     num_topk: expert slots per token, 1 to 32 and not above `num_experts`.
-    hidden: width of a token, a multiple of 128.
-    intermediate_hidden: width between the two linear layers, a multiple of 128.
+    hidden: width of a token, a multiple of 128, or of 32 with mxfp4 weights.
+    intermediate_hidden: width between the two linear layers, the same.
     num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, the pool is a ring, whose rows are used again within a call. None:
         as many as a call may bring. As many or more become None.
-    weights: format of the weights.
+    weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
 
@@ -76,15 +77,19 @@ class MoEShape:
     num_max_tokens_per_rank: int
     num_pool_tokens: int | None = None
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
+    biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_weights_name(self.weights)
+        unit = size_unit(self.weights)
+        sizes = f"a positive multiple of {unit} with {self.weights} weights"
         allowed = {
             "num_ranks": f"1 to {MAX_RANKS}",
             "num_experts": f"a positive multiple of num_ranks, at most {MAX_EXPERTS}",
             "num_topk": f"1 to {MAX_TOPK}",
-            "hidden": f"a positive multiple of {K_BLOCK}",
-            "intermediate_hidden": f"a positive multiple of {K_BLOCK}",
+            "hidden": sizes,
+            "intermediate_hidden": sizes,
             "num_max_tokens_per_rank": "at least 1",
             "num_pool_tokens": f"a positive multiple of {POOL_ROUNDING}",
             "num_shared_experts": f"0 to {MAX_SHARED_EXPERTS}",
@@ -92,7 +97,8 @@ class MoEShape:
         for name, words in allowed.items():
             if name != "num_pool_tokens" or self.num_pool_tokens is not None:
                 require_int(name, getattr(self, name), words)
-        check_weights_name(self.weights)
+        if not isinstance(self.biases, bool):
+            raise TypeError(f"biases must be a bool; got {self.biases!r}")
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -111,11 +117,9 @@ class MoEShape:
             self.num_topk <= self.num_experts,
             f"at most num_experts ({self.num_experts})",
         )
-        check("hidden", self.hidden >= K_BLOCK and self.hidden % K_BLOCK == 0)
-        check(
-            "intermediate_hidden",
-            self.intermediate_hidden >= K_BLOCK and self.intermediate_hidden % K_BLOCK == 0,
-        )
+        for name in ("hidden", "intermediate_hidden"):
+            size = getattr(self, name)
+            check(name, size > 0 and size % unit == 0)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
         check(
@@ -136,14 +140,25 @@ class MoEShape:
             object.__setattr__(self, "num_pool_tokens", None)
 
     @property
+    def padded(self) -> MoEShape:
+        """The layer that kernels compute and buffers hold: sizes up to multiples of 128. This one,
+        if they are.
+
+        >>> shape = MoEShape(4, 128, 4, 2880, 2880, 256)
+        >>> shape.padded.hidden, shape.padded.padded == shape.padded
+        (2944, True)
+        """
+        hidden, intermediate = (
+            align_up(size, K_BLOCK) for size in (self.hidden, self.intermediate_hidden)
+        )
+        if (hidden, intermediate) == (self.hidden, self.intermediate_hidden):
+            return self
+        return replace(self, hidden=hidden, intermediate_hidden=intermediate)
+
+    @property
     def token_format(self) -> TokenFormat:
         """Of tokens and Linear1's output, which follows from that of the weights."""
         return WEIGHT_FORMATS[self.weights]
-
-    @property
-    def num_scale_words(self) -> int:
-        """Words of four UE8M0 scales of a token; 0 where tokens have none."""
-        return self.hidden // K_BLOCK if self.token_format.has_scales else 0
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -223,5 +238,5 @@ class MoEShape:
     @property
     def num_l2_mask_words(self) -> int:
         """64-bit words that hold one bit per Linear1 n-block (2*intermediate_hidden/128)."""
-        num_l1_n_blocks = 2 * self.intermediate_hidden // 128
+        num_l1_n_blocks = 2 * self.padded.intermediate_hidden // 128
         return -(-num_l1_n_blocks // 64)

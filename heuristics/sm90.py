@@ -366,6 +366,7 @@ def smem_layout(config: ConfigFields) -> Layout:
         num_block_slots=num_block_slots(config),
         weight_block_bytes=kind.block_bytes,
         has_row_factors=kind.has_row_factors,
+        has_biases=bool(config["biases"]),
         has_block_scales=kind.has_block_scales,
         tokens=WEIGHT_FORMATS[str(config["weights"])],
     )

@@ -126,13 +126,14 @@ def sm90_smem_layout(
     has_row_factors: bool,
     has_block_scales: bool,
     tokens: TokenFormat,
+    has_biases: bool = False,
 ) -> Layout:
     """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
 
     weight_block_bytes: of 256 rows x a k-block. has_row_factors: of weights whose scales are a
     factor for each row of a block. has_block_scales: of weights whose scales come with each stage.
     tokens: what tokens and Linear1's output are; weights of neither kind go with such without
-    scales.
+    scales. has_biases: of both layers.
     """
     builder = LayoutBuilder()
     add = builder.add
@@ -160,6 +161,7 @@ def sm90_smem_layout(
     )
     weight_scales = ("weight_scales", "f32", (num_stages, 4), "of the stage's weights")
     row_factors = ("row_factors", "f32", (num_block_slots, block_n), "of their weight rows")
+    biases = ("biases", "f32", (num_block_slots, block_n), "of their weight rows")
     rescaling = (
         (
             "rescale_factors",
@@ -179,8 +181,14 @@ def sm90_smem_layout(
         *([weight_scales] if has_block_scales else []),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         *([row_factors] if has_row_factors else []),
+        *([biases] if has_biases else []),
         *(token_factors if tokens.has_scales else ()),
-        ("topk_weights", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
+        (
+            "topk_weights",
+            "f32",
+            (num_block_slots, block_m),
+            f"of their tokens, for Linear{2 if has_biases else 1}",
+        ),
         ("destinations", "u64", (num_block_slots, block_m), "where each token's result goes"),
         *([maxima] if tokens.has_scales else []),
     ):

@@ -6,15 +6,17 @@ for the barrier words, whose phase survives from call to call, and leaves it so.
 
 from __future__ import annotations
 
+from deep_moe.formats.weight_formats import K_BLOCK
+
 from .segments import Layout, LayoutBuilder
-from .shape import K_BLOCK, MoEShape
+from .shape import MoEShape
 
 SEGMENT_ALIGNMENT = 128
 TMA_ALIGNMENT = 1024
 
 
 def symm_buffer_layout(shape: MoEShape) -> Layout:
-    """Every segment of one rank's buffer.
+    """Every segment of one rank's buffer, of padded sizes.
 
     Marks: `zeroed_begin` and `zeroed_end` enclose the words that each call leaves zero,
     `control_bytes` is the end of the control part.
@@ -23,6 +25,7 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     >>> layout["input_x"].shape, layout["combine"].shape
     ((16, 256), (2, 16, 256))
     """
+    shape = shape.padded
     num_ranks, num_topk = shape.num_ranks, shape.num_topk
     num_experts_per_rank = shape.num_experts_per_rank
     max_tokens = shape.num_max_tokens_per_rank

@@ -51,6 +51,7 @@ class TunedLayerKey:
     intermediate_hidden: int
     weights: str = DEFAULT_WEIGHTS
     num_pool_tokens: int | None = None  # of a bounded pool
+    biases: bool = False
     num_shared_experts: int = 0
 
     @classmethod
@@ -64,6 +65,7 @@ class TunedLayerKey:
             **sizes,
             weights=shape.weights,
             num_pool_tokens=shape.num_pool_tokens,
+            biases=shape.biases,
             num_shared_experts=shape.num_shared_experts,
         )
 
@@ -83,6 +85,7 @@ class TunedLayerKey:
             and self.arch == other.arch
             and self.weights == other.weights
             and self.num_pool_tokens == other.num_pool_tokens
+            and self.biases == other.biases
             and self.num_shared_experts == other.num_shared_experts
         )
 
@@ -279,6 +282,7 @@ class Tuning:
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank"
                 f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
+                f"{' with biases' if key.biases else ''}"
                 f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
                 f"has been measured on {self.device} with {key.num_sms} SMs"
             )
@@ -398,13 +402,15 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name not in ("weights", "num_pool_tokens", "num_shared_experts")
+        if field.name not in ("weights", "num_pool_tokens", "biases", "num_shared_experts")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
         check_weights_name(key["weights"])
     if record.get("num_pool_tokens") is not None:
         key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
+    if "biases" in record:  # older tables are of layers without
+        key["biases"] = _take(record, "biases", bool)
     if "num_shared_experts" in record:  # older tables have none
         key["num_shared_experts"] = _take(record, "num_shared_experts", int)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
@@ -452,7 +458,14 @@ def _int_fields(record: Mapping[str, Any]) -> Sequence[tuple[str, int]]:
 
 
 _T = TypeVar("_T")
-_KINDS = {int: "an int", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_KINDS = {
+    int: "an int",
+    float: "a number",
+    str: "a string",
+    bool: "a bool",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def _take(record: Any, name: str, kind: type[_T]) -> _T:
@@ -461,6 +474,6 @@ def _take(record: Any, name: str, kind: type[_T]) -> _T:
     value = record[name]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
         raise ValueError(f"{name} must be {_KINDS[kind]}; got {value!r}")
     return value

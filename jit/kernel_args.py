@@ -36,6 +36,8 @@ WEIGHT_POINTER_NAMES = (
     "l1_row_factors",
     "l2_row_factors",
 )
+# Of layers that have biases.
+BIAS_POINTER_NAMES = ("l1_biases", "l2_biases")
 
 TensorMapImage = ctypes.c_ubyte * TENSOR_MAP_BYTES
 
@@ -48,6 +50,7 @@ class KernelArgs(ctypes.Structure):
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
     status: this rank's WaitStatus. num_tokens: rows of y. trace: for a kernel with `trace`, its
     trace buffer (deep_moe/trial/trace.py) of trace_capacity records per track; else null.
+    l1_biases, l2_biases: as deep_moe/formats/biases.py lays them out, or null.
     """
 
     _fields_ = (
@@ -62,8 +65,9 @@ class KernelArgs(ctypes.Structure):
         ("num_tokens", ctypes.c_uint32),
         ("trace", ctypes.c_uint64),
         ("trace_capacity", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in BIAS_POINTER_NAMES),
         # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
-        ("_padding", ctypes.c_ubyte * 44),
+        ("_padding", ctypes.c_ubyte * 24),
     )
 
 

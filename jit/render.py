@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.segments import Layout
 
 KERNEL_NAME = "mega_moe_kernel"
+# By whether there are some: the header in deep_moe/biases, and its struct.
+_BIAS_POLICIES = {False: ("none", "NoBiases"), True: ("per_expert", "PerExpertBiases")}
 PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
 
 # As the header library names them, which the translation unit includes first.
@@ -61,6 +63,7 @@ class _LayoutStruct:
 def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the Mega MoE kernel for `config`."""
     target, weights = config.target, config.target_weights
+    bias_header, bias_policy = _BIAS_POLICIES[config.biases]
     layouts = [
         _layout_struct("Symm", config.symm_buffer_layout, "unsigned long long"),
         _layout_struct("Smem", config.smem_layout, "unsigned int"),
@@ -70,8 +73,14 @@ def render_kernel(config: MegaMoEConfig) -> str:
     return _template("mega_moe.cu.j2").render(
         arch=config.arch,
         header=target.header,
-        policy_headers=[f"deep_moe/formats/{target.kernel}_{weights.format}.cuh"],
-        types={"Weights": f"deep_moe::{target.kernel}::{weights.policy}"},
+        policy_headers=[
+            f"deep_moe/formats/{target.kernel}_{weights.format}.cuh",
+            f"deep_moe/biases/{bias_header}.cuh",
+        ],
+        types={
+            "Weights": f"deep_moe::{target.kernel}::{weights.policy}",
+            "Biases": f"deep_moe::{bias_policy}",
+        },
         namespace=target.kernel,
         kernel=KERNEL_NAME,
         has_clusters=config.cluster_size > 1,

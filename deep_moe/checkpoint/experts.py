@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from deep_moe.errors import CheckpointError
-from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.formats.biases import MegaMoEBiases
+from deep_moe.formats.block_scaled import GROUP_SIZE, unpack_ue8m0
 from deep_moe.formats.weights import (
     MegaMoEWeights,
     Pair,
@@ -73,8 +74,8 @@ class StackedNaming:
     [experts, rows, K/2], scales [experts, rows, K/32], or BF16 [experts, rows, K].
 
     The names contain {layer}. scale: None where there are no scales, for BF16. interleaved: rows of
-    gate and up alternate, as opposed to all of gate before all of up. bias: suffix of biases; no
-    kernel adds them, so a layer that has some is refused.
+    gate and up alternate, as opposed to all of gate before all of up, in biases, too. bias: suffix
+    of these, [experts, rows].
     """
 
     gate_up: str
@@ -155,6 +156,7 @@ def load_experts(
     experts: Sequence[int] | None = None,
     naming: str | ExpertNaming | StackedNaming | None = None,
     num_shared_experts: int = 0,
+    biases_apart: bool = False,
     device: torch.device | str = "cpu",
 ) -> MegaMoEWeights:
     """The experts of one layer that rank `rank_idx` of `num_ranks` owns, not yet transformed.
@@ -168,6 +170,7 @@ def load_experts(
     num_shared_experts: shared experts, 0 to 4, to load behind the rank's own. Checkpoints have all
     of a layer in one, as wide as they are together, which is cut. They must be of the routed
     experts' format: those of DeepSeek-V3 are, those of DeepSeek-V4, FP8 beside MXFP4, are not.
+    biases_apart: the caller takes biases by `load_biases`; else a layer that has some is refused.
 
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
     up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
@@ -190,7 +193,10 @@ def load_experts(
     (torch.Size([2, 256, 128]), torch.Size([2, 256, 1]))
     >>> weights = transform_weights_for_mega_moe(l1, l2)
     """
-    with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
+    opened = _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming)
+    with opened as (tensors, own):
+        if not biases_apart:
+            tensors.refuse_biases()
         form, sizes = tensors.form(own[0]), tensors.sizes(own[0])
         names = _local_experts(own, num_shared_experts)
         weights = form.empty_weights(len(names), *sizes, torch.device(device))
@@ -211,6 +217,7 @@ def load_transformed_experts(
     num_shared_experts: int = 0,
     arch: str | None = None,
     requantize: bool = False,
+    biases_apart: bool = False,
     device: torch.device | str = "cpu",
 ) -> MegaMoEWeights:
     """What `transform_weights_for_mega_moe` makes of `load_experts`, expert by expert: beside the
@@ -227,7 +234,10 @@ def load_transformed_experts(
     >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
     >>> l1, l2 = load_transformed_experts(folder, layer=7, rank_idx=1, num_ranks=2)
     """
-    with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
+    opened = _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming)
+    with opened as (tensors, own):
+        if not biases_apart:
+            tensors.refuse_biases()
         form = tensors.form(own[0])
         intermediate, hidden = tensors.sizes(own[0])
         raw = form.empty_weights(1, intermediate, hidden, torch.device(device))
@@ -250,6 +260,34 @@ def load_transformed_experts(
                     f"{path}: expert {expert} of layer {layer} by itself: {error}"
                 ) from error
         return weights
+
+
+def load_biases(
+    path: str | Path,
+    layer: int,
+    *,
+    num_experts: int | None = None,
+    rank_idx: int = 0,
+    num_ranks: int = 1,
+    experts: Sequence[int] | None = None,
+    naming: str | ExpertNaming | StackedNaming | None = None,
+    device: torch.device | str = "cpu",
+) -> MegaMoEBiases | None:
+    """The biases of the experts that `load_experts` gives for the same arguments, not yet
+    transformed: l1 [E, 2*I], gate before up, and l2 [E, H], as the checkpoint has them. None, if
+    the layer has none.
+
+    Raises what `load_experts` does; CheckpointError, too, if only one of the two layers has some.
+    """
+    opened = _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming)
+    with opened as (tensors, own):
+        if not tensors.bias_names():
+            return None
+        intermediate, hidden = tensors.sizes(own[0])
+        read = [tensors.read_biases(expert, 2 * intermediate, hidden) for expert in own]
+        return MegaMoEBiases(
+            *(torch.stack(biases).to(device) for biases in zip(*read, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -381,12 +419,17 @@ def _expert_tensors(
         return
     if naming.scale is None:
         raise ValueError(f"naming must have names for scales of {l1[0].dtype}; got {naming}")
-    gate_up, gate_up_sf = l1[0][expert].view(torch.uint8), unpack_ue8m0(l1[1][expert])
+
+    def scales(pair: Pair) -> torch.Tensor:
+        num_groups = 2 * pair[0].shape[2] // GROUP_SIZE
+        return unpack_ue8m0(pair[1][expert])[:, :num_groups]
+
+    gate_up, gate_up_sf = l1[0][expert].view(torch.uint8), scales(l1)
     num_rows = gate_up.shape[0] // 2
     parts = (
         (naming.gate, gate_up[:num_rows], gate_up_sf[:num_rows]),
         (naming.up, gate_up[num_rows:], gate_up_sf[num_rows:]),
-        (naming.down, l2[0][expert].view(torch.uint8), unpack_ue8m0(l2[1][expert])),
+        (naming.down, l2[0][expert].view(torch.uint8), scales(l2)),
     )
     for template, weight, scale in parts:
         name = template.format(layer=layer, expert=expert)
@@ -449,6 +492,11 @@ class _Tensors:
         part = self._file(name).get_slice(name)
         return part[index : index + 1].flatten(2)[0]
 
+    def read_row(self, name: str, index: int) -> torch.Tensor:
+        """One row of a matrix."""
+        row: torch.Tensor = self._file(name).get_slice(name)[index : index + 1][0]
+        return row
+
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise CheckpointError(f"{self.path} has no tensor {name}")
@@ -510,6 +558,23 @@ class _LayerTensors(ABC):
     @abstractmethod
     def check(self, num_experts: int | None) -> int:
         """How many experts there are, all of them complete. num_experts: what the caller says."""
+
+    def bias_names(self) -> list[str]:
+        """Of the biases that there are."""
+        return []
+
+    def refuse_biases(self) -> None:
+        for name in self.bias_names():
+            raise CheckpointError(
+                f"{self.tensors.path} has {name}: load biases with load_biases, and say "
+                "biases_apart=True here"
+            )
+
+    def read_biases(
+        self, expert: int, num_l1_rows: int, num_l2_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert's, where there are some."""
+        raise NotImplementedError
 
     @abstractmethod
     def sizes(self, expert: int) -> tuple[int, int]:
@@ -694,7 +759,9 @@ class _SeparateExperts(_LayerTensors):
             weight.copy_(form.weight(weight_name, read(weight_name, dim), weight))
             if self.naming.scale is not None:
                 scale_name = next(names)
-                sf.copy_(form.scale(scale_name, read(scale_name, dim), sf))
+                scale = read(scale_name, dim)
+                num_columns = weight.shape[1] * form.values_per_byte
+                sf.copy_(form.scale(scale_name, scale, sf, num_columns))
 
     def _names(self, expert: int) -> list[str]:
         """Weight and scale, if there are scales, of gate, up and down."""
@@ -740,9 +807,6 @@ class _StackedExperts(_LayerTensors):
 
     def check(self, num_experts: int | None) -> int:
         path = self.tensors.path
-        for name in (self.gate_up + self.naming.bias, self.down + self.naming.bias):
-            if name in self.tensors:
-                raise CheckpointError(f"{path} has {name}; no kernel adds biases of experts")
         missing = [name for name in self._names() if name not in self.tensors]
         if missing:
             lost = self.tensors.lost_files()
@@ -775,6 +839,32 @@ class _StackedExperts(_LayerTensors):
             )
         return shape[1] // 2, 2 * prod(shape[2:])
 
+    def bias_names(self) -> list[str]:
+        both = [prefix + self.naming.bias for prefix in (self.gate_up, self.down)]
+        there = [name for name in both if name in self.tensors]
+        if len(there) == 1:
+            (lost,) = set(both) - set(there)
+            raise CheckpointError(f"{self.tensors.path} has {there[0]}, but no tensor {lost}")
+        return there
+
+    def read_biases(
+        self, expert: int, num_l1_rows: int, num_l2_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        biases = []
+        for name, num_rows in zip(self.bias_names(), (num_l1_rows, num_l2_rows), strict=True):
+            shape = self.tensors.shape(name)
+            if shape[1:] != (num_rows,) or shape[0] <= expert:
+                raise CheckpointError(
+                    f"{name} must have shape [experts, {num_rows}] to go with the weights; got "
+                    f"{shape}"
+                )
+            bias = self.tensors.read_row(name, expert)
+            if bias.dtype not in (torch.bfloat16, torch.float32):
+                raise CheckpointError(f"{name} must be bfloat16 or float32; got {bias.dtype}")
+            biases.append(bias)
+        l1_bias, l2_bias = biases
+        return _separate_rows(l1_bias) if self.naming.interleaved else l1_bias, l2_bias
+
     def form(self, expert: int) -> Form:
         return Bf16() if self.naming.scale is None else Mxfp4()
 
@@ -793,7 +883,8 @@ class _StackedExperts(_LayerTensors):
             weight[0].copy_(_separate_rows(packed) if is_mixed else packed)
             if self.naming.scale is not None:
                 scale_name = prefix + self.naming.scale
-                words = form.scale(scale_name, read(scale_name, expert), sf[0])
+                num_columns = weight.shape[2] * form.values_per_byte
+                words = form.scale(scale_name, read(scale_name, expert), sf[0], num_columns)
                 sf[0].copy_(_separate_rows(words) if is_mixed else words)
 
     def _names(self) -> list[str]:
@@ -897,5 +988,5 @@ def _listed(names: list[Any]) -> str:
 
 
 def _separate_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Even rows (gate), then odd rows (up)."""
+    """Even rows (gate), then odd rows (up); of biases, too."""
     return torch.cat([rows[0::2], rows[1::2]])

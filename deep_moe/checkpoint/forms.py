@@ -10,7 +10,8 @@ import torch
 
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.bf16 import no_scales
-from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0
+from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups
+from deep_moe.formats.weight_formats import size_unit
 from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
 
 BLOCK = 128  # rows and columns that share a scale of FP8, if not 32 columns do
@@ -37,17 +38,20 @@ class Form(ABC):
         """A matrix of weights, checked against where it goes."""
 
     @abstractmethod
-    def scale(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A matrix of scales, checked against where it goes."""
+    def scale(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
+        """A matrix of scales, checked against where it goes. num_columns: of the weights."""
 
     def empty_weights(
         self, num_experts: int, intermediate: int, hidden: int, device: torch.device
     ) -> MegaMoEWeights:
         """For both linear layers of some experts."""
-        if intermediate % 128 or hidden % 128 or not intermediate or not hidden:
+        unit = size_unit(self.weights)
+        if intermediate % unit or hidden % unit or not intermediate or not hidden:
             raise CheckpointError(
-                "hidden and intermediate sizes must be positive multiples of 128; the checkpoint "
-                f"has {hidden} and {intermediate}"
+                f"hidden and intermediate sizes must be positive multiples of {unit} with "
+                f"{self.weights} weights; the checkpoint has {hidden} and {intermediate}"
             )
         return MegaMoEWeights(
             self.empty(num_experts, 2 * intermediate, hidden, device),
@@ -68,7 +72,7 @@ class Mxfp4(Form):
         size = (num_experts, num_rows)
         return LayerWeights(
             torch.empty((*size, num_columns // 2), dtype=torch.int8, device=device),
-            torch.empty((*size, num_columns // 128), dtype=torch.int32, device=device),
+            torch.empty((*size, -(-num_columns // 128)), dtype=torch.int32, device=device),
         )
 
     def weight(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -79,15 +83,17 @@ class Mxfp4(Form):
         _check_shape(name, tensor, tuple(like.shape))
         return tensor.view(torch.int8)
 
-    def scale(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def scale(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
         if tensor.dtype not in _BYTE_DTYPES:
             raise CheckpointError(
                 f"{name} must be uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values; "
                 f"got {tensor.dtype}"
             )
-        _check_shape(name, tensor, (like.shape[0], 4 * like.shape[1]))
+        _check_shape(name, tensor, (like.shape[0], num_columns // GROUP_SIZE))
         _check_bytes(name, tensor.view(torch.uint8))
-        return pack_ue8m0(tensor.view(torch.uint8))
+        return pack_ue8m0_groups(tensor.view(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,9 @@ class Bf16(Form):
         _check_shape(name, tensor, tuple(like.shape))
         return tensor
 
-    def scale(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def scale(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
         raise CheckpointError(
             f"{name} must not be there: the layer's first weights are bfloat16, without scales"
         )
@@ -163,7 +171,9 @@ class Fp8(Form):
         _check_shape(name, tensor, tuple(like.shape))
         return tensor
 
-    def scale(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def scale(
+        self, name: str, tensor: torch.Tensor, like: torch.Tensor, num_columns: int
+    ) -> torch.Tensor:
         if tensor.dtype != self.scale_dtype:
             raise CheckpointError(
                 f"{name} must be {self.scale_dtype}, as the layer's first scales are; got "

@@ -12,6 +12,7 @@ from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from .options import (
     ActivationOption,
     ArchOption,
+    BiasesOption,
     ClampOption,
     ExpertsOption,
     GpuOption,
@@ -53,6 +54,7 @@ def config(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -80,6 +82,7 @@ def config(
         hidden=hidden,
         intermediate=intermediate,
         weights=weights,
+        biases=biases,
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,
@@ -107,7 +110,8 @@ def config(
 def _tables(explanation: Explanation) -> list[Table]:
     schedule = explanation.schedule
     fields = new_table(
-        f"{explanation.arch}, {explanation.weights} weights, {schedule.num_tokens} tokens per rank",
+        f"{explanation.arch}, {explanation.weights} weights"
+        f"{' with biases' if explanation.biases else ''}, {schedule.num_tokens} tokens per rank",
         "field",
         "value",
         "why",

@@ -33,6 +33,10 @@ def fuzz(
     weights: Annotated[
         str | None, typer.Option("--weights", help="Cases with weights of this format only.")
     ] = None,
+    biases: Annotated[
+        bool | None,
+        typer.Option("--biases/--no-biases", help="Only cases with biases, or only without."),
+    ] = None,
     shared_experts: Annotated[
         int | None,
         typer.Option("--shared-experts", help="Cases with so many shared experts only: 0, 1 or 3."),
@@ -84,6 +88,8 @@ def fuzz(
             or shared_experts not in (None, case.values["shared experts"])
         ):
             continue
+        if biases not in (None, case.shape.biases):
+            continue
         failure = case.run()
         coverage.add(case, failure)
         if failure:
@@ -97,6 +103,8 @@ def fuzz(
                 )
                 if value is not None
             )
+            if biases is not None:
+                only += " --biases" if biases else " --no-biases"
             repeat = f"deep-moe {words} --first {number} --count 1{only}"
             failures.append({"case": str(case), "failure": failure, "repeat": repeat})
             if not as_json:

@@ -9,7 +9,7 @@ import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
-from deep_moe.heuristics.presets import PRESETS, preset_activation
+from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape, Tuning
@@ -64,6 +64,9 @@ WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
     str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
 ]
+BiasesOption = Annotated[
+    bool, typer.Option("--biases", help="Both linear layers have biases, as a model's may anyway.")
+]
 ClampOption = Annotated[
     float | None,
     typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
@@ -113,6 +116,7 @@ def make_shape(
     pool_tokens: int | None = None,
     shared_experts: int = 0,
     weights: str = DEFAULT_WEIGHTS,
+    biases: bool = False,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -139,6 +143,7 @@ def make_shape(
         num_pool_tokens=pool_tokens,
         num_shared_experts=shared_experts,
         weights=weights,
+        biases=biases or (model in PRESETS and preset_has_biases(model)),
         **sizes,
     )
 

@@ -18,6 +18,7 @@ from .checks import check_call
 from .options import (
     MAX_SEED,
     ActivationOption,
+    BiasesOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -77,6 +78,7 @@ def run(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -165,12 +167,13 @@ def run(
             pool_tokens=pool_tokens,
             shared_experts=shared_experts,
             weights=weights,
+            biases=biases,
             **sizes,
         )
         check_call(shape, counts, **call)
         whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
-        if exact or model or hidden or intermediate:
+        if exact or model or hidden or intermediate or biases:
             raise typer.BadParameter(
                 "--checkpoint decides the weights and all sizes but --topk; --experts says how "
                 "many there are if it does not"
@@ -230,6 +233,7 @@ def run(
                     activation=applied,
                     numerics=numerics,
                     sum_bits=sum_bits,
+                    **whole_layer.biases,
                     num_shared_experts=shape.num_shared_experts,
                 )
                 comparison = compare(output.y, bounds.y if exact else bounds)
@@ -261,7 +265,7 @@ def run(
         stdout().print(
             f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
             f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
-            f"{shape.weights} weights, "
+            f"{shape.weights} weights{' with biases' if shape.biases else ''}, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
         _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")
@@ -318,13 +322,23 @@ def _loaded_layer(
     """All experts of a checkpoint's layer and their shape."""
     import torch
 
-    from deep_moe.checkpoint.experts import load_experts
+    from deep_moe.checkpoint.experts import load_biases, load_experts
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
     l1, l2 = load_experts(
-        checkpoint, layer, num_experts=num_experts, num_shared_experts=num_shared_experts
+        checkpoint,
+        layer,
+        num_experts=num_experts,
+        num_shared_experts=num_shared_experts,
+        biases_apart=True,
     )
+    biases = load_biases(checkpoint, layer, num_experts=num_experts)
+    if biases is not None and num_shared_experts:
+        raise typer.BadParameter(
+            "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
+            f"of shared ones; got {num_shared_experts}"
+        )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
     if weights != loaded:
@@ -342,9 +356,10 @@ def _loaded_layer(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
+        biases=biases is not None,
         num_shared_experts=num_shared_experts,
     )
-    return shape, Layer(l1, l2, num_shared_experts)
+    return shape, Layer(l1, l2, num_shared_experts, *(bias.float() for bias in biases or ()))
 
 
 def _made_tokens(

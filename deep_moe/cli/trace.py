@@ -13,6 +13,7 @@ from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from .checks import check_call, check_output_file
 from .options import (
     ActivationOption,
+    BiasesOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
@@ -56,6 +57,7 @@ def trace(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     seed: SeedOption = 0,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
@@ -90,6 +92,7 @@ def trace(
         model=model,
         ranks=ranks,
         weights=weights,
+        biases=biases,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,

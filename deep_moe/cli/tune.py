@@ -14,6 +14,7 @@ from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,
+    BiasesOption,
     ExpertsOption,
     HiddenOption,
     IntermediateOption,
@@ -48,6 +49,7 @@ def tune(
     intermediate: IntermediateOption = None,
     activation: ActivationOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     clamp: Annotated[
         float | None,
         typer.Option("--clamp", help="Bound of gate and up; default: 10, if it is swiglu."),
@@ -103,6 +105,7 @@ def tune(
                 hidden=hidden,
                 intermediate=intermediate,
                 weights=weights,
+                biases=biases,
                 max_tokens=max(sizes),
                 pool_tokens=pool_tokens,
                 shared_experts=shared_experts,

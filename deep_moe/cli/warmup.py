@@ -13,6 +13,7 @@ from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from .options import (
     ActivationOption,
     ArchOption,
+    BiasesOption,
     ClampOption,
     ExpertsOption,
     FolderOption,
@@ -53,6 +54,7 @@ def warmup(
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
+    biases: BiasesOption = False,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -82,6 +84,7 @@ def warmup(
         hidden=hidden,
         intermediate=intermediate,
         weights=weights,
+        biases=biases,
         max_tokens=max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,

@@ -36,16 +36,17 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_e4m3_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `x` [..., K] to (float8_e4m3fn [..., K], packed UE8M0 int32 [..., K/128]).
+    """Quantize `x` [..., K] to (float8_e4m3fn [..., K], packed UE8M0 int32 [..., ceil(K/128)]).
 
-    K is a multiple of 128; `x` is float32, bfloat16 or float16.
+    K is a multiple of 32, and scales fill whole words, with zeros; `x` is float32, bfloat16 or
+    float16.
 
     >>> values, sf = quantize_e4m3_ue8m0(torch.full((128,), 3.0))
     >>> values[0].item(), unpack_ue8m0(sf).tolist()  # 3 = 384 * 2^-7
     (384.0, [120, 120, 120, 120])
     """
     values, sf = quantize_e4m3_groups(_groups(x))
-    return values.reshape(x.shape), pack_ue8m0(sf)
+    return values.reshape(x.shape), pack_ue8m0_groups(sf)
 
 
 def quantize_e4m3_groups(
@@ -80,9 +81,10 @@ def dequantize_e4m3_ue8m0(
 
 
 def quantize_e2m1_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `x` [..., K] to (packed E2M1 int8 [..., K/2], packed UE8M0 int32 [..., K/128]).
+    """Quantize `x` [..., K] to packed E2M1 int8 [..., K/2] and UE8M0 int32 [..., ceil(K/128)].
 
-    K is a multiple of 128; `x` is float32, bfloat16 or float16 and finite.
+    K is a multiple of 32, and scales fill whole words, with zeros; `x` is float32, bfloat16 or
+    float16 and finite.
 
     >>> packed, sf = quantize_e2m1_ue8m0(torch.full((128,), -3.0))
     >>> unpack_e2m1(packed)[0].item(), unpack_ue8m0(sf)[0].item()  # -6 * 2^-1
@@ -101,7 +103,7 @@ def quantize_e2m1_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for threshold in (0.75, 1.75, 3.5):
         code += magnitude >= threshold
     code += scaled.signbit().to(torch.uint8) * 8
-    return pack_e2m1_codes(code), pack_ue8m0(sf)
+    return pack_e2m1_codes(code), pack_ue8m0_groups(sf)
 
 
 def dequantize_e2m1_ue8m0(
@@ -143,6 +145,12 @@ def pack_ue8m0(sf: torch.Tensor) -> torch.Tensor:
             f"sf must have a multiple of {GROUPS_PER_WORD} bytes per row; got {sf.shape[-1]}"
         )
     return sf.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def pack_ue8m0_groups(sf: torch.Tensor) -> torch.Tensor:
+    """As `pack_ue8m0`, for any number of groups: zeros fill the last word."""
+    missing = -sf.shape[-1] % GROUPS_PER_WORD
+    return pack_ue8m0(torch.nn.functional.pad(sf, (0, missing)) if missing else sf)
 
 
 def unpack_ue8m0(sf: torch.Tensor) -> torch.Tensor:
@@ -187,8 +195,8 @@ def _groups(x: torch.Tensor) -> torch.Tensor:
     """`x` [..., K] as float32 [..., K/32, 32]."""
     if x.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"x must be float32, bfloat16 or float16; got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % WORD_SIZE:
-        raise ValueError(f"x must have a last dimension of a multiple of 128; got {tuple(x.shape)}")
+    if x.dim() == 0 or x.shape[-1] % GROUP_SIZE:
+        raise ValueError(f"x must have a last dimension of a multiple of 32; got {tuple(x.shape)}")
     return x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
 
 
@@ -209,12 +217,12 @@ def _power_of_two(biased_exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
-    num_words, rest = divmod(values.shape[-1], WORD_SIZE)
-    expected = (*values.shape[:-1], num_words)
+    num_groups, rest = divmod(values.shape[-1], GROUP_SIZE)
+    expected = (*values.shape[:-1], -(-num_groups // GROUPS_PER_WORD))
     if rest or tuple(sf.shape) != expected:
         raise ValueError(
             f"sf must have one word per {WORD_SIZE} values, shape {expected}; got {tuple(sf.shape)}"
         )
-    factors = ue8m0_to_float(unpack_ue8m0(sf), values.dtype)
-    groups = values.unflatten(-1, (num_words * GROUPS_PER_WORD, GROUP_SIZE))
+    factors = ue8m0_to_float(unpack_ue8m0(sf)[..., :num_groups], values.dtype)
+    groups = values.unflatten(-1, (num_groups, GROUP_SIZE))
     return (groups * factors.unsqueeze(-1)).flatten(-2)

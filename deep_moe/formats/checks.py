@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from .weights import LayerWeights
 
-SIZE_UNIT = 128  # of which hidden and intermediate sizes are multiples
+SIZE_UNIT = 128  # of which hidden and intermediate sizes are multiples, unless they are padded
 
 _NAN_BYTE = 255  # of UE8M0
 
@@ -23,22 +23,24 @@ def check_layers(
     values_per_byte: int,
     check_dtypes: Callable[[str, LayerWeights], None],
     check_scales: Callable[[str, torch.Tensor, tuple[int, int, int]], None],
+    unit: int = SIZE_UNIT,
 ) -> tuple[int, int, int]:
     """(experts, hidden, intermediate) of weights [E, 2*I, H] and [E, H, I], so many values in a
-    byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too."""
+    byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too.
+    unit: of which sizes are multiples."""
     per_byte = "" if values_per_byte == 1 else f"/{values_per_byte}"
     l1_axes, l2_axes = f"[E, 2*I, H{per_byte}]", f"[E, H, I{per_byte}]"
 
     def check_layer(name: str, layer: LayerWeights, axes: str) -> tuple[int, int, int]:
         check_dtypes(name, layer)
-        sizes = _sizes(f"{name}[0]", layer.weight, axes, values_per_byte)
+        sizes = _sizes(f"{name}[0]", layer.weight, axes, values_per_byte, unit)
         check_scales(f"{name}[1]", layer.sf, sizes)
         return sizes
 
     num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes)
-    if num_l1_rows % (2 * SIZE_UNIT):
+    if num_l1_rows % (2 * unit):
         raise ValueError(
-            "l1_weights[0] must have 2*I rows with I a multiple of 128; "
+            f"l1_weights[0] must have 2*I rows with I a multiple of {unit}; "
             f"got shape {tuple(l1.weight.shape)}"
         )
     check_layer("l2_weights", l2, l2_axes)
@@ -62,16 +64,16 @@ def check_layers(
 
 
 def _sizes(
-    name: str, weight: torch.Tensor, axes: str, values_per_byte: int
+    name: str, weight: torch.Tensor, axes: str, values_per_byte: int, unit: int
 ) -> tuple[int, int, int]:
     """(experts, rows, values per row)."""
     if weight.dim() != 3 or weight.shape[0] == 0:
         raise ValueError(f"{name} must have shape {axes}, E >= 1; got {tuple(weight.shape)}")
     num_experts, num_rows, num_bytes = weight.shape
     num_values = num_bytes * values_per_byte
-    if num_rows == 0 or num_rows % SIZE_UNIT or num_values == 0 or num_values % SIZE_UNIT:
+    if num_rows == 0 or num_rows % unit or num_values == 0 or num_values % unit:
         raise ValueError(
-            f"{name} must have shape {axes} with H and I positive multiples of 128; "
+            f"{name} must have shape {axes} with H and I positive multiples of {unit}; "
             f"got {tuple(weight.shape)}"
         )
     return num_experts, num_rows, num_values

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .block_scaled import (
@@ -10,16 +12,20 @@ from .block_scaled import (
     WORD_SIZE,
     dequantize_e2m1_ue8m0,
     pack_e2m1_values,
-    pack_ue8m0,
+    pack_ue8m0_groups,
     quantize_e2m1_ue8m0,
     random_scale_bytes,
 )
 from .checks import check_layers, check_no_nan_scale
-from .weight_formats import SCALE_GROUP, WeightFormat
+from .weight_formats import K_BLOCK, SCALE_GROUP, WeightFormat, size_unit
 from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
 
 # Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
 _SIZE_LOG2 = 1.5
+_WORD_OF_ONES = 0x7F7F7F7F
 
 
 class Mxfp4(WeightFormat):
@@ -34,10 +40,20 @@ class Mxfp4(WeightFormat):
             values_per_byte=2,
             check_dtypes=_check_dtypes,
             check_scales=_check_scales,
+            unit=size_unit(self.name),
         )
 
     def check_values(self, name: str, layer: LayerWeights) -> None:
         check_no_nan_scale(name, layer.sf)
+
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        return _padded(l1, 2), _padded(l2, 1)
+
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
 
     def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
         return dequantize_e2m1_ue8m0(weight, sf, torch.float64)
@@ -68,7 +84,7 @@ class Mxfp4(WeightFormat):
             device,
             generator,
         )
-        return LayerWeights(packed, pack_ue8m0(sf))
+        return LayerWeights(packed, pack_ue8m0_groups(sf))
 
     def of_codes(
         self,
@@ -76,7 +92,7 @@ class Mxfp4(WeightFormat):
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
     ) -> LayerWeights:
-        return LayerWeights(pack_e2m1_values(codes), pack_ue8m0(scale_bytes))
+        return LayerWeights(pack_e2m1_values(codes), pack_ue8m0_groups(scale_bytes))
 
 
 def _check_dtypes(name: str, layer: LayerWeights) -> None:
@@ -92,11 +108,40 @@ def _check_dtypes(name: str, layer: LayerWeights) -> None:
 
 def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> None:
     num_experts, num_rows, num_values = sizes
-    expected = (num_experts, num_rows, num_values // WORD_SIZE)
+    expected = (num_experts, num_rows, -(-num_values // WORD_SIZE))
     if tuple(sf.shape) != expected:
         raise ValueError(
             f"{name} must hold one scale per 32 values, shape {expected}; got {tuple(sf.shape)}"
         )
+
+
+def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
+    """Of so many matrices one below the other: values of zero. Scales of whole rows are 1, those
+    behind a row's last value are like its last one, for SM90 has them as ratios."""
+    num_rows = layer.weight.shape[1] // num_matrices
+    num_values = 2 * layer.weight.shape[2]
+    rows, columns = -num_rows % K_BLOCK, -num_values % K_BLOCK
+
+    def pad(tensor: torch.Tensor, num_columns: int, value: int) -> torch.Tensor:
+        parts = tensor.unflatten(1, (num_matrices, num_rows))
+        return torch.nn.functional.pad(parts, (0, num_columns, 0, rows), value=value).flatten(1, 2)
+
+    weight = pad(layer.weight, columns // 2, 0)
+    sf = pad(layer.sf, 0, _WORD_OF_ONES)
+    scale_bytes = sf.view(torch.uint8)
+    num_groups = num_values // GROUP_SIZE
+    scale_bytes[..., num_groups:] = scale_bytes[..., num_groups - 1 : num_groups]
+    return LayerWeights(weight, sf)
+
+
+def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
+    """The inverse of `_padded`, with zeros behind a row's last scale."""
+    weight, sf = (
+        tensor.unflatten(1, (num_matrices, -1))[:, :, :num_rows].flatten(1, 2) for tensor in layer
+    )
+    sf = sf.contiguous()
+    sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
+    return LayerWeights(weight[..., : num_values // 2].contiguous(), sf)
 
 
 FORMAT = Mxfp4()

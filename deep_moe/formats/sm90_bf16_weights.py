@@ -42,6 +42,19 @@ def read_expert(layer: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
         own.copy_(swizzled(place))
 
 
+def slot_order(num_rows: int, *, is_l1: bool) -> torch.Tensor:
+    """The row of each of the slots of a layer's n-blocks: int64 [num_rows], a multiple of 256."""
+    rows = _by_slot(torch.arange(num_rows), 2, is_l1)
+    return rows.permute(0, 1, 4, 2, 5, 3).flatten()
+
+
+def _by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
+    """A view [n, g, w, r, b, h, ...] of rows [N, ...] of n-blocks with num_parts warpgroups."""
+    if is_l1:
+        return rows.unflatten(0, (2, -1, num_parts, 4, 8, 2)).movedim(0, 5)  # from h, n, g, w, r, b
+    return rows.unflatten(0, (-1, num_parts, 4, 8, 2, 2))
+
+
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
     """A view [n, g, k-block, row, byte]."""
     return weight.view(torch.uint8).unflatten(-1, (2, _PART_N, _ROW_BYTES)).transpose(1, 2)
@@ -57,12 +70,7 @@ def _parts(
         if first == last:
             continue
         of_rows = rows[first * BLOCK_N : (last * BLOCK_N if num_parts == 2 else None)]
-        if is_l1:
-            by_slot = of_rows.unflatten(0, (2, -1, num_parts, 4, 8, 2))  # h, n, g, w, r, b
-            by_slot = by_slot.movedim(0, 5)
-        else:
-            by_slot = of_rows.unflatten(0, (-1, num_parts, 4, 8, 2, 2))
-        by_slot = by_slot.unflatten(-1, (-1, _ROW_BYTES))
+        by_slot = _by_slot(of_rows, num_parts, is_l1).unflatten(-1, (-1, _ROW_BYTES))
         #        n  g  w  r  b  h  k-block byte
         #        0  1  2  3  4  5  6       7
         own = by_slot.permute(0, 1, 6, 4, 2, 5, 3, 7)

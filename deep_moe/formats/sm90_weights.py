@@ -187,7 +187,7 @@ def _sections(
     parts = _parts(blocks)
     nibble_units = parts[..., :NIBBLE_BYTES].view(torch.complex128).unflatten(-1, (2, 2, 32, 4))
     shift_units = parts[..., NIBBLE_BYTES:].view(torch.complex128)
-    factor_slots = factors.unflatten(-1, (2, 2, 4, 2, 4, 2)).permute(0, 1, 3, 5, 6, 2, 4)
+    factor_slots = _by_slot(factors)
 
     def section(of_rows: slice, n: slice, num_parts: int) -> _Section:
         words, shifts, row_factors = (rows_by_slot(own[of_rows], num_parts, is_l1) for own in rows)
@@ -213,6 +213,20 @@ def rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tenso
     # [gate | up], of values v = 32*q + 4*c + s in each 128: c is (g, w); q, s are r, b.
     halves = rows.unflatten(0, (2, -1, 4, num_parts, 4, 4))
     return halves.movedim((1, 3, 4, 2, 5, 0), (0, 1, 2, 3, 4, 5))
+
+
+def slot_order(num_rows: int, *, is_l1: bool) -> torch.Tensor:
+    """The row of each of the slots of a layer's n-blocks, in the order of row factors: int64
+    [num_rows], a multiple of 256."""
+    order = torch.empty((num_rows // BLOCK_N, BLOCK_N), dtype=torch.int64)
+    rows = rows_by_slot(torch.arange(num_rows), 2, is_l1)
+    _by_slot(order).copy_(rows.unflatten(4, (2, 2)))
+    return order.flatten()
+
+
+def _by_slot(slots: torch.Tensor) -> torch.Tensor:
+    """A view [n, g, w, r / 2, r % 2, b, h] of what n-blocks have for each row, [n, 256]."""
+    return slots.unflatten(-1, (2, 2, 4, 2, 4, 2)).permute(0, 1, 3, 5, 6, 2, 4)
 
 
 def _parts(blocks: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from deep_moe.heuristics.shape import MoEShape
+
     from .weights import LayerWeights
 
 DEFAULT_WEIGHTS = "mxfp4"
@@ -52,6 +54,21 @@ _WITHOUT_KERNEL = {
 }
 
 
+# Of which hidden and intermediate sizes are multiples, where a format does not pad them.
+K_BLOCK = 128
+_SIZE_UNITS = {"mxfp4": 32}
+
+
+def size_unit(weights: str) -> int:
+    """Of which hidden and intermediate sizes are multiples with weights of a format. Between these
+    and multiples of 128, weights are padded when they are transformed.
+
+    >>> size_unit("mxfp4"), size_unit("fp8")
+    (32, 128)
+    """
+    return _SIZE_UNITS.get(weights, K_BLOCK)
+
+
 class WeightFormat(ABC):
     """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
     scales, of all local experts. Where there are no scales, their tensor is empty.
@@ -76,6 +93,17 @@ class WeightFormat(ABC):
     @abstractmethod
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Raise ValueError if checked weights hold what stands for no number."""
+
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        """Checked weights with zeros up to multiples of 128, as new tensors. For formats that allow
+        other sizes (`size_unit`)."""
+        raise NotImplementedError(f"{self.name} weights are not padded")
+
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        """The inverse, to the sizes of `shape`. Copies."""
+        raise NotImplementedError(f"{self.name} weights are not padded")
 
     @abstractmethod
     def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:

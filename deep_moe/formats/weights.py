@@ -82,6 +82,8 @@ def transform_weights_for_mega_moe(
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
         After an error its contents are undefined.
 
+    H and I are multiples of 128; of mxfp4, multiples of 32, which are padded with zeros.
+
     Returns `out`. Every weight keeps its exact value, unless requantized. ValueError names expert
     and row of a scale that is NaN, of one that the target cannot apply, and, for mxfp4 on sm_90a,
     of a row whose scales differ by more than 2^26.
@@ -113,6 +115,8 @@ def transform_weights_for_mega_moe(
         _check_out(out, (l1, l2), on_target, shape)
     source.check_values("l1_weights", l1)
     source.check_values("l2_weights", l2)
+    if shape.padded is not shape:
+        l1, l2 = source.padded(l1, l2)
     if not requantize:
         on_target.transform(l1, l2, out)
         return out
@@ -133,7 +137,8 @@ def empty_weights_for_mega_moe(
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
     local experts, for its `out`.
 
-    hidden, intermediate_hidden: H and I, multiples of 128. arch: the target; by default that of
+    hidden, intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them.
+    arch: the target; by default that of
     `device`. weights: their format.
     """
     shape = _shape_of(num_experts, hidden, intermediate_hidden, weights)
@@ -147,20 +152,44 @@ def inverse_transform_weights(
     arch: str | None = None,
     *,
     weights: str = DEFAULT_WEIGHTS,
+    hidden: int | None = None,
+    intermediate_hidden: int | None = None,
 ) -> MegaMoEWeights:
     """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
     scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
     mxfp4 for sm_90a, groups of zeros may have got another scale.
 
     l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
-    weights: their format.
+    weights: their format. hidden, intermediate_hidden: H and I, where they are no multiples of 128
+    and so were padded.
 
     Raises TypeError or ValueError if they have not the form that it makes.
     """
     source = weight_format(weights)
     l1 = weight_pair("l1_weights", l1_weights, source)
     l2 = weight_pair("l2_weights", l2_weights, source)
-    return _target_weights(arch, l1.weight.device, weights).inverse(l1, l2)
+    padded = _target_weights(arch, l1.weight.device, weights).inverse(l1, l2)
+    if hidden is None and intermediate_hidden is None:
+        return padded
+    num_experts, padded_hidden, padded_intermediate = source.check(*padded)
+    shape = _shape_of(
+        num_experts,
+        padded_hidden if hidden is None else hidden,
+        padded_intermediate if intermediate_hidden is None else intermediate_hidden,
+        weights,
+    )
+    for name, allowed in (
+        ("hidden", padded_hidden),
+        ("intermediate_hidden", padded_intermediate),
+    ):
+        if getattr(shape.padded, name) != allowed:
+            raise ValueError(
+                f"{name} must become {allowed} when it is padded, as the weights were; "
+                f"got {getattr(shape, name)}"
+            )
+    if shape.padded is shape:
+        return padded
+    return MegaMoEWeights(*source.without_padding(*padded, shape))
 
 
 def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
@@ -397,7 +426,7 @@ def _empty_weights(
 ) -> MegaMoEWeights:
     w1, sf1, w2, sf2 = (
         torch.empty(size, dtype=dtype, device=device)
-        for dtype, size in on_target.tensors(shape).values()
+        for dtype, size in on_target.tensors(shape.padded).values()
     )
     return MegaMoEWeights(LayerWeights(w1, sf1), LayerWeights(w2, sf2))
 
@@ -410,7 +439,7 @@ def _check_out(
     out: MegaMoEWeights, sources: tuple[Pair, Pair], on_target: TargetWeights, shape: MoEShape
 ) -> None:
     """Raise unless `out` is what `on_target` makes, in memory of its own."""
-    _check_form({"out[0]": out.l1, "out[1]": out.l2}, on_target.tensors(shape))
+    _check_form({"out[0]": out.l1, "out[1]": out.l2}, on_target.tensors(shape.padded))
     source_tensors = [tensor for pair in sources for tensor in pair]
     device = source_tensors[0].device
     for i, tensor in enumerate((*out.l1, *out.l2)):

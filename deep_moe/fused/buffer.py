@@ -45,7 +45,8 @@ _next_handle = itertools.count(1)
 class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
-    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128]. For bf16 weights x
+    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
+    behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 weights x
     is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0].
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
@@ -66,12 +67,18 @@ class SymmBuffer(RankBuffer):
         self.shape = shape
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
-        self.x = self._view("input_x", _X_DTYPES[shape.token_format])
+        padded_x = self._view("input_x", _X_DTYPES[shape.token_format])
+        self.x = padded_x[:, : shape.hidden]
         if shape.token_format.has_scales:
             self.x_sf = self._view("input_x_sf", torch.int32)
         else:
             no_scales = (shape.num_max_tokens_per_rank, 0)
             self.x_sf = torch.empty(no_scales, dtype=torch.int32, device=self.x.device)
+        if shape.padded is not shape:
+            # What no caller writes: values that are multiplied by zero must be numbers, and scales
+            # behind the last group must not be a token's largest.
+            padded_x.view(torch.uint8)[:, shape.hidden :] = 0
+            self.x_sf[:, -1] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.caches = CallCaches()
@@ -84,7 +91,8 @@ class SymmBuffer(RankBuffer):
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, {shared}top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights"
+            f"{' with biases' if shape.biases else ''}, "
             f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
             f"{self.state})"
         )
@@ -143,11 +151,14 @@ def get_symm_buffer_for_mega_moe(
     weights: str = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
+    biases: bool = False,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
+    hidden, intermediate_hidden: multiples of 128, or of 32 with mxfp4 weights; y is of the true
+        size, and so are `x` and `x_sf`, which are views of longer rows then.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
     num_max_tokens_per_rank: most tokens of one call.
     num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
@@ -158,6 +169,7 @@ def get_symm_buffer_for_mega_moe(
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
     weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, or "bf16",
         for `bf16_mega_moe`.
+    biases: whether both linear layers have biases, which each call is then given.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -177,6 +189,7 @@ def get_symm_buffer_for_mega_moe(
         "intermediate_hidden": intermediate_hidden,
         "num_pool_tokens": num_pool_tokens,
         "weights": weights,
+        "biases": biases,
         "num_shared_experts": num_shared_experts,
     }
     num_ranks = ranks_of(group)
@@ -216,6 +229,7 @@ def buffer_size(
     weights: str = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
+    biases: bool = False,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
@@ -236,6 +250,7 @@ def buffer_size(
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         num_pool_tokens=num_pool_tokens,
         weights=weights,
+        biases=biases,
         num_shared_experts=num_shared_experts,
     )
     return symm_buffer_layout(shape).num_bytes

@@ -24,14 +24,21 @@ from deep_moe.heuristics.expected_tokens import (
 )
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs, TensorMapImage
+from deep_moe.jit.kernel_args import (
+    BIAS_POINTER_NAMES,
+    RECEIVED_UNEVENLY,
+    KernelArgs,
+    TensorMapImage,
+)
 from deep_moe.jit.launch import CudaLauncher
 from deep_moe.targets import EMULATED, Target, target_of
 
 from .bounded_cache import BoundedCache
 from .checks import (
     Y_ALIGNMENT,
+    Biases,
     Pair,
+    check_biases_form,
     check_expert_ids,
     check_output,
     check_statistics,
@@ -95,6 +102,7 @@ def prepare_call(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
     options: CallArguments,
+    biases: Biases | None = None,
 ) -> tuple[CallPlan, KernelArgs]:
     """Check one rank's arguments and turn them into the kernel's."""
     buffer.raise_if_unusable()
@@ -119,7 +127,7 @@ def prepare_call(
     plan = buffer.caches.plans.get(key)
     if plan is None:
         plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
-    standing = _standing_args(plan, buffer, l1_weights, l2_weights)
+    standing = _standing_args(plan, buffer, l1_weights, l2_weights, biases)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
@@ -286,7 +294,7 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
 
 
 def _standing_args(
-    plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair
+    plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
 ) -> KernelArgs:
     """The arguments that do not change from call to call, made once for all that they depend on,
     after a check of the weights. Another tensor at the same address and of the same form, after the
@@ -296,28 +304,35 @@ def _standing_args(
     """
     w1, sf1 = l1_weights
     w2, sf2 = l2_weights
+    key: tuple[Any, ...]
     key = (plan.tile, w1.data_ptr(), sf1.data_ptr(), w2.data_ptr(), sf2.data_ptr())
     # Compared, not looked up: hashes of these take longer. Few addresses are used with two forms.
-    forms = (
+    forms: tuple[Any, ...] = (
         *(w1.shape, w1.stride(), w1.dtype, w1.device),
         *(sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
         *(w2.shape, w2.stride(), w2.dtype, w2.device),
         *(sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
     )
+    if biases is not None:
+        key += tuple(bias.data_ptr() for bias in biases)
+        forms += tuple(form(bias) for bias in biases)
     kept = buffer.caches.standing_args.get(key)
     if kept is not None and kept[0] == forms:
         return kept[1]
-    args = _make_standing_args(plan.config, buffer, (w1, sf1, w2, sf2))
+    args = _make_standing_args(plan.config, buffer, (w1, sf1, w2, sf2), biases)
     buffer.caches.standing_args.put(key, (forms, args))
     return args
 
 
 def _make_standing_args(
-    config: MegaMoEConfig, buffer: SymmBuffer, weights: Sequence[torch.Tensor]
+    config: MegaMoEConfig,
+    buffer: SymmBuffer,
+    weights: Sequence[torch.Tensor],
+    biases: Biases | None,
 ) -> KernelArgs:
     """weights: of both layers, each with its scales."""
     target_weights = config.target_weights
-    expected = target_weights.tensors(buffer.shape)
+    expected = target_weights.tensors(buffer.shape.padded)
     for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
         check_tensor(name, tensor, dtype, shape, buffer.device)
     w1, sf1, w2, sf2 = weights
@@ -333,6 +348,10 @@ def _make_standing_args(
         setattr(args, name, TensorMapImage.from_buffer_copy(image))
     for rank, address in enumerate(addresses):
         args.rank_buffers[rank] = address
+    if biases is not None:
+        check_biases_form(biases, buffer)
+        for name, bias in zip(BIAS_POINTER_NAMES, biases, strict=True):
+            setattr(args, name, bias.data_ptr())
     args.status = buffer.memory.status_address
     args.rank_idx = buffer.rank
     return args

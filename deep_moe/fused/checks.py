@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.formats.biases import bias_blocks
+
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Biases = tuple[torch.Tensor, torch.Tensor]  # of both layers
 
-Y_ALIGNMENT = 16  # bytes, of bulk copies
+Y_ALIGNMENT = BIAS_ALIGNMENT = 16  # bytes, of bulk copies
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
 
 
@@ -72,6 +75,34 @@ def weight_pair(name: str, value: Any) -> Pair:
     for i in range(2):
         require_type(f"{name}[{i}]", value[i], torch.Tensor, "a tensor")
     return value[0], value[1]
+
+
+def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: SymmBuffer) -> Biases | None:
+    """Both layers' biases, if the buffer is for calls with some."""
+    given = {"l1_bias": l1_bias, "l2_bias": l2_bias}
+    if not buffer.shape.biases:
+        for name, bias in given.items():
+            if bias is not None:
+                raise ValueError(
+                    f"{name} must be None with a buffer made without biases=True; got "
+                    f"{type(bias).__name__}"
+                )
+        return None
+    for name, bias in given.items():
+        allowed = "a tensor of transform_biases_for_mega_moe with a buffer made with biases=True"
+        require_type(name, bias, torch.Tensor, allowed)
+    return l1_bias, l2_bias
+
+
+def check_biases_form(biases: Biases, buffer: SymmBuffer) -> None:
+    """As the kernel reads them."""
+    shape = buffer.shape.padded
+    num_rows = {"l1_bias": 2 * shape.intermediate_hidden, "l2_bias": shape.hidden}
+    for bias, (name, number) in zip(biases, num_rows.items(), strict=True):
+        expected = (shape.num_local_experts, *bias_blocks(number))
+        check_tensor(name, bias, torch.float32, expected, buffer.device)
+        check_contiguous(name, bias)
+        check_start(name, bias, BIAS_ALIGNMENT)
 
 
 def check_recipe(recipe: Any) -> None:

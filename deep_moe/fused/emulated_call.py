@@ -15,7 +15,7 @@ from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 
 from .buffer import SymmBuffer, describe_difference
 from .call_plan import built_kernel, is_checked, prepare_call
-from .checks import Pair
+from .checks import Biases, Pair
 from .options import CallArguments
 from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory
@@ -35,9 +35,10 @@ def prepare_launch(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
     options: CallArguments,
+    biases: Biases | None = None,
 ) -> MegaMoELaunch:
     """`prepare_call` for the emulator, which wants to know the kernel's memory."""
-    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options)
+    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options, biases)
     config = plan.config
     return MegaMoELaunch(
         buffer.rank,
@@ -46,7 +47,7 @@ def prepare_launch(
         config.num_threads,
         config.smem_bytes,
         args,
-        _memory_regions(y, l1_weights, l2_weights, buffer, stats),
+        _memory_regions(y, l1_weights, l2_weights, buffer, stats, biases),
         config,
         smem_layout=config.smem_layout,
         warp_roles=config.warp_roles,
@@ -158,6 +159,7 @@ def call_emulated(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
     options: CallArguments,
+    biases: Biases | None = None,
 ) -> None:
     buffer.raise_if_closed()
     memory = buffer.memory
@@ -167,7 +169,7 @@ def call_emulated(
             "sym_buffer must be called through its EmulatedRanks: its other ranks live in this "
             "process too"
         )
-    launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options)
+    launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options, biases)
     config = launch.config
     run_rank(
         launch,
@@ -203,6 +205,7 @@ def _memory_regions(
     l2_weights: Pair,
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
+    biases: Biases | None,
 ) -> tuple[MemoryRegion, ...]:
     """What the kernel may touch."""
     memory = buffer.memory
@@ -221,6 +224,8 @@ def _memory_regions(
         of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
         of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
     ]
+    for name, bias in zip(("l1_bias", "l2_bias"), biases or (), strict=False):
+        regions.append(of_tensor(name, bias, is_writable=False))
     if buffer.recorder is not None and buffer.recorder.memory is not None:
         regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
     if stats is not None:

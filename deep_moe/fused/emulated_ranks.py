@@ -15,7 +15,7 @@ from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
 
 from .buffer import SymmBuffer
-from .checks import Pair
+from .checks import Biases, Pair, check_biases_given
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
 from .options import CallOptions, given_options, with_call_options
@@ -47,6 +47,7 @@ class EmulatedRanks:
         weights: str = DEFAULT_WEIGHTS,
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = None,
+        biases: bool = False,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -57,6 +58,7 @@ class EmulatedRanks:
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             num_pool_tokens=num_pool_tokens,
             weights=weights,
+            biases=biases,
             num_shared_experts=num_shared_experts,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
@@ -72,6 +74,7 @@ class EmulatedRanks:
         activation: str | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
+        biases: Sequence[Biases] | None = None,
         schedule: Schedule = "random",
         ranks: Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
@@ -81,8 +84,9 @@ class EmulatedRanks:
         """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
 
         ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
-        receive statistics. schedule: how warps are interleaved. ranks: those that take part, by
-        default all; the others never arrive.
+        receive statistics. biases: each rank's transformed (l1, l2), if there are some. schedule:
+        how warps are interleaved. ranks: those that take part, by default all; the others never
+        arrive.
         progress: told now and then how many warp instructions have been executed.
         hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
         {options}
@@ -90,13 +94,16 @@ class EmulatedRanks:
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         given = given_options("call", options)
         arguments = with_numerics(given, activation, activation_clamp, fast_math)
-        for name, values in (("ys", ys), ("weights", weights), ("stats", stats)):
+        per_rank = {"ys": ys, "weights": weights, "stats": stats, "biases": biases}
+        for name, values in per_rank.items():
             if values is not None and len(values) != self.shape.num_ranks:
                 raise ValueError(
                     f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
                     f"got {len(values)}"
                 )
         checked = arguments.get("checked") is not False
+        biases_of: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+        biases_of = biases or [(None, None)] * self.shape.num_ranks
         with used(self.buffers):
             launches = [
                 prepare_launch(
@@ -105,6 +112,7 @@ class EmulatedRanks:
                     self.buffers[rank],
                     None if stats is None else stats[rank],
                     arguments,
+                    check_biases_given(*biases_of[rank], self.buffers[rank]),
                 )
                 for rank in taking_part
             ]

@@ -11,14 +11,15 @@ their addresses are looked at in every call.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from deep_moe import jit
-from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+from deep_moe.formats.block_scaled import GROUP_SIZE
+from deep_moe.heuristics.prepare_inputs import VALUES_PER_CHUNK, PrepareInputsConfig
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
@@ -157,9 +158,8 @@ def _prepare_inputs(
         form(x),
         form(topk_idx),
         form(topk_weights),
-        input_x.shape,
-        input_x.dtype,
-        input_x.device,
+        form(input_x),
+        input_x_sf.stride(),
         input_topk_idx.shape,
         arch,
         None if token_mask is None else form(token_mask),
@@ -171,6 +171,7 @@ def _prepare_inputs(
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
         config = _config(topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x, arch)
+        config = replace(config, **row_fields(input_x, input_x_sf))
         plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
     buffer_address = input_x.untyped_storage().data_ptr()
@@ -288,6 +289,22 @@ def check_routing(
             )
         check_tensor("expert_load", expert_load, torch.int32, tuple(expert_load.shape), device)
         check_contiguous("expert_load", expert_load)
+
+
+def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
+    """The config's fields that say where rows begin, if not one behind the other. Rows without
+    scales always are: sizes off the multiples of 128 go with E4M3 only."""
+    if input_x.dtype != torch.float8_e4m3fn:
+        return {}
+    hidden = input_x.shape[1]
+    rows = (hidden, input_x.stride(0), 4 * input_x_sf.stride(0))
+    if rows == (hidden, hidden, hidden // GROUP_SIZE):
+        return {}
+    return {
+        "num_row_chunks": hidden // VALUES_PER_CHUNK,
+        "num_buffer_row_chunks": rows[1] // VALUES_PER_CHUNK,
+        "num_buffer_row_scales": rows[2],
+    }
 
 
 def _config(

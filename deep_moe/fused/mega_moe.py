@@ -21,7 +21,9 @@ from .buffer import SymmBuffer
 from .call_plan import prepare_call
 from .checks import (
     RECIPE,
+    Biases,
     Pair,
+    check_biases_given,
     check_recipe,
     require_type,
     weight_pair,
@@ -55,6 +57,9 @@ def fp8_fp4_mega_moe(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    *,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> None:
     """One MoE layer over all ranks of the buffer's group: writes y, bfloat16 [tokens, hidden].
@@ -72,6 +77,9 @@ def fp8_fp4_mega_moe(
     activation_clamp: of a named activation, the bound of gate and up, a positive number of
         float32's range: swiglu has none by default, swiglu_oai 7; situ takes none.
     fast_math: approximate exponentials.
+    l1_bias, l2_bias: with a buffer made with biases=True, what `transform_biases_for_mega_moe`
+        returned: they are added to the sums of Linear1 before the activation, of Linear2 before the
+        routing weight.
     {options}
 
     One thread at a time calls with a buffer, and all ranks in the same order. There is no backward
@@ -98,6 +106,8 @@ def fp8_fp4_mega_moe(
         activation,
         activation_clamp,
         fast_math,
+        l1_bias,
+        l2_bias,
         options,
     )
 
@@ -113,6 +123,9 @@ def fp8_mega_moe(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    *,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> None:
     """`fp8_fp4_mega_moe` with FP8 weights, which also says what holds for every call.
@@ -121,7 +134,7 @@ def fp8_mega_moe(
     sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="fp8")`.
     cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
         this call sent to it added.
-    recipe, activation, activation_clamp, fast_math: as there.
+    recipe, activation, activation_clamp, fast_math, l1_bias, l2_bias: as there.
     {options}
     """
     _call(
@@ -135,6 +148,8 @@ def fp8_mega_moe(
         activation,
         activation_clamp,
         fast_math,
+        l1_bias,
+        l2_bias,
         options,
     )
 
@@ -149,6 +164,9 @@ def bf16_mega_moe(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    *,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> None:
     """`fp8_fp4_mega_moe` with weights, tokens and Linear1's output in BF16, without scales; it also
@@ -158,7 +176,8 @@ def bf16_mega_moe(
     sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="bf16")`, whose `x` is bfloat16.
     cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
         this call sent to it added.
-    activation, activation_clamp, fast_math: as there. There are no scales, and so no recipe.
+    activation, activation_clamp, fast_math, l1_bias, l2_bias: as there. There are no scales, and so
+        no recipe.
     {options}
     """
     _call(
@@ -172,6 +191,8 @@ def bf16_mega_moe(
         activation,
         activation_clamp,
         fast_math,
+        l1_bias,
+        l2_bias,
         options,
     )
 
@@ -196,6 +217,8 @@ def _call(
     activation: str | Activation,
     activation_clamp: float | None,
     fast_math: bool,
+    l1_bias: torch.Tensor | None,
+    l2_bias: torch.Tensor | None,
     options: CallOptions,
 ) -> None:
     """What the function of that name does."""
@@ -206,7 +229,8 @@ def _call(
         and len(l1_weights) == len(l2_weights) == 2
     ):
         tensors = (y, *l1_weights, *l2_weights)
-        is_direct = is_seen_by_nobody(tensors if stats is None else (*tensors, stats))
+        others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
+        is_direct = is_seen_by_nobody((*tensors, *others) if others else tensors)
     if not is_direct:  # otherwise they are tensors
         l1_weights = weight_pair("l1_weights", l1_weights)
         l2_weights = weight_pair("l2_weights", l2_weights)
@@ -222,6 +246,9 @@ def _call(
             f"sym_buffer must be made with weights={_FORMATS[function]!r} for {function}; got one "
             f"with {weights!r}, for {CALLS[weights].__name__}"
         )
+    biases = None
+    if sym_buffer.shape.biases or l1_bias is not None or l2_bias is not None:
+        biases = check_biases_given(l1_bias, l2_bias, sym_buffer)
     if recipe is not RECIPE:
         check_recipe(recipe)
     arguments = given_options(function, options) if options else _NO_ARGUMENTS
@@ -236,7 +263,7 @@ def _call(
     ):
         sym_buffer.refuse_gradients(y)
     if is_direct:
-        _run(y, l1_weights, l2_weights, sym_buffer, stats, arguments)
+        _run(y, l1_weights, l2_weights, sym_buffer, stats, arguments, biases)
         return
     sym_buffer.raise_if_closed()
     inputs = None
@@ -245,7 +272,15 @@ def _call(
         inputs = [sym_buffer.x, sym_buffer.x_sf, sym_buffer.topk_idx, sym_buffer.topk_weights]
     handle = sym_buffer.handle
     _mega_moe_op(
-        y, stats, *l1_weights, *l2_weights, handle, inputs=inputs, **to_operator(arguments)
+        y,
+        stats,
+        *l1_weights,
+        *l2_weights,
+        handle,
+        inputs=inputs,
+        l1_bias=l1_bias,
+        l2_bias=l2_bias,
+        **to_operator(arguments),
     )
 
 
@@ -277,6 +312,7 @@ torch.library.define(
     "deep_moe::mega_moe",
     "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
     "Tensor l2_weight_sf, int buffer_handle, *, Tensor[]? inputs=None, "
+    "Tensor? l1_bias=None, Tensor? l2_bias=None, "
     "str? activation=None, float[]? activation_parameters=None, float? activation_clamp=None, "
     f"bool? fast_math=None, {OPERATOR_OPTIONS}) -> ()",
 )
@@ -294,13 +330,17 @@ def _mega_moe(
     buffer_handle: int,
     *,
     inputs: Sequence[torch.Tensor] | None = None,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     **taken: Any,
 ) -> None:
     buffer = SymmBuffer.of_handle(buffer_handle)
     if inputs is not None:
         _take_inputs(buffer, inputs)
     arguments = from_operator(taken) if taken else _NO_ARGUMENTS
-    _run(y, (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf), buffer, stats, arguments)
+    l1_weights, l2_weights = (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf)
+    biases = check_biases_given(l1_bias, l2_bias, buffer)
+    _run(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
 
 
 @torch.library.register_fake("deep_moe::mega_moe")
@@ -315,6 +355,7 @@ def _run(
     buffer: SymmBuffer,
     stats: torch.Tensor | None,
     arguments: CallArguments,
+    biases: Biases | None,
 ) -> None:
     try:
         buffer.turn.pop()
@@ -323,9 +364,9 @@ def _run(
     try:
         gpu = buffer.gpu
         if gpu is None:
-            call_emulated(y, l1_weights, l2_weights, buffer, stats, arguments)
+            call_emulated(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
             return
-        plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, arguments)
+        plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
         assert plan.launcher is not None
         plan.launcher.launch(args, plan.config.num_sms, gpu.current_stream())
     finally:

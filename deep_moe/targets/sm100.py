@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deep_moe.heuristics import sm100
 from deep_moe.heuristics.segments import Layout
@@ -13,6 +14,9 @@ from .sm100_bf16 import Sm100Bf16
 from .sm100_fp8 import Sm100Fp8
 from .sm100_mxfp4 import Sm100Mxfp4
 from .target import ConfigFields, Target
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)

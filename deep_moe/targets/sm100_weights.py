@@ -54,6 +54,16 @@ class Sm100Weights(TargetWeights):
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         return Operands(sm100_tensor_maps(config, buffer_address, l1, l2, self.data_type), {})
 
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        import torch
+
+        from deep_moe.formats.weights import interleave_gate_up
+
+        rows = torch.arange(num_rows)
+        if not is_l1:
+            return rows
+        return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]
+
 
 def sm100_tensor_maps(
     config: MegaMoEConfig,

@@ -51,6 +51,11 @@ class Sm90Bf16(TargetWeights):
         maps = sm90_tensor_maps(config, buffer_address)
         return Operands(maps, sm90_weight_pointers(l1, l2))
 
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        from deep_moe.formats.sm90_bf16_weights import slot_order
+
+        return slot_order(num_rows, is_l1=is_l1)
+
     @property
     def numerics(self) -> Numerics:
         from deep_moe.trial.reference import BF16

@@ -68,6 +68,11 @@ class Sm90Fp8(Fp8OnTarget):
         maps = sm90_tensor_maps(config, buffer_address)
         return Operands(maps, sm90_weight_pointers(l1, l2))
 
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        from deep_moe.formats.sm90_weights import slot_order
+
+        return slot_order(num_rows, is_l1=is_l1)
+
     @property
     def numerics(self) -> Numerics:
         from deep_moe.formats.fp8 import FORMAT

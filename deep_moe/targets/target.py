@@ -88,6 +88,11 @@ class TargetWeights(ABC):
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         """What the kernel is told of one rank's symmetric buffer and transformed weights."""
 
+    @abstractmethod
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        """Which row of a layer's biases stands in each place: int64 [num_rows], a permutation of
+        the rows, a multiple of 256. Of Linear1, gate comes before up."""
+
     @property
     @abstractmethod
     def numerics(self) -> Numerics:

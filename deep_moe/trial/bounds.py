@@ -4,8 +4,9 @@ The kernel adds products in an order of its own and approximates the SiLU, so a 
 near the middle between two BF16 or E4M3 numbers may go to either. Here each step of the reference
 is done with both ends of what the kernel may have:
 
-1. A sum of products is off by no more than `sum_errors` says. Its two ends are rounded to BF16:
-   mostly to one number.
+1. A sum of products is off by no more than `sum_errors` says; a bias is added with one rounding
+   more, and so is a routing weight behind one. Its two ends are rounded to BF16: mostly to one
+   number.
 2. The activation of both ends, a little further apart by what its approximations may be off.
 3. Both ends are rounded to E4M3. Where they differ, the value is a candidate: it may be either.
    Where the block's largest value is near 448 of a scale, the scale is open, too.
@@ -39,6 +40,7 @@ from deep_moe.formats.block_scaled import (
 from .reference import (
     Numerics,
     Pair,
+    biases_of_expert,
     combine_slots,
     round_to_bf16,
     valid_slots,
@@ -104,6 +106,8 @@ def reference_bounds(
     sum_bits: int,
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
 ) -> Bounds:
     """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
@@ -126,6 +130,7 @@ def reference_bounds(
             numerics=numerics,
             sum_bits=sum_bits,
             activation=applied,
+            biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
 
     return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert)
@@ -181,8 +186,10 @@ def expert_bounds(
     numerics: Numerics,
     sum_bits: int,
     activation: Activation,
+    biases: Pair | None = None,
 ) -> SlotBounds:
-    """Of one expert on float64 tokens [n, H] with routing weights [n]."""
+    """Of one expert on float64 tokens [n, H] with routing weights [n]. biases: as the reference
+    takes them."""
     sums, errors = sums_with_errors(
         tokens,
         numerics.weights(*l1_weights),
@@ -190,6 +197,10 @@ def expert_bounds(
         numerics.sum_block,
         numerics.sum_products,
     )
+    outer_weights = None
+    if biases is not None:
+        sums, errors = _with_bias(sums, errors, biases[0])
+        outer_weights, weights = weights, torch.ones_like(weights)
     gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
     activated = activation(gate, up) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
@@ -209,14 +220,33 @@ def expert_bounds(
         quantized, dense, sum_bits, numerics.sum_block, numerics.sum_products
     )
     down, up_moves, squares = _moves(quantized, ends, dense)
+    y = sums
+    if biases is not None and outer_weights is not None:
+        factor = outer_weights.double().unsqueeze(1)
+        y = (sums + biases[1]).float() * outer_weights.float().unsqueeze(1)
+        sums, errors = _with_bias(sums, errors, biases[1])
+        # The product is rounded once more.
+        sums, errors = sums * factor, errors * factor.abs() * (1 + _FP32_HALF_UNIT)
+        errors += _FP32_HALF_UNIT * sums.abs()
+        ends_of_moves = torch.stack((down * factor, up_moves * factor))
+        down, up_moves = ends_of_moves.amin(dim=0), ends_of_moves.amax(dim=0)
+        squares = squares * factor**2
     return SlotBounds(
-        round_to_bf16(sums),
+        round_to_bf16(y),
         round_to_bf16(sums + down - errors),
         round_to_bf16(sums + up_moves + errors),
         sums,
         squares,
         errors,
     )
+
+
+def _with_bias(
+    sums: torch.Tensor, errors: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums float64 [n, R] and how far off they may be, when a bias [R] has been added in FP32."""
+    sums = sums + bias
+    return sums, errors + _FP32_HALF_UNIT * (sums.abs() + errors)
 
 
 def sums_with_errors(
@@ -296,7 +326,7 @@ def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -
     """Through E4M3 or BF16: float64 [n, I]."""
     if numerics.scale_block is None or numerics.scale_bytes is None:
         return Interval(round_to_bf16(ends.low).double(), round_to_bf16(ends.high).double())
-    low, high = (end.float().unflatten(1, (-1, numerics.scale_block)) for end in ends)
+    low, high = (numerics.blocks(end.float(), numerics.scale_block) for end in ends)
     sizes = torch.maximum(low.abs(), high.abs())
     least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
     candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]
@@ -311,7 +341,7 @@ def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -
         exact = end.double() / scales
         finer = outwards(exact / _E4M3_SMALLEST) * _E4M3_SMALLEST
         values = finer.where(is_open & (exact.abs() < _E4M3_SMALLEST_NORMAL), values)
-        rounded.append((values * scales).flatten(1))
+        rounded.append((values * scales).flatten(1)[:, : ends.low.shape[1]])
     return Interval(*rounded)
 
 

@@ -16,18 +16,20 @@ import torch.distributed as dist
 from deep_moe import jit
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.emulator.machine import Schedule
+from deep_moe.formats.biases import MegaMoEBiases
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
+from deep_moe.fused.input_preparation import row_fields
 from deep_moe.fused.mega_moe import CALLS, with_numerics
 from deep_moe.fused.options import CallArguments, CallOptions, given_options
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
-from deep_moe.targets import EMULATED
+from deep_moe.targets import EMULATED, target_of_device
 
 from .rank_processes import run_on_ranks
 from .synthetic import Layer, Tokens
@@ -52,6 +54,7 @@ def run_emulated_ranks(
     call by call. options: keyword arguments of `EmulatedRanks.call`."""
     with _emulated_ranks(shape) as ranks:
         weights = _transformed(ranks, layer, options.get("arch"))
+        options["biases"] = rank_biases(layer, shape, options.get("arch"))
         outputs = []
         for tokens in calls:
             for buffer, own in zip(ranks.buffers, tokens, strict=True):
@@ -80,7 +83,8 @@ def run_emulated_in_a_row(
         weights = _transformed(ranks, layer, options.get("arch"))
         given = given_options("run_emulated_in_a_row", cast(CallOptions, options))
         each = [with_numerics(given, activation, activation_clamp, fast_math)] * len(calls)
-        return call_in_a_row(ranks, weights, calls, each, schedule=schedule)
+        biases = rank_biases(layer, shape, given.get("arch"))
+        return call_in_a_row(ranks, weights, calls, each, schedule=schedule, biases=biases)
 
 
 def call_in_a_row(
@@ -90,6 +94,7 @@ def call_in_a_row(
     options: Sequence[CallArguments],
     *,
     schedule: Schedule = "random",
+    biases: Sequence[MegaMoEBiases] | None = None,
 ) -> list[list[RankOutput]]:
     """`run_emulated_in_a_row` on ranks that are there, with options for each call. The first ones'
     schedule seed holds for all."""
@@ -104,7 +109,10 @@ def call_in_a_row(
                 xs.append(model_inputs(own)[0])
                 arch = of_call.get("arch")
                 launches.append(_preparation(xs[-1], own, buffer, arch or EMULATED.name))
-            launches.append(prepare_launch(output.y, l1, l2, buffer, output.stats, of_call))
+            own_biases = None if biases is None else biases[buffer.rank]
+            launches.append(
+                prepare_launch(output.y, l1, l2, buffer, output.stats, of_call, own_biases)
+            )
     seed = options[0].get("schedule_seed") or 0
     run_emulated(launches, seed=seed, schedule=schedule, checks=True, clock="virtual")
     for buffer in ranks.buffers:
@@ -124,7 +132,11 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
 
 def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
-    config = PrepareInputsConfig(quantizes=buffer.x.dtype == torch.float8_e4m3fn, arch=arch)
+    config = PrepareInputsConfig(
+        quantizes=buffer.x.dtype == torch.float8_e4m3fn,
+        **row_fields(buffer.x, buffer.x_sf),
+        arch=arch,
+    )
     num_chunks = config.num_chunks(x.numel())
     args = PrepareInputsArgs(
         x=x.data_ptr(),
@@ -155,6 +167,7 @@ def trace_emulated_ranks(
     with _emulated_ranks(shape) as ranks, record(*ranks.buffers) as recorders:
         for buffer, own in zip(ranks.buffers, tokens, strict=True):
             fill_inputs(buffer, own)
+        call["biases"] = rank_biases(layer, shape, call.get("arch"))
         _call_emulated_ranks(ranks, _transformed(ranks, layer, call.get("arch")), tokens, call)
         return [recorder.collect() for recorder in recorders]
 
@@ -232,7 +245,20 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
         num_shared_experts=shape.num_shared_experts,
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
+        biases=shape.biases,
     )
+
+
+def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, torch.Tensor]:
+    """Of a call, by name."""
+    return {} if biases is None else {"l1_bias": biases.l1, "l2_bias": biases.l2}
+
+
+def rank_biases(layer: Layer, shape: MoEShape, arch: str | None) -> list[MegaMoEBiases] | None:
+    """Each rank's, laid out for `arch` and the shape's weights, if the layer has some."""
+    found = [layer.biases_of_rank(rank, shape, arch) for rank in range(shape.num_ranks)]
+    biases = [own for own in found if own is not None]
+    return biases or None
 
 
 def _transformed(ranks: EmulatedRanks, layer: Layer, arch: str | None) -> list[MegaMoEWeights]:
@@ -278,15 +304,22 @@ def _rank_process(
         num_shared_experts=shape.num_shared_experts,
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
+        biases=shape.biases,
     )
     l1, l2 = (
         (pair.weight.to(device), pair.sf.to(device))
         for pair in layer.of_rank(rank, shape.num_ranks)
     )
     weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"), weights=shape.weights)
+    biases = layer.biases_of_rank(rank, shape, call.get("arch") or target_of_device(device).name)
+    call = {**call, **bias_arguments(_on_device(biases, device))}
     value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], call)
     torch.save(value, _output_file(folder, rank))
     dist.barrier()  # no rank takes its memory away while another still reads it
+
+
+def _on_device(biases: MegaMoEBiases | None, device: torch.device) -> MegaMoEBiases | None:
+    return biases and MegaMoEBiases(*(bias.to(device) for bias in biases))
 
 
 def _run_rank(

@@ -62,6 +62,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
+        "biases": ("none", "both layers"),
         "activation": (*_EXACT_ACTIVATIONS, Situ()),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, _SMALL_POOL),
@@ -125,6 +126,7 @@ class FuzzCase:
             ),
             num_pool_tokens=self.values["pool"],
             weights=self.values["weights"],
+            biases=self.values["biases"] == "both layers",
             num_shared_experts=self.values["shared experts"],
         )
 
@@ -177,12 +179,14 @@ class FuzzCase:
                 activation=activation,
                 numerics=numerics,
                 num_shared_experts=self.shape.num_shared_experts,
+                **layer.biases,
             )
         return reference_bounds(
             *inputs,
             activation=activation,
             numerics=numerics,
             sum_bits=FP32_SUM_BITS,
+            **layer.biases,
             num_shared_experts=self.shape.num_shared_experts,
         )
 

@@ -9,7 +9,7 @@ from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 
-from .synthetic import Layer, Tokens, quantize_tokens
+from .synthetic import Layer, Tokens, quantize_tokens, random_biases
 
 # uniform: every expert is as likely as any other. zipf: the n-th most popular expert is 1/n times
 # as likely as the first. one-expert: every token names the same expert, and others at random.
@@ -43,7 +43,7 @@ def rank_layer(
     device: torch.device,
     scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> Layer:
-    """Weights of a rank's experts, then of the shared ones."""
+    """Weights and biases of a rank's experts, then of the shared ones."""
     num_local = shape.num_experts_per_rank
     own = [rank * num_local + i for i in range(num_local)]
     own += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
@@ -52,11 +52,18 @@ def rank_layer(
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
 
-    return Layer(
-        stacked([e.l1 for e in experts]),
-        stacked([e.l2 for e in experts]),
-        shape.num_shared_experts,
-    )
+    l1, l2 = stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
+    if not shape.biases:
+        return Layer(l1, l2, shape.num_shared_experts)
+    generator = torch.Generator(device).manual_seed(1_000_003 * seed - rank - 1)
+    biases = random_biases(shape, num_local, generator)
+    if shape.num_shared_experts:  # the same on every rank
+        generator = torch.Generator(device).manual_seed(1_000_003 * seed - 1_000_000)
+        of_shared = random_biases(shape, shape.num_shared_experts, generator)
+        both = zip(biases, of_shared, strict=True)
+        l1_bias, l2_bias = (torch.cat(parts) for parts in both)
+        return Layer(l1, l2, shape.num_shared_experts, l1_bias, l2_bias)
+    return Layer(l1, l2, 0, *biases)
 
 
 def rank_tokens(

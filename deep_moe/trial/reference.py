@@ -62,10 +62,18 @@ class Numerics:
         BF16: float64 [n, I]."""
         if self.scale_block is None or self.scale_bytes is None:
             return activated.to(torch.bfloat16).double()
-        blocks = activated.unflatten(-1, (-1, self.scale_block))
+        blocks = self.blocks(activated, self.scale_block)
         scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
         values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
-        return (values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)).flatten(-2)
+        scaled = values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
+        return scaled.flatten(-2)[..., : activated.shape[-1]]
+
+    @staticmethod
+    def blocks(values: torch.Tensor, scale_block: int) -> torch.Tensor:
+        """[n, I] as [n, blocks, scale_block], the last filled with zeros."""
+        missing = -values.shape[-1] % scale_block
+        whole = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        return whole.unflatten(-1, (-1, scale_block))
 
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
@@ -80,7 +88,7 @@ def _smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.T
 def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     """A token keeps its largest group scale; the other groups are brought to it in E4M3, rounded to
     nearest even. That changes values which thereby become subnormal, below 2^-6 of that scale."""
-    scale_bytes = unpack_ue8m0(x_sf).int()
+    scale_bytes = unpack_ue8m0(x_sf)[..., : x.shape[-1] // GROUP_SIZE].int()
     largest = scale_bytes.amax(dim=-1, keepdim=True)
     ratios = torch.exp2((scale_bytes - largest).double()).repeat_interleave(GROUP_SIZE, dim=-1)
     # float32 holds every product that E4M3 does not round to zero.
@@ -132,6 +140,8 @@ def reference_mega_moe(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
@@ -149,7 +159,7 @@ def reference_mega_moe(
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
-    in calls. numerics: which kernel's.
+    in calls. numerics: which kernel's. l1_bias, l2_bias: [experts, 2*I] and [experts, H], or none.
     """
     topk_idx, topk_weights = with_shared_slots(
         topk_idx, topk_weights, l1_weights[0].shape[0], num_shared_experts
@@ -164,6 +174,8 @@ def reference_mega_moe(
         activation=activation,
         activation_clamp=activation_clamp,
         numerics=numerics,
+        l1_bias=l1_bias,
+        l2_bias=l2_bias,
     )
     return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
 
@@ -199,6 +211,8 @@ def slot_contributions(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     numerics: Numerics = MXFP8,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each slot adds to its token: bfloat16 [tokens, topk, hidden], zero in unused slots."""
     applied = activation_of(activation, activation_clamp)
@@ -218,8 +232,18 @@ def slot_contributions(
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
             activation=applied,
             numerics=numerics,
+            biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
     return contributions
+
+
+def biases_of_expert(
+    l1_bias: torch.Tensor | None, l2_bias: torch.Tensor | None, expert_idx: int
+) -> Pair | None:
+    """Of both layers, [2*I] and [H], in FP32 as kernels have them."""
+    if l1_bias is None or l2_bias is None:
+        return None
+    return l1_bias[expert_idx].float(), l2_bias[expert_idx].float()
 
 
 def expert_output(
@@ -230,13 +254,24 @@ def expert_output(
     *,
     activation: Activation,
     numerics: Numerics,
+    biases: Pair | None = None,
 ) -> torch.Tensor:
-    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H]."""
+    """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H].
+
+    biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
+    Linear1's output is quantized as for weight 1.
+    """
     accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
+    if biases is not None:
+        accumulator += biases[0]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
-    activated = activation(gate, up) * weights.unsqueeze(1)
-    quantized = numerics.requantize(activated, weights)
-    return round_to_bf16(quantized @ numerics.weights(*l2_weights).T)
+    inner_weights = weights if biases is None else torch.ones_like(weights)
+    activated = activation(gate, up) * inner_weights.unsqueeze(1)
+    quantized = numerics.requantize(activated, inner_weights)
+    accumulator = quantized @ numerics.weights(*l2_weights).T
+    if biases is not None:
+        accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
+    return round_to_bf16(accumulator)
 
 
 def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

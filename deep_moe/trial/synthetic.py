@@ -15,19 +15,24 @@ that takes the scale of another row or group gets other numbers.
 
 Where tensor cores keep 13 bits only, as Hopper's do, rows of gate and up hold 2 weights of 1, which
 leaves at most 4 * 4 units after SwiGLU, and rows of the down-projection 128 weights: 6144 units.
+
+Biases are whole numbers, of gate 0 to 2 times 32, of up up to 2 in size, of the down-projection up
+to 3 times 32; with Hopper's bits up to 1 in place of 2. Then sums of gate and up are up to 34 and 5
+units, and rows of the down-projection hold so many weights less: 4096, and 96.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
-    pack_ue8m0,
+    pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
 )
 from deep_moe.formats.weight_formats import SCALE_GROUP, TokenFormat, weight_format
@@ -51,12 +56,14 @@ class _ExactBounds:
     num_l1_weights: int  # per row of gate and up
     max_l1_weight: int
     num_l2_weights: int  # per row
+    max_l1_bias: int = 0
 
     @property
     def is_l2_dense(self) -> bool:
         return self.num_l2_weights > 128
 
 
+_EXACT_BOUNDS_WITH_BIASES = {24: _ExactBounds(8, 2, 4096, 2), 13: _ExactBounds(2, 1, 96, 1)}
 _EXACT_BOUNDS = {24: _ExactBounds(8, 2, 5461), 13: _ExactBounds(2, 1, 128)}
 
 
@@ -67,24 +74,38 @@ class Layer:
     l1: LayerWeights
     l2: LayerWeights
     num_shared_experts: int = 0
+    l1_bias: torch.Tensor | None = None  # float32 [experts, 2*I]
+    l2_bias: torch.Tensor | None = None  # float32 [experts, H]
+
+    @property
+    def biases(self) -> dict[str, Any]:
+        """As the reference takes them."""
+        return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
+
+    def biases_of_rank(
+        self, rank: int, shape: MoEShape, arch: str | None = None
+    ) -> MegaMoEBiases | None:
+        """The part that one rank holds, laid out for `arch` and the shape's weights."""
+        if self.l1_bias is None or self.l2_bias is None:
+            return None
+        l1_bias, l2_bias = (
+            self._of_rank(bias, rank, shape.num_ranks) for bias in (self.l1_bias, self.l2_bias)
+        )
+        return transform_biases_for_mega_moe(l1_bias, l2_bias, arch, weights=shape.weights)
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
         """The part that one rank holds: its own experts, then all shared ones."""
-        num_experts = self.l1.weight.shape[0]
-        num_routed = num_experts - self.num_shared_experts
-        num_local = num_routed // num_ranks
-        parts = [slice(rank * num_local, (rank + 1) * num_local)]
-        if self.num_shared_experts:
-            parts.append(slice(num_routed, num_experts))
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            views = [tensor[part] for part in parts]
-            return views[0] if len(views) == 1 else torch.cat(views)
-
-        return (
-            LayerWeights(own(self.l1.weight), own(self.l1.sf)),
-            LayerWeights(own(self.l2.weight), own(self.l2.sf)),
+        l1, l2 = (
+            LayerWeights(*(self._of_rank(tensor, rank, num_ranks) for tensor in layer))
+            for layer in (self.l1, self.l2)
         )
+        return l1, l2
+
+    def _of_rank(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+        num_routed = tensor.shape[0] - self.num_shared_experts
+        num_local = num_routed // num_ranks
+        own = tensor[rank * num_local : (rank + 1) * num_local]
+        return torch.cat([own, tensor[num_routed:]]) if self.num_shared_experts else own
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,22 @@ def random_layer(
 
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
     l2 = linear(shape.hidden, shape.intermediate_hidden)
-    return Layer(l1, l2, shape.num_shared_experts)
+    if not shape.biases:
+        return Layer(l1, l2, shape.num_shared_experts)
+    num_experts = shape.num_experts + shape.num_shared_experts
+    biases = random_biases(shape, num_experts, generator)
+    return Layer(l1, l2, shape.num_shared_experts, *biases)
+
+
+def random_biases(
+    shape: MoEShape, num_experts: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normally distributed biases of so many experts, about as large as what they are added to."""
+    l1_bias, l2_bias = (
+        torch.randn(num_experts, num_rows, device=generator.device, generator=generator)
+        for num_rows in (2 * shape.intermediate_hidden, shape.hidden)
+    )
+    return l1_bias, l2_bias
 
 
 def random_tokens(
@@ -156,7 +192,7 @@ def exact_layer(
     K that share a scale."""
     if sum_bits not in _EXACT_BOUNDS:
         raise ValueError(f"sum_bits must be one of 24, 13; got {sum_bits}")
-    bounds = _EXACT_BOUNDS[sum_bits]
+    bounds = (_EXACT_BOUNDS_WITH_BIASES if shape.biases else _EXACT_BOUNDS)[sum_bits]
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden = shape.num_experts + shape.num_shared_experts, shape.hidden
     num_rows = 2 * shape.intermediate_hidden
@@ -183,11 +219,17 @@ def exact_layer(
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
     l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
-    return Layer(
-        weights.of_codes(l1, l1_sf, scale_block),
-        weights.of_codes(l2, l2_sf, scale_block),
-        shape.num_shared_experts,
+    l1_weights, l2_weights = (
+        weights.of_codes(codes, sf, scale_block) for codes, sf in ((l1, l1_sf), (l2, l2_sf))
     )
+    if not shape.biases:
+        return Layer(l1_weights, l2_weights, shape.num_shared_experts)
+    most = bounds.max_l1_bias
+    gate = 32 * torch.randint(0, most + 1, (num_experts, num_rows // 2), generator=generator)
+    up = torch.randint(-most, most + 1, gate.shape, generator=generator)
+    l2_bias = 32 * torch.randint(-3, 4, (num_experts, hidden), generator=generator)
+    l1_bias = torch.cat([gate, up], dim=1).float()
+    return Layer(l1_weights, l2_weights, shape.num_shared_experts, l1_bias, l2_bias.float())
 
 
 def exact_tokens(
@@ -202,7 +244,7 @@ def exact_tokens(
     if not shape.token_format.has_scales:
         return Tokens(*quantize_tokens(x.float(), shape.token_format), topk_idx, weights)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
-    return Tokens(codes.to(torch.float8_e4m3fn), pack_ue8m0(sf), topk_idx, weights)
+    return Tokens(codes.to(torch.float8_e4m3fn), pack_ue8m0_groups(sf), topk_idx, weights)
 
 
 def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from deep_moe.fused.mega_moe import CALLS, with_numerics
 from deep_moe.fused.options import given_options
 from deep_moe.heuristics import MegaMoEConfig, MoEShape
 
-from .calls import fill_inputs
+from .calls import bias_arguments, fill_inputs
 from .synthetic import Layer, Tokens
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
@@ -47,11 +47,13 @@ class TimedLayer:
             num_shared_experts=shape.num_shared_experts,
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
+            biases=shape.biases,
             device=device,
         )
         self.weights = transform_weights_for_mega_moe(
             layer.l1, layer.l2, arch=arch, weights=shape.weights
         )
+        self.biases = layer.biases_of_rank(0, shape, arch)
         self.y = torch.empty(0)
 
     def fill(self, tokens: Tokens) -> None:
@@ -78,6 +80,7 @@ class TimedLayer:
             activation=activation,
             arch=self.arch,
             overrides=dict(overrides or {}),
+            **bias_arguments(self.biases),
         )
 
     def config(
@@ -86,7 +89,7 @@ class TimedLayer:
         """Of the kernel that a call with these arguments runs on this rank."""
         options = given_options("config", {"arch": self.arch, "overrides": overrides})
         arguments = with_numerics(options, activation)
-        plan, _ = prepare_call(self.y, *self.weights, self.buffer, None, arguments)
+        plan, _ = prepare_call(self.y, *self.weights, self.buffer, None, arguments, self.biases)
         return plan.config
 
     def close(self) -> None:

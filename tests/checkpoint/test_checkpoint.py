@@ -14,6 +14,7 @@ from deep_moe.checkpoint.experts import (
     NAMINGS,
     ExpertNaming,
     StackedNaming,
+    load_biases,
     load_experts,
     load_transformed_experts,
     save_experts,
@@ -189,14 +190,55 @@ class TestStackedExperts:
         load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=3)
         assert sorted(set(reads)) == [(2, 3), (3, 4)]
 
-    def test_biases_are_refused(self, tmp_path, weights):
+    def test_biases_are_read_as_the_rows_are(self, tmp_path, weights):
+        tensors = stacked_tensors(weights)
+        prefix = f"model.layers.{LAYER}.mlp.experts."
+        num_l1_rows = weights[0][0].shape[1]
+        l1_bias = torch.arange(NUM_EXPERTS * num_l1_rows).view(NUM_EXPERTS, -1).float()
+        l2_bias = torch.randn(NUM_EXPERTS, HIDDEN).bfloat16()
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert load_biases(tmp_path, LAYER) is None
+        tensors[prefix + "gate_up_proj_bias"] = l1_bias
+        tensors[prefix + "down_proj_bias"] = l2_bias
+        save_file(tensors, tmp_path / "model.safetensors")
+        loaded = load_biases(tmp_path, LAYER, rank_idx=1, num_ranks=3)
+        expected = torch.cat([l1_bias[2:4, 0::2], l1_bias[2:4, 1::2]], dim=1)
+        assert torch.equal(loaded.l1, expected)
+        assert torch.equal(loaded.l2, l2_bias[2:4])
+        copies = load_biases(tmp_path, LAYER, experts=[5, 0, 5])
+        assert torch.equal(copies.l2, l2_bias[[5, 0, 5]])
+        assert_equal(load_experts(tmp_path, LAYER, biases_apart=True), weights)
+        load_transformed_experts(tmp_path, LAYER, biases_apart=True)
+        tensors[prefix + "down_proj_bias"] = l2_bias[:, 1:].contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"down_proj_bias must have shape .experts, "):
+            load_biases(tmp_path, LAYER)
+        tensors[prefix + "down_proj_bias"] = l2_bias.half()
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="down_proj_bias must be bfloat16 or float32; go"):
+            load_biases(tmp_path, LAYER)
+
+    def test_biases_of_one_layer_only(self, tmp_path, weights):
+        tensors = stacked_tensors(weights)
+        name = f"model.layers.{LAYER}.mlp.experts.gate_up_proj_bias"
+        tensors[name] = torch.zeros(NUM_EXPERTS, 4)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"gate_up_proj_bias, but no tensor .*down_proj_b"
+        ):
+            load_biases(tmp_path, LAYER)
+
+    def test_biases_that_nobody_takes_are_refused(self, tmp_path, weights):
         tensors = stacked_tensors(weights)
         tensors[f"model.layers.{LAYER}.mlp.experts.down_proj_bias"] = torch.zeros(
             NUM_EXPERTS, HIDDEN
         )
+        name = f"model.layers.{LAYER}.mlp.experts.gate_up_proj_bias"
+        tensors[name] = torch.zeros(NUM_EXPERTS, weights[0][0].shape[1])
         save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match="down_proj_bias; no kernel adds biases"):
-            load_experts(tmp_path, LAYER)
+        for load in (load_experts, load_transformed_experts):
+            with pytest.raises(CheckpointError, match="_bias: load biases with load_biases, and"):
+                load(tmp_path, LAYER)
 
     @pytest.mark.parametrize(
         ("name", "change", "message"),
@@ -477,7 +519,7 @@ class TestRefusals:
             },
             tmp_path / "a.safetensors",
         )
-        with pytest.raises(CheckpointError, match=r"multiples of 128; .* has 128 and 100"):
+        with pytest.raises(CheckpointError, match=r"multiples of 32 .*; .* has 128 and 100"):
             load_experts(tmp_path, 0, num_experts=1)
 
     def test_a_layer_that_is_not_there(self, single_file):

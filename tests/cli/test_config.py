@@ -96,6 +96,14 @@ def test_an_override_is_marked_as_the_callers():
     assert reasons["num_stages"] == "set by the caller"
 
 
+def test_biases_reach_the_config():
+    plain, with_biases = explained(), explained("--biases")
+    assert (plain["biases"], with_biases["biases"]) == (False, True)
+    assert "mxfp4 weights with biases" in run_config("--biases").stdout
+    sm90 = explained("--biases", "--arch", "sm_90a")
+    assert "biases" in [row["name"] for row in sm90["smem_map"]]
+
+
 def test_weights_reach_the_config():
     assert explained()["weights"] == "mxfp4"
     assert explained("--weights", "fp8")["weights"] == "fp8"

@@ -131,6 +131,18 @@ def test_it_ends_with_what_the_cases_were(monkeypatch: pytest.MonkeyPatch) -> No
     assert "2 cases, 0 failed" in printed
 
 
+def test_only_cases_with_or_without_biases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases: list[FuzzCase] = []
+    monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "wrong")
+    for option, has_biases in (("--biases", True), ("--no-biases", False)):
+        cases.clear()
+        result = CliRunner().invoke(app, ["fuzz", "--count", "3", option])
+        assert [case.shape.biases for case in cases] == [has_biases] * 3
+        assert f"--count 1 {option}" in " ".join(result.output.split())
+
+
 def test_a_number_names_one_case() -> None:
     assert FuzzCase.of(5) == FuzzCase.of(5) != FuzzCase.of(6)
 

@@ -66,6 +66,14 @@ def test_fp8_weights(kind: str, arch: str):
     assert document["shape"]["weights"] == "fp8"
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("kind", ["--exact", "--seed=4"])
+def test_biases(kind: str, arch: str):
+    document = ran(*TINY, "--tokens", "9", "--biases", kind, "--arch", arch)
+    assert document["passed"]
+    assert document["shape"]["biases"]
+
+
 def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp4")
     assert result.exit_code == 2
@@ -264,3 +272,26 @@ def test_ranks_without_gpus_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     result = invoke(*TINY, "--device", "cuda", "--ranks", "2")
     assert result.exit_code == 1
     assert "a GPU for each of 2 ranks; there are 1" in str(result.exception)
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_a_checkpoint_like_that_of_gpt_oss(tmp_path: Path, arch: str):
+    """Stacked, rows of gate and up in turn, biases, sizes that are no multiples of 128."""
+    experts, hidden, intermediate = 4, 96, 160
+    tensors = {}
+    for part, rows, columns in (
+        ("gate_up", 2 * intermediate, hidden),
+        ("down", hidden, intermediate),
+    ):
+        name = f"model.layers.0.mlp.experts.{part}_proj"
+        blocks = (experts, rows, columns // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 124, blocks[:3], dtype=torch.uint8)
+        tensors[f"{name}_bias"] = torch.randn(experts, rows).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = ("--checkpoint", str(tmp_path), "--layer", "0", "--tokens", "9")
+    document = ran(*options, "--activation", "swiglu_oai", "--arch", arch)
+    assert document["passed"]
+    assert document["shape"]["biases"]
+    assert document["shape"]["hidden"] == hidden
+    assert "--checkpoint decides" in " ".join(invoke(*options, "--biases").output.split())

@@ -257,18 +257,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"l2_weights\[0\] must have shape"):
             transform_weights_for_mega_moe(l1, random_layer(HIDDEN, INTERMEDIATE, num_experts=2))
 
-    @pytest.mark.parametrize(("num_rows", "num_columns"), [(320, 384), (512, 320), (0, 384)])
-    def test_sizes_that_are_no_multiple_of_128(self, num_rows, num_columns):
-        with pytest.raises(
-            ValueError, match=r"l1_weights\[0\] must have shape .* multiples of 128"
-        ):
+    @pytest.mark.parametrize(("num_rows", "num_columns"), [(328, 384), (0, 384)])
+    def test_sizes_that_are_no_multiple_of_32(self, num_rows, num_columns):
+        with pytest.raises(ValueError, match=r"l1_weights\[0\] must have shape .* multiples of 32"):
             transform_weights_for_mega_moe(
                 random_layer(num_rows, num_columns), random_layer(HIDDEN, INTERMEDIATE)
             )
 
-    def test_odd_number_of_row_blocks(self):
-        with pytest.raises(ValueError, match=r"l1_weights\[0\] must have 2\*I rows"):
-            transform_weights_for_mega_moe(random_layer(384, 384), random_layer(384, 192 + 64))
+    def test_odd_number_of_groups_of_rows(self):
+        with pytest.raises(ValueError, match=r"l1_weights\[0\] must have 2\*I rows .* of 32"):
+            transform_weights_for_mega_moe(random_layer(352, 384), random_layer(384, 192 + 64))
 
     def test_two_dimensional_weights(self, weights):
         (weight, sf), l2 = weights

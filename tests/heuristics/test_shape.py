@@ -2,7 +2,13 @@
 
 import pytest
 
-from deep_moe.heuristics import PRESETS, MoEShape, preset_activation, preset_shape
+from deep_moe.heuristics import (
+    PRESETS,
+    MoEShape,
+    preset_activation,
+    preset_has_biases,
+    preset_shape,
+)
 
 VALID = {
     "num_ranks": 8,
@@ -110,9 +116,9 @@ def test_mask_has_a_bit_per_linear1_block(intermediate_hidden, num_words):
         ("num_shared_experts", 5, "num_shared_experts must be 0 to 4; got 5"),
         ("num_shared_experts", -1, "num_shared_experts must be 0 to 4; got -1"),
         ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
-        ("hidden", 7169, "hidden must be a positive multiple of 128; got 7169"),
-        ("hidden", 0, "hidden must be a positive multiple of 128; got 0"),
-        ("intermediate_hidden", 192, "intermediate_hidden must be .* of 128; got 192"),
+        ("hidden", 7169, "hidden must be a positive multiple of 32 with mxfp4 weights; got 7169"),
+        ("hidden", 0, "hidden must be a positive multiple of 32 with mxfp4 weights; got 0"),
+        ("intermediate_hidden", 200, "intermediate_hidden must be .* of 32 .*; got 200"),
         ("num_max_tokens_per_rank", 0, "num_max_tokens_per_rank must be at least 1; got 0"),
     ],
 )
@@ -143,14 +149,21 @@ def test_presets():
         "deepseek-v4-pro": (384, 6, 7168, 3072),
         "deepseek-v3": (256, 8, 7168, 2048),
         "deepseek-v4.1-flash": (384, 6, 5120, 2304),
+        "gpt-oss-120b": (128, 4, 2880, 2880),
         "glm-5": (256, 8, 6144, 2048),
         "glm-5.3-flash": (288, 8, 4096, 2048),
         "kimi-k3": (896, 16, 3584, 3072),
         "minimax-m3": (128, 4, 6144, 3072),
         "qwen3-235b": (128, 8, 4096, 1536),
     }
-    others = {name: preset_activation(name) for name in PRESETS if name[0] in "km"}
-    assert others == {"kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+    others = {name: preset_activation(name) for name in PRESETS if name[:2] in ("ki", "mi", "gp")}
+    assert others == {
+        "gpt-oss-120b": "swiglu_oai",
+        "kimi-k3": "situ",
+        "minimax-m3": "swiglu_oai",
+    }
+    with_biases = [name for name in PRESETS if preset_has_biases(name)]
+    assert with_biases == ["gpt-oss-120b"]
     assert {preset_activation(name) for name in PRESETS if name not in others} == {"swiglu"}
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=64)
     assert (shape.num_experts_per_rank, shape.hidden, shape.num_max_tokens_per_rank) == (

@@ -14,7 +14,7 @@ from deep_moe.fused.options import CallOptions
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import Bounds, reference_bounds
-from deep_moe.trial.calls import call_in_a_row, model_inputs
+from deep_moe.trial.calls import call_in_a_row, model_inputs, rank_biases
 from deep_moe.trial.comparison import Comparison, compare
 from deep_moe.trial.reference import FP32_SUM_BITS, reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens
@@ -43,7 +43,9 @@ class LayerCase:
             num_shared_experts=shape.num_shared_experts,
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
+            biases=shape.biases,
         )
+        self.biases = rank_biases(layer, shape, arch)
         self.numerics = target_of(arch).weights_of(shape.weights).numerics
         self.weights = [
             transform_weights_for_mega_moe(
@@ -62,7 +64,7 @@ class LayerCase:
             buffer.topk_idx[:n].copy_(mine.topk_idx)
             buffer.topk_weights[:n].copy_(mine.topk_weights)
             ys.append(self._empty_y(n))
-        self.ranks.call(ys, self.weights, arch=self.arch, **options)
+        self.ranks.call(ys, self.weights, biases=self.biases, arch=self.arch, **options)
         return ys
 
     def _empty_y(self, num_tokens: int) -> torch.Tensor:
@@ -82,6 +84,7 @@ class LayerCase:
                 self.layer.l2,
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
+                **self.layer.biases,
                 num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
@@ -106,6 +109,7 @@ class LayerCase:
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
                 sum_bits=sum_bits,
+                **self.layer.biases,
                 num_shared_experts=self.shape.num_shared_experts,
             )
             for mine in tokens
@@ -149,7 +153,9 @@ class LayerCase:
             )
             for call_idx in range(len(calls))
         ]
-        outputs = call_in_a_row(self.ranks, self.weights, calls, options, schedule=schedule)
+        outputs = call_in_a_row(
+            self.ranks, self.weights, calls, options, schedule=schedule, biases=self.biases
+        )
         stats = [sum(output.stats for output in of_rank) for of_rank in zip(*outputs, strict=True)]
         self._check_what_calls_leave(calls, stats)
         return [

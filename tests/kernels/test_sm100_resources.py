@@ -26,10 +26,11 @@ def check(
     block_m: int,
     problem: tuple[int, int, int, int, int, float | None, bool],
     weights: str = "mxfp4",
+    biases: bool = False,
 ) -> None:
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
     config = choose_config(
-        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights),
+        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights, biases=biases),
         1024,
         activation_clamp=clamp,
         fast_math=fast_math,
@@ -56,6 +57,12 @@ def test_no_spills(block_m: int, problem: str) -> None:
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights)
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("block_m", TILES)
+def test_no_spills_with_biases(block_m: int, weights: str) -> None:
+    check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
 
 
 @pytest.mark.slow

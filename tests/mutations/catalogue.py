@@ -492,7 +492,7 @@ SM90_MUTATIONS = (
     M("stage_overwritten", instead("sm90_token_stage_free", "if (false) {"), "race"),
     M("no_scale_may_change", replaced("may_change_scale", "has_own_scales", "false"), "result"),
     M("arrival_without_syncwarp", removed("scales_stored"), "race"),
-    M("factors_not_expected", replaced("factor_bytes", "2 *", ""), "misuse"),
+    M("factors_not_expected", replaced("factor_bytes", "num_token_vectors *", ""), "misuse"),
     M(
         "destinations_of_padding",
         replaced("has_destination", "num_valid_rows", "Config::block_m"),
@@ -686,6 +686,55 @@ SM90_MUTATIONS = (
         arch="sm_100a",
         test="test_small_rings::test_a_small_ring",
         arguments={"arch": "sm_100a", "schedule": "random"},
+    ),
+    # ---- biases
+    *(
+        M(
+            f"{name}_on_{arch[:-1]}",
+            edit,
+            catcher,
+            arch=arch,
+            test="test_biases::test_exact_layer",
+            arguments={"arch": arch, "weights": weights},
+        )
+        for name, arch, weights, edit, catcher in (
+            (
+                "linear1_without_bias",
+                "sm_90a",
+                "mxfp4",
+                replaced("l1_bias_added", "fmaf(sum, scale, bias)", "sum * scale"),
+                "result",
+            ),
+            (
+                "bias_behind_the_weight",
+                "sm_90a",
+                "fp8",
+                replaced(
+                    "l2_bias_added",
+                    "fmaf(sum, scale, bias) * topk_weight",
+                    "fmaf(sum * topk_weight, scale, bias)",
+                ),
+                "result",
+            ),
+            ("linear2_without_weight", "sm_90a", "mxfp4", removed("l2_weights"), "result"),
+            ("weight_not_stored", "sm_90a", "mxfp4", removed("weight_behind_linear2"), "misuse"),
+            ("biases_not_copied", "sm_90a", "mxfp4", removed("biases_copied"), "timeout|misuse"),
+            (
+                "biases_of_other_rows",
+                "sm_100a",
+                "fp8",
+                replaced("sm100_biases", "8 * r", "16 * r"),
+                "result|misuse",
+            ),
+            ("linear2_without_weight", "sm_100a", "mxfp4", removed("sm100_l2_weights"), "result"),
+        )
+    ),
+    M(
+        "rows_of_other_lengths",
+        replaced("padded_row", "* row_chunks", "* length"),
+        "result|misuse|race",
+        test="test_padded_sizes::test_prepared_inputs_of_two_ranks",
+        arguments={"arch": "sm_100a"},
     ),
     # ---- shared experts
     *(

@@ -119,6 +119,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
                 layer.l2,
                 activation=case.values["activation"],
                 numerics=case.target_weights.numerics,
+                **layer.biases,
                 num_shared_experts=case.shape.num_shared_experts,
             )
             outputs[-1].append(RankOutput(y, stats[rank].clone()))

@@ -12,9 +12,9 @@ import torch
 import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
+from deep_moe.formats.weight_formats import K_BLOCK
 from deep_moe.formats.weights import MegaMoEWeights
 from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.heuristics.shape import K_BLOCK
 from deep_moe.targets import target_of_device
 
 from .operands import packed_weights

@@ -31,7 +31,7 @@ template <class Config>
 struct CombineChunks {
     static constexpr uint32_t bytes_per_access = 16;  // per lane: one uint4 of 8 BF16
     static constexpr uint32_t elements_per_access = bytes_per_access / sizeof(uint16_t);
-    static constexpr uint32_t row_bytes = Config::hidden * sizeof(uint16_t);
+    static constexpr uint32_t row_bytes = Config::output_hidden * sizeof(uint16_t);  // of y
     static constexpr uint32_t chunk_bytes =
         align_up(ceil_div(row_bytes, Config::num_combine_chunks), bytes_per_access);
     static constexpr uint32_t num_chunks = ceil_div(row_bytes, chunk_bytes);

@@ -32,6 +32,7 @@ struct Linear<Config, Phase::linear1> {
     static __device__ auto& weight_sf(const KernelArgs& args) { return args.l1_weight_sf; }
     static __device__ auto& weight_blocks(const KernelArgs& args) { return args.l1_weight_blocks; }
     static __device__ auto& row_factors(const KernelArgs& args) { return args.l1_row_factors; }
+    static __device__ auto& biases(const KernelArgs& args) { return args.l1_biases; }
 };
 
 // intermediate_hidden -> hidden.
@@ -51,6 +52,7 @@ struct Linear<Config, Phase::linear2> {
     static __device__ auto& weight_sf(const KernelArgs& args) { return args.l2_weight_sf; }
     static __device__ auto& weight_blocks(const KernelArgs& args) { return args.l2_weight_blocks; }
     static __device__ auto& row_factors(const KernelArgs& args) { return args.l2_row_factors; }
+    static __device__ auto& biases(const KernelArgs& args) { return args.l2_biases; }
 };
 
 template <class Config>
@@ -114,6 +116,9 @@ class LinearOf {
     }
     __device__ const float* row_factors(const KernelArgs& args) const {
         return is_first_ ? First::row_factors(args) : Second::row_factors(args);
+    }
+    __device__ const float* biases(const KernelArgs& args) const {
+        return is_first_ ? First::biases(args) : Second::biases(args);
     }
 
  private:

@@ -1,7 +1,8 @@
 // Which scale Linear2's input gets, in E4M3, for each token and 128 values.
 //
 // If it can, the one that all of the token's k-blocks have: Linear2 then adds them up as they are
-// (rescaler.cuh). It follows from the routing weight alone, which is in every value as a factor:
+// (rescaler.cuh). It follows from the routing weight alone, which is in every value as a factor; 1
+// is where there are biases:
 // 2^(floor(log2 |weight|) - 1), so that silu(gate) * up up to 112 fits, and with a clamp of 10 all.
 // E4M3 is a floating format: where in its range a block lies matters little until it nears the
 // subnormals. A block whose largest value is below 2^-3 of the scale, where rounding to E4M3 would

@@ -29,10 +29,10 @@ struct PrepareInputsArgs {
     const void* x;             // bf16 [num_chunks * 8]
     const void* topk_idx;      // i64 or i32 [num_slots]
     const void* topk_weights;  // f32 or bf16 [num_slots]
-    void* input_x;             // e4m3 or bf16 [num_chunks * 8]
-    void* input_x_sf;          // ue8m0 [num_chunks / 4], a multiple of 4: four make a word; or null
-    void* input_topk_idx;      // i64 [num_slots]
-    void* input_topk_weights;  // f32 [num_slots]
+    void* input_x;             // e4m3 or bf16 [num_chunks * 8]; e4m3 maybe in longer rows
+    void* input_x_sf;      // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or null
+    void* input_topk_idx;  // i64 [num_slots]
+    void* input_topk_weights;   // f32 [num_slots]
     const uint8_t* token_mask;  // [num_slots / num_topk], 0 or 1
     const void* expert_map;     // i32 or i64 [num_mapped_experts][num_expert_copies]
     int32_t* expert_load;       // [num_experts]
@@ -87,13 +87,25 @@ class TokenChunks {
             const uint32_t scale_byte = e4m3_scale_byte(amax_bits);
             const float factor = e4m3_factor(amax_bits, scale_byte);
             if (!is_valid(i)) continue;  //~ chunk_exists
-            values[chunk_idx(i)] = quantize_chunk(chunk, factor);
+            values[place(chunk_idx(i), Config::num_buffer_row_chunks)] =
+                quantize_chunk(chunk, factor);
             if (chunk_idx(i) % lanes_per_scale == 0) {
-                scale_bytes[chunk_idx(i) / lanes_per_scale] = static_cast<uint8_t>(scale_byte);
+                const uint32_t chunk_of_scale =
+                    place(chunk_idx(i), Config::num_buffer_row_scales * lanes_per_scale);
+                scale_bytes[chunk_of_scale / lanes_per_scale] = static_cast<uint8_t>(scale_byte);
             }
         }
     }
 
+    // Where a chunk belongs, in rows of so many: those of the buffer may be longer than those of x.
+    static __device__ uint32_t place(uint32_t chunk_idx, uint32_t row_chunks) {
+        constexpr uint32_t length = Config::num_row_chunks;
+        if constexpr (length == 0) {
+            return chunk_idx;
+        } else {
+            return chunk_idx / length * row_chunks + chunk_idx % length;  //~ padded_row
+        }
+    }
     __device__ uint32_t chunk_idx(uint32_t i) const { return first_ + i * warp_size; }
     __device__ bool is_valid(uint32_t i) const { return chunk_idx(i) < args_.num_chunks; }
 

@@ -57,10 +57,10 @@ struct alignas(64) KernelArgs {
     // SM90: weights are plain bytes. Their scales are factors, of each row or of parts of a block,
     // [num_l1_k_blocks][2][2] instead of [block_n], as Config::Weights says. Else null.
     // E: the rank's routed experts, then the shared ones.
-    const void* l1_weight_blocks;  // [E][num_l1_n_blocks][num_l1_k_blocks][block_bytes]
-    const void* l2_weight_blocks;  // [E][num_l2_n_blocks][num_l2_k_blocks][block_bytes]
-    const float* l1_row_factors;   // [E][num_l1_n_blocks][block_n]
-    const float* l2_row_factors;   // [E][num_l2_n_blocks][block_n]
+    const void* l1_weight_blocks;          // [E][num_l1_n_blocks][num_l1_k_blocks][block_bytes]
+    const void* l2_weight_blocks;          // [E][num_l2_n_blocks][num_l2_k_blocks][block_bytes]
+    const float* l1_row_factors;           // [E][num_l1_n_blocks][block_n]
+    const float* l2_row_factors;           // [E][num_l2_n_blocks][block_n]
     uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
     void* y;                               // bf16 [num_tokens, hidden]
     int32_t* cumulative_local_expert_recv_stats;  // [num_experts_per_rank], or null
@@ -71,6 +71,9 @@ struct alignas(64) KernelArgs {
     // Used with Config::trace only, see trace/tracer.cuh. Else null and 0.
     void* trace;
     uint32_t trace_capacity;  // records per track
+    // With Config::Biases::exist only, see biases/per_expert.cuh. Else null.
+    const float* l1_biases;  // [E_local][num_l1_n_blocks * block_n / 256][256]
+    const float* l2_biases;  // [E_local][ceil(hidden / 256)][256]
 };
 
 }  // namespace deep_moe

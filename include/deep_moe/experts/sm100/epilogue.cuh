@@ -8,6 +8,7 @@
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/l1_epilogue.cuh"
 #include "deep_moe/experts/sm100/l2_epilogue.cuh"
+#include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
@@ -48,6 +49,8 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; walk.next(block); accumulators.advance()) {
         trace.mark(TraceStep::await_block);
+        const LinearOf<Config> linear(block.phase);
+        const RowBiases biases = load_row_biases(args, linear, block, warp);
         // The epilogues read routing weights and destinations, which the commit behind the MMAs
         // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
         //~ block_arrived
@@ -58,7 +61,6 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         if (!all_arrived(arrived)) return;
         ptx::tcgen05_fence_after_thread_sync();  //~ accumulator_fence
 
-        const LinearOf<Config> linear(block.phase);
         trace.mark(linear.epilogue_step(), linear.weight_block_row(block), block.num_valid_rows);
         const uint32_t first_lane = warp.quadrant() * 32;
         const uint32_t column = Config::Tmem::accumulator_column +
@@ -66,9 +68,9 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const Accumulator accumulator{tmem + (first_lane << 16) + column,
                                       in_even_cta(smem.tmem_empty_barriers(accumulators.stage))};
         if (block.phase == Phase::linear1) {
-            l1_epilogue.run(block, accumulator);
+            l1_epilogue.run(block, accumulator, biases);
         } else {
-            l2_epilogue.run(block, accumulator);
+            l2_epilogue.run(block, accumulator, biases);
             if constexpr (PoolRing<Config>::wraps) {
                 // The products are complete, so both CTAs' copies are. Every warp reads where its
                 // rows go; behind the barrier all have.

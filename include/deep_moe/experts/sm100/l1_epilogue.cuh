@@ -1,6 +1,6 @@
-// From a Linear1 accumulator to Linear2's input: activation, requantization to E4M3 with one scale
-// per 32 values, store to the pool, and the arrival bit that lets Linear2 start. Where tokens have
-// no scales it is rounded to BF16 instead.
+// From a Linear1 accumulator to Linear2's input: bias, activation, requantization to E4M3 with one
+// scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start. Where tokens
+// have no scales it is rounded to BF16 instead.
 //
 // The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
 // a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
@@ -12,6 +12,7 @@
 
 #include "deep_moe/activations/apply_activation.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm100_scale_layout.cuh"
@@ -49,14 +50,21 @@ __device__ __forceinline__ void find_maxima(ActivatedAtom& atom) {
 
 template <class Config>
 __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
-                                                        uint32_t token, float2 topk_weights) {
+                                                        uint32_t token, float2 topk_weights,
+                                                        const RowBiases& biases) {
+    using Biases = typename Config::Biases;
     float rows[2][4];
     accumulator.load(token, rows);
     ActivatedAtom atom;
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-        atom.values[i][0] = apply_activation<Config>(rows[i][0], rows[i][2], topk_weights.x);
-        atom.values[i][1] = apply_activation<Config>(rows[i][1], rows[i][3], topk_weights.y);
+        const float (&bias)[2] = biases.values[i];
+        atom.values[i][0] = apply_activation<Config>(Biases::linear1(rows[i][0], 1.0f, bias[0]),
+                                                     Biases::linear1(rows[i][2], 1.0f, bias[1]),
+                                                     Biases::linear1_weight(topk_weights.x));
+        atom.values[i][1] = apply_activation<Config>(Biases::linear1(rows[i][1], 1.0f, bias[0]),
+                                                     Biases::linear1(rows[i][3], 1.0f, bias[1]),
+                                                     Biases::linear1_weight(topk_weights.y));
     }
     if constexpr (Config::Weights::has_scales) find_maxima(atom);
     return atom;
@@ -94,14 +102,15 @@ class L1Epilogue {
         : args_(args), smem_(smem), local_(local), warp_(warp) {}
 
     // All epilogue warps.
-    __device__ void run(const Block& block, const Accumulator& accumulator) const {
+    __device__ void run(const Block& block, const Accumulator& accumulator,
+                        const RowBiases& biases) const {
         const uint32_t num_tiles = warp_.num_tiles(block);
         if (num_tiles == 0) accumulator.release();
         for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
             const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
             ActivatedAtom atoms[Warp::atoms_per_tile];
-            compute_tile(block, accumulator, token, atoms);        //~ l1_computed
-            if (tile_idx + 1 == num_tiles) accumulator.release();  //~ l1_released
+            compute_tile(block, accumulator, token, biases, atoms);  //~ l1_computed
+            if (tile_idx + 1 == num_tiles) accumulator.release();    //~ l1_released
             store_tile(block, token, tile_idx % Smem::num_store_slots, atoms);
         }
         publish(block);
@@ -112,6 +121,7 @@ class L1Epilogue {
 
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
+                                 const RowBiases& biases,
                                  ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const float* topk_weights =
             local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
@@ -119,9 +129,12 @@ class L1Epilogue {
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset < block.num_valid_rows) {
-                const float2 weights = *reinterpret_cast<const float2*>(topk_weights + offset +
-                                                                        2 * (warp_.lane_idx % 4));
-                atoms[i] = activated_atom<Config>(accumulator, token + offset, weights);
+                float2 weights{};
+                if constexpr (!Config::Biases::exist) {
+                    weights = *reinterpret_cast<const float2*>(topk_weights + offset +
+                                                               2 * (warp_.lane_idx % 4));
+                }
+                atoms[i] = activated_atom<Config>(accumulator, token + offset, weights, biases);
             } else {
                 atoms[i] = {};
             }

@@ -1,9 +1,11 @@
-// From a Linear2 accumulator to the combine buffers: round to BF16, turn weight rows into token
-// rows through shared memory, and write each valid token's 128 values to the rank it came from.
+// From a Linear2 accumulator to the combine buffers: bias and with it the routing weight, round to
+// BF16, turn weight rows into token rows through shared memory, and write each valid token's 128
+// values to the rank it came from.
 #pragma once
 
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
@@ -19,6 +21,7 @@ template <class Config>
 class L2Epilogue {
     using Smem = SharedMemory<Config>;
     using Warp = EpilogueWarp<Config>;
+    using Biases = typename Config::Biases;
     static constexpr uint32_t lanes_per_row = Smem::l2_output_row_bytes / sizeof(uint4);
     static constexpr uint32_t rows_per_step = Warp::warpgroup_threads / lanes_per_row;
     static constexpr uint32_t num_steps = Config::store_block_m / rows_per_step;
@@ -30,7 +33,8 @@ class L2Epilogue {
 
     // All epilogue warps. Afterwards the staging tile may still be read by other warps: whoever
     // writes to it next syncs all epilogue warps first.
-    __device__ void run(const Block& block, const Accumulator& accumulator) const {
+    __device__ void run(const Block& block, const Accumulator& accumulator,
+                        const RowBiases& biases) const {
         // The CTA behind an odd last n-block only took part in the MMAs.
         const bool exists = block.n_block_idx < Linear<Config, Phase::linear2>::num_n_blocks;
         const uint32_t num_tiles = exists ? warp_.num_tiles(block) : 0;  //~ l2_tiles
@@ -41,7 +45,7 @@ class L2Epilogue {
             find_destinations(block, token, destinations);
             //~ l2_tile_read
             if (tile_idx > 0) warp_.sync_warpgroup();  // the tile before has been read
-            stage_tile(block, accumulator, token);
+            stage_tile(block, accumulator, token, biases);
             if (tile_idx + 1 == num_tiles) accumulator.release();
             warp_.sync_warpgroup();  //~ l2_tile_staged
             write_tile(destinations);
@@ -80,14 +84,26 @@ class L2Epilogue {
                (chunk_idx ^ (row % 8)) * sizeof(uint4);
     }
 
-    __device__ void stage_tile(const Block& block, const Accumulator& accumulator,
-                               uint32_t token) const {
+    __device__ void stage_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
+                               const RowBiases& biases) const {
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset >= block.num_valid_rows) break;
+            float2 weights{};
+            if constexpr (Biases::exist) {
+                weights = load_weights(block, token + offset);  //~ sm100_l2_weights
+            }
             float rows[2][4];
             accumulator.load(token + offset, rows);
+#pragma unroll
+            for (uint32_t r = 0; r < 4; ++r) {
+                const float bias = biases.values[r / 2][r % 2];
+                float (&pair)[4] = rows[r / 2];
+                const uint32_t first = r % 2 * 2;
+                pair[first] = Biases::linear2(pair[first], 1.0f, bias, weights.x);
+                pair[first + 1] = Biases::linear2(pair[first + 1], 1.0f, bias, weights.y);
+            }
             // Register pair j holds weight rows 8*j .. 8*j+7 of the warp's 32: one chunk.
             ptx::stmatrix_m8n8_x4_trans_b16(
                 chunk_address(offset + warp_.lane_idx % 8,
@@ -97,6 +113,13 @@ class L2Epilogue {
                 ptx::cvt_rn_bf16x2_f32(rows[1][1], rows[1][0]),
                 ptx::cvt_rn_bf16x2_f32(rows[1][3], rows[1][2]));
         }
+    }
+
+    // Of this thread's two tokens among 8. Behind the last valid one lies padding of the block.
+    __device__ float2 load_weights(const Block& block, uint32_t token) const {
+        const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) + token;
+        return *reinterpret_cast<const float2*>(
+            ranks_.local().l1_topk_weights(row + 2 * (warp_.lane_idx % 4)));
     }
 
     __device__ void write_tile(uint4* const (&destinations)[num_steps]) const {

@@ -26,29 +26,41 @@
 namespace deep_moe::sm90 {
 
 // What Linear2's epilogue needs of each token: where its result goes, a row of the combine buffer
-// of the rank that it came from, and its scale. All lanes; a __syncwarp and an arrival must follow.
+// of the rank that it came from, and its scale; with biases its routing weight, too. All lanes; a
+// __syncwarp and an arrival must follow.
 template <class Config>
 __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
                                    uint32_t slot) {
+    using Biases = typename Config::Biases;
+    constexpr bool has_scales = Config::Weights::has_token_scales;
     const uint32_t destinations = smem.destinations(slot);
 #pragma unroll 1  // unrolled, it costs registers
     for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
         uint64_t destination = 0;
         [[maybe_unused]] uint32_t scale = 0;
+        [[maybe_unused]] float topk_weight = 0.0f;
         if (row < num_valid_rows) {  //~ has_destination
             const TokenSource source = *ranks.local().token_src_metadata(first_row + row);
             destination = reinterpret_cast<uint64_t>(
                 ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
-            if constexpr (Config::Weights::has_token_scales) {
-                scale = token_scale_byte(*ranks.local().l1_topk_weights(first_row + row)) << 23;
+            if constexpr (has_scales || Biases::exist) {
+                topk_weight = *ranks.local().l1_topk_weights(first_row + row);
+            }
+            if constexpr (has_scales) {
+                scale = token_scale_byte(Biases::linear1_weight(topk_weight)) << 23;
             }
         }
         ptx::st_shared_v2(
             destinations + row * sizeof(uint64_t),
             {static_cast<uint32_t>(destination), static_cast<uint32_t>(destination >> 32)});
-        if constexpr (Config::Weights::has_token_scales) {
+        if constexpr (has_scales) {
             ptx::st_shared_u32(smem.l2_token_factors(slot) + row * sizeof(uint32_t), scale);
+        }
+        if constexpr (Biases::exist) {
+            //~ weight_behind_linear2
+            ptx::st_shared_u32(smem.topk_weights(slot) + row * sizeof(float),
+                               __float_as_uint(topk_weight));
         }
     }
 }
@@ -113,7 +125,9 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t full = smem.full_barriers(ring.stage);
                 if (is_linear1 && k_block_idx == 0) {
                     const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
-                    constexpr uint32_t num_vectors = has_scales ? 2 : 1;
+                    // Scales, and the weights that go into Linear1's output.
+                    constexpr bool has_weights = !Config::Biases::exist;
+                    constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
                     //~ factor_bytes
                     ptx::mbarrier_arrive_expect_tx(
                         full, copy.num_bytes + num_vectors * token_vector_bytes);
@@ -122,9 +136,11 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                                          local.l1_token_sf(0, first_row),
                                                          token_vector_bytes, full);
                     }
-                    ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
-                                                     local.l1_topk_weights(first_row),
-                                                     token_vector_bytes, full);
+                    if constexpr (has_weights) {
+                        ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
+                                                         local.l1_topk_weights(first_row),
+                                                         token_vector_bytes, full);
+                    }
                 } else {
                     ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes);
                 }

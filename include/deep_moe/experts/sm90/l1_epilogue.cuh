@@ -1,6 +1,6 @@
-// From Linear1's accumulators to Linear2's input: row and token factors, activation, requantization
-// to E4M3 with one scale for the block's 128 values of each token, and store to the pool.
-// l1_publisher.cuh tells Linear2. Where tokens have no scales it is rounded to BF16 instead.
+// From Linear1's accumulators to Linear2's input: row and token factors, biases, activation,
+// requantization to E4M3 with one scale for the block's 128 values of each token, and store to the
+// pool. l1_publisher.cuh tells Linear2. Where tokens have no scales it is rounded to BF16 instead.
 //
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
@@ -44,6 +44,7 @@ template <class Config, uint32_t num_rows>
 class L1Epilogue {
     using Smem = SharedMemory<Config>;
     using Thread = MathThread<Config>;
+    using Biases = typename Config::Biases;
     static constexpr bool has_scales = Config::Weights::has_token_scales;
 
  public:
@@ -52,9 +53,10 @@ class L1Epilogue {
         : smem_(smem), local_(local), thread_(thread), slot_(slot), turn_(turn) {}
 
     // All math warps. False if one of them has given up: then nothing was stored.
-    __device__ __forceinline__ bool run(const BlockHeader& block, const RowFactors& rows,
-                                        Accumulators<num_rows>& values, Waiter& waiter) const {
-        activate(rows, values);
+    __device__ __forceinline__ bool run(const BlockHeader& block, const RowValues& factors,
+                                        const RowValues& biases, Accumulators<num_rows>& values,
+                                        Waiter& waiter) const {
+        activate(factors, biases, values);
         if constexpr (has_scales) {
             find_maxima(values);
             if (!thread_.vote(waiter)) return false;  //~ maxima_there
@@ -76,20 +78,25 @@ class L1Epilogue {
  private:
     // Overwrites accumulators by values: register 2*j + p of half b is value b of token
     // 8*j + first_token() + p.
-    __device__ __forceinline__ void activate(const RowFactors& rows,
+    __device__ __forceinline__ void activate(const RowValues& factors, const RowValues& biases,
                                              Accumulators<num_rows>& values) const {
         for_each_8_rows<num_rows>([&](uint32_t j) {
             const float2 factor = token_factors(j);
-            const float2 weight = load_pair(smem_.topk_weights(slot_), j);
+            float2 weight{};
+            if constexpr (!Biases::exist) weight = load_pair(smem_.topk_weights(slot_), j);
 #pragma unroll
             for (uint32_t b = 0; b < 2; ++b) {
                 float (&v)[num_rows / 2] = values[b];
-                const float (&row)[2] = rows.values[b];
-                v[2 * j] = apply_activation<Config>(v[4 * j] * (row[0] * factor.x),
-                                                    v[4 * j + 2] * (row[1] * factor.x), weight.x);
-                v[2 * j + 1] =
-                    apply_activation<Config>(v[4 * j + 1] * (row[0] * factor.y),
-                                             v[4 * j + 3] * (row[1] * factor.y), weight.y);
+                const float (&row)[2] = factors.values[b];
+                const float (&bias)[2] = biases.values[b];
+                v[2 * j] = apply_activation<Config>(
+                    Biases::linear1(v[4 * j], row[0] * factor.x, bias[0]),
+                    Biases::linear1(v[4 * j + 2], row[1] * factor.x, bias[1]),
+                    Biases::linear1_weight(weight.x));
+                v[2 * j + 1] = apply_activation<Config>(
+                    Biases::linear1(v[4 * j + 1], row[0] * factor.y, bias[0]),
+                    Biases::linear1(v[4 * j + 3], row[1] * factor.y, bias[1]),
+                    Biases::linear1_weight(weight.y));
             }
         });
     }
@@ -146,8 +153,11 @@ class L1Epilogue {
         const uint32_t row = thread_.thread_idx;
         if (row >= block.num_valid_rows) return;
         const uint32_t amax = ptx::ld_shared_u32(smem_.amax_exchange(turn_, row));
-        const uint32_t token_byte =
-            token_scale_byte(ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float)));
+        float weight = 0.0f;
+        if constexpr (!Biases::exist) {
+            weight = ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float));
+        }
+        const uint32_t token_byte = token_scale_byte(Biases::linear1_weight(weight));
         const uint32_t byte = linear2_scale_byte(amax, token_byte);
         if (byte != token_byte) {
             ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),

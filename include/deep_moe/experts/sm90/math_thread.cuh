@@ -60,20 +60,20 @@ __device__ __forceinline__ void for_each_8_rows(const Body& body) {
     for (uint32_t j = 0; j < num_rows / 8; ++j) body(j);
 }
 
-// This thread's 4 of the 256 row factors of a block, [row half][h].
-struct RowFactors {
+// This thread's 4 of what there is for each of the 256 rows of a block, [row half][h].
+struct RowValues {
     float values[2][2];
 };
 
-// `factors`: f32 [256] in shared memory.
+// `vector`: f32 [256] in shared memory.
 template <class Config>
-__device__ __forceinline__ RowFactors load_row_factors(uint32_t factors,
-                                                       const MathThread<Config>& thread) {
+__device__ __forceinline__ RowValues load_row_values(uint32_t vector,
+                                                     const MathThread<Config>& thread) {
     const uint32_t first = thread.warpgroup_idx() * 128 + thread.warp_idx() * 16 + thread.row();
-    const auto factor = [&](uint32_t row) {
-        return ptx::ld_shared_f32(factors + (first + row) * sizeof(float));
+    const auto value = [&](uint32_t row) {
+        return ptx::ld_shared_f32(vector + (first + row) * sizeof(float));
     };
-    return {{{factor(0), factor(8)}, {factor(64), factor(72)}}};
+    return {{{value(0), value(8)}, {value(64), value(72)}}};
 }
 
 }  // namespace deep_moe::sm90

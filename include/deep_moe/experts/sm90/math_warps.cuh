@@ -79,11 +79,12 @@ class MathWarps {
         // Read again, because keeping it would take registers from the main loop.
         const BlockHeader block = load_header<Config>(header_address());
         const Thread thread = Thread::here();
-        const RowFactors rows = row_factors(thread);
+        const RowValues factors = row_factors(thread);
+        const RowValues biases = row_biases(thread);
         const RankBuffers<Config> ranks(args_);
         if (block.phase == Phase::linear1) {
             return L1Epilogue<Config, num_rows>(smem_, ranks.local(), thread, slot(), turn())
-                .run(block, rows, accumulators, waiter_);
+                .run(block, factors, biases, accumulators, waiter_);
         } else {
             // Who has given up may not know where to: what it was to learn it has not waited for.
             if (waiter_.aborted()) return true;
@@ -96,7 +97,8 @@ class MathWarps {
                     release_pool_block(ranks.local(), block.pool_block_idx);
                 }
             }
-            L2Epilogue<Config, num_rows>(smem_, thread, slot()).run(block, rows, accumulators);
+            L2Epilogue<Config, num_rows>(smem_, thread, slot())
+                .run(block, factors, biases, accumulators);
             return true;
         }
     }
@@ -109,11 +111,18 @@ class MathWarps {
     }
 
     // Where weights have none, their scales, if any, are in the sums already.
-    __device__ __forceinline__ RowFactors row_factors(const Thread& thread) const {
+    __device__ __forceinline__ RowValues row_factors(const Thread& thread) const {
         if constexpr (Config::Weights::has_row_factors) {
-            return load_row_factors(smem_.row_factors(slot()), thread);
+            return load_row_values(smem_.row_factors(slot()), thread);
         } else {
             return {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+        }
+    }
+    __device__ __forceinline__ RowValues row_biases(const Thread& thread) const {
+        if constexpr (Config::Biases::exist) {
+            return load_row_values(smem_.biases(slot()), thread);
+        } else {
+            return {};
         }
     }
 

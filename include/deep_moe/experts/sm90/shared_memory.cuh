@@ -85,12 +85,19 @@ class SharedMemory {
         static_assert(all_are<float, typename Smem::row_factors_element>);
         return base_ + Smem::row_factors_offset + slot * Smem::row_factors_stride;
     }
+    // Weight loader, with the first stage: f32 [256], biases of the weight rows, in slot order, if
+    // there are some.
+    __device__ uint32_t biases(uint32_t slot) const {
+        static_assert(all_are<float, typename Smem::biases_element>);
+        return base_ + Smem::biases_offset + slot * Smem::biases_stride;
+    }
     // Activation loader, with the first stage of Linear1: f32 [block_m], the tokens' scales.
     __device__ uint32_t l1_token_factors(uint32_t slot) const {
         static_assert(all_are<float, typename Smem::l1_token_factors_element>);
         return base_ + Smem::l1_token_factors_offset + slot * Smem::l1_token_factors_stride;
     }
     // Activation loader, with the first stage of Linear1: f32 [block_m], their routing weights.
+    // With biases instead with the last stage of Linear2, and by ordinary stores only.
     __device__ uint32_t topk_weights(uint32_t slot) const {
         return base_ + Smem::topk_weights_offset + slot * Smem::topk_weights_stride;
     }

@@ -38,6 +38,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     constexpr uint32_t row_factor_bytes = Config::block_n * sizeof(float);
     constexpr uint32_t scales_per_block = 4;
     constexpr uint32_t scale_bytes = scales_per_block * sizeof(float);
+    constexpr uint32_t bias_bytes = Config::Biases::exist ? Config::block_n * sizeof(float) : 0;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -78,16 +79,18 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t dst = smem.weight_blocks(ring.stage);
+                const uint32_t first_bytes = k_block_idx == 0 ? bias_bytes : 0;
                 if constexpr (Weights::has_block_scales) {
                     if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(full,
-                                                   block_bytes + scale_bytes);  //~ scales_counted
+                    ptx::mbarrier_arrive_expect_tx(
+                        full, block_bytes + scale_bytes + first_bytes);  //~ scales_counted
                     ptx::cp_async_bulk_shared_global(smem.weight_scales(ring.stage), factors,
                                                      scale_bytes, full);
                 } else if constexpr (Weights::has_row_factors) {
                     if (k_block_idx == 0) {
                         tell_roles(smem, slots.stage, header);
-                        ptx::mbarrier_arrive_expect_tx(full, block_bytes + row_factor_bytes);
+                        ptx::mbarrier_arrive_expect_tx(full,
+                                                       block_bytes + row_factor_bytes + bias_bytes);
                         ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), factors,
                                                          row_factor_bytes, full);
                     } else {
@@ -95,7 +98,15 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                     }
                 } else {
                     if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(full, block_bytes);
+                    ptx::mbarrier_arrive_expect_tx(full, block_bytes + first_bytes);
+                }
+                if constexpr (Config::Biases::exist) {
+                    if (k_block_idx == 0) {
+                        ptx::cp_async_bulk_shared_global(
+                            smem.biases(slots.stage),
+                            linear.biases(args) + header.weight_block_row_idx * Config::block_n,
+                            bias_bytes, full);  //~ biases_copied
+                    }
                 }
                 if (is_read_once) {
                     ptx::cp_async_bulk_shared_global_evict_first(dst, src, block_bytes, full);

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deep_moe import __version__
 from deep_moe.activations import Activation
+from deep_moe.formats.biases import transform_biases_for_mega_moe
 from deep_moe.formats.weights import transform_weights_for_mega_moe
 from deep_moe.fused.buffer import get_symm_buffer_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS, prepare_call
@@ -53,7 +54,11 @@ class TimedLayer:
         self.weights = transform_weights_for_mega_moe(
             layer.l1, layer.l2, arch=arch, weights=shape.weights
         )
-        self.biases = layer.biases_of_rank(0, shape, arch)
+        self.biases = None
+        if layer.l1_bias is not None and layer.l2_bias is not None:
+            self.biases = transform_biases_for_mega_moe(
+                layer.l1_bias, layer.l2_bias, arch, weights=shape.weights
+            )
         self.y = torch.empty(0)
 
     def fill(self, tokens: Tokens) -> None:

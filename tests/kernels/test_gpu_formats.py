@@ -3,6 +3,9 @@ and with the smallest one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from deep_moe.activations import ACTIVATIONS
@@ -17,14 +20,12 @@ SMALLEST_POOL = 384
 POOLS = [None, SMALLEST_POOL]
 
 
-def one_rank(
-    weights: str, num_tokens: int, num_pool_tokens: int | None, num_shared_experts: int = 0
-) -> MoEShape:
+def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None, **more: Any) -> MoEShape:
     return MoEShape(
         *(1, 8, 4, 1024, 512, num_tokens),
         num_pool_tokens=num_pool_tokens,
         weights=weights,
-        num_shared_experts=num_shared_experts,
+        **more,
     )
 
 
@@ -45,11 +46,33 @@ def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
 @pytest.mark.parametrize("num_shared_experts", [1, 3])
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: int | None) -> None:
-    shape = one_rank(weights, 600, num_pool_tokens, num_shared_experts)
+    shape = one_rank(weights, 600, num_pool_tokens, num_shared_experts=num_shared_experts)
     case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 1, 40, 200, 600, 600):
         tokens = exact_tokens(shape, num_tokens, seed=num_tokens, num_unused_slots=1)
         result = case.compare_call(tokens)
+        assert result.is_exact, (num_tokens, result)
+
+
+@pytest.mark.parametrize("num_pool_tokens", POOLS)
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_biases(weights: str, num_pool_tokens: int | None) -> None:
+    shape = one_rank(weights, 600, num_pool_tokens, biases=True)
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 40, 200, 600, 600):
+        tokens = exact_tokens(shape, num_tokens, seed=num_tokens, num_unused_slots=1)
+        result = case.compare_call(tokens)
+        assert result.is_exact, (num_tokens, result)
+
+
+@pytest.mark.parametrize("hidden", [1056, 1120])
+def test_sizes_off_128(hidden: int) -> None:
+    shape = replace(
+        one_rank("mxfp4", 300, None, biases=True), hidden=hidden, intermediate_hidden=544
+    )
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 300):
+        result = case.compare_call(exact_tokens(shape, num_tokens, seed=num_tokens))
         assert result.is_exact, (num_tokens, result)
 
 

@@ -69,11 +69,24 @@ class RankLayer:
                 name: LayerWeights(*(t.to(rank.device) for t in getattr(layer, name)))
                 for name in ("l1", "l2")
             },
+            **{
+                name: bias if bias is None else bias.to(rank.device)
+                for name, bias in layer.biases.items()
+            },
         )
         self.weights = deep_moe.transform_weights_for_mega_moe(
             *self.layer.of_rank(rank.idx, shape.num_ranks),
             arch=rank.arch,
             weights=shape.weights,
+        )
+        biases = layer.biases_of_rank(rank.idx, shape, rank.arch)
+        self.biases = (
+            {}
+            if biases is None
+            else {
+                "l1_bias": biases.l1.to(rank.device),
+                "l2_bias": biases.l2.to(rank.device),
+            }
         )
         # What an emulated call takes beyond a GPU's: 2 CTAs and no look-out for races are fast.
         self.options: dict[str, Any] = (
@@ -100,7 +113,7 @@ class RankLayer:
     def launch(self, y: torch.Tensor, **options: Any) -> None:
         """With the inputs that the buffer holds; does not wait for a GPU."""
         call = CALLS[self.shape.weights]
-        call(y, *self.weights, self.buffer, **{**self.options, **options})
+        call(y, *self.weights, self.buffer, **{**self.options, **self.biases, **options})
 
     def finish(self) -> None:
         """Wait for the device, and raise what the kernel reported."""
@@ -125,6 +138,7 @@ class RankLayer:
             self.layer.l1,
             self.layer.l2,
             num_shared_experts=self.shape.num_shared_experts,
+            **self.layer.biases,
             numerics=self.numerics,
             **activation,
         )
@@ -143,6 +157,7 @@ class RankLayer:
             self.layer.l1,
             self.layer.l2,
             num_shared_experts=self.shape.num_shared_experts,
+            **self.layer.biases,
             numerics=self.numerics,
             sum_bits=self.sum_bits,
             **activation,
@@ -170,6 +185,7 @@ def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
         shape.intermediate_hidden,
         num_pool_tokens=shape.num_pool_tokens,
         num_shared_experts=shape.num_shared_experts,
+        biases=shape.biases,
         weights=shape.weights,
         device=rank.device,
     )

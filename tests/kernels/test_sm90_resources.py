@@ -94,6 +94,11 @@ def test_no_spills_with_fp8_weights_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "fp8", biases=True)
 
 
+@pytest.mark.parametrize("tile", [(8, 8), (176, 176), (128, 32)])
+def test_no_spills_with_bf16_weights_and_biases(tile: tuple[int, int]) -> None:
+    check(tile, "pro", "bf16", biases=True)
+
+
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("tile", BF16_TILES)
 def test_no_spills_with_bf16_weights(tile: tuple[int, int], problem: str) -> None:

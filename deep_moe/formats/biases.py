@@ -14,8 +14,6 @@ import torch
 from deep_moe.targets import Target, target_of, target_of_device
 from deep_moe.targets.target import TargetWeights
 
-from .weight_formats import DEFAULT_WEIGHTS
-
 BLOCK_ROWS = 256
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -34,18 +32,20 @@ def transform_biases_for_mega_moe(
     l2_bias: torch.Tensor,
     arch: str | None = None,
     *,
-    weights: str = DEFAULT_WEIGHTS,
+    weights: str,
 ) -> MegaMoEBiases:
     """Lay out biases for the kernel, once, after loading, as new float32 tensors.
 
     l1_bias: float32 or bfloat16 [E, 2*I], gate 0..I-1, then up 0..I-1. l2_bias: the same [E, H].
     arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
-    weights: the format of the weights that they go with, on whose order of rows theirs depends.
+    weights: the format of the weights that they go with. On the order of its rows theirs depends,
+    and no call sees which it was: so there is no default.
 
     The result is what calls take as `l1_bias` and `l2_bias`. ValueError names expert and row of a
     bias that is no finite number.
 
-    >>> l1, l2 = transform_biases_for_mega_moe(torch.zeros(4, 2 * 128), torch.zeros(4, 384))
+    >>> given = torch.zeros(4, 2 * 128), torch.zeros(4, 384)
+    >>> l1, l2 = transform_biases_for_mega_moe(*given, weights="mxfp4")
     >>> l1.shape, l2.shape
     (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
     """
@@ -65,7 +65,7 @@ def inverse_transform_biases(
     hidden: int,
     intermediate_hidden: int,
     arch: str | None = None,
-    weights: str = DEFAULT_WEIGHTS,
+    weights: str,
 ) -> MegaMoEBiases:
     """Give back what `transform_biases_for_mega_moe` was given, as new float32 tensors [E, 2*I] and
     [E, H].

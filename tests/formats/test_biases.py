@@ -38,7 +38,7 @@ def test_inverse(arch: str, intermediate: int, hidden: int, weights: str) -> Non
 
 def test_bfloat16_keeps_its_values() -> None:
     l1, l2 = (bias.bfloat16() for bias in biases(2, 128, 128))
-    made = deep_moe.transform_biases_for_mega_moe(l1, l2)
+    made = deep_moe.transform_biases_for_mega_moe(l1, l2, weights="mxfp4")
     assert made.l1.dtype == made.l2.dtype == torch.float32
     assert torch.equal(made.l2[:, 0, :128], l2.float())
 
@@ -46,7 +46,7 @@ def test_bfloat16_keeps_its_values() -> None:
 def test_rows_of_gate_and_up_stand_as_those_of_the_weights() -> None:
     """On SM100 in runs of 8; on SM90 in the order of the row factors."""
     l1, l2 = biases(1, 256, 256)
-    made = deep_moe.transform_biases_for_mega_moe(l1, l2, "sm_100a")
+    made = deep_moe.transform_biases_for_mega_moe(l1, l2, "sm_100a", weights="fp8")
     assert made.l1.flatten()[:17].tolist() == [*range(1, 9), *range(257, 265), 9]
 
     scales = torch.randint(100, 130, (1, 512, 1), dtype=torch.uint8).expand(1, 512, 4)
@@ -56,7 +56,9 @@ def test_rows_of_gate_and_up_stand_as_those_of_the_weights() -> None:
     l2_weights = (l2_weight, torch.full((1, 128, 2), 0x7F7F7F7F, dtype=torch.int32))
     laid_out = deep_moe.transform_weights_for_mega_moe(l1_weights, l2_weights, "sm_90a")
     as_biases = torch.exp2(scales[:, :, 0].float() - 127 + 13)
-    made = deep_moe.transform_biases_for_mega_moe(as_biases, torch.zeros(1, 128), "sm_90a")
+    made = deep_moe.transform_biases_for_mega_moe(
+        as_biases, torch.zeros(1, 128), "sm_90a", weights="mxfp4"
+    )
     assert torch.equal(made.l1, laid_out.l1.sf)
 
 
@@ -80,7 +82,7 @@ def test_no_finite_number(which: int, value: float) -> None:
         ValueError,
         match=rf"l{which + 1}_bias: expert 2, row 77 must be a finite number; got {value}",
     ):
-        deep_moe.transform_biases_for_mega_moe(*given)
+        deep_moe.transform_biases_for_mega_moe(*given, weights="mxfp4")
 
 
 GOOD = torch.zeros(3, 256), torch.zeros(3, 128)
@@ -99,10 +101,12 @@ GOOD = torch.zeros(3, 256), torch.zeros(3, 128)
 )
 def test_what_is_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        deep_moe.transform_biases_for_mega_moe(*given)
+        deep_moe.transform_biases_for_mega_moe(*given, weights="mxfp4")
 
 
 def test_the_inverse_refuses_other_forms() -> None:
-    made = deep_moe.transform_biases_for_mega_moe(*GOOD)
+    made = deep_moe.transform_biases_for_mega_moe(*GOOD, weights="mxfp4")
     with pytest.raises(ValueError, match=r"l2_bias must be float32 of shape \(3, 2, 256\), as"):
-        deep_moe.inverse_transform_biases(*made, hidden=384, intermediate_hidden=128)
+        deep_moe.inverse_transform_biases(
+            *made, hidden=384, intermediate_hidden=128, weights="mxfp4"
+        )

@@ -62,8 +62,8 @@ def form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def weight_pair(name: str, value: Any) -> Pair:
-    """A layer's weights and scales."""
+def transformed_pair(name: str, value: Any) -> Pair:
+    """One layer of what `transform_weights_for_mega_moe` returned."""
     if isinstance(value, tuple) and len(value) == 2:
         weight, sf = value
         if isinstance(weight, torch.Tensor) and isinstance(sf, torch.Tensor):

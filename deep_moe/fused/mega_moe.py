@@ -26,7 +26,7 @@ from .checks import (
     check_biases_given,
     check_recipe,
     require_type,
-    weight_pair,
+    transformed_pair,
 )
 from .eager import is_seen_by_nobody
 from .emulated_call import call_emulated
@@ -232,8 +232,8 @@ def _call(
         others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
         is_direct = is_seen_by_nobody((*tensors, *others) if others else tensors)
     if not is_direct:  # otherwise they are tensors
-        l1_weights = weight_pair("l1_weights", l1_weights)
-        l2_weights = weight_pair("l2_weights", l2_weights)
+        l1_weights = transformed_pair("l1_weights", l1_weights)
+        l2_weights = transformed_pair("l2_weights", l2_weights)
         require_type("y", y, torch.Tensor, "a tensor")
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"

@@ -244,8 +244,8 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Counts& co
         // .read), and the release covers both. The reader, which loads tokens and scales with TMA,
         // puts fence.proxy.async between its acquire and its first load.
         if (ptx::lane_idx() == 0) {
-            // Puts the copy behind what await_rows has acquired. Only here, where nothing is under
-            // way: before the loads from other ranks have arrived the fence would wait for them.
+            // Puts the copy behind what await_rows has acquired. Only here, where nothing else is
+            // under way that the fence could wait for.
             if (takes_used) ptx::fence_proxy_async_global();  //~ rows_fence
             ptx::cp_async_bulk_global_shared(local.l1_tokens(token.pool_token_idx), pull_buffer,
                                              token_bytes);

@@ -89,7 +89,7 @@ def test_layers_share_one_buffer():
 
 def test_sizes_without_a_kernel_are_refused_when_it_is_made():
     sizes = SIZES._replace(hidden=200)
-    with pytest.raises(UnsupportedError, match="hidden must be a positive multiple of 128"):
+    with pytest.raises(UnsupportedError, match="hidden must be a positive multiple of 32"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8)
 
 

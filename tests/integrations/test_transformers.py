@@ -302,11 +302,11 @@ def test_gradients_are_refused(fp4_experts):
         assert module(x, idx, weights).isfinite().all()
 
 
-def small_qwen() -> Any:
+def small_qwen(hidden: int = 128, intermediate: int = 128) -> Any:
     config = transformers.Qwen3MoeConfig(
         vocab_size=32,
-        hidden_size=128,
-        moe_intermediate_size=128,
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
         num_experts=4,
         num_experts_per_tok=2,
         num_hidden_layers=1,
@@ -336,8 +336,9 @@ def test_weights_are_not_rounded_unasked(caplog):
     assert torch.equal(logits[0], logits[1])
 
 
-def test_weights_are_rounded_if_asked():
-    model = small_qwen()
+@pytest.mark.parametrize(("hidden", "intermediate"), [(128, 128), (160, 96)])
+def test_weights_are_rounded_if_asked(hidden: int, intermediate: int):
+    model = small_qwen(hidden, intermediate)
     ids = torch.arange(6)[None]
     with torch.no_grad():
         experts = model.model.layers[0].mlp.experts
@@ -426,11 +427,7 @@ def test_weights_that_hold_nan_are_left_alone():
 
 def test_sizes_that_no_kernel_has():
     adapter.register(quantize=True)
-    model = small_qwen()
-    experts = model.model.layers[0].mlp.experts
-    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[:, :192].clone())
-    experts.down_proj = torch.nn.Parameter(experts.down_proj[..., :96].clone())
-    reason = adapter.prepare(model)["model.layers.0.mlp.experts"]
+    reason = adapter.prepare(small_qwen(128, 80))["model.layers.0.mlp.experts"]
     assert "intermediate_hidden" in reason
 
 

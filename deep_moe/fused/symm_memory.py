@@ -79,23 +79,29 @@ class HostBlock:
         return None
 
     def publish_call(self, number: int, call: Mapping[str, Any]) -> None:
-        """Tell the other ranks what this rank is about to run. The number is written last: who sees
-        it sees the rest."""
+        """Tell the other ranks what this rank is about to run. number: at least 1. It is taken away
+        first and written last: who sees it before and after the rest has read what belongs to it.
+        """
         text = json.dumps(call).encode()
         space = _PAGE_BYTES - _CALL_TEXT_OFFSET
         if len(text) > space:
             raise ValueError(f"the call's arguments take {len(text)} bytes; at most {space} fit")
+        _CALL_NUMBER.pack_into(self._mapping, _CALL_NUMBER_OFFSET, 0)
         self._mapping[_CALL_TEXT_OFFSET : _CALL_TEXT_OFFSET + len(text)] = text
         _CALL_LENGTH.pack_into(self._mapping, _CALL_LENGTH_OFFSET, len(text))
         _CALL_NUMBER.pack_into(self._mapping, _CALL_NUMBER_OFFSET, number)
 
     def published_call(self, number: int) -> dict[str, Any] | None:
-        """What the block's rank published as call `number`, or None if it has not yet."""
-        (seen,) = _CALL_NUMBER.unpack_from(self._mapping, _CALL_NUMBER_OFFSET)
-        if seen != number:
+        """What the block's rank published as call `number`, or None if it has not yet, or has gone
+        on to another."""
+        if self._published_number() != number:
             return None
         (length,) = _CALL_LENGTH.unpack_from(self._mapping, _CALL_LENGTH_OFFSET)
-        return json.loads(self._mapping[_CALL_TEXT_OFFSET : _CALL_TEXT_OFFSET + length])
+        text = bytes(self._mapping[_CALL_TEXT_OFFSET : _CALL_TEXT_OFFSET + length])
+        return json.loads(text) if self._published_number() == number else None
+
+    def _published_number(self) -> int:
+        return int(_CALL_NUMBER.unpack_from(self._mapping, _CALL_NUMBER_OFFSET)[0])
 
     def clear_page(self) -> None:
         self._mapping[:_PAGE_BYTES] = bytes(_PAGE_BYTES)

@@ -175,7 +175,12 @@ class ServedExperts:
 
 
 def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
-    """Raise UnsupportedError for sizes that there is no kernel for."""
+    """Raise UnsupportedError for sizes that there is no kernel for, and for those that the kernel
+    pads: engines would have to know of the padding where they move experts."""
+    for name in ("hidden", "intermediate_hidden"):
+        size = getattr(sizes, name)
+        if size % 128:
+            raise UnsupportedError(f"{name} must be a multiple of 128; got {size}")
     try:
         MoEShape(
             num_ranks=num_ranks,

@@ -87,9 +87,11 @@ def test_layers_share_one_buffer():
     assert served("sm_100a").buffer() is served("sm_100a", seed=1).buffer()
 
 
-def test_sizes_without_a_kernel_are_refused_when_it_is_made():
-    sizes = SIZES._replace(hidden=200)
-    with pytest.raises(UnsupportedError, match="hidden must be a positive multiple of 32"):
+@pytest.mark.parametrize("size", [160, 200])
+@pytest.mark.parametrize("name", ["hidden", "intermediate_hidden"])
+def test_sizes_that_are_not_served_are_refused_when_it_is_made(name: str, size: int):
+    sizes = SIZES._replace(**{name: size})
+    with pytest.raises(UnsupportedError, match=f"^{name} must be a multiple of 128; got {size}"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8)
 
 

@@ -144,7 +144,7 @@ SM100_MUTATIONS = (
     M("pull_parity_stuck", removed("pull_parity"), "race|misuse"),
     M(
         "pull_expects_too_little",
-        replaced("pull_bytes", "Config::hidden", "Config::hidden - 16"),
+        replaced("pull_bytes", "token_bytes", "token_bytes - 16"),
         "race|misuse|timeout",
     ),
     M(
@@ -205,7 +205,7 @@ SM100_MUTATIONS = (
     M("loader_without_fence", removed("tokens_fence"), "race"),
     M(
         "activation_bytes",
-        replaced("token_bytes", "+ smem.activation_sf_bytes", ""),
+        replaced("token_bytes", "num_bytes", "smem.activation_tile_bytes"),
         "misuse|race|timeout",
     ),
     M("activation_parity", replaced("token_stage_free", "^ 1", ""), "timeout|race|misuse"),
@@ -333,8 +333,8 @@ SM100_MUTATIONS = (
         "map_stride",
         in_module(
             "deep_moe/targets/sm100_weights.py",
-            "strides=(num_columns * data_type.bits // 8,)",
-            "strides=(num_columns * data_type.bits // 8 + 16,)",
+            "strides=(row_bytes,)",
+            "strides=(row_bytes + 16,)",
         ),
         "result|misuse|race",
     ),
@@ -492,7 +492,7 @@ SM90_MUTATIONS = (
     M("stage_overwritten", instead("sm90_token_stage_free", "if (false) {"), "race"),
     M("no_scale_may_change", replaced("may_change_scale", "has_own_scales", "false"), "result"),
     M("arrival_without_syncwarp", removed("scales_stored"), "race"),
-    M("factors_not_expected", replaced("factor_bytes", "num_token_vectors *", ""), "misuse"),
+    M("factors_not_expected", replaced("factor_bytes", "num_vectors *", ""), "misuse"),
     M(
         "destinations_of_padding",
         replaced("has_destination", "num_valid_rows", "Config::block_m"),
@@ -533,7 +533,11 @@ SM90_MUTATIONS = (
     ),
     M(
         "bytes_of_the_smallest_tile",
-        replaced("box_bytes", "Config::block_m", "Config::min_block_m"),
+        replaced(
+            "box_bytes",
+            "Config::Smem::activations_stride",
+            "Config::Smem::activations_stride / Config::block_m * Config::min_block_m",
+        ),
         "misuse",
     ),
     # ---- epilogues

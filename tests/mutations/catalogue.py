@@ -238,7 +238,7 @@ SM100_MUTATIONS = (
         "timeout|race|misuse",
     ),
     M("mma_accumulator_parity", replaced("mma_accumulator", "^ 1", ""), "timeout|race|misuse"),
-    M("mma_commits_before_multiplying", moved("multiplied", behind="committed"), "race"),
+    M("mma_commits_before_multiplying", moved("multiplied", behind="committed"), "race|misuse"),
     M(
         "mma_without_fence_behind_tiles",
         removed("mma_fence"),

@@ -45,8 +45,8 @@ extern "C" __global__ void __cluster_dims__(2) kernel(const __grid_constant__ Ke
     };
     copy(smem.activations(1), Smem::activation_tile_bytes);
     copy(smem.weights(1), Config::Smem::weights_stride);
-    copy(smem.activation_sf(1), Smem::activation_sf_bytes);
-    copy(smem.weight_sf(1), Smem::weight_sf_bytes);
+    copy(smem.activation_sf(1), Config::Smem::activation_sf_stride);
+    copy(smem.weight_sf(1), Config::Smem::weight_sf_stride);
     ptx::fence_proxy_async_shared_cta();
     if (threadIdx.x == 0) smem.init_barriers();
     if (warp_idx == 0) {

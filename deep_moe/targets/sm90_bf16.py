@@ -1,24 +1,20 @@
-"""BF16 weights on SM90. Maps are those of MXFP4, with other tokens."""
+"""BF16 weights on SM90."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sm90_mxfp4 import sm90_tensor_maps, sm90_weight_pointers
-from .target import Operands, TargetWeights
+from .sm90_weights import Sm90Weights
 
 if TYPE_CHECKING:
     import torch
 
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.trial.reference import Numerics
 
-    from .target import Pair
 
-
-class Sm90Bf16(TargetWeights):
+class Sm90Bf16(Sm90Weights):
     format = "bf16"
     policy = "Bf16Weights"
     # Few stages, for a small case never comes round the ring of the default. One loop for all sizes
@@ -46,10 +42,6 @@ class Sm90Bf16(TargetWeights):
         from deep_moe.formats.weights import sm90_bf16_tensors
 
         return sm90_bf16_tensors(shape)
-
-    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
-        maps = sm90_tensor_maps(config, buffer_address)
-        return Operands(maps, sm90_weight_pointers(l1, l2))
 
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
         from deep_moe.formats.sm90_bf16_weights import slot_order

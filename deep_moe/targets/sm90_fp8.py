@@ -1,4 +1,4 @@
-"""FP8 weights on SM90, with a scale for every 128 x 128. Maps and addresses are those of MXFP4."""
+"""FP8 weights on SM90, with a scale for every 128 x 128."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from .fp8 import Fp8OnTarget
-from .sm90_mxfp4 import sm90_tensor_maps, sm90_weight_pointers
-from .target import Operands
+from .sm90_weights import Sm90Weights
 
 if TYPE_CHECKING:
     import torch
 
     from deep_moe.formats.fp8 import Moved
     from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.trial.reference import Numerics
 
-    from .target import Pair
 
-
-class Sm90Fp8(Fp8OnTarget):
+class Sm90Fp8(Fp8OnTarget, Sm90Weights):
     scale_words = "float32 scales per 128 x 128"
     scale_block = (128, 128)
     # Few stages, for a small case never comes round the ring of the default.
@@ -63,15 +59,6 @@ class Sm90Fp8(Fp8OnTarget):
         from deep_moe.formats.weights import sm90_fp8_tensors
 
         return sm90_fp8_tensors(shape)
-
-    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
-        maps = sm90_tensor_maps(config, buffer_address)
-        return Operands(maps, sm90_weight_pointers(l1, l2))
-
-    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
-        from deep_moe.formats.sm90_weights import slot_order
-
-        return slot_order(num_rows, is_l1=is_l1)
 
     @property
     def numerics(self) -> Numerics:

@@ -624,7 +624,7 @@ SM90_MUTATIONS = (
     M(
         "map_of_wrong_pool",
         in_module(
-            "deep_moe/targets/sm90_mxfp4.py",
+            "deep_moe/targets/sm90_weights.py",
             '"l2_activations": pool("l2_tokens")',
             '"l2_activations": pool("l1_tokens")',
         ),

@@ -1,14 +1,15 @@
 """What a call works out from its arguments: the kernel, and what the kernel is given.
 
 What is worked out once is kept. A buffer's `CallCaches` have a `CallPlan` by the options, the
-tokens that the call expects and the form of y and of the statistics, and the standing part of the
-kernel's arguments by the tile and the weights' addresses and forms. So what is found is what would
-be made anew, and arguments that are not allowed never find anything. Kernels are kept for all
-buffers.
+tokens that the call expects and the form of y and of the statistics, and the kernel's arguments by
+the tile and the weights. Weights are known if they are the very tensors of an earlier call, where
+they were then, or others of the same addresses and forms. So what is found is what would be made
+anew, and arguments that are not allowed never find anything. Kernels are kept for all buffers.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,8 +61,8 @@ DEFAULT_EMULATED_TIMEOUT_S = 600.0
 # Kinds of calls whose plans are kept: a server that brings up to this many tokens makes each plan
 # once.
 _MAX_PLANS = 8192
-# Pairs of weights and tile whose arguments are kept, 2 KB each; a model has one per layer and tile.
-_MAX_STANDING_ARGS = 1024
+# Layers whose weights are known, with 2 KB of arguments for each tile.
+_MAX_LAYERS = 1024
 
 
 class CallCaches:
@@ -69,13 +70,43 @@ class CallCaches:
 
     def __init__(self) -> None:
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
-        self.standing_args: BoundedCache[tuple[Any, ...], tuple[tuple[Any, ...], KernelArgs]] = (
-            BoundedCache(_MAX_STANDING_ARGS)
-        )
+        self.known_tensors: BoundedCache[tuple[int, int], KnownTensors] = BoundedCache(_MAX_LAYERS)
+        self.known_forms: BoundedCache[tuple[int, ...], KnownForms] = BoundedCache(_MAX_LAYERS)
 
     def clear(self) -> None:
         self.plans.clear()
-        self.standing_args.clear()
+        self.known_tensors.clear()
+        self.known_forms.clear()
+
+
+# A layer's arguments, by the tile. A call writes what is its own into them.
+ArgsByTile = dict[tuple[Any, ...], KernelArgs]
+
+
+@dataclass(frozen=True)
+class KnownForms:
+    """What a layer's weights and biases at some addresses looked like when they were checked."""
+
+    forms: tuple[Any, ...]
+    args: ArgsByTile
+
+
+class KnownTensors:
+    """A layer's weights and biases as an earlier call was given them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], args: ArgsByTile) -> None:
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self.args = args
+
+    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are these, where they were. An id may be another tensor's by now, and an
+        engine may have given a parameter other memory."""
+        known = zip(tensors, self._references, self._addresses, strict=True)
+        for tensor, reference, address in known:
+            if reference() is not tensor or tensor.data_ptr() != address:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -83,7 +114,7 @@ class CallPlan:
     """What calls share that have the same options, expect as many tokens, and have y and statistics
     of the same form.
 
-    tile: what the standing part of the arguments depends on, beside the weights. is_checked:
+    tile: what the arguments that are kept depend on, beside the weights. is_checked:
     whether expert ids are looked at. launcher: the kernel on a GPU, None in the emulator.
     """
 
@@ -104,7 +135,8 @@ def prepare_call(
     options: CallArguments,
     biases: Biases | None = None,
 ) -> tuple[CallPlan, KernelArgs]:
-    """Check one rank's arguments and turn them into the kernel's."""
+    """Check one rank's arguments and turn them into the kernel's, which are good until the next
+    call with the buffer."""
     buffer.raise_if_unusable()
     recorder = buffer.recorder
     y_address = y.data_ptr()
@@ -121,22 +153,23 @@ def prepare_call(
         call_key(options) if options else None,
         recorder is None,
         y_address % Y_ALIGNMENT,
-        *(y.shape, y.stride(), y.dtype, y.device),
+        *(y.shape, y.is_contiguous(), y.dtype, y.device),
         None if stats is None else form(stats),
     )
     plan = buffer.caches.plans.get(key)
     if plan is None:
         plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
-    standing = _standing_args(plan, buffer, l1_weights, l2_weights, biases)
+    args = _args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
-    args = KernelArgs.from_buffer_copy(standing)
     args.y = y_address
     args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
     args.wait_timeout_ns = plan.wait_timeout_ns
     args.num_tokens = plan.num_tokens
-    if recorder is not None:
+    if recorder is None:
+        args.trace = args.trace_capacity = 0
+    else:
         args.trace = recorder.attach(plan.config).data_ptr()
         args.trace_capacity = recorder.capacity
     return plan, args
@@ -293,38 +326,38 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
     return options.get("timeout_s") or default
 
 
-def _standing_args(
+def _args_of_weights(
     plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
 ) -> KernelArgs:
-    """The arguments that do not change from call to call, made once for all that they depend on,
-    after a check of the weights. Another tensor at the same address and of the same form, after the
-    first was freed, has the same arguments.
-
-    What is returned is not to be written to.
-    """
-    w1, sf1 = l1_weights
-    w2, sf2 = l2_weights
-    key: tuple[Any, ...]
-    key = (plan.tile, w1.data_ptr(), sf1.data_ptr(), w2.data_ptr(), sf2.data_ptr())
-    # Compared, not looked up: hashes of these take longer. Few addresses are used with two forms.
-    forms: tuple[Any, ...] = (
-        *(w1.shape, w1.stride(), w1.dtype, w1.device),
-        *(sf1.shape, sf1.stride(), sf1.dtype, sf1.device),
-        *(w2.shape, w2.stride(), w2.dtype, w2.device),
-        *(sf2.shape, sf2.stride(), sf2.dtype, sf2.device),
-    )
-    if biases is not None:
-        key += tuple(bias.data_ptr() for bias in biases)
-        forms += tuple(form(bias) for bias in biases)
-    kept = buffer.caches.standing_args.get(key)
-    if kept is not None and kept[0] == forms:
-        return kept[1]
-    args = _make_standing_args(plan.config, buffer, (w1, sf1, w2, sf2), biases)
-    buffer.caches.standing_args.put(key, (forms, args))
+    """The arguments with all that does not change from call to call, made once for all that this
+    depends on, after a check of the weights."""
+    tensors = (*l1_weights, *l2_weights) if biases is None else (*l1_weights, *l2_weights, *biases)
+    key = (id(tensors[0]), id(tensors[2]))
+    known = buffer.caches.known_tensors.get(key)
+    if known is not None and known.are(tensors):
+        args = known.args.get(plan.tile)
+        if args is not None:
+            return args
+    args_by_tile = _args_of_forms(buffer, tensors)
+    args = args_by_tile.get(plan.tile)
+    if args is None:  # otherwise tensors that were checked before, behind other objects
+        args = args_by_tile[plan.tile] = _make_args(plan.config, buffer, tensors[:4], biases)
+    buffer.caches.known_tensors.put(key, KnownTensors(tensors, args_by_tile))
     return args
 
 
-def _make_standing_args(
+def _args_of_forms(buffer: SymmBuffer, tensors: Sequence[torch.Tensor]) -> ArgsByTile:
+    """Of these addresses and forms, by the tile; empty for new ones."""
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    # Compared, not looked up: few addresses are used with two forms.
+    forms = tuple(form(tensor) for tensor in tensors)
+    known = buffer.caches.known_forms.get(addresses)
+    if known is None or known.forms != forms:
+        known = buffer.caches.known_forms.put(addresses, KnownForms(forms, {}))
+    return known.args
+
+
+def _make_args(
     config: MegaMoEConfig,
     buffer: SymmBuffer,
     weights: Sequence[torch.Tensor],

@@ -228,9 +228,11 @@ def _call(
         and isinstance(l2_weights, tuple)
         and len(l1_weights) == len(l2_weights) == 2
     ):
-        tensors = (y, *l1_weights, *l2_weights)
-        others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
-        is_direct = is_seen_by_nobody((*tensors, *others) if others else tensors)
+        tensors: tuple[torch.Tensor, ...] = (y, *l1_weights, *l2_weights)
+        if stats is not None or l1_bias is not None or l2_bias is not None:
+            others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
+            tensors = (*tensors, *others)
+        is_direct = is_seen_by_nobody(tensors)
     if not is_direct:  # otherwise they are tensors
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)

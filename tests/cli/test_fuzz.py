@@ -50,6 +50,7 @@ def test_cases_with_so_many_shared_experts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # two minutes, unless the machine is loaded
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
     result = CliRunner().invoke(

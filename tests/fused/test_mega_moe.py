@@ -105,7 +105,7 @@ def test_weights_of_two_layers_share_a_buffer(example) -> None:
     assert not example.y.any()
     example()
     assert torch.equal(example.y, example.expected())
-    assert len(example.sym_buffer.caches.standing_args) == 2
+    assert len(example.sym_buffer.caches.known_forms) == 2
 
 
 def test_seeds_do_not_change_the_result(example) -> None:

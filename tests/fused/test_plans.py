@@ -45,8 +45,7 @@ class Calls:
 
     def prepare_anew(self, **changes: Any) -> tuple[CallPlan, bytes]:
         """As if nothing had been kept."""
-        self.buffer.caches.plans.clear()
-        self.buffer.caches.standing_args.clear()
+        self.buffer.caches.clear()
         return self.prepare(**changes)
 
 
@@ -103,20 +102,22 @@ def test_a_later_call_looks_nothing_up_again(calls: Calls, monkeypatch: pytest.M
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("worked out a second time")
 
-    for name in ("_make_plan", "_make_standing_args", "check_tensor", "target_of"):
+    for name in ("_make_plan", "_make_args", "check_tensor", "target_of"):
         monkeypatch.setattr(f"deep_moe.fused.call_plan.{name}", refuse)
     assert calls.prepare() == expected
     with pytest.raises(pytest.fail.Exception, match="second time"):
         calls.prepare(y=calls.y[:3])
 
 
-def test_arguments_that_are_given_out_are_not_those_that_are_kept(calls: Calls) -> None:
-    l1, l2 = calls.weights["sm_100a"]
-    _, args = prepare_call(calls.y, l1, l2, calls.buffer, None, CallOptions())
-    before = bytes(args)
-    args.y = args.rank_buffers[0] = args.status = 0
-    args.l1_weights[5] ^= 0xFF
-    assert calls.prepare()[1] == before
+def test_weights_behind_new_tensors(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may make views of its weights for each call."""
+    expected = calls.prepare()
+    monkeypatch.setattr("deep_moe.fused.call_plan._make_args", lambda *_: pytest.fail("made again"))
+    for _ in range(2):
+        views = tuple(
+            tuple(tensor.view_as(tensor) for tensor in pair) for pair in calls.weights["sm_100a"]
+        )
+        assert calls.prepare(weights=views) == expected
 
 
 def test_weights_at_the_address_of_freed_ones(calls: Calls) -> None:
@@ -165,7 +166,8 @@ def test_a_tensor_that_was_given_other_memory(calls: Calls) -> None:
 def test_a_buffer_that_is_made_again(calls: Calls) -> None:
     plan, _ = calls.prepare()
     calls.buffer.close()
-    assert len(calls.buffer.caches.plans) == len(calls.buffer.caches.standing_args) == 0
+    caches = calls.buffer.caches
+    assert len(caches.plans) == len(caches.known_tensors) == len(caches.known_forms) == 0
     with pytest.raises(ValueError, match="open buffer"):
         calls.prepare()
     calls.buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 4, 16, 2, 256, 128, device="cpu")
@@ -195,28 +197,30 @@ def test_expert_ids_are_looked_at_in_every_call(calls: Calls) -> None:
 
 
 def test_what_is_kept_is_bounded(calls: Calls) -> None:
-    calls.buffer.caches.plans.capacity = 3
-    calls.buffer.caches.standing_args.capacity = 2
+    caches = calls.buffer.caches
+    caches.plans.capacity, caches.known_tensors.capacity, caches.known_forms.capacity = 3, 1, 2
     kinds = kinds_of_calls(calls)
     first = [calls.prepare_anew(**kind) for kind in kinds]
     for _ in range(2):
         assert [calls.prepare(**kind) for kind in kinds] == first
-    assert len(calls.buffer.caches.plans) == 3
-    assert len(calls.buffer.caches.standing_args) == 2
+    assert (len(caches.plans), len(caches.known_tensors), len(caches.known_forms)) == (3, 1, 2)
 
 
 def test_threads_get_the_arguments_of_their_own_calls(calls: Calls) -> None:
     kinds = kinds_of_calls(calls)
     expected = [calls.prepare_anew(**kind) for kind in kinds]
-    calls.buffer.caches.plans.capacity = 4  # so that threads also make and drop
-    calls.buffer.caches.standing_args.capacity = 2
+    caches = calls.buffer.caches
+    caches.plans.capacity = 4  # so that threads also make and drop
+    caches.known_tensors.capacity = caches.known_forms.capacity = 2
     wrong: list[int] = []
+    turn = threading.Lock()  # as calls have it
 
     def work(first_kind: int) -> None:
         for step in range(150):
             kind = (first_kind + step) % len(kinds)
-            if calls.prepare(**kinds[kind]) != expected[kind]:
-                wrong.append(kind)
+            with turn:
+                if calls.prepare(**kinds[kind]) != expected[kind]:
+                    wrong.append(kind)
 
     threads = [threading.Thread(target=work, args=(7 * i,)) for i in range(4)]
     for thread in threads:

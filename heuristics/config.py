@@ -52,6 +52,7 @@ class MegaMoEConfig:
     # launch
     num_sms: int
     cluster_size: int
+    num_cluster_m_blocks: int
     num_dispatch_warps: int
     num_epilogue_warps: int
     num_threads: int

@@ -56,6 +56,9 @@ class ExpertWalk {
  protected:
     // The other phase's turn; false if there is none.
     __device__ bool start_next_turn();
+    // The block at next_pair_, which is one of the expert at place_, and there counted from its
+    // m-block `first` in a run up to, but not with, m-block `end`.
+    __device__ void describe(Block& block, uint32_t first, uint32_t end) const;
 
     ExpertCounts<Config> counts_;
     uint32_t cta_rank_;
@@ -77,15 +80,32 @@ __device__ bool ExpertWalk<Config>::find(Block& block) {
     while (!counts_.pass_experts(place_, turn_end_, next_pair_, num_pairs_of)) {
         if (!start_next_turn()) return false;
     }
+    describe(block, 0, ~0u);
+    return true;
+}
+
+template <class Config>
+__device__ void ExpertWalk<Config>::describe(Block& block, uint32_t first, uint32_t end) const {
     const uint32_t num_expert_tokens = counts_.num_tokens(place_.expert_idx);
     const ExpertTiles<Config> tiles(num_expert_tokens);
     const uint32_t num_pairs = LinearOf<Config>(phase_).num_n_block_pairs();
-    const uint32_t m_block_idx = next_pair_ / num_pairs;
-    const uint32_t pair_idx = next_pair_ % num_pairs;
+    uint32_t m_block_idx = first + next_pair_ / num_pairs;
+    uint32_t n_block_idx = next_pair_ % num_pairs * Config::cluster_size + cta_rank_;
+    block.shares_weights = false;
+    if constexpr (Config::num_cluster_m_blocks > 1) {
+        static_assert(Config::num_cluster_m_blocks == 2 && Config::cluster_size == 2);
+        const uint32_t first_of_two = first + next_pair_ / (2 * num_pairs) * 2;
+        //~ m_blocks_paired
+        if (first_of_two + 1 < min(end, tiles.num_m_blocks())) {
+            m_block_idx = first_of_two + cta_rank_;
+            n_block_idx = next_pair_ % (2 * num_pairs);
+            block.shares_weights = true;
+        }
+    }
     block.phase = phase_;
     block.expert_idx = Order::weight_expert(place_.expert_idx);
     block.m_block_idx = m_block_idx;
-    block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
+    block.n_block_idx = n_block_idx;
     const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
     block.pool_block_idx = place_.pool_block_idx + first_pool_block;
     block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;
@@ -93,7 +113,6 @@ __device__ bool ExpertWalk<Config>::find(Block& block) {
     block.num_valid_rows =
         min(num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
     block.is_reused = false;
-    return true;
 }
 
 template <class Config>

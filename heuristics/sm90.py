@@ -407,7 +407,9 @@ def choose_fields(
     choose(
         "num_cluster_m_blocks",
         cluster_size,
-        "CTAs share nothing" if cluster_size == 1 else "CTAs of a cluster share an n-block's weights",
+        "CTAs share nothing"
+        if cluster_size == 1
+        else "CTAs of a cluster share an n-block's weights",
     )
 
     expected = shape.expected_tokens_per_expert(num_tokens)

@@ -43,7 +43,7 @@ class ExpertWalk {
 
     // The block of the pair that the walk stands at, the CTA's (cluster's) own index at first.
     // False when that is behind the list.
-    __device__ bool find(Block& block);
+    __device__ bool find(Block& block) { return find_in_run(block, 0, ~0u); }
     // Go on by so many pairs.
     __device__ void advance(uint32_t num_pairs) { next_pair_ += num_pairs; }
     // Block by block, where a cluster takes every (number of clusters)-th pair.
@@ -54,11 +54,11 @@ class ExpertWalk {
     }
 
  protected:
+    // The same, if next_pair_ counts from m-block `first` of the expert that the walk is at, and
+    // its m-blocks from `end` on are none for a cluster to have together with one before.
+    __device__ bool find_in_run(Block& block, uint32_t first, uint32_t end);
     // The other phase's turn; false if there is none.
     __device__ bool start_next_turn();
-    // The block at next_pair_, which is one of the expert at place_, and there counted from its
-    // m-block `first` in a run up to, but not with, m-block `end`.
-    __device__ void describe(Block& block, uint32_t first, uint32_t end) const;
 
     ExpertCounts<Config> counts_;
     uint32_t cta_rank_;
@@ -73,19 +73,13 @@ class ExpertWalk {
 };
 
 template <class Config>
-__device__ bool ExpertWalk<Config>::find(Block& block) {
+__device__ bool ExpertWalk<Config>::find_in_run(Block& block, uint32_t first, uint32_t end) {
     const auto num_pairs_of = [&](const ExpertTiles<Config>& tiles, uint32_t) {
         return tiles.num_m_blocks() * LinearOf<Config>(phase_).num_n_block_pairs();
     };
     while (!counts_.pass_experts(place_, turn_end_, next_pair_, num_pairs_of)) {
         if (!start_next_turn()) return false;
     }
-    describe(block, 0, ~0u);
-    return true;
-}
-
-template <class Config>
-__device__ void ExpertWalk<Config>::describe(Block& block, uint32_t first, uint32_t end) const {
     const uint32_t num_expert_tokens = counts_.num_tokens(place_.expert_idx);
     const ExpertTiles<Config> tiles(num_expert_tokens);
     const uint32_t num_pairs = LinearOf<Config>(phase_).num_n_block_pairs();
@@ -113,6 +107,7 @@ __device__ void ExpertWalk<Config>::describe(Block& block, uint32_t first, uint3
     block.num_valid_rows =
         min(num_expert_tokens - first_pool_block * Config::block_m_step, block.num_rows);
     block.is_reused = false;
+    return true;
 }
 
 template <class Config>

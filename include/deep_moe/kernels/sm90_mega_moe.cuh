@@ -58,9 +58,10 @@ __device__ __forceinline__ void sync_cluster() {
 template <class Config>
 __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     using Roles = WarpRoles<Config>;
-    static_assert(Config::cluster_size == Config::num_cluster_m_blocks &&
-                      Config::cluster_size <= 2 && Config::num_sms % Config::cluster_size == 0,
-                  "cluster_size must be 1 or 2, whose CTAs have an m-block each, and divide num_sms");
+    static_assert(
+        Config::cluster_size == Config::num_cluster_m_blocks && Config::cluster_size <= 2 &&
+            Config::num_sms % Config::cluster_size == 0,
+        "cluster_size must be 1 or 2, whose CTAs have an m-block each, and divide num_sms");
     static_assert(Config::block_n == 256 && Config::Smem::activations_dim2 == 128,
                   "a weight block is 256 rows, a k-block 128 bytes of each token");
     static_assert(Config::hidden % 128 == 0 && Config::intermediate_hidden % 128 == 0,

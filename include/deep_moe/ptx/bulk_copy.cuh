@@ -34,8 +34,10 @@ __device__ __forceinline__ void cp_async_bulk_shared_global_evict_first(uint32_t
 
 // To the same offset in the CTAs of the cluster whose ranks are bits of `cta_mask`; in each of them
 // the barrier at that of `barrier` counts `num_bytes`. SM90.
-__device__ __forceinline__ void cp_async_bulk_shared_global_multicast(
-    uint32_t dst, const void* src, uint32_t num_bytes, uint32_t barrier, uint16_t cta_mask) {
+__device__ __forceinline__ void cp_async_bulk_shared_global_multicast(uint32_t dst, const void* src,
+                                                                      uint32_t num_bytes,
+                                                                      uint32_t barrier,
+                                                                      uint16_t cta_mask) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1], %2, [%3], %4;"

@@ -42,7 +42,8 @@ class BlockClaims {
     // How far behind the block before in the list the claimed one is.
     __device__ uint32_t take() {
         //~ claimed
-        const uint32_t block_idx = Config::num_sms / Config::cluster_size + __shfl_sync(full_warp, claimed_, 0);
+        const uint32_t block_idx =
+            Config::num_sms / Config::cluster_size + __shfl_sync(full_warp, claimed_, 0);
         const uint32_t distance = block_idx - block_idx_;
         block_idx_ = block_idx;
         return distance;

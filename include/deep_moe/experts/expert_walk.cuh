@@ -83,18 +83,20 @@ __device__ bool ExpertWalk<Config>::find_in_run(Block& block, uint32_t first, ui
     const uint32_t num_expert_tokens = counts_.num_tokens(place_.expert_idx);
     const ExpertTiles<Config> tiles(num_expert_tokens);
     const uint32_t num_pairs = LinearOf<Config>(phase_).num_n_block_pairs();
-    uint32_t m_block_idx = first + next_pair_ / num_pairs;
-    uint32_t n_block_idx = next_pair_ % num_pairs * Config::cluster_size + cta_rank_;
+    uint32_t m_block_idx, n_block_idx;
     block.shares_weights = false;
-    if constexpr (Config::num_cluster_m_blocks > 1) {
+    if constexpr (Config::num_cluster_m_blocks == 1) {
+        m_block_idx = next_pair_ / num_pairs;
+        n_block_idx = next_pair_ % num_pairs * Config::cluster_size + cta_rank_;
+    } else {
         static_assert(Config::num_cluster_m_blocks == 2 && Config::cluster_size == 2);
-        const uint32_t first_of_two = first + next_pair_ / (2 * num_pairs) * 2;
+        const uint32_t two_idx = next_pair_ / (2 * num_pairs);
+        const uint32_t idx_in_two = next_pair_ - two_idx * 2 * num_pairs;
+        m_block_idx = first + 2 * two_idx;
         //~ m_blocks_paired
-        if (first_of_two + 1 < min(end, tiles.num_m_blocks())) {
-            m_block_idx = first_of_two + cta_rank_;
-            n_block_idx = next_pair_ % (2 * num_pairs);
-            block.shares_weights = true;
-        }
+        block.shares_weights = m_block_idx + 1 < min(end, tiles.num_m_blocks());
+        m_block_idx += block.shares_weights ? cta_rank_ : 0;
+        n_block_idx = block.shares_weights ? idx_in_two : 2 * idx_in_two + cta_rank_;
     }
     block.phase = phase_;
     block.expert_idx = Order::weight_expert(place_.expert_idx);

@@ -55,6 +55,12 @@ __device__ __forceinline__ void sync_cluster() {
     ptx::barrier_cluster_wait();
 }
 
+// The same, last of all: a CTA must not exit while the other one may still reach into it. That
+// would happen after an abort; else both have done their blocks when the ranks meet before combine.
+__device__ __forceinline__ void leave_cluster() {
+    sync_cluster();  //~ cluster_left
+}
+
 template <class Config>
 __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     using Roles = WarpRoles<Config>;
@@ -98,6 +104,15 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
                 load_weights(args, smem, local, waiter);
             }
             sync_compute_done<Config>(waiter);
+            if constexpr (Config::cluster_size > 1) {
+                leave_cluster();
+                // Then halves of weights may have come for a stage that this CTA's loader did not
+                // get to, or not have come for one that it did.
+                if (waiter.aborted() && warp_idx == Roles::weight_loader && ptx::elect_sync()) {
+                    smem.end_cluster_barriers();
+                }
+            }
+            return;
         }
     } else {
         set_registers<Config, num_math_registers<Config>>();  //~ math_registers
@@ -106,10 +121,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         sync_compute_done<Config>(waiter);
         combine<Config>(args, shared_memory, warp_idx - Roles::first_math, waiter);
     }
-
-    // A CTA must not exit while the other one may still reach into it: by arrivals of its math
-    // warps; after an abort, by whatever it has on its way.
-    if constexpr (Config::cluster_size > 1) sync_cluster();  //~ cluster_left
+    if constexpr (Config::cluster_size > 1) leave_cluster();
 }
 
 }  // namespace deep_moe::sm90

@@ -83,6 +83,7 @@ class L1Publisher {
                                                  smem_.stored_barriers(done.stage), done.parity);
         // What the math warps' arrivals released, this releases to the GPU.
         const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
+        //~ idle_unpublished
         if (stored && block.phase == Phase::linear1 && !is_idle && ptx::elect_sync()) {
             publish_l1_results(local_, block);
         }

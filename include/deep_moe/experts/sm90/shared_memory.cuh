@@ -143,6 +143,7 @@ class SharedMemory {
     // but that the stage was read.
     __device__ __forceinline__ void release_stage(uint32_t stage, uint32_t lane_idx) const {
         if constexpr (Config::cluster_size == 1) {
+            //~ lane_releases
             if (lane_idx == 0) ptx::mbarrier_arrive(empty_barriers(stage));
         } else if (lane_idx < Config::cluster_size) {
             ptx::mbarrier_arrive_shared_cluster(
@@ -194,6 +195,15 @@ class SharedMemory {
         // the chunk's bytes, the warp waits; first phase 0 (combine/combine.cuh).
         init(Smem::combine_barriers_offset, 2 * num_math_warps<Config>, 1);
         ptx::fence_mbarrier_init_release_cluster();  //~ sm90_init_fence
+    }
+
+    // After an abort, one thread, when neither CTA of the cluster uses them any more: those on
+    // which the other CTA's copies are counted, which may be in the middle of a phase.
+    __device__ void end_cluster_barriers() const {
+        for (uint32_t i = 0; i < Config::num_stages; ++i) ptx::mbarrier_inval(full_barriers(i));
+        for (uint32_t i = 0; i < Config::num_block_slots; ++i) {
+            ptx::mbarrier_inval(claim_barriers(i));
+        }
     }
 
  private:

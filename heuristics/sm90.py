@@ -167,7 +167,6 @@ MMAS_PER_K_BLOCK = 4
 
 OVERRIDABLE = (
     "num_sms",
-    "cluster_size",
     "block_m",
     "block_m_step",
     "num_stages",
@@ -180,6 +179,7 @@ OVERRIDABLE = (
     "num_combine_chunks",
     "num_ring_chunk_m_blocks",
     "num_ring_lead_chunks",
+    "cluster_size",
 )
 TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoETimeoutError
@@ -125,6 +126,27 @@ def test_every_role_leaves_wherever_it_stands() -> None:
     assert num_aborted >= 3
     results = case.compare_call(tokens, overrides=overrides)
     assert all(result.is_exact for result in results), results
+
+
+@pytest.mark.parametrize("pool_block_idx", range(3))
+def test_tokens_that_never_come_are_named(pool_block_idx: int) -> None:
+    """Those of either m-block that a cluster has, or of one by itself: not who waits for whom."""
+    num_tokens = 40
+    case = case_of("fp8", (num_tokens,), num_experts=2, num_topk=2)
+    tokens = [exact_tokens(case.shape, num_tokens, seed=1)]
+    overrides = {**CLUSTERS, "block_m": 16}
+    buffer = case.ranks.buffers[0]
+    counts = buffer.layout["l1_arrival_count"]
+    words = buffer.memory.tensor[counts.offset : counts.end].view(torch.int32)
+    words[pool_block_idx] += 1 << 20
+    # Far more than the emulator's clock leaps between two looks at it.
+    with pytest.raises(
+        MegaMoETimeoutError, match="for tokens of a pool block, before Linear1 loads them:"
+    ):
+        case.call(tokens, timeout_s=400.0, overrides=overrides)
+    case.ranks.reset()
+    (result,) = case.compare_call(tokens, overrides=overrides)
+    assert result.is_exact, result
 
 
 def test_the_config_of_clusters() -> None:

@@ -300,9 +300,11 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
     num_m_blocks = num_places // max_steps  # that certainly fit at once
     num_clusters = fields["num_sms"] // fields["cluster_size"]
     num_pairs = ceil_div(fields["num_l1_n_blocks"], fields["cluster_size"])
+    most = max(1, min(ceil_div(num_clusters, num_pairs), num_m_blocks // 3))
     chunk = choices.choose(
         "num_ring_chunk_m_blocks",
-        max(1, min(ceil_div(num_clusters, num_pairs), num_m_blocks // 3)),
+        # Whole pairs of m-blocks, where clusters take them so.
+        max(1, most - most % fields["num_cluster_m_blocks"]),
         "m-blocks whose Linear1 fills the grid once, at most a third of the ring",
     )
     _check_at_least_one("num_ring_chunk_m_blocks", chunk)

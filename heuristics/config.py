@@ -14,7 +14,7 @@ from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activat
 from deep_moe.formats.weight_formats import TokenFormat
 from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
-from .segments import Layout
+from .segments import Layout, align_up
 from .shape import MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
 from .tuning import TunedLayerKey, Tuning, TuningResult
@@ -52,6 +52,7 @@ class MegaMoEConfig:
     # launch
     num_sms: int
     cluster_size: int
+    num_cluster_m_blocks: int
     num_dispatch_warps: int
     num_epilogue_warps: int
     num_threads: int
@@ -104,6 +105,13 @@ class MegaMoEConfig:
     biases: bool = field(default=False, kw_only=True)
     # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
+
+    @property
+    def num_traced_n_blocks(self) -> tuple[int, int]:
+        """Of Linear1 and Linear2: the weight blocks of an expert as LinearOf::weight_block_row in
+        include/deep_moe/experts/linear.cuh counts them."""
+        unit = self.cluster_size // self.num_cluster_m_blocks
+        return align_up(self.num_l1_n_blocks, unit), align_up(self.num_l2_n_blocks, unit)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""

@@ -191,7 +191,8 @@ def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
     num_waves = config.num_experts_per_rank // config.num_experts_per_wave
     num_l1_blocks = num_m_blocks_per_wave * config.num_l1_n_blocks
     num_l2_blocks = num_m_blocks_per_wave * config.num_l2_n_blocks
-    # Clusters take neighbouring n-blocks together; the last group of an odd number is not full.
+    # Clusters take neighbouring n-blocks together, or one of two m-blocks; with an odd number of
+    # n-blocks the last group is not full.
     num_groups_per_wave = num_m_blocks_per_wave * (
         ceil_div(config.num_l1_n_blocks, config.cluster_size)
         + ceil_div(config.num_l2_n_blocks, config.cluster_size)

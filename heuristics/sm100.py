@@ -150,6 +150,7 @@ def choose_fields(
     if num_sms < 2 or num_sms % 2:
         raise ValueError(f"num_sms must be even and at least 2 (clusters of 2); got {num_sms}")
     choose("cluster_size", CLUSTER_SIZE, "two CTAs share one tensor-core operation")
+    choose("num_cluster_m_blocks", 1, "both CTAs multiply the same tokens")
 
     expected = shape.expected_tokens_per_expert(num_tokens)
     tile = choose_tile(expected)

@@ -32,9 +32,11 @@ from .smem_layout import sm90_smem_layout
 
 SMEM_CAPACITY = 227 * 1024  # what one CTA of sm_90 may opt in to
 DEFAULT_NUM_SMS = 132  # H100 and H200
-# Measured on an H200 on 2026-11-20: sharing tokens or weights among 2 CTAs changed the rate of
-# prefill by -3 to 0 %, among 4 by -30 %. The chip is bound by power there, not by copies.
+# Measured on an H200 on 2026-11-20 with FP4 weights: sharing tokens or weights among 2 CTAs changed
+# the rate of prefill by -3 to 0 %, among 4 by -30 %. The chip is bound by power there, not by
+# copies. With 2, the CTAs of a cluster share weights.
 CLUSTER_SIZE = 1
+CLUSTER_SIZES = (1, 2)
 BLOCK_N = (
     256  # two math warpgroups of two 64-row products each; 128 rows read tokens twice as often
 )
@@ -177,6 +179,7 @@ OVERRIDABLE = (
     "num_combine_chunks",
     "num_ring_chunk_m_blocks",
     "num_ring_lead_chunks",
+    "cluster_size",
 )
 TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")
@@ -367,6 +370,7 @@ def smem_layout(config: ConfigFields) -> Layout:
         weight_block_bytes=kind.block_bytes,
         has_row_factors=kind.has_row_factors,
         has_biases=bool(config["biases"]),
+        cluster_size=int(config["cluster_size"]),
         has_block_scales=kind.has_block_scales,
         tokens=WEIGHT_FORMATS[str(config["weights"])],
     )
@@ -393,7 +397,20 @@ def choose_fields(
     choose("num_sms", num_sms, "one CTA per SM of the device, all resident at once")
     if num_sms < 1:
         raise ValueError(f"num_sms must be at least 1; got {num_sms}")
-    choose("cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster")
+    cluster_size = choose(
+        "cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster"
+    )
+    if cluster_size not in CLUSTER_SIZES:
+        raise ValueError(f"cluster_size must be 1 or 2; got {cluster_size}")
+    if num_sms % cluster_size != 0:
+        raise ValueError(f"num_sms must be even with cluster_size 2; got {num_sms}")
+    choose(
+        "num_cluster_m_blocks",
+        cluster_size,
+        "CTAs share nothing"
+        if cluster_size == 1
+        else "CTAs of a cluster share an n-block's weights",
+    )
 
     expected = shape.expected_tokens_per_expert(num_tokens)
     kind = WEIGHTS[shape.weights]

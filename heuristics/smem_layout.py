@@ -127,6 +127,7 @@ def sm90_smem_layout(
     has_block_scales: bool,
     tokens: TokenFormat,
     has_biases: bool = False,
+    cluster_size: int = 1,
 ) -> Layout:
     """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
 
@@ -175,6 +176,7 @@ def sm90_smem_layout(
         ("l1_token_factors", "f32", (num_block_slots, block_m), "of their tokens, for Linear1"),
         ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
     )
+    claims = ("claimed_blocks", "u32", (num_block_slots,), "what the cluster's first CTA claimed")
     maxima = ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps")
     for name, dtype, dims, purpose in (
         *(rescaling if tokens.has_scales else ()),
@@ -191,15 +193,18 @@ def sm90_smem_layout(
         ),
         ("destinations", "u64", (num_block_slots, block_m), "where each token's result goes"),
         *([maxima] if tokens.has_scales else []),
+        *([claims] if cluster_size > 1 else []),
     ):
         add(name, dtype, dims, purpose, alignment=16)
     builder.mark("barriers_offset", alignment=16)
+    claim_barriers = ("claim_barriers", num_block_slots, "it is known what was claimed")
     barriers = (
         ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
         ("full_barriers", num_stages, "stage is loaded"),
         ("empty_barriers", num_stages, "stage may be overwritten"),
         ("header_barriers", num_block_slots, "block header is written"),
         ("stored_barriers", num_block_slots, "results of a block are stored"),
+        *([claim_barriers] if cluster_size > 1 else []),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
     )
     for name, count, purpose in barriers:

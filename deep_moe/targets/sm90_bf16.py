@@ -18,11 +18,11 @@ class Sm90Bf16(Sm90Weights):
     format = "bf16"
     policy = "Bf16Weights"
     # Few stages, for a small case never comes round the ring of the default. One loop for all sizes
-    # of m-block, and one for each.
+    # of m-block, and one for each. CTAs by themselves, and in clusters that share weights.
     fuzz_tiles = (
-        {"block_m": 16, "num_stages": 5},
+        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
         {"block_m": 168, "num_stages": 3},
-        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
         {"block_m": 64, "block_m_step": 8, "num_stages": 3},
     )
 

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class Sm90Fp8(Fp8OnTarget, Sm90Weights):
     scale_words = "float32 scales per 128 x 128"
     scale_block = (128, 128)
-    # Few stages, for a small case never comes round the ring of the default.
+    # Few stages, for a small case never comes round the ring of the default. CTAs by themselves,
+    # and in clusters that share weights.
     fuzz_tiles = (
-        {"block_m": 16, "num_stages": 4},
+        {"block_m": 16, "num_stages": 4, "cluster_size": 2},
         {"block_m": 88, "num_stages": 3},
         {"block_m": 128, "num_stages": 2},
-        {"block_m": 40, "num_stages": 3},
+        {"block_m": 40, "num_stages": 3, "cluster_size": 2},
     )
 
     def _lay_out(

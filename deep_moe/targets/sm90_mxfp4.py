@@ -18,12 +18,13 @@ class Sm90Mxfp4(Sm90Weights):
     format = "mxfp4"
     policy = "Mxfp4Weights"
     # Few stages, for a small case never comes round the ring of the default. The three kinds of
-    # main loop: products in pairs, one by one, and a loop for each size of m-block.
+    # main loop: products in pairs, one by one, and a loop for each size of m-block; the last in
+    # clusters that share weights.
     fuzz_tiles = (
         {"block_m": 16, "num_stages": 5},
         {"block_m": 168, "num_stages": 3},
         {"block_m": 128, "block_m_step": 32, "num_stages": 2},
-        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3, "cluster_size": 2},
     )
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:

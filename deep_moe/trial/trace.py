@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from deep_moe.heuristics.segments import align_up
 from deep_moe.jit.headers import find_library
 from deep_moe.jit.kernel_args import TraceCta, TraceRecord
 
@@ -160,10 +159,7 @@ class Recorder:
         )
         return RankTrace(
             rank=self.buffer.rank,
-            num_n_blocks=(
-                align_up(self.config.num_l1_n_blocks, self.config.cluster_size),
-                align_up(self.config.num_l2_n_blocks, self.config.cluster_size),
-            ),
+            num_n_blocks=self.config.num_traced_n_blocks,
             is_emulated=self.buffer.is_emulated,
             spans=_spans(records, clock),
             clock_error_ns=clock.error_ns,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ constexpr uint32_t max_blocks = MAX_BLOCKS;
 
 // y: per CTA the number of its blocks, then their fields.
 extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
-    auto* words = static_cast<uint32_t*>(args.y) + blockIdx.x * (1 + 6 * max_blocks);
+    auto* words = static_cast<uint32_t*>(args.y) + blockIdx.x * (1 + 7 * max_blocks);
     Waiter waiter(args);
     ExpertCounts<Config> counts;
     if (!counts.fetch(RankBuffers<Config>(args).local(), waiter)) return;
@@ -32,13 +33,14 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     uint32_t num_blocks = 0;
     for (Block block; walk.next(block); ++num_blocks) {
         if (threadIdx.x != 0) continue;
-        uint32_t* fields = words + 1 + 6 * num_blocks;
+        uint32_t* fields = words + 1 + 7 * num_blocks;
         fields[0] = static_cast<uint32_t>(block.phase);
         fields[1] = block.expert_idx;
         fields[2] = block.m_block_idx;
         fields[3] = block.n_block_idx;
         fields[4] = block.pool_block_idx;
         fields[5] = block.num_valid_rows;
+        fields[6] = block.shares_weights;
     }
     if (threadIdx.x == 0) words[0] = num_blocks;
 }
@@ -53,6 +55,7 @@ class Block:
     n_block: int
     pool_block: int
     num_valid_rows: int
+    shares_weights: int = 0
 
 
 def experts_in_order(config: MegaMoEConfig) -> list[tuple[int, int]]:
@@ -97,8 +100,8 @@ def publish(ranks: Any, counts: list[int]) -> None:
 
 
 def walked_blocks(ranks: Any, cta: int) -> list[Block]:
-    words = ranks.output(0, np.uint32, ranks.config.num_sms, 1 + 6 * MAX_BLOCKS)[cta]
-    return [Block(*fields) for fields in words[1 : 1 + 6 * words[0]].reshape(-1, 6).tolist()]
+    words = ranks.output(0, np.uint32, ranks.config.num_sms, 1 + 7 * MAX_BLOCKS)[cta]
+    return [Block(*fields) for fields in words[1 : 1 + 7 * words[0]].reshape(-1, 7).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_every_cta_walks_its_share_of_the_list(
             "num_experts_per_turn": turn,
         },
     )
-    ranks = make_ranks(config, output_bytes=4 * num_sms * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=4 * num_sms * (1 + 7 * MAX_BLOCKS))
     publish(ranks, counts.tolist())
 
     ranks.run(KERNEL)
@@ -175,23 +178,41 @@ def m_blocks_in_order(config: MegaMoEConfig, counts: list[int]) -> list[MBlock]:
     return m_blocks
 
 
-def pairs_by_chunks(config: MegaMoEConfig, m_blocks: list[MBlock]) -> list[tuple[int, MBlock, int]]:
-    """Phase, m-block and pair of n-blocks: Linear1 of the first chunks, then by turns Linear2 of a
-    chunk and Linear1 of one further on."""
+# Phase, and the m-block and n-block of each CTA of a cluster.
+Pair = tuple[int, tuple[tuple[MBlock, int], ...]]
+
+
+def pairs_of_run(config: MegaMoEConfig, phase: int, m_blocks: list[MBlock]) -> list[Pair]:
+    """Of neighbouring m-blocks, all that a cluster may have together."""
+    cluster_size = config.cluster_size
+    num_n_blocks = (config.num_l1_n_blocks, config.num_l2_n_blocks)[phase]
+    num_pairs = -(-num_n_blocks // cluster_size)
+    pairs: list[Pair] = []
+    for _, of_expert in itertools.groupby(m_blocks, key=lambda m_block: m_block.expert):
+        rest = list(of_expert)
+        while rest:
+            if config.num_cluster_m_blocks == 2 and len(rest) >= 2:
+                two, rest = rest[:2], rest[2:]
+                pairs += [(phase, ((two[0], n), (two[1], n))) for n in range(2 * num_pairs)]
+            else:
+                one, *rest = rest
+                pairs += [
+                    (phase, tuple((one, cluster_size * i + rank) for rank in range(cluster_size)))
+                    for i in range(num_pairs)
+                ]
+    return pairs
+
+
+def pairs_by_chunks(config: MegaMoEConfig, m_blocks: list[MBlock]) -> list[Pair]:
+    """Linear1 of the first chunks, then by turns Linear2 of a chunk and Linear1 of one further
+    on."""
     size, lead = config.num_ring_chunk_m_blocks, config.num_ring_lead_chunks
     chunks = [m_blocks[i : i + size] for i in range(0, len(m_blocks), size)]
     order = [(0, chunk) for chunk in chunks[:lead]]
     for idx, chunk in enumerate(chunks):
         order += [(1, chunk)]
         order += [(0, chunk) for chunk in chunks[idx + lead : idx + lead + 1]]
-    return [
-        (phase, m_block, pair)
-        for phase, chunk in order
-        for m_block in chunk
-        for pair in range(
-            -(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // config.cluster_size)
-        )
-    ]
+    return [pair for phase, chunk in order for pair in pairs_of_run(config, phase, chunk)]
 
 
 RING_COUNTS = {
@@ -212,6 +233,9 @@ RING_COUNTS = {
         ("sm_90a", {"block_m": 24}, 384),
         ("sm_90a", {"block_m": 128, "block_m_step": 32}, 384),
         ("sm_90a", {"block_m": 64, "block_m_step": 8}, 768),
+        ("sm_90a", {"block_m": 24, "cluster_size": 2}, 384),
+        ("sm_90a", {"block_m": 16, "cluster_size": 2, "num_ring_chunk_m_blocks": 3}, 384),
+        ("sm_90a", {"block_m": 128, "block_m_step": 32, "cluster_size": 2}, 384),
     ],
 )
 def test_a_ring_is_walked_by_chunks(
@@ -234,7 +258,7 @@ def test_a_ring_is_walked_by_chunks(
         overrides={**tile, "num_experts_per_wave": 12, "num_experts_per_turn": 12},
     )
     assert config.pool_wraps
-    ranks = make_ranks(config, output_bytes=4 * config.num_sms * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=4 * config.num_sms * (1 + 7 * MAX_BLOCKS))
     publish(ranks, counts)
 
     ranks.run(KERNEL)
@@ -242,45 +266,44 @@ def test_a_ring_is_walked_by_chunks(
     m_blocks = m_blocks_in_order(config, counts)
     num_places = config.num_ring_blocks
     if sum(m_block.num_pool_blocks for m_block in m_blocks) <= num_places:
-        pairs = [
-            (phase, m_block, pair)
-            for phase in (0, 1)
-            for m_block in m_blocks
-            for pair in range(
-                -(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // config.cluster_size)
-            )
-        ]
+        pairs = [pair for phase in (0, 1) for pair in pairs_of_run(config, phase, m_blocks)]
     else:
         pairs = pairs_by_chunks(config, m_blocks)
     for cta in range(config.num_sms):
         cluster, cta_rank = divmod(cta, config.cluster_size)
+        mine = [
+            (phase, *blocks[cta_rank], len({m_block for m_block, _ in blocks}) > 1)
+            for phase, blocks in pairs[cluster :: config.num_sms // config.cluster_size]
+        ]
         assert walked_blocks(ranks, cta) == [
             Block(
                 phase,
                 m_block.expert,
                 m_block.m_block,
-                config.cluster_size * pair + cta_rank,
+                n_block,
                 m_block.pool_block,
                 m_block.num_valid_rows,
+                shares_weights,
             )
-            for phase, m_block, pair in pairs[cluster :: config.num_sms // config.cluster_size]
+            for phase, m_block, n_block, shares_weights in mine
         ]
 
     done = {}  # the place of its last Linear2 block in the list, by pool block
     begun = {}  # of the first Linear1 block, by m-block
-    for place, (phase, m_block, _) in enumerate(pairs):
-        if phase == 0:
-            begun.setdefault(m_block, place)
-        else:
-            for i in range(m_block.num_pool_blocks):
-                done[m_block.pool_block + i] = place
+    for place, (phase, blocks) in enumerate(pairs):
+        for m_block, _ in blocks:
+            if phase == 0:
+                begun.setdefault(m_block, place)
+            else:
+                for i in range(m_block.num_pool_blocks):
+                    done[m_block.pool_block + i] = place
     for m_block, place in begun.items():
         end = m_block.pool_block + m_block.num_pool_blocks - num_places
         assert all(done[pool_block] < place for pool_block in range(end))
 
 
 def test_no_tokens_give_no_blocks(make_config: Any, make_ranks: Any) -> None:
-    ranks = make_ranks(make_config(num_sms=2), output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(make_config(num_sms=2), output_bytes=8 * (1 + 7 * MAX_BLOCKS))
     publish(ranks, [0, 0, 0, 0])
     ranks.run(KERNEL)
     assert [walked_blocks(ranks, cta) for cta in range(2)] == [[], []]
@@ -288,7 +311,7 @@ def test_no_tokens_give_no_blocks(make_config: Any, make_ranks: Any) -> None:
 
 def test_more_tokens_than_the_pool_holds_are_refused(make_config: Any, make_ranks: Any) -> None:
     config = make_config(overrides={"block_m": 16})
-    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=8 * (1 + 7 * MAX_BLOCKS))
     # One block too many, though the tokens alone would fit.
     counts = [config.num_pool_tokens - 3 * 16 + 1, 1, 1, 1]
     publish(ranks, counts)
@@ -304,7 +327,7 @@ def test_more_tokens_than_the_pool_holds_are_refused(make_config: Any, make_rank
 
 def test_the_largest_number_of_tokens_fits(make_config: Any, make_ranks: Any) -> None:
     config = make_config(overrides={"block_m": 16})
-    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=8 * (1 + 7 * MAX_BLOCKS))
     publish(ranks, [config.num_pool_tokens - 3 * 16, 1, 1, 1])
     ranks.run(KERNEL)
     assert ranks.statuses[0].code == 0
@@ -316,7 +339,7 @@ def test_ranks_that_did_not_report_are_named(
     make_config: Any, make_ranks: Any, missing: list[int]
 ) -> None:
     config = make_config(num_ranks=70, num_experts=140)
-    ranks = make_ranks(config, output_bytes=8 * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=8 * (1 + 7 * MAX_BLOCKS))
     num_reports = (70 - len(missing)) * config.num_sms
     ranks.segment(0, "expert_recv_count")[:] = np.uint64(config.num_sms) << np.uint64(32)
     ranks.segment(0, "expert_recv_count")[missing] = 0

@@ -77,6 +77,7 @@ class Mutation:
     schedule: str = "random"
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
     in_a_row: bool = False  # calls that ranks begin without a look at each other
+    in_clusters: bool = False  # SM90: of two CTAs that share weights
     one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
     test: str = ""  # "module::function" below tests/kernels, where two small calls cannot notice
@@ -88,6 +89,11 @@ class Mutation:
 
 
 M = Mutation
+ODD_BLOCKS_IN_CLUSTERS = {
+    "weights": "fp8",
+    "tile": {"block_m": 40},
+    "sizes": {"hidden": 768, "intermediate_hidden": 384},
+}
 SM100_MUTATIONS = (
     # ---- dispatch
     M("count_before_zeroed", removed("counts_zeroed"), "race"),
@@ -402,7 +408,7 @@ SM90_MUTATIONS = (
     M("one_warp_releases", replaced("warp_releases", "% warp_size", ""), "timeout"),
     M(
         "every_lane_releases",
-        replaced("warp_releases", "if (thread_idx_ % warp_size == 0)", ""),
+        replaced("lane_releases", "if (lane_idx == 0)", ""),
         "misuse",
     ),
     M("last_stage_kept", removed("last_stage_released"), "timeout"),
@@ -464,6 +470,89 @@ SM90_MUTATIONS = (
         weights="bf16",
     ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
+    # ---- clusters
+    M(
+        "peer_not_told_of_a_free_stage",
+        replaced(
+            "cluster_released",
+            "ptx::mapa_shared_cluster(empty_barriers(stage), lane_idx)",
+            "empty_barriers(stage)",
+        ),
+        "race",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M(
+        "peers_releases_not_counted",
+        replaced("sm90_empty_init", "* Config::cluster_size", ""),
+        "race|misuse",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M(
+        "both_copy_the_same_half",
+        replaced("own_half", "ptx::cluster_ctarank()", "0"),
+        "race|misuse|result",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M("claim_not_told", removed("claim_told"), "timeout", weights="fp8", in_clusters=True),
+    M("claim_not_awaited", removed("claim_awaited"), "race", weights="fp8", in_clusters=True),
+    M(
+        "cluster_set_up_without_barrier",
+        removed("cluster_set_up"),
+        "misuse|race",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M(
+        "a_cta_leaves_its_cluster",
+        removed("cluster_left"),
+        "harmless: both CTAs have done their blocks when ranks meet before combine; and who gives up has "
+        "waited for longer than the other CTA can go on without it",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M(
+        "an_odd_m_block_paired",
+        replaced("m_blocks_paired", "m_block_idx + 1 <", "m_block_idx <"),
+        "race|misuse|timeout|result",
+        weights="fp8",
+        in_clusters=True,
+    ),
+    M(
+        "m_blocks_paired_over_the_end_of_a_chunk",
+        replaced("paired_in_chunk", "end_of_chunk", "~0u"),
+        "result",
+        test="test_block_walk::test_a_ring_is_walked_by_chunks",
+        arguments={
+            "arch": "sm_90a",
+            "tile": {"block_m": 16, "cluster_size": 2, "num_ring_chunk_m_blocks": 3},
+            "num_pool_tokens": 384,
+            "counts": [70, 0, 1, 190, 16, 0, 0, 333, 129, 2, 64, 65],
+        },
+    ),
+    M(
+        "block_behind_linear1s_last_stored",
+        removed("idle_linear1"),
+        "race|misuse|result|timeout",
+        test="test_sm90_clusters::test_even_and_odd_numbers_of_blocks",
+        arguments=ODD_BLOCKS_IN_CLUSTERS,
+    ),
+    M(
+        "block_behind_linear1s_last_published",
+        replaced("idle_unpublished", "&& !is_idle", ""),
+        "timeout",
+        test="test_sm90_clusters::test_even_and_odd_numbers_of_blocks",
+        arguments=ODD_BLOCKS_IN_CLUSTERS,
+    ),
+    M(
+        "block_behind_linear2s_last_stored",
+        removed("idle_linear2"),
+        "race|misuse|result",
+        test="test_sm90_clusters::test_even_and_odd_numbers_of_blocks",
+        arguments=ODD_BLOCKS_IN_CLUSTERS,
+    ),
     # ---- set-up
     M(
         "empty_barrier_count",
@@ -501,7 +590,7 @@ SM90_MUTATIONS = (
     M("header_after_arrival", moved("header_stored", behind="header_told"), "race"),
     M(
         "first_blocks_claimed_again",
-        replaced("claimed", "Config::num_sms +", ""),
+        replaced("claimed", "Config::num_sms / Config::cluster_size +", ""),
         "race|misuse|timeout",
     ),
     M(

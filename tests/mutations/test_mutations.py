@@ -196,18 +196,23 @@ def outcome(
     schedule: str = "random",
     *,
     in_a_row: bool = False,
+    in_clusters: bool = False,
     one_size: int = 0,
     weights: str = "mxfp4",
 ) -> str:
     """Who noticed something in two calls.
 
-    in_a_row: in four calls that ranks begin without a look at each other. one_size: m-blocks all
-    have so many rows. weights: their format.
+    in_a_row: in four calls that ranks begin without a look at each other. in_clusters: of two CTAs,
+    and two of them. one_size: m-blocks all have so many rows. weights: their format.
     """
     setting = SETTINGS[arch if weights == "mxfp4" else f"{arch} {weights}"]
     shape = replace(SHAPE, weights=weights)
     scale_block = target_of(arch).weights_of(weights).scale_block
     overrides = dict(setting.overrides)
+    num_sms = setting.num_sms
+    if in_clusters:
+        overrides |= {"cluster_size": 2}
+        num_sms *= 2
     if one_size:
         overrides |= {"block_m": one_size, "block_m_step": one_size}
     tokens = [
@@ -225,7 +230,7 @@ def outcome(
         calls = case.compare_calls_in_a_row(
             [few, tokens, few[::-1], few],
             overrides=overrides,
-            num_sms=(setting.num_sms,),
+            num_sms=(num_sms,),
             schedule=schedule,
         )
         return all(result.is_exact for results in calls for result in results)
@@ -240,7 +245,7 @@ def outcome(
                 tokens,
                 stats=stats,
                 overrides=overrides,
-                num_sms=setting.num_sms,
+                num_sms=num_sms,
                 schedule=schedule,
                 schedule_seed=seed,
             )
@@ -336,6 +341,10 @@ def test_without_a_bug_nobody_complains_about_other_weights(
     assert outcome(arch, schedule, weights=weights) == ""
 
 
+def test_without_a_bug_nobody_complains_about_clusters() -> None:
+    assert outcome("sm_90a", in_clusters=True, weights="fp8") == ""
+
+
 @pytest.mark.parametrize("num_rows", [8, 96])
 def test_without_a_bug_nobody_complains_about_blocks_of_one_size(num_rows: int) -> None:
     assert outcome("sm_90a", one_size=num_rows) == ""
@@ -367,6 +376,7 @@ def test_bug_is_noticed(planted: Mutation) -> None:
             planted.arch,
             planted.schedule,
             in_a_row=planted.in_a_row,
+            in_clusters=planted.in_clusters,
             one_size=planted.one_size,
             weights=planted.weights,
         )

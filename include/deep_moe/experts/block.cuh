@@ -21,6 +21,7 @@ struct Block : BlockRows {
     uint32_t expert_idx;  // local, as weights have them: shared ones stand behind the routed ones
     uint32_t m_block_idx;
     uint32_t n_block_idx;
+    bool shares_weights;  // the cluster's CTAs have the same n-block, of m-blocks of one expert
 };
 
 }  // namespace deep_moe

@@ -84,8 +84,17 @@ __device__ bool ChunkWalk<Config>::find_in_chunks(Block& block) {
     // A turn of this expert alone, at this pair.
     const uint32_t next_pair = this->next_pair_;
     this->turn_end_ = this->place_.expert_idx + 1;
-    this->next_pair_ = m_block_idx * num_pairs + next_pair % num_pairs;
-    Experts::find(block);
+    if constexpr (Config::num_cluster_m_blocks == 1) {
+        this->next_pair_ = m_block_idx * num_pairs + next_pair % num_pairs;
+        Experts::find(block);
+    } else {
+        // A cluster has no m-blocks together of which only one is in the chunk.
+        const uint32_t end_of_chunk = chunk_offset_ + num_m_blocks_of_chunk();
+        const bool begins_before = static_cast<int32_t>(chunk_offset_) <= 0;
+        const uint32_t first = begins_before ? 0 : chunk_offset_;
+        this->next_pair_ -= (first - chunk_offset_) * num_pairs;
+        this->find_in_run(block, first, end_of_chunk);  //~ paired_in_chunk
+    }
     this->next_pair_ = next_pair;
     block.is_reused = block.pool_block_idx < num_reused_;
     return true;

@@ -64,13 +64,15 @@ class ExpertCounts : public ExpertOrder<Config> {
 
     // Of any entry of the list, an expert or a part of one.
     __device__ uint32_t num_tokens(uint32_t entry) const;
-    // Whether only one m-block needs the weights of a local expert, routed or shared.
-    __device__ bool has_one_m_block(uint32_t weight_expert_idx) const {
+    // Whether the weights of a local expert, routed or shared, are copied once: one m-block needs
+    // them, or those that a cluster has at once.
+    __device__ bool copies_weights_once(uint32_t weight_expert_idx) const {
         if constexpr (Order::has_shared) {
             if (weight_expert_idx >= Config::num_experts_per_rank) return this->is_one_m_block();
         }
         const uint32_t entry = Order::entry_of(weight_expert_idx);
-        return ExpertTiles<Config>(num_tokens(entry)).num_m_blocks() == 1;
+        return ceil_div(ExpertTiles<Config>(num_tokens(entry)).num_m_blocks(),
+                        Config::num_cluster_m_blocks) == 1;
     }
     // Of all routed experts here.
     __device__ uint32_t num_received_tokens() const;

@@ -43,7 +43,7 @@ class ExpertWalk {
 
     // The block of the pair that the walk stands at, the CTA's (cluster's) own index at first.
     // False when that is behind the list.
-    __device__ bool find(Block& block);
+    __device__ bool find(Block& block) { return find_in_run(block, 0, ~0u); }
     // Go on by so many pairs.
     __device__ void advance(uint32_t num_pairs) { next_pair_ += num_pairs; }
     // Block by block, where a cluster takes every (number of clusters)-th pair.
@@ -54,6 +54,9 @@ class ExpertWalk {
     }
 
  protected:
+    // The same, if next_pair_ counts from m-block `first` of the expert that the walk is at, and
+    // its m-blocks from `end` on are none for a cluster to have together with one before.
+    __device__ bool find_in_run(Block& block, uint32_t first, uint32_t end);
     // The other phase's turn; false if there is none.
     __device__ bool start_next_turn();
 
@@ -70,7 +73,7 @@ class ExpertWalk {
 };
 
 template <class Config>
-__device__ bool ExpertWalk<Config>::find(Block& block) {
+__device__ bool ExpertWalk<Config>::find_in_run(Block& block, uint32_t first, uint32_t end) {
     const auto num_pairs_of = [&](const ExpertTiles<Config>& tiles, uint32_t) {
         return tiles.num_m_blocks() * LinearOf<Config>(phase_).num_n_block_pairs();
     };
@@ -80,12 +83,25 @@ __device__ bool ExpertWalk<Config>::find(Block& block) {
     const uint32_t num_expert_tokens = counts_.num_tokens(place_.expert_idx);
     const ExpertTiles<Config> tiles(num_expert_tokens);
     const uint32_t num_pairs = LinearOf<Config>(phase_).num_n_block_pairs();
-    const uint32_t m_block_idx = next_pair_ / num_pairs;
-    const uint32_t pair_idx = next_pair_ % num_pairs;
+    uint32_t m_block_idx, n_block_idx;
+    block.shares_weights = false;
+    if constexpr (Config::num_cluster_m_blocks == 1) {
+        m_block_idx = next_pair_ / num_pairs;
+        n_block_idx = next_pair_ % num_pairs * Config::cluster_size + cta_rank_;
+    } else {
+        static_assert(Config::num_cluster_m_blocks == 2 && Config::cluster_size == 2);
+        const uint32_t two_idx = next_pair_ / (2 * num_pairs);
+        const uint32_t idx_in_two = next_pair_ - two_idx * 2 * num_pairs;
+        m_block_idx = first + 2 * two_idx;
+        //~ m_blocks_paired
+        block.shares_weights = m_block_idx + 1 < min(end, tiles.num_m_blocks());
+        m_block_idx += block.shares_weights ? cta_rank_ : 0;
+        n_block_idx = block.shares_weights ? idx_in_two : 2 * idx_in_two + cta_rank_;
+    }
     block.phase = phase_;
     block.expert_idx = Order::weight_expert(place_.expert_idx);
     block.m_block_idx = m_block_idx;
-    block.n_block_idx = pair_idx * Config::cluster_size + cta_rank_;
+    block.n_block_idx = n_block_idx;
     const uint32_t first_pool_block = tiles.first_pool_block(m_block_idx);
     block.pool_block_idx = place_.pool_block_idx + first_pool_block;
     block.num_rows = tiles.num_pool_blocks(m_block_idx) * Config::block_m_step;

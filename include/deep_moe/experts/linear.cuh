@@ -76,12 +76,22 @@ class LinearOf {
     template <Phase phase>
     static constexpr uint32_t num_pairs =
         ceil_div(Linear<Config, phase>::num_n_blocks, Config::cluster_size);
+    // Whether that is an n-block behind an odd last one.
+    static constexpr bool has_idle_blocks =
+        First::num_n_blocks % Config::cluster_size + Second::num_n_blocks % Config::cluster_size >
+        0;
+    __device__ bool is_idle(uint32_t n_block_idx) const {
+        return has_idle_blocks && n_block_idx == num_n_blocks();
+    }
     __device__ uint32_t num_n_block_pairs() const {
         return is_first_ ? num_pairs<Phase::linear1> : num_pairs<Phase::linear2>;
     }
     // Local expert and n-block as one number. A cluster's CTAs may have an n-block behind an odd
-    // last one.
+    // last one: where weights are found by this number, it takes those of the last.
     __device__ uint32_t weight_block_row(const Block& block) const {
+        if constexpr (has_idle_blocks && Config::num_cluster_m_blocks > 1) {
+            return block.expert_idx * num_n_blocks() + min(block.n_block_idx, num_n_blocks() - 1);
+        }
         return block.expert_idx * align_up(num_n_blocks(), Config::cluster_size) +
                block.n_block_idx;
     }

@@ -1,7 +1,8 @@
 // The SM90 kernel: shared memory, initialization, and which warp does what. Everything else has a
 // file of its own.
 //
-// Grid: num_sms CTAs, one per SM, all resident at once, no clusters.
+// Grid: num_sms CTAs, one per SM, all resident at once, by themselves or in clusters of two, whose
+// CTAs share copies of weights.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -17,6 +18,7 @@
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
@@ -46,10 +48,26 @@ struct WarpRoles {
                   "register budgets must fit into what an SM has");
 };
 
+// All threads of the cluster.
+__device__ __forceinline__ void sync_cluster() {
+    __syncwarp();
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+}
+
+// The same, last of all: a CTA must not exit while the other one may still reach into it. That
+// would happen after an abort; else both have done their blocks when the ranks meet before combine.
+__device__ __forceinline__ void leave_cluster() {
+    sync_cluster();  //~ cluster_left
+}
+
 template <class Config>
 __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     using Roles = WarpRoles<Config>;
-    static_assert(Config::cluster_size == 1, "CTAs share nothing");
+    static_assert(
+        Config::cluster_size == Config::num_cluster_m_blocks && Config::cluster_size <= 2 &&
+            Config::num_sms % Config::cluster_size == 0,
+        "cluster_size must be 1 or 2, whose CTAs have an m-block each, and divide num_sms");
     static_assert(Config::block_n == 256 && Config::Smem::activations_dim2 == 128,
                   "a weight block is 256 rows, a k-block 128 bytes of each token");
     static_assert(Config::hidden % 128 == 0 && Config::intermediate_hidden % 128 == 0,
@@ -66,7 +84,11 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         ptx::prefetch_tensormap(&args.l2_activations);
     }
     __syncwarp();
-    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ set_up
+    if constexpr (Config::cluster_size == 1) {
+        ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ set_up
+    } else {
+        sync_cluster();  //~ cluster_set_up
+    }
 
     if (warp_idx < Roles::first_math) {
         set_registers<Config, Config::num_dispatch_registers>();  //~ loader_registers
@@ -82,6 +104,15 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
                 load_weights(args, smem, local, waiter);
             }
             sync_compute_done<Config>(waiter);
+            if constexpr (Config::cluster_size > 1) {
+                leave_cluster();
+                // Then halves of weights may have come for a stage that this CTA's loader did not
+                // get to, or not have come for one that it did.
+                if (waiter.aborted() && warp_idx == Roles::weight_loader && ptx::elect_sync()) {
+                    smem.end_cluster_barriers();
+                }
+            }
+            return;
         }
     } else {
         set_registers<Config, num_math_registers<Config>>();  //~ math_registers
@@ -90,6 +121,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         sync_compute_done<Config>(waiter);
         combine<Config>(args, shared_memory, warp_idx - Roles::first_math, waiter);
     }
+    if constexpr (Config::cluster_size > 1) leave_cluster();
 }
 
 }  // namespace deep_moe::sm90

@@ -16,18 +16,44 @@ __device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t dst, const 
         : "memory");
 }
 
-// The same for bytes that nobody will read again: L2 gives them up first.
+// A cache policy, as createpolicy makes it: L2 gives the bytes up first.
+inline constexpr uint64_t evict_first = 0x12f0000000000000;
+
+// The same for bytes that nobody will read again.
 __device__ __forceinline__ void cp_async_bulk_shared_global_evict_first(uint32_t dst,
                                                                         const void* src,
                                                                         uint32_t num_bytes,
                                                                         uint32_t barrier) {
-    constexpr uint64_t evict_first =
-        0x12f0000000000000;  // a cache policy, as createpolicy makes it
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], %4;"
         :
         : "r"(dst), "l"(src), "r"(num_bytes), "r"(barrier), "l"(evict_first)
+        : "memory");
+}
+
+// To the same offset in the CTAs of the cluster whose ranks are bits of `cta_mask`; in each of them
+// the barrier at that of `barrier` counts `num_bytes`. SM90.
+__device__ __forceinline__ void cp_async_bulk_shared_global_multicast(uint32_t dst, const void* src,
+                                                                      uint32_t num_bytes,
+                                                                      uint32_t barrier,
+                                                                      uint16_t cta_mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(dst), "l"(src), "r"(num_bytes), "r"(barrier), "h"(cta_mask)
+        : "memory");
+}
+
+// The same for bytes that nobody will read again.
+__device__ __forceinline__ void cp_async_bulk_shared_global_multicast_evict_first(
+    uint32_t dst, const void* src, uint32_t num_bytes, uint32_t barrier, uint16_t cta_mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1], %2, [%3], %4, %5;"
+        :
+        : "r"(dst), "l"(src), "r"(num_bytes), "r"(barrier), "h"(cta_mask), "l"(evict_first)
         : "memory");
 }
 

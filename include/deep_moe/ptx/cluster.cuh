@@ -28,4 +28,17 @@ __device__ __forceinline__ uint32_t mapa_shared_cluster(uint32_t address, uint32
     return mapped;
 }
 
+// The larger of a word in any CTA's shared memory and `value`, which `barrier` in the same CTA
+// counts as 4 bytes: who waits for them there may read it. Both addresses as mapa_shared_cluster
+// gives them. Relaxed at cluster scope.
+__device__ __forceinline__ void red_async_max_u32(uint32_t address, uint32_t value,
+                                                  uint32_t barrier) {
+    asm volatile(
+        "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32"
+        " [%0], %1, [%2];"
+        :
+        : "r"(address), "r"(value), "r"(barrier)
+        : "memory");
+}
+
 }  // namespace deep_moe::ptx

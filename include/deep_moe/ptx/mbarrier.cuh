@@ -17,6 +17,11 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t num_arr
                  : "memory");
 }
 
+// Own CTA. Ends the object's life: nobody waits for it or arrives at it any more.
+__device__ __forceinline__ void mbarrier_inval(uint32_t barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" : : "r"(barrier) : "memory");
+}
+
 // Own CTA; releases at CTA scope.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");

@@ -42,6 +42,7 @@ enum class WaitSite : uint32_t {
     split_counts = 16,                // token counts of another rank, in a split dispatch
     split_tokens = 17,                // tokens of another rank, in a split dispatch
     split_contributions = 18,         // rows of another rank's experts, in a split combine
+    block_claim = 19,                 // the next blocks of a cluster, from its first CTA
 };
 
 struct RankSet {

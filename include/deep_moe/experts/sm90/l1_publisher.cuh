@@ -17,6 +17,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
@@ -81,7 +82,9 @@ class L1Publisher {
         const bool stored = waiter.warp_mbarrier(WaitSite::results_stored,
                                                  smem_.stored_barriers(done.stage), done.parity);
         // What the math warps' arrivals released, this releases to the GPU.
-        if (stored && block.phase == Phase::linear1 && ptx::elect_sync()) {
+        const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
+        //~ idle_unpublished
+        if (stored && block.phase == Phase::linear1 && !is_idle && ptx::elect_sync()) {
             publish_l1_results(local_, block);
         }
         __syncwarp();

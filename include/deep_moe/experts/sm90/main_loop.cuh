@@ -35,9 +35,11 @@ using Accumulators = float[num_row_halves][num_rows / 2];
 
 // wgmma descriptor of an operand with 128 bytes of K per row in the 128-byte swizzle: address in
 // units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1. Only the
-// lower half depends on the address.
+// lower half depends on the address, of which it takes no bits that name a CTA of a cluster.
+template <class Config>
 __device__ __forceinline__ uint32_t operand_descriptor_low(uint32_t smem_address) {
     constexpr uint32_t leading = 1 << 16;  // without meaning for a swizzled operand
+    if constexpr (Config::cluster_size > 1) smem_address &= 0x3ffff;
     return leading + (smem_address >> 4);
 }
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
@@ -145,7 +147,7 @@ class MainLoop {
                                                       uint4 (&packed)[num_k_halves],
                                                       Group (&groups)[num_groups_in_registers]) {
         const DecodeTables tables = decode_tables<row_half>(stage.shifts);
-        const uint32_t tokens = operand_descriptor_low(smem_.activations(stage.idx));
+        const uint32_t tokens = operand_descriptor_low<Config>(smem_.activations(stage.idx));
 #pragma unroll
         for (uint32_t i = 0; i < mmas_per_row_half; ++i) {
             const uint32_t group_idx = (row_half * mmas_per_row_half + i) / mmas_per_group;
@@ -189,7 +191,7 @@ class MainLoop {
     // Every warp for itself: the tensor core may be done with one warp's rows before another's.
     __device__ __forceinline__ void release(uint32_t stage) {
         //~ warp_releases
-        if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barriers(stage));
+        smem_.release_stage(stage, thread_idx_ % warp_size);
     }
 
     __device__ uint32_t part(uint32_t stage) const {

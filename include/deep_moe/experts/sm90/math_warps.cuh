@@ -82,7 +82,10 @@ class MathWarps {
         const RowValues factors = row_factors(thread);
         const RowValues biases = row_biases(thread);
         const RankBuffers<Config> ranks(args_);
+        // Then nobody needs its results.
+        const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
         if (block.phase == Phase::linear1) {
+            if (is_idle) return true;  //~ idle_linear1
             return L1Epilogue<Config, num_rows>(smem_, ranks.local(), thread, slot(), turn())
                 .run(block, factors, biases, accumulators, waiter_);
         } else {
@@ -97,6 +100,7 @@ class MathWarps {
                     release_pool_block(ranks.local(), block.pool_block_idx);
                 }
             }
+            if (is_idle) return true;  //~ idle_linear2
             L2Epilogue<Config, num_rows>(smem_, thread, slot())
                 .run(block, factors, biases, accumulators);
             return true;

@@ -104,10 +104,10 @@ class PromotingLoop {
     // Starts the products of 64 of the warpgroup's rows in a stage, as one group.
     template <uint32_t row_half, uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&products)[num_accumulators], uint32_t stage) {
-        const uint32_t weights =
-            operand_descriptor_low(smem_.weight_blocks(stage) + warpgroup_idx_ * part_bytes +
-                                   row_half * rows_per_half * Config::block_k);
-        const uint32_t tokens = operand_descriptor_low(smem_.activations(stage));
+        const uint32_t weights = operand_descriptor_low<Config>(
+            smem_.weight_blocks(stage) + warpgroup_idx_ * part_bytes +
+            row_half * rows_per_half * Config::block_k);
+        const uint32_t tokens = operand_descriptor_low<Config>(smem_.activations(stage));
         ptx::wgmma_keep_order(products);
         ptx::wgmma_fence();  //~ promoted_fence
 #pragma unroll
@@ -138,7 +138,7 @@ class PromotingLoop {
 
     // Every warp for itself, when it has read the scales and its products are complete.
     __device__ __forceinline__ void release(uint32_t stage) {
-        if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barriers(stage));
+        smem_.release_stage(stage, thread_idx_ % warp_size);
     }
 
     const SharedMemory<Config>& smem_;

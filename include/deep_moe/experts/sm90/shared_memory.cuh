@@ -10,7 +10,9 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/layout/elements.cuh"
+#include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 
 namespace deep_moe::sm90 {
@@ -113,6 +115,13 @@ class SharedMemory {
         return base_ + Smem::destinations_offset + slot * Smem::destinations_stride;
     }
 
+    // Of a cluster's second CTA, written by the first one's weight loader: u32, which pair of the
+    // list the cluster has behind the block in the slot (block_claims.cuh).
+    __device__ uint32_t claimed_blocks(uint32_t slot) const {
+        static_assert(all_are<uint32_t, typename Smem::claimed_blocks_element>);
+        return base_ + Smem::claimed_blocks_offset + slot * sizeof(uint32_t);
+    }
+
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
@@ -123,11 +132,23 @@ class SharedMemory {
         return barrier(Smem::full_barriers_offset, stage);
     }
 
-    // "A stage may be overwritten." Arrive: one lane of every math warp, when the products that
-    // read the stage are complete. Wait: both loaders, with the parity opposite to their round, so
-    // that the first round passes at once.
+    // "A stage may be overwritten." Arrive: one lane of every math warp, of all CTAs of the cluster
+    // because a copy of weights may go to all of them, when the products that read the stage are
+    // complete. Wait: both loaders, with the parity opposite to their round, so that the first
+    // round passes at once.
     __device__ uint32_t empty_barriers(uint32_t stage) const {
         return barrier(Smem::empty_barriers_offset, stage);
+    }
+    // A math warp's arrival; any of its lanes may call this. To another CTA it hands over nothing
+    // but that the stage was read.
+    __device__ __forceinline__ void release_stage(uint32_t stage, uint32_t lane_idx) const {
+        if constexpr (Config::cluster_size == 1) {
+            //~ lane_releases
+            if (lane_idx == 0) ptx::mbarrier_arrive(empty_barriers(stage));
+        } else if (lane_idx < Config::cluster_size) {
+            ptx::mbarrier_arrive_shared_cluster(
+                ptx::mapa_shared_cluster(empty_barriers(stage), lane_idx));  //~ cluster_released
+        }
     }
 
     // "The header of a block is written." Arrive: weight loader (1), when the block's first stage
@@ -144,21 +165,45 @@ class SharedMemory {
         return barrier(Smem::stored_barriers_offset, slot);
     }
 
-    // One thread; others may use the barriers after a CTA barrier.
+    // "It is known which blocks the cluster has next." Of a cluster's second CTA. Arrive: its own
+    // weight loader (1), with the bytes that the first CTA's stores. Wait: the same warp, parity of
+    // its round over the slots. The first CTA stores in a slot anew num_block_slots blocks later:
+    // by then the second has loaded a stage of the block behind it.
+    __device__ uint32_t claim_barriers(uint32_t slot) const {
+        return barrier(Smem::claim_barriers_offset, slot);
+    }
+
+    // One thread; others may use the barriers after a barrier of the cluster.
     __device__ void init_barriers() const {
         // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
         // (1) with the token's bytes, the warp waits; first phase 0 (dispatch/pull_tokens.cuh).
         init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
         init(Smem::full_barriers_offset, Config::num_stages, 2);  //~ sm90_full_init
         //~ sm90_empty_init
-        init(Smem::empty_barriers_offset, Config::num_stages, num_math_warps<Config>);
+        init(Smem::empty_barriers_offset, Config::num_stages,
+             num_math_warps<Config> * Config::cluster_size);
         init(Smem::header_barriers_offset, Config::num_block_slots, 1);
         //~ stored_init
         init(Smem::stored_barriers_offset, Config::num_block_slots, num_math_warps<Config>);
+        if constexpr (Config::cluster_size > 1) {
+            init(Smem::claim_barriers_offset, Config::num_block_slots, 1);
+            for (uint32_t i = 0; i < Config::num_block_slots; ++i) {
+                ptx::st_shared_u32(claimed_blocks(i), 0);
+            }
+        }
         // "A contribution has arrived." Two per math warp, private to it: one lane arrives (1) with
         // the chunk's bytes, the warp waits; first phase 0 (combine/combine.cuh).
         init(Smem::combine_barriers_offset, 2 * num_math_warps<Config>, 1);
         ptx::fence_mbarrier_init_release_cluster();  //~ sm90_init_fence
+    }
+
+    // After an abort, one thread, when neither CTA of the cluster uses them any more: those on
+    // which the other CTA's copies are counted, which may be in the middle of a phase.
+    __device__ void end_cluster_barriers() const {
+        for (uint32_t i = 0; i < Config::num_stages; ++i) ptx::mbarrier_inval(full_barriers(i));
+        for (uint32_t i = 0; i < Config::num_block_slots; ++i) {
+            ptx::mbarrier_inval(claim_barriers(i));
+        }
     }
 
  private:

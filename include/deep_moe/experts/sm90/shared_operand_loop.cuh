@@ -87,9 +87,9 @@ class SharedOperandLoop {
     template <uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&sums)[num_row_halves][num_accumulators],
                                              uint32_t stage) {
-        const uint32_t weights = operand_descriptor_low(
+        const uint32_t weights = operand_descriptor_low<Config>(
             smem_.weight_blocks(stage) + warpgroup_idx_ * num_row_halves * half_bytes);
-        const uint32_t tokens = operand_descriptor_low(smem_.activations(stage));
+        const uint32_t tokens = operand_descriptor_low<Config>(smem_.activations(stage));
         ptx::wgmma_fence();  //~ shared_fence
 #pragma unroll
         for (uint32_t half = 0; half < num_row_halves; ++half) {
@@ -105,7 +105,7 @@ class SharedOperandLoop {
 
     // Every warp for itself: the tensor core may be done with one warp's rows before another's.
     __device__ __forceinline__ void release(uint32_t stage) {
-        if (thread_idx_ % warp_size == 0) ptx::mbarrier_arrive(smem_.empty_barriers(stage));
+        smem_.release_stage(stage, thread_idx_ % warp_size);
     }
 
     const SharedMemory<Config>& smem_;

@@ -14,6 +14,7 @@
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
+#include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/ring_position.cuh"
@@ -28,6 +29,47 @@ __device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
                            const BlockHeader& header) {
     store_header(smem.block_headers(slot), header);    //~ header_stored
     ptx::mbarrier_arrive(smem.header_barriers(slot));  //~ header_told
+}
+
+// Who says which block is next. By reference, as long as the loader runs.
+template <class Config>
+__device__ auto claims_of([[maybe_unused]] const SharedMemory<Config>& smem,
+                          const SymmBuffer<Config>& local) {
+    if constexpr (Config::cluster_size == 1) {
+        return BlockClaims<Config>(local, blockIdx.x);
+    } else {
+        return ClusterClaims<Config>(smem, local, blockIdx.x);
+    }
+}
+
+// A k-block of weights into this CTA's stage, whose barrier counts block_bytes. One thread. If both
+// CTAs of the cluster have the same weights, each copies one half of them to both; the other CTA's
+// half may come before this one has said how much there will be.
+template <class Config>
+__device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, uint32_t barrier,
+                                             [[maybe_unused]] bool shares_weights,
+                                             bool is_read_once) {
+    constexpr uint32_t block_bytes = Config::Weights::block_bytes;
+    if constexpr (Config::num_cluster_m_blocks > 1) {
+        constexpr uint32_t half_bytes = block_bytes / 2;
+        constexpr uint16_t both_ctas = 0b11;
+        if (shares_weights) {
+            const uint32_t offset = ptx::cluster_ctarank() * half_bytes;  //~ own_half
+            if (is_read_once) {
+                ptx::cp_async_bulk_shared_global_multicast_evict_first(
+                    dst + offset, src + offset, half_bytes, barrier, both_ctas);
+            } else {
+                ptx::cp_async_bulk_shared_global_multicast(dst + offset, src + offset, half_bytes,
+                                                           barrier, both_ctas);
+            }
+            return;
+        }
+    }
+    if (is_read_once) {
+        ptx::cp_async_bulk_shared_global_evict_first(dst, src, block_bytes, barrier);
+    } else {
+        ptx::cp_async_bulk_shared_global(dst, src, block_bytes, barrier);
+    }
 }
 
 template <class Config>
@@ -49,7 +91,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    BlockClaims<Config> claims(local, blockIdx.x);
+    auto claims = claims_of(smem, local);
     L1Publisher<Config> publisher(smem, local);
     for (Block block; walk.find(block); slots.advance()) {
         const LinearOf<Config> linear(block.phase);
@@ -58,8 +100,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         trace.mark(linear.load_step(), header.weight_block_row_idx, header.num_valid_rows);
         const auto* src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
                           uint64_t{header.weight_block_row_idx} * num_k_blocks * block_bytes;
-        // With a single m-block, these weights are read once.
-        const bool is_read_once = counts.has_one_m_block(block.expert_idx);
+        const bool is_read_once = counts.copies_weights_once(block.expert_idx);
         const float* factors = linear.row_factors(args);
         if constexpr (Weights::has_row_factors) {
             factors += header.weight_block_row_idx * Config::block_n;
@@ -108,20 +149,22 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                             bias_bytes, full);  //~ biases_copied
                     }
                 }
-                if (is_read_once) {
-                    ptx::cp_async_bulk_shared_global_evict_first(dst, src, block_bytes, full);
-                } else {
-                    ptx::cp_async_bulk_shared_global(dst, src, block_bytes, full);
-                }
+                copy_weights<Config>(dst, src, full, block.shares_weights, is_read_once);
             }
             __syncwarp();
-            constexpr uint32_t num_ahead = BlockClaims<Config>::num_k_blocks_ahead;
+            constexpr uint32_t num_ahead = decltype(claims)::num_k_blocks_ahead;
             if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
             src += block_bytes;
             if constexpr (Weights::has_block_scales) factors += scales_per_block;
             ring.advance();
         }
-        walk.advance(claims.take());
+        if constexpr (Config::cluster_size == 1) {
+            walk.advance(claims.take());
+        } else {
+            uint32_t distance;
+            if (!claims.take(slots, distance, waiter)) return;
+            walk.advance(distance);
+        }
     }
     if (!publisher.publish(slots, waiter)) return;
 

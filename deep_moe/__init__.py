@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         CheckpointError,
         CompileError,
         DeepMoEError,
+        ForeignTokensError,
+        LostDomainError,
         MegaMoEError,
         MegaMoETimeoutError,
         MissingPackageError,
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
+    from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
+    from .split.two_level import TwoLevelMoE
 
 __version__ = "0.1.0"
 
@@ -58,9 +62,12 @@ _MODULES = {
     "DispatchHandle": "split.handle",
     "DispatchMetaInfo": "split.layer",
     "Dispatched": "split.handle",
+    "DomainGroups": "split.domain_groups",
     "EPLowLatencyAllToAllLayer": "split.layer",
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
+    "ForeignTokensError": "errors",
+    "LostDomainError": "errors",
     "LowLatencyAllToAll": "split.low_latency",
     "MegaMoEBiases": "formats.biases",
     "MegaMoEError": "errors",
@@ -69,6 +76,7 @@ _MODULES = {
     "MissingPackageError": "errors",
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
+    "TwoLevelMoE": "split.two_level",
     "bf16_mega_moe": "fused.mega_moe",
     "buffer_size": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
@@ -79,6 +87,7 @@ _MODULES = {
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "inverse_transform_biases": "formats.biases",
     "inverse_transform_weights": "formats.weights",
+    "make_domain_groups": "split.domain_groups",
     "prepare_inputs": "fused.input_preparation",
     "quantize_mxfp4": "formats.mx",
     "quantize_mxfp8": "formats.mx",
@@ -95,9 +104,12 @@ __all__ = [
     "DispatchHandle",
     "DispatchMetaInfo",
     "Dispatched",
+    "DomainGroups",
     "EPLowLatencyAllToAllLayer",
     "EmulatedAllToAll",
     "EmulatedRanks",
+    "ForeignTokensError",
+    "LostDomainError",
     "LowLatencyAllToAll",
     "MegaMoEBiases",
     "MegaMoEError",
@@ -106,6 +118,7 @@ __all__ = [
     "MissingPackageError",
     "RequantizationWarning",
     "SymmBuffer",
+    "TwoLevelMoE",
     "activations",
     "bf16_mega_moe",
     "buffer_size",
@@ -120,6 +133,7 @@ __all__ = [
     "integrations",
     "inverse_transform_biases",
     "inverse_transform_weights",
+    "make_domain_groups",
     "prepare_inputs",
     "quantize_mxfp4",
     "quantize_mxfp8",

@@ -60,3 +60,13 @@ class MegaMoEError(DeepMoEError):
 
 class MegaMoETimeoutError(MegaMoEError):
     """A wait in the kernel exceeded `timeout_s`, for example for a rank that never arrived."""
+
+
+class LostDomainError(DeepMoEError):
+    """A transport between NVLink domains failed or did not end. The text names the domain that does
+    not answer. The groups and the layer have to be made anew without it."""
+
+
+class ForeignTokensError(DeepMoEError):
+    """Other domains have more tokens for a rank than its layer has room for. Raised on all ranks of
+    all domains, with the numbers; the layer can be used again."""

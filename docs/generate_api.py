@@ -28,7 +28,14 @@ calls go together, [environment.md](environment.md) lists the environment variab
 `Pair` stands for one linear layer's weights and their scales.
 """
 # What users do not make or call themselves.
-NOT_CONSTRUCTED = {"SymmBuffer", "Module", "Dispatched", "DispatchHandle", "DispatchMetaInfo"}
+NOT_CONSTRUCTED = {
+    "Dispatched",
+    "DispatchHandle",
+    "DispatchMetaInfo",
+    "DomainGroups",
+    "Module",
+    "SymmBuffer",
+}
 NOT_CALLED = {
     "EmulatedAllToAll.run",
     "LowLatencyAllToAll.memory_regions",

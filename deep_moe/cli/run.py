@@ -64,9 +64,26 @@ def run(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", min=1, help="Ranks that share the experts; default: 2, or 1 on a lone GPU."
+            "--ranks",
+            min=1,
+            help="Ranks that share the experts; default: 2, or 1 on a lone GPU, or 2 per domain.",
         ),
     ] = None,
+    domains: Annotated[
+        int,
+        typer.Option(
+            "--domains",
+            min=1,
+            help="NVLink domains of the ranks: more than 1 is the two-level path.",
+        ),
+    ] = 1,
+    chunks: Annotated[
+        int, typer.Option("--chunks", min=1, help="Parts that tokens between domains go in.")
+    ] = 1,
+    exact_sizes: Annotated[
+        bool,
+        typer.Option("--exact-sizes", help="Only what is needed travels between domains."),
+    ] = False,
     tokens: Annotated[
         str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
     ] = "16",
@@ -132,7 +149,14 @@ def run(
     from deep_moe.trial.comparison import compare
     from deep_moe.trial.reference import FP32_SUM_BITS
     from deep_moe.trial.synthetic import received
+    from deep_moe.trial.two_level import run_two_level, two_level_bounds
 
+    if domains == 1 and (chunks > 1 or exact_sizes):
+        raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")
+    if domains > 1 and ranks is None:
+        ranks = 2 * domains
+    if ranks is not None and ranks % domains:
+        raise typer.BadParameter(f"--ranks must be a multiple of --domains {domains}; got {ranks}")
     if device is None:
         device = Device.cpu if schedule_seed is not None else _default_device(ranks, arch)
     if ranks is None:
@@ -204,10 +228,23 @@ def run(
         for call_idx in range(calls)
     ]
 
+    if domains > 1:  # whose layer takes BF16
+        inputs = [[trial.model_inputs(own)[1] for own in of_call] for of_call in inputs]
+
     call["schedule_seed"] = schedule_seed or 0
     started = time.perf_counter()
     with stderr().status("running the fused kernel") as status:
-        if processes or device == Device.cuda:
+        if domains > 1:
+            outputs = run_two_level(
+                shape,
+                domains,
+                whole_layer,
+                inputs,
+                device=device.value,
+                two_level={"num_chunks": chunks, "exact_sizes": exact_sizes},
+                **call,
+            )
+        elif processes or device == Device.cuda:
             outputs = trial.run_processes(shape, whole_layer, inputs, device=device.value, **call)
         else:
 
@@ -223,19 +260,26 @@ def run(
         for call_idx, (tokens_of_call, of_call) in enumerate(zip(inputs, outputs, strict=True)):
             sent = received(shape, tokens_of_call).split(shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens_of_call, of_call, strict=True)):
-                bounds = reference_bounds(
-                    own.x,
-                    own.x_sf,
-                    own.topk_idx,
-                    own.topk_weights,
-                    whole_layer.l1,
-                    whole_layer.l2,
-                    activation=applied,
-                    numerics=numerics,
-                    sum_bits=sum_bits,
-                    **whole_layer.biases,
-                    num_shared_experts=shape.num_shared_experts,
-                )
+                how: dict[str, Any] = {
+                    "activation": applied,
+                    "numerics": numerics,
+                    "sum_bits": sum_bits,
+                }
+                if domains > 1:
+                    domain = rank * domains // ranks
+                    bounds = two_level_bounds(shape, domains, domain, whole_layer, own, **how)
+                else:
+                    bounds = reference_bounds(
+                        own.x,
+                        own.x_sf,
+                        own.topk_idx,
+                        own.topk_weights,
+                        whole_layer.l1,
+                        whole_layer.l2,
+                        num_shared_experts=shape.num_shared_experts,
+                        **whole_layer.biases,
+                        **how,
+                    )
                 comparison = compare(output.y, bounds.y if exact else bounds)
                 stats_agree = torch.equal(output.stats, sent[rank])
                 rows.append(
@@ -255,6 +299,7 @@ def run(
                 "shape": asdict(shape),
                 "arch": arch,
                 "device": device.value,
+                "domains": domains,
                 "exact": exact,
                 "seconds": round(seconds, 3),
                 "ranks": rows,
@@ -263,7 +308,8 @@ def run(
         )
     else:
         stdout().print(
-            f"{shape.num_experts} experts on {shape.num_ranks} ranks, top-{shape.num_topk}, "
+            f"{shape.num_experts} experts on {shape.num_ranks} ranks"
+            f"{f' of {domains} domains' if domains > 1 else ''}, top-{shape.num_topk}, "
             f"hidden {shape.hidden}, intermediate {shape.intermediate_hidden}, "
             f"{shape.weights} weights{' with biases' if shape.biases else ''}, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"

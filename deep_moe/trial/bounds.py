@@ -24,7 +24,7 @@ cannot all be used up: a token's error as a vector is bounded by the squares, to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -174,6 +174,30 @@ def combined_bounds(
         torch.maximum(low.float(), (center - reach).float()),
         torch.minimum(high.float(), (center + reach).float()),
         (_MAX_SQUARED_TOKEN_ERROR * (squares + rounding_squares).sum(dim=1)).sqrt(),
+    )
+
+
+def sum_of_domains(parts: Sequence[Bounds]) -> Bounds:
+    """Bounds of the outputs of a layer over several domains: the BF16 partial sum of each, which is
+    within its bounds, added in this order in FP32 and rounded once.
+
+    Errors of the parts are as independent as those of slots, and so are both roundings at the end.
+    """
+
+    def added(ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros_like(ends[0], dtype=torch.float32)
+        for end in ends:
+            total = total + end.float()
+        return total.to(torch.bfloat16)
+
+    y = added([part.y for part in parts])
+    squares = sum((part.max_token_error**2 for part in parts), torch.zeros(()).double())
+    rounding = (_HALF_BF16_UNIT * y.double()).square().sum(dim=1)
+    return Bounds(
+        y,
+        added([part.low for part in parts]).float(),
+        added([part.high for part in parts]).float(),
+        (squares + _MAX_SQUARED_TOKEN_ERROR * rounding).sqrt(),
     )
 
 

@@ -295,3 +295,24 @@ def test_a_checkpoint_like_that_of_gpt_oss(tmp_path: Path, arch: str):
     assert document["shape"]["biases"]
     assert document["shape"]["hidden"] == hidden
     assert "--checkpoint decides" in " ".join(invoke(*options, "--biases").output.split())
+
+
+TWO_DOMAINS = ("--domains", "2", "--ranks", "2", "--num-sms", "2")
+
+
+def test_two_domains_are_compared_with_the_sum_of_their_parts():
+    document = ran(*TINY, *TWO_DOMAINS, "--tokens", "9,4", "--chunks", "2", "--unused-slots", "1")
+    assert document["domains"] == 2
+    assert [row["num_tokens"] for row in document["ranks"]] == [9, 4]
+    assert sum(row["num_received"] for row in document["ranks"]) == 13
+    exact = ran(*TINY, *TWO_DOMAINS, "--tokens", "9,4", "--exact", "--exact-sizes")
+    assert all(row["num_equal"] == row["num_values"] for row in exact["ranks"])
+
+
+def test_what_two_domains_need():
+    result = invoke(*TINY, "--domains", "2", "--ranks", "3")
+    assert result.exit_code == 2
+    assert "--ranks must be a multiple of --domains 2; got 3" in " ".join(result.output.split())
+    result = invoke(*TINY, "--chunks", "2")
+    assert result.exit_code == 2
+    assert "--exact-sizes need --domains of 2 or more" in " ".join(result.output.split())

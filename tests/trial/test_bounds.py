@@ -22,6 +22,7 @@ from deep_moe.trial.bounds import (
     Interval,
     activated_ends,
     reference_bounds,
+    sum_of_domains,
     sums_with_errors,
 )
 from deep_moe.trial.comparison import Comparison, compare
@@ -430,3 +431,24 @@ def test_one_value_of_linear1_that_is_off_by_one_number_is_seen(arch: str) -> No
     wrong = output(layer, tokens, NextNumber(*vars(numerics_of(arch)).values()))
     comparison = compare(wrong, bounds(layer, tokens, numerics_of(arch)))
     assert comparison.num_wrong_tokens == 24, comparison
+
+
+def test_a_sum_of_domains_may_be_what_any_partial_sums_within_their_bounds_give() -> None:
+    """1, 1 and -256 at the ends of what they may be: the interval is met at both ends, and one
+    BF16 unit further is outside."""
+
+    def part(low: float, middle: float, high: float) -> Bounds:
+        ends = [torch.full((1, 4), end) for end in (low, high)]
+        return Bounds(torch.full((1, 4), middle).bfloat16(), *ends, torch.ones(1).double())
+
+    together = sum_of_domains([part(1, 1, 1), part(0.5, 1, 1.5), part(-258, -256, -254)])
+    assert together.y.flatten().tolist() == [-254.0] * 4
+    assert together.low.flatten().tolist() == [-256.0] * 4  # 1 + 0.5 - 258 is -256.5
+    assert together.high.flatten().tolist() == [-252.0] * 4  # 1 + 1.5 - 254 is -251.5, a tie
+    # The parts' errors are at right angles; the roundings of a result of four values of 254 add
+    # 2^-8 of each, twice.
+    rounding = 2 * 4 * (254 / 256) ** 2
+    assert float(together.max_token_error) == pytest.approx((3 + rounding) ** 0.5)
+    for value, is_right in ((-256.0, True), (-252.0, True), (-258.0, False), (-251.0, False)):
+        y = torch.tensor([[value, -254.0, -254.0, -254.0]]).bfloat16()
+        assert (compare(y, together).num_wrong == 0) == is_right

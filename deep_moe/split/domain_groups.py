@@ -1,0 +1,188 @@
+"""The two kinds of process groups of a layer over several NVLink domains, and who has gone when one
+of them fails."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from deep_moe.fused.buffer import ranks_of
+from deep_moe.fused.symm_memory import gather_objects
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ROLL_CALL_S = 10.0  # that a rank has to answer, once another one finds that something is wrong
+_POLL_S = 0.02
+
+
+class DomainGroups(NamedTuple):
+    """domain: the ranks of this process's domain, None if it is alone there. cross: those with the
+    same rank in every domain, in the order of the domains, None if there is one domain only."""
+
+    domain: ProcessGroup | None
+    cross: ProcessGroup | None
+
+
+def make_domain_groups(num_domains: int, **arguments: Any) -> DomainGroups:
+    """Both groups of this process for `TwoLevelMoE`, from the default group: domain d has the ranks
+    d * R to (d + 1) * R - 1, where R is the number of ranks of a domain.
+
+    arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`. Every
+    process must call this.
+    """
+    world = dist.get_world_size()
+    if isinstance(num_domains, bool) or not isinstance(num_domains, int):
+        raise TypeError(f"num_domains must be an int; got {num_domains!r}")
+    if num_domains < 1 or world % num_domains:
+        raise ValueError(f"num_domains must divide the {world} ranks there are; got {num_domains}")
+    num_ranks = world // num_domains
+    domain, rank = divmod(dist.get_rank(), num_ranks)
+    own: dict[str, ProcessGroup | None] = {"domain": None, "cross": None}
+    if num_ranks > 1:
+        for d in range(num_domains):
+            members = list(range(d * num_ranks, (d + 1) * num_ranks))
+            group = dist.new_group(members, **arguments)
+            own["domain"] = group if d == domain else own["domain"]
+    if num_domains > 1:
+        for r in range(num_ranks):
+            group = dist.new_group(list(range(r, world, num_ranks)), **arguments)
+            own["cross"] = group if r == rank else own["cross"]
+    return DomainGroups(**own)
+
+
+class DomainPlace(NamedTuple):
+    """Where a process stands."""
+
+    domain: int
+    rank: int
+    num_domains: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, groups: DomainGroups) -> DomainPlace:
+        """ValueError on every rank that can tell if the groups do not make a grid of domains and
+        ranks."""
+        sizes = _size("cross_group", groups.cross), _size("domain_group", groups.domain)
+        domain = 0 if groups.cross is None else dist.get_rank(groups.cross)
+        rank = 0 if groups.domain is None else dist.get_rank(groups.domain)
+        place = cls(domain, rank, *sizes)
+        if groups.cross is not None:
+            found = gather_objects((place.rank, place.num_ranks), groups.cross)
+            if len(set(found)) > 1:
+                of_domains = ", ".join(
+                    f"{rank} of {number} in domain {domain}"
+                    for domain, (rank, number) in enumerate(found)
+                )
+                raise ValueError(
+                    "cross_group must be ranks with the same rank in domains of as many ranks; got "
+                    f"rank {of_domains}"
+                )
+        if groups.domain is not None:
+            found = gather_objects((place.domain, place.num_domains), groups.domain)
+            if len(set(found)) > 1:
+                raise ValueError(
+                    "domain_group must be ranks that stand at the same place in cross groups of "
+                    f"one size; got (place, size) {', '.join(map(str, found))}"
+                )
+        return place
+
+
+def gather_from_all(value: Any, groups: DomainGroups) -> list[list[Any]]:
+    """`value` of every rank of every domain: [domain][rank]."""
+    column = [value] if groups.cross is None else gather_objects(value, groups.cross)
+    columns = [column] if groups.domain is None else gather_objects(column, groups.domain)
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _size(name: str, group: Any) -> int:
+    try:
+        return ranks_of(group)
+    except TypeError as error:
+        raise TypeError(str(error).replace("group", name, 1)) from None
+
+
+class RollCall:
+    """Asks, once a transport has failed, which of the domains that took part in it still answer, by
+    the store through which PyTorch's groups were made. Every rank of all domains makes one."""
+
+    def __init__(self, place: DomainPlace, groups: DomainGroups) -> None:
+        self._place = place
+        names = gather_from_all(uuid.uuid4().hex, groups)
+        self._prefix = f"deep_moe/two_level/{names[0][0]}"
+        self._store = None
+        # PyTorch has no public way to ask for it.
+        default_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+        if groups.cross is not None and default_store is not None:
+            self._store = default_store()
+
+    def explain(self, failed: str, within_s: float) -> str:
+        """Words for what has failed, with who is lost. Those who come to ask as well have so long
+        to do so: all ranks of this rank in their domains, for whom it has failed, too."""
+        place = self._place
+        try:
+            lost = self._missing(within_s)
+        except Exception as error:  # of the store, whose host may be what is lost
+            others = ", ".join(str(d) for d in range(place.num_domains) if d != place.domain)
+            reason = str(error).splitlines()[0]
+            return f"one of domains {others} is lost ({failed}); which, cannot be asked: {reason}"
+        text = describe_lost(lost, place.rank)
+        if text:
+            self._tell(text)
+        else:
+            told = self.told()
+            text = f"every domain's rank {place.rank} answers within {within_s:g} s"
+            text = f"{told}, says a rank of domain {place.domain}" if told else text
+        return f"{text} ({failed})"
+
+    def told(self) -> str:
+        """What a rank of this domain has found out of lost ones, or nothing."""
+        key = self._lost_key()
+        try:
+            if self._store is None or not self._store.check([key]):
+                return ""
+            return bytes(self._store.get(key)).decode()
+        except Exception:  # this only adds to an error
+            return ""
+
+    def _tell(self, text: str) -> None:
+        if self._store is not None:
+            self._store.set(self._lost_key(), text)
+
+    def _missing(self, within_s: float) -> list[int]:
+        """Domains whose rank of this rank has not come within that time."""
+        place, store = self._place, self._store
+        if store is None:
+            raise RuntimeError("this PyTorch does not say which store its groups have")
+        store.set(self._here_key(place.domain), "here")
+        waiting = list(range(place.num_domains))
+        deadline = time.monotonic() + within_s
+        while True:
+            waiting = [domain for domain in waiting if not store.check([self._here_key(domain)])]
+            if not waiting or time.monotonic() > deadline:
+                return waiting
+            time.sleep(_POLL_S)
+
+    def _here_key(self, domain: int) -> str:
+        return f"{self._prefix}/here/{domain}/{self._place.rank}"
+
+    def _lost_key(self) -> str:
+        return f"{self._prefix}/lost/{self._place.domain}"
+
+
+def describe_lost(domains: Sequence[int], rank: int) -> str:
+    """Words for the domains whose rank of that number does not answer.
+
+    >>> describe_lost([1, 3], 2)
+    'domains 1, 3 are lost: their rank 2 does not answer'
+    """
+    if not domains:
+        return ""
+    names = ", ".join(map(str, domains))
+    if len(domains) == 1:
+        return f"domain {names} is lost: its rank {rank} does not answer"
+    return f"domains {names} are lost: their rank {rank} does not answer"

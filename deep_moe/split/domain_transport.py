@@ -1,0 +1,137 @@
+"""How rows get from domain to domain: `torch.distributed`'s all-to-all beside the kernels.
+
+On GPUs it is NCCL on a stream of its own; the host waits for nothing, and what a wait of the host's
+is asked for ends after `timeout_s`. On CPUs it is gloo, whose threads work meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.errors import LostDomainError
+
+from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_POLL_S = 20e-6
+
+
+class DomainTransport:
+    """One rank's way to the ranks of its rank in other domains, and, for what all ranks must know,
+    to all ranks."""
+
+    def __init__(
+        self, groups: DomainGroups, device: torch.device, timeout_s: float, roll_call: RollCall
+    ) -> None:
+        self._groups = groups
+        self._device = device
+        self._timeout_s = timeout_s
+        self._roll_call = roll_call
+        self._failure: str | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_rows: Sequence[int],
+        sent_rows: Sequence[int],
+    ) -> Callable[[], None]:
+        """Send rows of bytes to each domain, so many of them, and receive those of each. What is
+        returned waits: on a GPU it lets the current stream wait."""
+        cross = self._groups.cross
+        if cross is None:
+            return lambda: None
+        self.raise_if_failed()
+        splits = list(received_rows), list(sent_rows)
+        if self._stream is None:
+            return self._waiter(
+                lambda: dist.all_to_all_single(received, sent, *splits, group=cross, async_op=True)
+            )
+        # Rows are ready, and nobody reads any more what is overwritten.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            dist.all_to_all_single(received, sent, *splits, group=cross)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+    def largest(self, value: torch.Tensor) -> None:
+        """The largest of all ranks of all domains, in place of an int64 tensor. To be called where
+        no kernel of the layer runs: it needs SMs of all ranks of the domain at once."""
+        for group in (self._groups.cross, self._groups.domain):
+            if group is not None:
+                self._reduce(value, group)
+
+    def _reduce(self, value: torch.Tensor, group: ProcessGroup) -> None:
+        self.raise_if_failed()
+        if self._stream is not None:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+            return
+        self._waiter(
+            lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
+        )()
+
+    def to_host(self, value: torch.Tensor) -> list[int]:
+        """An int64 tensor's values, once the device has come to them: the one wait of the host."""
+        if self._stream is None:
+            return [int(entry) for entry in value.flatten().tolist()]
+        pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        pinned.copy_(value, non_blocking=True)
+        self.wait_for_device()
+        return [int(entry) for entry in pinned.flatten().tolist()]
+
+    def wait_for_device(self) -> None:
+        """Wait for what is on the current stream; LostDomainError if it does not end in time."""
+        if self._stream is None:
+            return
+        self.raise_if_failed()
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self._device))
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                self._fail(f"the GPU has waited for other domains for {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def raise_if_failed(self) -> None:
+        """A group of which a rank has gone cannot be used again."""
+        if self._failure is not None:
+            raise LostDomainError(
+                f"{self._failure}; make the groups and the layer anew without what is lost"
+            )
+
+    def told(self) -> str:
+        """What other ranks of this domain know of lost ones."""
+        return self._roll_call.told()
+
+    def _waiter(self, begin: Callable[[], dist.Work]) -> Callable[[], None]:
+        """Of gloo, where a rank that has gone is an error at the beginning or at the end."""
+        try:
+            work = begin()
+        except RuntimeError as error:
+            self._fail(_first_line(error))
+
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                self._fail(_first_line(error))
+
+        return wait
+
+    def _fail(self, what: str) -> None:
+        self._failure = self._roll_call.explain(what, min(ROLL_CALL_S, self._timeout_s))
+        raise LostDomainError(self._failure)
+
+
+def _first_line(error: Exception) -> str:
+    return f"the transport between domains failed: {str(error).splitlines()[0]}"

@@ -1,0 +1,649 @@
+"""`TwoLevelMoE`: one layer over several NVLink domains.
+
+Inside a domain the fused kernel does everything. Between domains `torch.distributed` moves tokens
+there and partial sums back; no kernel of ours leaves its domain. docs/two-level.md says what that
+costs, and what is rounded where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.errors import ForeignTokensError, LostDomainError, MegaMoEError
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, E4M3_TOKENS
+from deep_moe.fused.buffer import (
+    SymmBuffer,
+    describe_difference,
+    device_for,
+    get_symm_buffer_for_mega_moe,
+)
+from deep_moe.fused.call_plan import DEFAULT_EMULATED_TIMEOUT_S, DEFAULT_TIMEOUT_S
+from deep_moe.fused.checks import (
+    Pair,
+    check_contiguous,
+    check_ids,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+    transformed_pair,
+)
+from deep_moe.fused.mega_moe import CALLS
+from deep_moe.fused.options import (
+    MAX_TIMEOUT_S,
+    CallArguments,
+    CallOptions,
+    given_options,
+    with_call_options,
+)
+from deep_moe.heuristics.shape import MoEShape, require_int
+from deep_moe.heuristics.two_level import TwoLevelShape
+
+from .domain_groups import DomainGroups, DomainPlace, RollCall, gather_from_all
+from .domain_routes import (
+    ChunkRoutes,
+    add_in_domain_order,
+    chunk_bounds,
+    domains_of,
+    others,
+    partial_rows,
+    route_chunk,
+)
+from .domain_transport import DomainTransport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+# NCCL's all-to-all takes at most so many CTAs where nobody says otherwise (seen with 2.27).
+NUM_TRANSPORT_SMS = 32
+_COUNT_BITS = 32  # of a number of tokens, beside where it was met
+
+
+class _Exchange(NamedTuple):
+    """How many rows each domain sends to this rank, and gets from it, in one chunk."""
+
+    received: list[int]
+    sent: list[int]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A rank's own tokens as the kernel takes them, [most tokens, ...]."""
+
+    x: torch.Tensor
+    x_sf: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+class TwoLevelMoE:
+    """A layer whose experts live in several NVLink domains, each a group of ranks that reach each
+    other's memory.
+
+    domain_group: the ranks of this process's domain, or None if it is alone there.
+    cross_group: the ranks with the same rank in all domains, in the order of the domains, or None
+        if there is one only: NCCL's on GPUs, gloo's on CPUs. `make_domain_groups` makes both.
+    num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th part
+        of that. So rank r of domain d holds the experts that rank d * R + r of one large domain
+        would. Each domain has at least num_topk.
+    num_max_tokens_per_rank: most own tokens of a call. num_topk, hidden, intermediate_hidden,
+        weights, biases, num_pool_tokens: as in `get_symm_buffer_for_mega_moe`.
+    num_shared_experts: as there. Own tokens then have a call of their own, in front of the chunks',
+        since foreign ones must not go to shared experts, and the weights are read once more.
+    num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
+        call. Each chunk has its share, rounded up, and, with fixed sizes, each domain its share of
+        that. More is a ForeignTokensError on all ranks. By default as many as can come.
+    num_chunks: parts in which tokens go through: while one is computed, others travel.
+    exact_sizes: no more travels than is sent, and the host waits once in a call, to learn how much
+        that is. Without, a chunk has the same number of rows for each domain, and those that nobody
+        fills travel, too; the host waits for nothing, and a CUDA graph can capture a call.
+    num_transport_sms: with kernels and transport at the same time, SMs of a GPU that kernels leave
+        free: at least as many CTAs as the NCCL of cross_group takes (its `max_ctas`, or
+        NCCL_MAX_CTAS). With fewer, ranks can wait for each other for ever.
+    timeout_s: limit of waits for other domains and, unless a call says otherwise, of the kernel's
+        for other ranks; by default 60 on GPUs and 600 in the emulator.
+    device: where the calls run, as in `get_symm_buffer_for_mega_moe`.
+
+    Every rank of all domains makes one, with the same arguments, and all call it in the same order.
+
+    A token travels once to every domain that owns one of its experts, as E4M3 with its scales, for
+    bf16 weights as BF16, and a BF16 partial sum comes back. The partial sums are added in the order
+    of the domains in FP32 and rounded once. A token whose experts live in one domain has the bits
+    that one large domain would give it.
+
+    nbytes: what this rank gives to the layer.
+    """
+
+    def __init__(
+        self,
+        domain_group: ProcessGroup | None,
+        cross_group: ProcessGroup | None,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        *,
+        weights: str = DEFAULT_WEIGHTS,
+        num_shared_experts: int = 0,
+        num_pool_tokens: int | None = None,
+        biases: bool = False,
+        num_max_foreign_tokens: int | None = None,
+        num_chunks: int = 1,
+        exact_sizes: bool = False,
+        num_transport_sms: int = NUM_TRANSPORT_SMS,
+        timeout_s: float | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        groups = DomainGroups(domain_group, cross_group)
+        self._place = DomainPlace.of(groups)
+        sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "hidden": hidden,
+            "intermediate_hidden": intermediate_hidden,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "num_max_foreign_tokens": num_max_foreign_tokens,
+            "num_chunks": num_chunks,
+            "exact_sizes": exact_sizes,
+            "weights": weights,
+            "biases": biases,
+            "num_shared_experts": num_shared_experts,
+            "num_pool_tokens": num_pool_tokens,
+        }
+        device = device_for(cross_group if domain_group is None else domain_group, device)
+        _check_backend(cross_group, device)
+        self._require_equal({**sizes, "device": device.type}, groups)
+        self.shape = TwoLevelShape(self._place.num_domains, self._place.num_ranks, **sizes)
+        require_int("num_transport_sms", num_transport_sms, "at least 0")
+        if num_transport_sms < 0:
+            raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+        self._num_transport_sms = num_transport_sms
+        if timeout_s is None:
+            on_cpu = device.type == "cpu"
+            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if on_cpu else DEFAULT_TIMEOUT_S
+        require_type("timeout_s", timeout_s, (int, float), "a number or None")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
+                f"got {timeout_s}"
+            )
+        self._timeout_s = float(timeout_s)
+        self._transport = DomainTransport(
+            groups, device, self._timeout_s, RollCall(self._place, groups)
+        )
+        self.device = device
+        shape = self.shape
+        self._buffer = self._make_buffer(shape.domain_shape, domain_group)
+        self._own_buffer = self._buffer
+        if shape.own_shape is not None:
+            self._own_buffer = self._make_buffer(shape.own_shape, domain_group)
+        self._make_tensors()
+
+    def __repr__(self) -> str:
+        shape, place = self.shape, self._place
+        return (
+            f"TwoLevelMoE(rank {place.rank} of {place.num_ranks} in domain {place.domain} of "
+            f"{place.num_domains} on {self.device}, {shape.num_experts} experts, "
+            f"top-{shape.num_topk}, hidden {shape.hidden}, intermediate "
+            f"{shape.intermediate_hidden}, {shape.weights} weights, up to "
+            f"{shape.num_max_tokens_per_rank} own tokens in {shape.num_chunks} chunks, "
+            f"{'exact' if shape.exact_sizes else 'fixed'} sizes, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.shape.buffer_bytes.values())
+
+    @property
+    def domain(self) -> int:
+        """Which domain this rank is in."""
+        return self._place.domain
+
+    @with_call_options
+    def call(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        l1_weights: Pair,
+        l2_weights: Pair,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        l1_bias: torch.Tensor | None = None,
+        l2_bias: torch.Tensor | None = None,
+        **options: Unpack[CallOptions],
+    ) -> torch.Tensor:
+        """One MoE layer over all ranks of all domains: bfloat16 [tokens, hidden].
+
+        x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks. topk_idx: int64
+            or int32 [tokens, topk], global expert ids, -1 for an unused slot. topk_weights: float32
+            or bfloat16 [tokens, topk].
+        l1_weights, l2_weights: this rank's experts, as the format's fused call takes them.
+        cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math, l1_bias,
+            l2_bias: as in `fp8_fp4_mega_moe`.
+        out: where to write the result, by default a new tensor.
+        {options}
+
+        ForeignTokensError, on all ranks, if one of them is sent more than num_max_foreign_tokens
+        allow. With exact sizes it is raised before anything is computed; with fixed ones, on CPUs,
+        at the end of the call, and on GPUs, where the host does not wait, by `check()`, and that
+        call's result is all NaN on all ranks. LostDomainError names a domain that does not answer;
+        on GPUs, where that shows only to who waits, it comes from `check()` and from a call with
+        exact sizes.
+        """
+        shape = self.shape
+        self._transport.raise_if_failed()
+        arguments = self._arguments(given_options("call", options), x)
+        self._check(x, topk_idx, topk_weights, out, is_checked(arguments, self.device))
+        l1_weights = transformed_pair("l1_weights", l1_weights)
+        l2_weights = transformed_pair("l2_weights", l2_weights)
+
+        def compute(
+            y: torch.Tensor, buffer: SymmBuffer, expected: int, num_local_experts: int | None
+        ) -> None:
+            """One call inside the domain, of all local experts or of the first ones."""
+            part = slice(num_local_experts)
+            biases = {
+                name: bias if bias is None else bias[part]
+                for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias))
+            }
+            most = buffer.shape.num_max_tokens_per_rank
+            given: dict[str, Any] = {**arguments, "expected_tokens_per_rank": min(expected, most)}
+            with self._naming_the_domain():
+                CALLS[shape.weights](
+                    y,
+                    (l1_weights[0][part], l1_weights[1][part]),
+                    (l2_weights[0][part], l2_weights[1][part]),
+                    buffer,
+                    cumulative_local_expert_recv_stats,
+                    activation=activation,
+                    activation_clamp=activation_clamp,
+                    fast_math=fast_math,
+                    **biases,
+                    **given,
+                )
+
+        num_tokens = x.shape[0]
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with torch.no_grad():
+            self._stage(x, topk_idx, topk_weights, arguments.get("arch"))
+            goes = domains_of(self._staged.topk_idx[:num_tokens], shape)
+            to_others = others(goes, self.domain)
+            routes = [
+                route_chunk(to_others, begin, end, shape)
+                for begin, end in chunk_bounds(num_tokens, shape.num_chunks)
+            ]
+            exchanges = self._agree(routes)
+            arrivals = [
+                self._send(chunk, route, exchange)
+                for chunk, (route, exchange) in enumerate(zip(routes, exchanges, strict=True))
+            ]
+            expected = arguments.get("expected_tokens_per_rank")
+            expected = num_tokens if expected is None else expected
+            returns = []
+            if shape.is_own_apart:
+                self._fill_own(self._own_buffer, 0, num_tokens)
+                first = shape.num_chunks * shape.num_chunk_rows
+                y = self._partials[first : first + num_tokens]
+                compute(y, self._own_buffer, -(-expected // shape.num_domains), None)
+                expected -= expected // shape.num_domains
+            per_chunk = -(-expected // shape.num_chunks)
+            num_routed = shape.domain_shape.num_experts_per_rank if shape.is_own_apart else None
+            for chunk, (route, exchange, arrive) in enumerate(
+                zip(routes, exchanges, arrivals, strict=True)
+            ):
+                arrive()
+                y = self._fill(chunk, route, exchange)
+                compute(y, self._buffer, per_chunk, num_routed)
+                returns.append(self._send_back(chunk, y, exchange))
+            for come_back in returns:
+                come_back()
+            rows = partial_rows(goes, routes, self.domain, shape)
+            add_in_domain_order(self._partials, rows, out)
+            if shape.can_overflow and not shape.exact_sizes:
+                self._note_overflow(routes, out)
+        return out
+
+    def check(self) -> None:
+        """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
+        on all ranks; LostDomainError; what a kernel reported. All ranks together, where there can
+        be too many foreign tokens."""
+        self._transport.raise_if_failed()
+        with self._naming_the_domain():
+            try:
+                self._transport.wait_for_device()
+            finally:
+                self._own_buffer.raise_if_failed()
+                self._buffer.raise_if_failed()
+        if self.shape.can_overflow and not self.shape.exact_sizes:
+            worst = int(self._worst.item())
+            self._worst.zero_()
+            self._raise_overflow(worst)
+
+    def reset(self) -> None:
+        """Make the layer usable again after a failed call inside a domain. Every rank of the domain
+        must call this; a layer that has lost a domain has to be made anew."""
+        self._transport.raise_if_failed()
+        self._worst.zero_()
+        for buffer in {id(own): own for own in (self._own_buffer, self._buffer)}.values():
+            buffer.reset()
+
+    def close(self) -> None:
+        """Give the memory back. The layer cannot be used after this."""
+        self._own_buffer.close()
+        self._buffer.close()
+        self._sent = self._received = self._partials = self._rows = torch.empty(0)
+
+    # Construction.
+
+    def _require_equal(self, arguments: dict[str, Any], groups: DomainGroups) -> None:
+        of_all = [rank for domain in gather_from_all(arguments, groups) for rank in domain]
+        difference = describe_difference(dict(enumerate(of_all)))
+        if difference is not None:
+            raise ValueError(difference)
+
+    def _make_buffer(self, shape: MoEShape, group: ProcessGroup | None) -> SymmBuffer:
+        return get_symm_buffer_for_mega_moe(
+            group,
+            shape.num_experts,
+            shape.num_max_tokens_per_rank,
+            shape.num_topk,
+            shape.hidden,
+            shape.intermediate_hidden,
+            weights=shape.weights,
+            num_shared_experts=shape.num_shared_experts,
+            num_pool_tokens=shape.num_pool_tokens,
+            biases=shape.biases,
+            device=self.device,
+        )
+
+    def _make_tensors(self) -> None:
+        """What a call uses of this rank's own memory. It is there for good, so that streams may use
+        it without telling the allocator, and so that graphs find it again."""
+        shape, row = self.shape, self.shape.row
+        num_tokens, num_topk = shape.num_max_tokens_per_rank, shape.num_topk
+
+        def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        dtype = torch.float8_e4m3fn if shape.token_format == E4M3_TOKENS else torch.bfloat16
+        num_words = (row.scales.stop - row.scales.start) // 4
+        self._staged = _Staged(
+            zeros((num_tokens, shape.hidden), torch.uint8 if dtype.itemsize == 1 else dtype).view(
+                dtype
+            ),
+            zeros((num_tokens, num_words), torch.int32),
+            zeros((num_tokens, num_topk), torch.int64),
+            zeros((num_tokens, num_topk), torch.float32),
+        )
+        # The last row is nobody's: what is sent where there is no token.
+        self._rows = zeros((num_tokens + 1, row.num_bytes), torch.uint8)
+        self._field(self._rows, row.ids, torch.int32)[-1] = -1
+        per_chunk = (shape.num_chunks, -1, row.num_bytes)
+        self._sent = zeros(
+            (shape.num_chunks * shape.num_chunk_sent, row.num_bytes), torch.uint8
+        ).view(per_chunk if shape.num_chunk_sent else (shape.num_chunks, 0, row.num_bytes))
+        self._received = zeros(
+            (shape.num_chunks * shape.num_chunk_foreign, row.num_bytes), torch.uint8
+        ).view(per_chunk if shape.num_chunk_foreign else (shape.num_chunks, 0, row.num_bytes))
+        self._partials = zeros((shape.num_partial_rows, shape.hidden), torch.bfloat16)
+        # The largest number of tokens for which there was no room so far, and where; 0 for none.
+        self._worst = zeros((), torch.int64)
+
+    # A call's steps.
+
+    def _arguments(self, given: CallArguments, x: torch.Tensor) -> dict[str, Any]:
+        """Options of the calls inside the domain."""
+        arguments: dict[str, Any] = {"timeout_s": self._timeout_s, **given}
+        gpu = self._buffer.gpu
+        is_overlapped = self.shape.num_chunks > 1 or self.shape.is_own_apart
+        if gpu is None or not is_overlapped or not self.shape.num_other_domains:
+            return arguments
+        free = gpu.num_sms - self._num_transport_sms
+        most = gpu.target.whole_clusters(free) if free > 0 else 0
+        num_sms = arguments.setdefault("num_sms", most)
+        if not 0 < num_sms <= most:
+            raise ValueError(
+                f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
+                f"num_transport_sms ({self._num_transport_sms}) are the transport's while kernels "
+                f"run; got {num_sms}"
+            )
+        return arguments
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        checked: bool,
+    ) -> None:
+        given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        for name, tensor in given.items():
+            require_type(name, tensor, torch.Tensor, "a tensor")
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x, topk_weights=topk_weights)
+        if out is not None:
+            require_type("out", out, torch.Tensor, "a tensor or None")
+            check_tensor("out", out, torch.bfloat16, tuple(x.shape), self.device)
+            check_contiguous("out", out)
+        if checked and topk_idx.ndim == 2:
+            check_ids(topk_idx, self.shape.num_experts)
+        gpu = self._buffer.gpu
+        if self.shape.exact_sizes and gpu is not None and gpu.is_capturing():
+            raise ValueError(
+                "exact_sizes must be False for calls in a CUDA graph: the host learns the sizes of "
+                "each call; got True"
+            )
+
+    def _stage(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        arch: str | None,
+    ) -> None:
+        """Own tokens, quantized, as the kernel takes them and as rows that travel."""
+        staged, row, num_tokens = self._staged, self.shape.row, x.shape[0]
+        torch.ops.deep_moe.prepare_inputs(
+            x,
+            topk_idx,
+            topk_weights,
+            staged.x,
+            staged.x_sf,
+            staged.topk_idx,
+            staged.topk_weights,
+            arch,
+        )
+        if not self.shape.num_other_domains:
+            return
+        own = slice(num_tokens)
+        rows, ids = self._rows[own], staged.topk_idx[own]
+        is_expert = (ids >= 0) & (ids < self.shape.num_experts)
+        self._field(rows, row.values, staged.x.dtype).copy_(staged.x[own])
+        self._field(rows, row.scales, torch.int32).copy_(staged.x_sf[own])
+        self._field(rows, row.ids, torch.int32).copy_(ids.where(is_expert, -1))
+        self._field(rows, row.weights, torch.float32).copy_(staged.topk_weights[own])
+
+    @staticmethod
+    def _field(rows: torch.Tensor, field: slice, dtype: torch.dtype) -> torch.Tensor:
+        return rows[:, field].view(dtype)
+
+    def _agree(self, routes: Sequence[ChunkRoutes]) -> list[_Exchange]:
+        """What travels in each chunk. With exact sizes, the host waits here."""
+        shape, domain = self.shape, self.domain
+        if not shape.exact_sizes:
+            rows = [0 if d == domain else shape.num_pair_rows for d in range(shape.num_domains)]
+            return [_Exchange(rows, rows)] * len(routes)
+        if not shape.num_other_domains:
+            return [_Exchange([0], [0])] * len(routes)
+        counts = torch.stack([route.counts for route in routes], dim=1)
+        own = counts.new_zeros((1, shape.num_chunks))
+        sent = torch.cat([counts[:domain], own, counts[domain:]])  # [domains, chunks]
+        received = torch.zeros_like(sent)
+        ones = [1] * shape.num_domains
+        as_bytes = received.view(torch.uint8), sent.view(torch.uint8)
+        self._transport.exchange(*as_bytes, ones, ones)()
+        numbers = [received, sent]
+        if shape.can_overflow:
+            worst = self._worst_of(received.sum(dim=0), shape.num_chunk_foreign)
+            self._transport.largest(worst)
+            numbers.append(worst.expand(1, shape.num_chunks))
+        on_host = self._transport.to_host(torch.cat(numbers))
+        table = [
+            on_host[row * shape.num_chunks : (row + 1) * shape.num_chunks]
+            for row in range(sum(len(part) for part in numbers))
+        ]
+        if shape.can_overflow:
+            self._raise_overflow(table[-1][0])
+        return [
+            _Exchange(
+                [table[d][chunk] for d in range(shape.num_domains)],
+                [table[shape.num_domains + d][chunk] for d in range(shape.num_domains)],
+            )
+            for chunk in range(shape.num_chunks)
+        ]
+
+    def _send(self, chunk: int, route: ChunkRoutes, exchange: _Exchange) -> Callable[[], None]:
+        """Begin to send a chunk's tokens."""
+        num_sent, num_received = sum(exchange.sent), sum(exchange.received)
+        sent = self._sent[chunk, :num_sent]
+        torch.index_select(self._rows, 0, route.token_of_row[:num_sent], out=sent)
+        received = self._received[chunk, :num_received]
+        return self._transport.exchange(received, sent, exchange.received, exchange.sent)
+
+    def _fill_own(self, buffer: SymmBuffer, begin: int, end: int) -> int:
+        """Own tokens into the first rows of the domain's buffer. How many."""
+        staged, rows, own = self._staged, slice(end - begin), slice(begin, end)
+        buffer.x[rows].copy_(staged.x[own])
+        buffer.x_sf[rows].copy_(staged.x_sf[own])
+        buffer.topk_idx[rows].copy_(self._ids_in_domain(staged.topk_idx[own]))
+        buffer.topk_weights[rows].copy_(staged.topk_weights[own])
+        return end - begin
+
+    def _fill(self, chunk: int, route: ChunkRoutes, exchange: _Exchange) -> torch.Tensor:
+        """A chunk's own and foreign tokens into the domain's buffer. Their output."""
+        buffer, shape, row = self._buffer, self.shape, self.shape.row
+        begin = 0
+        if not shape.is_own_apart:
+            begin = self._fill_own(buffer, route.begin, route.end)
+        num_foreign = sum(exchange.received)
+        received = self._received[chunk, :num_foreign]
+        rows = slice(begin, begin + num_foreign)
+        ids = self._field(received, row.ids, torch.int32)
+        buffer.x[rows].copy_(self._field(received, row.values, buffer.x.dtype))
+        buffer.x_sf[rows].copy_(self._field(received, row.scales, torch.int32))
+        buffer.topk_idx[rows].copy_(self._ids_in_domain(ids))
+        buffer.topk_weights[rows].copy_(self._field(received, row.weights, torch.float32))
+        first = chunk * shape.num_chunk_rows
+        return self._partials[first : first + begin + num_foreign]
+
+    def _ids_in_domain(self, ids: torch.Tensor) -> torch.Tensor:
+        """The domain's own numbers of its experts; -1 for those of others."""
+        number = self.shape.num_experts_per_domain
+        first = self.domain * number
+        return (ids - first).where((ids >= first) & (ids < first + number), -1)
+
+    def _send_back(self, chunk: int, y: torch.Tensor, exchange: _Exchange) -> Callable[[], None]:
+        """Begin to send the foreign tokens' partial sums to where they came from."""
+        num_foreign = sum(exchange.received)
+        end = (chunk + 1) * self.shape.num_chunk_rows
+        begin = end - self.shape.num_chunk_sent
+        back = self._partials[begin : begin + sum(exchange.sent)]
+        return self._transport.exchange(
+            back.view(torch.uint8),
+            y[y.shape[0] - num_foreign :].view(torch.uint8),
+            exchange.sent,
+            exchange.received,
+        )
+
+    # Too many foreign tokens.
+
+    def _worst_of(self, counts: torch.Tensor, room: int) -> torch.Tensor:
+        """int64 []: the largest of counts int64 [..., chunks] that is more than `room`, behind it
+        which rank found it and where; 0 if none is."""
+        place = self._place
+        rank = place.domain * place.num_ranks + place.rank
+        where = torch.arange(counts.numel(), device=counts.device) + rank * counts.numel()
+        met = (counts.flatten() << _COUNT_BITS) + where
+        met = met.where(counts.flatten() > room, 0)
+        return met.amax() if counts.numel() else counts.new_zeros(())
+
+    def _note_overflow(self, routes: Sequence[ChunkRoutes], out: torch.Tensor) -> None:
+        """With fixed sizes: all ranks learn of tokens that had no row, and no rank's result can be
+        taken for one."""
+        counts = torch.stack([route.counts for route in routes], dim=1)  # [other domains, chunks]
+        worst = self._worst_of(counts, self.shape.num_pair_rows)
+        self._transport.largest(worst)
+        torch.maximum(self._worst, worst, out=self._worst)
+        out.masked_fill_(worst > 0, torch.nan)
+        if self.device.type == "cpu":
+            self._worst.zero_()
+            self._raise_overflow(int(worst))
+
+    def _raise_overflow(self, worst: int) -> None:
+        """ForeignTokensError for what `_worst_of` said on some rank."""
+        if not worst:
+            return
+        shape = self.shape
+        count, where = worst >> _COUNT_BITS, worst % (1 << _COUNT_BITS)
+        num_entries = shape.num_chunks * (1 if shape.exact_sizes else shape.num_other_domains)
+        rank_of_all, entry = divmod(where, num_entries)
+        domain, rank = divmod(rank_of_all, shape.num_ranks)
+        other, chunk = divmod(entry, shape.num_chunks)
+        if shape.exact_sizes:
+            who = f"rank {rank} of domain {domain} is sent {count} tokens by other domains"
+            room = shape.num_chunk_foreign
+        else:
+            to = other + (other >= domain)
+            who = f"rank {rank} of domain {domain} has {count} tokens for domain {to}"
+            room = shape.num_pair_rows
+        raise ForeignTokensError(
+            f"num_max_foreign_tokens must be larger: {who} in chunk {chunk}, where "
+            f"{shape.num_max_foreign_tokens} in {shape.num_chunks} chunks leave room for {room}"
+        )
+
+    # Failures.
+
+    @contextmanager
+    def _naming_the_domain(self) -> Iterator[None]:
+        """Adds to an error of the fused call in which domain it was, since its ranks are those of
+        the domain, and what a rank of it knows of lost domains."""
+        try:
+            yield
+        except LostDomainError:
+            raise
+        except MegaMoEError as error:
+            told = self._transport.told()
+            because = f" ({told}, says a rank of domain {self.domain})" if told else ""
+            raise type(error)(f"domain {self.domain}: {error}{because}") from error
+
+
+def is_checked(arguments: dict[str, Any], device: torch.device) -> bool:
+    """Whether a call looks at the expert ids: as `checked` of the fused call."""
+    checked = arguments.get("checked")
+    return device.type == "cpu" if checked is None else bool(checked)
+
+
+def _check_backend(cross_group: ProcessGroup | None, device: torch.device) -> None:
+    if cross_group is None:
+        return
+    backend = str(dist.get_backend(cross_group))
+    needed = "nccl" if device.type == "cuda" else "gloo"
+    if needed not in backend:
+        raise ValueError(
+            f"cross_group must have the backend {needed} for a layer on {device}; got {backend}"
+        )

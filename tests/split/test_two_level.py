@@ -1,0 +1,293 @@
+"""A layer over two domains of two ranks: a process for each rank, gloo between domains, the
+emulator inside them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_moe
+from deep_moe.errors import ForeignTokensError, LostDomainError, MegaMoETimeoutError
+from deep_moe.heuristics import MoEShape
+from deep_moe.split.domain_groups import make_domain_groups
+from deep_moe.split.two_level import TwoLevelMoE
+from deep_moe.targets import target_of
+from deep_moe.trial.calls import fill_inputs, model_inputs
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import FP32_SUM_BITS
+from deep_moe.trial.synthetic import (
+    Layer,
+    Tokens,
+    exact_layer,
+    exact_tokens,
+    name_twice,
+    random_layer,
+    random_tokens,
+)
+from deep_moe.trial.two_level import make_layer, rank_operands, two_level_bounds
+
+ARCH = "sm_90a"
+CALL = {"arch": ARCH, "num_sms": 2, "checked": False}
+SHAPE = MoEShape(4, 8, 3, 256, 128, 9)
+COUNTS = (9, 0, 5, 3)
+CPU = torch.device("cpu")
+
+
+def layer_of(shape: MoEShape, exact: bool) -> Layer:
+    block = target_of(ARCH).weights_of(shape.weights).scale_block
+    return (exact_layer if exact else random_layer)(shape, scale_block=block)
+
+
+def tokens_of(shape: MoEShape, exact: bool, rank: int, **more: Any) -> tuple[torch.Tensor, Tokens]:
+    """The input, and what the layer makes of it."""
+    make = exact_tokens if exact else random_tokens
+    return model_inputs(make(shape, COUNTS[rank], seed=rank, **more))
+
+
+def bounds_of(shape: MoEShape, num_domains: int, domain: int, layer: Layer, tokens: Tokens):
+    numerics = target_of(ARCH).weights_of(shape.weights).numerics
+    return two_level_bounds(
+        shape, num_domains, domain, layer, tokens, numerics=numerics, sum_bits=FP32_SUM_BITS
+    )
+
+
+def one_domain(
+    shape: MoEShape, layer: Layer, rank: int, tokens: Tokens, **biases: Any
+) -> torch.Tensor:
+    """The fused call over all ranks."""
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        dist.group.WORLD,
+        shape.num_experts,
+        shape.num_max_tokens_per_rank,
+        shape.num_topk,
+        shape.hidden,
+        shape.intermediate_hidden,
+    )
+    fill_inputs(buffer, tokens)
+    y = torch.empty(tokens.num_tokens, shape.hidden, dtype=torch.bfloat16)
+    weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
+    deep_moe.fp8_fp4_mega_moe(y, *weights, buffer, **CALL)
+    dist.barrier()
+    buffer.close()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shared"),
+    [
+        pytest.param({}, 0, id="fixed"),
+        pytest.param({"num_chunks": 2, "exact_sizes": True}, 0, id="exact_in_chunks"),
+        pytest.param({"num_chunks": 2}, 1, id="shared_expert", marks=pytest.mark.slow),
+    ],
+)
+def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None:
+    shape = replace(SHAPE, num_shared_experts=shared)
+    layer = layer_of(shape, exact=True)
+
+    def work(rank: int) -> None:
+        moe = make_layer(shape, 2, CPU, **arguments)
+        weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
+        assert moe.nbytes == sum(moe.shape.buffer_bytes.values())
+        held = [moe._sent, moe._received, moe._rows, *vars(moe._staged).values()]
+        between = moe.shape.buffer_bytes["tokens between domains"]
+        assert sum(tensor.nbytes for tensor in held) == between
+        for call in range(2):  # the second one finds what the first has left
+            more = {"num_unused_slots": call}
+            x, tokens = tokens_of(shape, True, rank, **more)
+            stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32)
+            y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, stats, **CALL)
+            assert compare(y, bounds_of(shape, 2, rank // 2, layer, tokens).y).is_exact
+            named = [tokens_of(shape, True, other, **more)[1].topk_idx for other in range(4)]
+            local = torch.cat([ids.flatten() for ids in named]) - 2 * rank
+            assert stats.tolist() == [int((local == expert).sum()) for expert in range(2)]
+        moe.check()
+        dist.barrier()
+        moe.close()
+
+    run_ranks(4, work)
+
+
+def test_a_random_layer_is_one_domains_but_for_the_rounding_of_partial_sums(run_ranks) -> None:
+    """Tokens whose experts are all in one domain have the same bits. Some have slots of -1, and
+    some name an expert twice."""
+    layer = layer_of(SHAPE, exact=False)
+
+    def work(rank: int) -> tuple[int, int]:
+        moe = make_layer(SHAPE, 2, CPU)
+        weights, _ = rank_operands(SHAPE, layer, rank, CPU, ARCH)
+        x, tokens = tokens_of(SHAPE, False, rank, num_unused_slots=1)
+        tokens = name_twice(tokens)
+        y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+        assert compare(y, bounds_of(SHAPE, 2, rank // 2, layer, tokens)).is_right
+        whole = one_domain(SHAPE, layer, rank, tokens)
+        domains = [(tokens.topk_idx // 4 == domain).any(dim=1) for domain in range(2)]
+        in_one = ~(domains[0] & domains[1])
+        assert torch.equal(y[in_one], whole[in_one])
+        parts = [
+            bounds_of(SHAPE, 1, 0, layer, replace(tokens, topk_idx=ids)).y.float().abs()
+            for ids in (tokens.topk_idx.where(tokens.topk_idx // 4 == d, -1) for d in (0, 1))
+        ]
+        # Half a BF16 unit for each partial sum, and for both results.
+        room = 2.0**-8 * (parts[0] + parts[1] + y.float().abs() + whole.float().abs())
+        assert ((y.float() - whole.float()).abs() <= room).all()
+        dist.barrier()
+        moe.close()
+        return int(in_one.sum()), int((~in_one).sum())
+
+    counts = run_ranks(4, work)
+    assert all(sum(of_kind) > 0 for of_kind in zip(*counts, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_other_formats_and_biases(run_ranks, weights) -> None:
+    """Two domains of one rank each."""
+    shape = MoEShape(2, 6, 2, 256, 128, 9, weights=weights, biases=weights == "bf16")
+    layer = layer_of(shape, exact=True)
+
+    def work(rank: int) -> None:
+        moe = make_layer(shape, 2, CPU, num_chunks=2)
+        operands, biases = rank_operands(shape, layer, rank, CPU, ARCH)
+        x, tokens = tokens_of(shape, True, rank)
+        out = torch.empty_like(x)
+        routing = tokens.topk_idx.int(), tokens.topk_weights
+        assert moe.call(x, *routing, *operands, out=out, **biases, **CALL) is out
+        assert compare(out, bounds_of(shape, 2, rank, layer, tokens).y).is_exact
+        dist.barrier()
+        moe.close()
+
+    run_ranks(2, work)
+
+
+def test_too_many_foreign_tokens_are_an_error_on_all_ranks_and_the_layer_goes_on(run_ranks) -> None:
+    """Rank 2 sends too many. With exact sizes nothing is computed."""
+    layer = layer_of(SHAPE, exact=True)
+
+    def work(rank: int) -> list[str]:
+        weights, _ = rank_operands(SHAPE, layer, rank, CPU, ARCH)
+        x = torch.zeros(4, SHAPE.hidden, dtype=torch.bfloat16)
+        few, many = (torch.full((4, 3), -1) for _ in range(2))
+        few[0, 0] = many[0, 0] = (rank * 2 + 4) % 8  # of the other domain
+        if rank == 2:
+            many[:3, 0] = 0
+        messages = []
+        for exact_sizes in (False, True):
+            moe = make_layer(SHAPE, 2, CPU, num_max_foreign_tokens=2, exact_sizes=exact_sizes)
+            with pytest.raises(ForeignTokensError) as caught:
+                moe.call(x, many, torch.ones(4, 3), *weights, **CALL)
+            messages.append(str(caught.value))
+            y = moe.call(x, few, torch.ones(4, 3), *weights, **CALL)
+            assert (y == 0).all()
+            dist.barrier()
+            moe.close()
+        return messages
+
+    messages = run_ranks(4, work)
+    assert all(of_rank == messages[0] for of_rank in messages)
+    fixed, exact = messages[0]
+    assert "rank 0 of domain 1 has 3 tokens for domain 0 in chunk 0" in fixed
+    assert "rank 0 of domain 0 is sent 3 tokens by other domains in chunk 0" in exact
+    assert "num_max_foreign_tokens must be larger" in fixed
+    assert "2 in 1 chunks leave room for 2" in fixed
+
+
+def test_a_domain_that_is_lost_is_named(run_ranks) -> None:
+    """Its processes end. The others say so, and say it again if they are asked."""
+    layer = layer_of(SHAPE, exact=True)
+
+    def work(rank: int) -> str:
+        moe = make_layer(SHAPE, 2, CPU, timeout_s=2.0)
+        weights, _ = rank_operands(SHAPE, layer, rank, CPU, ARCH)
+        if rank // 2 == 1:
+            return ""
+        x, tokens = tokens_of(SHAPE, True, rank)
+        arguments = x, tokens.topk_idx, tokens.topk_weights, *weights
+        with pytest.raises(LostDomainError) as caught:
+            moe.call(*arguments, **CALL)
+        with pytest.raises(LostDomainError, match="make the groups and the layer anew"):
+            moe.call(*arguments, **CALL)
+        return str(caught.value)
+
+    first, second, *_ = run_ranks(4, work)
+    assert "domain 1 is lost: its rank 0 does not answer" in first
+    assert "domain 1 is lost: its rank 1 does not answer" in second
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_is_named_to_those_who_wait_for_who_knew_it(run_ranks) -> None:
+    """Rank 1 of domain 1 ends. Rank 1 of domain 0 finds that out and stops; rank 0 of domain 0,
+    which waits for it in the kernel, is told why. Rank 0 of domain 1 misses its neighbour."""
+    layer = layer_of(SHAPE, exact=True)
+
+    def work(rank: int) -> str:
+        moe = make_layer(SHAPE, 2, CPU, timeout_s=2.0)
+        weights, _ = rank_operands(SHAPE, layer, rank, CPU, ARCH)
+        if rank == 3:
+            return ""
+        x, tokens = tokens_of(SHAPE, True, rank)
+        with pytest.raises((LostDomainError, MegaMoETimeoutError)) as caught:
+            moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL, timeout_s=6.0)
+        time.sleep(5.0)  # whose store the others ask lives on
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    waits, finds, misses, _ = run_ranks(4, work)
+    lost = "domain 1 is lost: its rank 1 does not answer"
+    assert finds.startswith(f"LostDomainError: {lost}")
+    assert waits.startswith("MegaMoETimeoutError: domain 0: rank 0")
+    assert waits.endswith(f"({lost}, says a rank of domain 0)")
+    assert misses.startswith("MegaMoETimeoutError: domain 1: rank 0")
+    assert "missing: rank 1" in misses
+
+
+def test_what_is_refused(run_ranks) -> None:
+    def work(rank: int) -> None:
+        groups = make_domain_groups(2)
+        sizes = (8, 9, 3, 256, 128)
+        with pytest.raises(ValueError, match="hidden must be the same on every rank; got 128"):
+            TwoLevelMoE(*groups, 8, 9, 3, 256 if rank else 128, 128)
+        with pytest.raises(ValueError, match="cross_group must be ranks with the same rank in"):
+            TwoLevelMoE(groups.domain, groups.domain, *sizes)
+        with pytest.raises(TypeError, match="cross_group must be a torch"):
+            TwoLevelMoE(groups.domain, "all", *sizes)
+        with pytest.raises(ValueError, match="num_domains must divide the 4 ranks"):
+            make_domain_groups(3)
+        with pytest.raises(ValueError, match="num_transport_sms must be at least 0"):
+            TwoLevelMoE(*groups, *sizes, num_transport_sms=-1)
+        with pytest.raises(ValueError, match="timeout_s must be a positive number"):
+            TwoLevelMoE(*groups, *sizes, timeout_s=0)
+        moe = TwoLevelMoE(*groups, *sizes)
+        x, weights = torch.zeros(2, 256).bfloat16(), torch.ones(2, 3)
+        nobody, many = torch.full((2, 3), -1), torch.zeros(10, 256).bfloat16()
+        pair = (torch.zeros(1), torch.zeros(1))
+        with pytest.raises(ValueError, match="topk_idx must hold expert ids 0 to 7"):
+            moe.call(x, nobody + 9, weights, pair, pair)
+        with pytest.raises(ValueError, match="x must have at most num_max_tokens_per_rank"):
+            moe.call(many, torch.full((10, 3), -1), torch.ones(10, 3), pair, pair)
+        wants_gradient = x.clone().requires_grad_()
+        with pytest.raises(ValueError, match="x must not require a gradient"):
+            moe.call(wants_gradient, nobody, weights, pair, pair)
+        with pytest.raises(TypeError, match="out must be torch"):
+            moe.call(x, nobody, weights, pair, pair, out=torch.zeros(2, 256))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
+            moe.call(x, nobody, weights, pair, pair, chunks=1)
+        dist.barrier()
+        moe.close()
+
+    run_ranks(4, work)
+
+
+def test_a_rank_alone_is_one_domain() -> None:
+    shape = MoEShape(1, 4, 2, 256, 128, 9)
+    layer = layer_of(shape, exact=True)
+    moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu", num_chunks=2)
+    weights, _ = rank_operands(shape, layer, 0, CPU, ARCH)
+    x, tokens = tokens_of(shape, True, 0)
+    y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+    assert compare(y, bounds_of(shape, 1, 0, layer, tokens).y).is_exact
+    moe.check()
+    moe.close()

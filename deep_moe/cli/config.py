@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,6 +43,14 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.explain import MapRow, TuningReport
 
 
+class CostPath(Enum):
+    """Ways through a layer."""
+
+    fused = "fused"
+    split = "split"
+    two_level = "two-level"
+
+
 def config(
     model: ModelOption = None,
     ranks: RanksOption = 8,
@@ -67,12 +76,60 @@ def config(
             "--uneven", help="As if the experts' counts had differed in the call before (SM90)."
         ),
     ] = False,
+    path: Annotated[
+        CostPath | None,
+        typer.Option(
+            "--path",
+            help="Print instead what a call would cost there: bytes of buffers and over links, and "
+            "an estimate of the time on H200s.",
+        ),
+    ] = None,
+    domains: Annotated[
+        int, typer.Option("--domains", min=1, help="NVLink domains of the ranks, for two-level.")
+    ] = 2,
+    chunks: Annotated[
+        int, typer.Option("--chunks", min=1, help="Parts that tokens go through in, for two-level.")
+    ] = 1,
+    exact_sizes: Annotated[
+        bool, typer.Option("--exact-sizes", help="Only what is sent travels, for two-level.")
+    ] = False,
+    foreign_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--foreign-tokens",
+            min=0,
+            help="Most tokens of other domains for a rank, for two-level; default: all.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the chosen config, the reason of each field, what was measured of the layer, the memory
     maps and the schedule."""
     from deep_moe.heuristics import choose_config
 
+    if path is not None:
+        from .path_costs import print_path_cost
+
+        sizes = {
+            "model": model,
+            "experts": experts,
+            "topk": topk,
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "weights": weights,
+            "biases": biases,
+            "shared_experts": shared_experts,
+            "pool_tokens": pool_tokens,
+        }
+        between = {
+            "num_domains": domains,
+            "num_chunks": chunks,
+            "exact_sizes": exact_sizes,
+            "num_max_foreign_tokens": foreign_tokens,
+        }
+        capacity = tokens if max_tokens is None else max_tokens
+        print_path_cost(path.value, ranks, tokens, capacity, sizes, between, as_json=as_json)
+        return
     arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(
         model=model,

@@ -130,6 +130,17 @@ def prepare_inputs(
         )
 
 
+def prepare_rows(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    arch: str | None = None,
+) -> None:
+    """What `prepare_inputs` does, into four tensors that are like a buffer's views."""
+    _prepare_inputs_op(x, topk_idx, topk_weights, *rows, arch)
+
+
 torch.library.define(
     "deep_moe::prepare_inputs",
     "(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor(a!) input_x, Tensor(b!) input_x_sf, "

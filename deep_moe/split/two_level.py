@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from deep_moe.fused.checks import (
     require_type,
     transformed_pair,
 )
+from deep_moe.fused.input_preparation import prepare_rows
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.fused.options import (
     MAX_TIMEOUT_S,
@@ -73,8 +73,7 @@ class _Exchange(NamedTuple):
     sent: list[int]
 
 
-@dataclass(frozen=True)
-class _Staged:
+class _Staged(NamedTuple):
     """A rank's own tokens as the kernel takes them, [most tokens, ...]."""
 
     x: torch.Tensor
@@ -458,16 +457,7 @@ class TwoLevelMoE:
     ) -> None:
         """Own tokens, quantized, as the kernel takes them and as rows that travel."""
         staged, row, num_tokens = self._staged, self.shape.row, x.shape[0]
-        torch.ops.deep_moe.prepare_inputs(
-            x,
-            topk_idx,
-            topk_weights,
-            staged.x,
-            staged.x_sf,
-            staged.topk_idx,
-            staged.topk_weights,
-            arch,
-        )
+        prepare_rows(x, topk_idx, topk_weights, staged, arch)
         if not self.shape.num_other_domains:
             return
         own = slice(num_tokens)

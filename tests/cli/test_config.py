@@ -228,3 +228,48 @@ def test_a_model_brings_its_activation():
     minimax = fields("--model", "minimax-m3", "--clamp", "5")
     assert (minimax["activation"], minimax["activation_limit"]) == ("swiglu_oai", 5.0)
     assert fields("--model", "glm-5")["activation"] == "swiglu"
+
+
+V3 = ("--model", "deepseek-v3", "--tokens", "128")
+
+
+def cost(*options: str) -> dict:
+    document = explained(*V3, *options)
+    assert document["is_estimate"]
+    return document
+
+
+def test_what_a_path_costs():
+    fused, split = cost("--path", "fused"), cost("--path", "split")
+    assert fused["buffer_bytes"] == {"symmetric buffer": buffer_size(8, 256, 128, 8, 7168, 2048)}
+    assert [step["name"] for step in split["steps"]] == ["dispatch", "experts", "combine"]
+    assert split["us"] > fused["us"]
+    between = ("--path", "two-level", "--ranks", "16")
+    whole = cost(*between)
+    assert whole["network_bytes"] == 128 * (7456 + 2 * 7168)
+    bounded = cost(*between, "--foreign-tokens", "64", "--chunks", "2")
+    assert bounded["network_bytes"] == whole["network_bytes"] / 2
+    assert sum(bounded["buffer_bytes"].values()) < sum(whole["buffer_bytes"].values())
+    assert cost(*between, "--exact-sizes")["steps"][0]["name"] == "sizes"
+    with_shared = cost(*between, "--shared-experts", "1")
+    assert "own tokens' kernel" in [step["name"] for step in with_shared["steps"]]
+
+
+def test_costs_are_printed_as_estimates_that_say_how(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    printed = run_config(*V3, "--path", "two-level", "--ranks", "32", "--domains", "4").stdout
+    assert "two-level, 128 tokens per rank" in printed
+    assert "estimated: " in printed
+    assert "(assumed of NCCL)" in printed
+    assert "to other domains, each way: " in printed
+
+
+def test_costs_that_are_refused():
+    result = run_config(*V3, "--path", "two-level", "--domains", "3")
+    assert result.exit_code == 2
+    assert "--ranks must be a multiple of --domains 3; got 8" in " ".join(result.output.split())
+    result = run_config(*V3, "--path", "fused", "--max-tokens", "64")
+    assert result.exit_code == 2
+    assert "--tokens must be 0 to --max-tokens 64; got 128" in " ".join(result.output.split())
+    result = run_config("--model", "deepseek-v3", "--tokens", "4096", "--path", "split")
+    assert "num_max_tokens_per_rank must be 1 to 1024; got 4096" in str(result.exception)

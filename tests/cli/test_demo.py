@@ -1,4 +1,4 @@
-"""The demo: it passes, and its lines fit a terminal."""
+"""The demo and the examples: they pass, and the demo's lines fit a terminal."""
 
 import os
 import subprocess
@@ -24,6 +24,23 @@ def test_the_demo_passes_in_eighty_columns(tmp_path: Path):
     assert result.stdout.endswith("\nPASS\n")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert (tmp_path / "demo-out").is_dir()
+
+
+@pytest.mark.slow
+def test_the_example_of_two_domains_passes():
+    """Four processes on a CPU."""
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone")
+    result = subprocess.run(
+        [sys.executable, *command, ROOT / "examples" / "two_level.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "rank 3, domain 1: 9 tokens, 0 wrong" in result.stdout
+    assert result.stdout.rstrip().endswith("PASS")
 
 
 def test_the_makefile_shows_that_it_goes_on(tmp_path: Path):

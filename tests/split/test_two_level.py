@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_moe
 from deep_moe.errors import ForeignTokensError, LostDomainError, MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.path_costs import CALL_STEPS, CHUNK_STEPS
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
@@ -162,6 +164,45 @@ def test_other_formats_and_biases(run_ranks, weights) -> None:
         moe.close()
 
     run_ranks(2, work)
+
+
+class SmallKernels(TorchDispatchMode):
+    """Counts the operators that launch a kernel on a GPU, but for the fused call."""
+
+    NO_KERNEL = frozenset(
+        "view slice select unsqueeze expand as_strided detach t transpose alias reshape "
+        "_reshape_alias empty empty_like new_empty scalar_tensor item mega_moe".split()
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, name = function._schema.name.split("::")
+        self.number += namespace != "c10d" and name not in self.NO_KERNEL
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_call_has_as_many_small_kernels_as_its_cost_says(run_ranks) -> None:
+    shape = MoEShape(2, 6, 2, 256, 128, 9)
+    layer = layer_of(shape, exact=True)
+
+    def work(rank: int) -> list[int]:
+        numbers = []
+        weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
+        x, tokens = tokens_of(shape, True, 0)
+        for num_chunks in (1, 3):
+            moe = make_layer(shape, 2, CPU, num_chunks=num_chunks)
+            with SmallKernels() as small:
+                moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+            numbers.append(small.number)
+            dist.barrier()
+            moe.close()
+        return numbers
+
+    expected = [CALL_STEPS + CHUNK_STEPS * num_chunks for num_chunks in (1, 3)]
+    assert run_ranks(2, work)[0] == pytest.approx(expected, rel=0.05)
 
 
 def test_too_many_foreign_tokens_are_an_error_on_all_ranks_and_the_layer_goes_on(run_ranks) -> None:

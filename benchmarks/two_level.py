@@ -1,0 +1,251 @@
+"""Times a layer over several domains, on GPUs of one machine that are taken for domains, beside the
+fused call on all of them.
+
+    python -m benchmarks.two_level --json two_level.json                # 2 domains of 1 GPU each
+    python -m benchmarks.two_level --ranks 4 --tokens 128               # 2 domains of 2
+
+Both begin with BF16 tokens and a router's output. Between the domains NCCL goes over NVLink, so
+what a network between machines would take is not in these times; what is in them are the calls
+inside the domains, which have other ranks' tokens in their own batch, NCCL's start, and PyTorch's
+kernels around both. Beside each time stands what heuristics/path_costs.py estimates with the links
+in place of a network.
+
+A time is the median of --calls calls, of the slowest rank, as in benchmarks/all_to_all.py.
+`graph_us` is of a replayed CUDA graph, which fixed sizes allow. The fused call is checked against
+the reference, the others against it, for each number of tokens. On a CPU it all runs in the
+emulator, and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_moe import TwoLevelMoE, make_domain_groups, prepare_inputs
+from deep_moe.activations import Swiglu
+from deep_moe.cli.options import make_shape
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
+from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.heuristics.path_costs import H200, Network, fused_cost, two_level_cost
+from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.comparison import cosine_distance
+from deep_moe.trial.rank_processes import run_in_group
+from deep_moe.trial.real_size import rank_tokens
+from deep_moe.trial.synthetic import Tokens
+from deep_moe.trial.timing import TimedLayer, machine, timed
+
+from .mega_moe import SIZES, run_on_gpus
+from .problem import checked_sample, rank_weights
+
+TOKENS = (1, 8, 128, 1024, 4096)
+MODES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "exact": {"exact_sizes": True},
+    "fixed, 2 chunks": {"num_chunks": 2},
+    "exact, 4 chunks": {"num_chunks": 4, "exact_sizes": True},
+}
+MAX_DISTANCE = 1e-4  # cosine, from the fused call: partial sums are rounded once more
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if "RANK" in os.environ:  # torchrun has made the processes
+        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
+        return
+    run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-pro")
+    for option, field in SIZES.items():
+        parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
+    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs")
+    parser.add_argument("--domains", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES))
+    parser.add_argument("--transport-sms", type=int, default=32, help="that chunks leave to NCCL")
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5, help="calls before those")
+    parser.add_argument("--clamp", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checked-tokens", type=int, default=8, help="compared, on each rank")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--json", type=Path, help="where results are written, after each size")
+    arguments = parser.parse_args(words)
+    if min(arguments.calls, arguments.domains, *arguments.tokens) < 1:
+        parser.error("--tokens, --calls and --domains must be at least 1")
+    return arguments
+
+
+class TwoLevelCall:
+    """One rank's call in one mode, again and again on the same tokens."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        fused: TimedLayer,
+        activation: Swiglu,
+        groups: Any,
+        num_transport_sms: int,
+        mode: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self.layer = TwoLevelMoE(
+            *groups,
+            shape.num_experts,
+            shape.num_max_tokens_per_rank,
+            shape.num_topk,
+            shape.hidden,
+            shape.intermediate_hidden,
+            weights=shape.weights,
+            num_transport_sms=num_transport_sms,
+            device=device,
+            **mode,
+        )
+        self._weights = fused.weights
+        self._activation = activation
+        self.inputs: tuple[torch.Tensor, ...] = ()
+        self.y = torch.empty(0)
+
+    def fill(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.inputs = inputs
+        self.y = torch.empty_like(inputs[0])
+
+    def __call__(self) -> None:
+        self.layer.call(*self.inputs, *self._weights, out=self.y, activation=self._activation)
+
+    def captured(self) -> Callable[[], None]:
+        """A replay of the call, which has been made before."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's own thread looks at its events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self()
+        return graph.replay
+
+
+def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
+    """One process: all sizes."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    shape = make_shape(
+        model=arguments.model,
+        ranks=num_ranks,
+        max_tokens=max(arguments.tokens),
+        weights=arguments.weights,
+        **{option: getattr(arguments, option) for option in SIZES},
+    )
+    activation = Swiglu(arguments.clamp)
+    fused = TimedLayer(shape, rank_weights(shape, rank, arguments.seed, device), device)
+    groups = make_domain_groups(arguments.domains)
+    calls = {
+        name: TwoLevelCall(
+            shape, fused, activation, groups, arguments.transport_sms, MODES[name], device
+        )
+        for name in arguments.modes
+    }
+    report: dict[str, Any] = {
+        "machine": machine(device, arguments.commit),
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "num_domains": arguments.domains,
+        "num_ranks": num_ranks,
+        "bytes": {name: call.layer.nbytes for name, call in calls.items()},
+        "fused_bytes": fused.buffer.nbytes,
+        "results": [],
+    }
+    for num_tokens in arguments.tokens:
+        tokens = rank_tokens(shape, num_tokens, rank, arguments.seed, device, routing="uniform")
+        result = result_of(shape, fused, calls, tokens, activation, arguments, device)
+        report["results"].append(result)
+        if rank == 0:
+            print(line(result), flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    for call in calls.values():
+        call.layer.check()
+    dist.barrier()
+    for call in calls.values():
+        call.layer.close()
+    fused.close()
+
+
+def result_of(
+    shape: MoEShape,
+    fused: TimedLayer,
+    calls: dict[str, TwoLevelCall],
+    tokens: Tokens,
+    activation: Swiglu,
+    arguments: argparse.Namespace,
+    device: torch.device,
+) -> dict[str, Any]:
+    """All paths on the same tokens."""
+    x, tokens = model_inputs(tokens)
+    inputs = (x, tokens.topk_idx, tokens.topk_weights)
+    fused.fill(tokens)
+    fused(activation)
+    checked_sample(shape, tokens, fused.y, arguments.checked_tokens, arguments.seed, activation)
+
+    def fused_call() -> None:
+        prepare_inputs(*inputs, fused.buffer)
+        fused(activation)
+
+    network = Network(H200.link_bytes_per_s)
+    result: dict[str, Any] = {
+        "tokens_per_rank": tokens.num_tokens,
+        "fused": timed_path(fused_call, arguments, device)
+        | {"estimate_us": fused_cost(shape, tokens.num_tokens).us},
+        "two_level": {},
+    }
+    for name, call in calls.items():
+        call.fill(inputs)
+        call()
+        call.layer.check()
+        distance = cosine_distance(call.y.double().flatten(), fused.y.double().flatten())
+        if not distance < MAX_DISTANCE:
+            raise RuntimeError(f"{name}: {distance} from the fused call, at most {MAX_DISTANCE}")
+        of_path = timed_path(call, arguments, device) | {
+            "distance_from_fused": distance,
+            "estimate_us": two_level_cost(call.layer.shape, tokens.num_tokens, network=network).us,
+        }
+        if device.type == "cuda" and not call.layer.shape.exact_sizes:
+            of_path["graph_us"] = timed_path(call.captured(), arguments, device)["us"]
+        result["two_level"][name] = of_path
+    return result
+
+
+def timed_path(
+    call: Callable[[], None], arguments: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """The slowest rank's median in microseconds, and what the host took for a call."""
+    of_ranks, host_us = timed(call, arguments.warmup, arguments.calls, device)
+    return {"us": 1e6 * max(map(statistics.median, of_ranks)), "host_us": host_us}
+
+
+def line(result: dict[str, Any]) -> str:
+    """
+    >>> path = {"us": 100.0, "host_us": 5.0, "estimate_us": 90.0}
+    >>> print(line({"tokens_per_rank": 8, "fused": path, "two_level": {"fixed": path}}))
+    8 tokens/rank: fused 100.0 us (estimate 90) | fixed 100.0 us (estimate 90)
+    """
+    paths = {"fused": result["fused"], **result["two_level"]}
+    words = [
+        f"{name} {path['us']:.1f} us"
+        + (f", in a graph {path['graph_us']:.1f}" if "graph_us" in path else "")
+        + f" (estimate {path['estimate_us']:.0f})"
+        for name, path in paths.items()
+    ]
+    return f"{result['tokens_per_rank']} tokens/rank: " + " | ".join(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -243,6 +243,7 @@ class TwoLevelMoE:
         exact sizes.
         """
         shape = self.shape
+        self._buffer.raise_if_closed()
         self._transport.raise_if_failed()
         arguments = self._arguments(given_options("call", options), x)
         self._check(x, topk_idx, topk_weights, out, is_checked(arguments, self.device))

@@ -87,6 +87,14 @@ def test_tokens_without_a_row_are_counted_and_spoil_no_other_row():
     assert routes[2].token_of_row.tolist() == [12, 12]
 
 
+def test_a_layer_without_room_has_no_rows():
+    shape = shape_of(2, num_max_foreign_tokens=0)
+    _, routes = routed(shape, torch.tensor([[4, -1, -1]] * 4), 0)
+    assert [route.counts.tolist() for route in routes] == [[2], [2], [0]]
+    assert all(route.token_of_row.numel() == 0 for route in routes)
+    assert all((route.row_of_token == shape.num_chunk_sent).all() for route in routes)
+
+
 @pytest.mark.parametrize("num_shared_experts", [0, 1])
 @pytest.mark.parametrize("exact_sizes", [False, True])
 @pytest.mark.parametrize("num_domains", [1, 2, 6])

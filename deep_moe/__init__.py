@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
     from .split.emulated_all_to_all import EmulatedAllToAll
+    from .split.emulated_throughput import EmulatedThroughputAllToAll
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
+    from .split.throughput import AllToAll, AllToAllHandle, Received
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,8 @@ if not (Path(__file__).parent / "jit").is_dir():
     __path__.append(path_entry(Path(__file__).resolve().parent.parent))
 
 _MODULES = {
+    "AllToAll": "split.throughput",
+    "AllToAllHandle": "split.throughput",
     "CacheError": "errors",
     "CheckpointError": "errors",
     "CompileError": "errors",
@@ -61,12 +65,14 @@ _MODULES = {
     "EPLowLatencyAllToAllLayer": "split.layer",
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
+    "EmulatedThroughputAllToAll": "split.emulated_throughput",
     "LowLatencyAllToAll": "split.low_latency",
     "MegaMoEBiases": "formats.biases",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
+    "Received": "split.throughput",
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "bf16_mega_moe": "fused.mega_moe",
@@ -88,6 +94,8 @@ _MODULES = {
 _SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
 
 __all__ = [
+    "AllToAll",
+    "AllToAllHandle",
     "CacheError",
     "CheckpointError",
     "CompileError",
@@ -98,12 +106,14 @@ __all__ = [
     "EPLowLatencyAllToAllLayer",
     "EmulatedAllToAll",
     "EmulatedRanks",
+    "EmulatedThroughputAllToAll",
     "LowLatencyAllToAll",
     "MegaMoEBiases",
     "MegaMoEError",
     "MegaMoETimeoutError",
     "MegaMoEWeights",
     "MissingPackageError",
+    "Received",
     "RequantizationWarning",
     "SymmBuffer",
     "activations",

@@ -113,7 +113,8 @@ class SlotPlaces {
         const uint32_t num_before =
             ptx::ld_relaxed_gpu(local_.num_counts()) * uint32_t{Config::num_ctas};
         waiter.until(WaitSite::split_block_counts, Config::num_ctas, [&] {
-            return ptx::ld_acquire_gpu(local_.counted_ctas()) - num_before;  //~ counts_acquired
+            return ptx::ld_acquire_gpu(local_.counted_ctas()) -
+                   num_before;  //~ block_counts_acquired
         });
     }
 

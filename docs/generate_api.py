@@ -28,9 +28,24 @@ calls go together, [environment.md](environment.md) lists the environment variab
 `Pair` stands for one linear layer's weights and their scales.
 """
 # What users do not make or call themselves.
-NOT_CONSTRUCTED = {"SymmBuffer", "Module", "Dispatched", "DispatchHandle", "DispatchMetaInfo"}
+NOT_CONSTRUCTED = {
+    "AllToAllHandle",
+    "DispatchHandle",
+    "DispatchMetaInfo",
+    "Dispatched",
+    "Module",
+    "Received",
+    "SymmBuffer",
+}
 NOT_CALLED = {
+    "AllToAll.memory_regions",
+    "AllToAll.of_memory",
+    "AllToAll.prepare_combine",
+    "AllToAll.prepare_dispatch",
+    "AllToAll.prepare_return_scalars",
+    "AllToAll.run",
     "EmulatedAllToAll.run",
+    "EmulatedThroughputAllToAll.run",
     "LowLatencyAllToAll.memory_regions",
     "LowLatencyAllToAll.of_memory",
     "LowLatencyAllToAll.prepare_combine",

@@ -199,8 +199,8 @@ class ThroughputConfig:
             builder.add(name, "u32", dims, purpose, alignment=16)
 
         if self.copies_rows:
-            dims = (shape.num_experts_per_rank + 1,)
-            add("expert_rows", dims, "rows before each local expert")
+            num_words = shape.num_experts_per_rank + 1
+            add("expert_rows", (num_words,), "rows before each local expert")
         if self.step == "dispatch" and not self.knows_rows:
             add("slot_counts", (shape.num_experts,), "slots that name an expert, before the CTA's")
             add("expert_begins", (shape.num_experts,), "first row of an expert, on its rank")

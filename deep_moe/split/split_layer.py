@@ -92,6 +92,10 @@ class SplitLayer:
         self._buffer.raise_if_closed()
         self._buffer.raise_if_failed()
 
+    def reset(self) -> None:
+        """Make the layer usable again after a failed call."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Give the symmetric memory back. The layer cannot be used after this."""
         self._buffer.close()

@@ -5,6 +5,7 @@ docs/split.md says how the kernels work together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -454,8 +455,8 @@ class AllToAll(SplitLayer):
         self,
         config: ThroughputConfig,
         args: ThroughputArgs,
-        read: dict[str, torch.Tensor | None],
-        written: dict[str, torch.Tensor | None],
+        read: Mapping[str, torch.Tensor | None],
+        written: Mapping[str, torch.Tensor | None],
     ) -> Launch:
         """Names are those of the arguments; None is left out."""
         own_read = {name: tensor for name, tensor in read.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""The throughput all-to-all on GPUs: every bit of all steps, calls in a row, in graphs, overflow."""
+"""The throughput all-to-all on GPUs: every bit of each step, calls in a row, graphs, overflow."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Times the low-latency all-to-all on all GPUs of a machine, a process for each, beside NCCL's.
+"""Times the split path's all-to-all on all GPUs of a machine, a process for each, beside NCCL's:
+the low-latency one, or with --path throughput the one for many tokens.
 
     python -m benchmarks.all_to_all --json all_to_all.json
+    python -m benchmarks.all_to_all --path throughput --zero-copy --format bf16
     torchrun --nproc-per-node 2 -m benchmarks.all_to_all --tokens 1 128
 
 For every number of tokens: a dispatch and a combine are checked first; then the two are timed, in
@@ -37,16 +39,17 @@ import torch.distributed as dist
 
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float
-from deep_moe.heuristics.low_latency import LowLatencyShape
+from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.split.throughput import AllToAll, AllToAllHandle
 from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.timing import SLEEP_CYCLES, machine
 
 from .mega_moe import run_on_gpus
 from .problem import MachineRates
 
-TOKENS = (1, 8, 32, 128)
+TOKENS = {"low-latency": (1, 8, 32, 128), "throughput": (1, 1024, 2048, 4096, 8192)}
 LARGE_BYTES = 1 << 28  # from each rank to all, for the links' rate
 MAX_RELATIVE_ERROR = {"bf16": 0.01, "fp8_128": 0.05, "fp8_32": 0.05}
 
@@ -63,7 +66,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
+    parser.add_argument("--path", choices=sorted(TOKENS), default="low-latency")
+    parser.add_argument("--tokens", nargs="+", type=int, help="per rank")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
@@ -80,12 +84,40 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where results are written, after each size")
     arguments = parser.parse_args(words)
+    if arguments.tokens is None:
+        arguments.tokens = list(TOKENS[arguments.path])
     counts = (arguments.calls, arguments.rounds, arguments.pairs, *arguments.tokens)
     if min(counts) < 1:
         parser.error("--tokens, --calls, --rounds and --pairs must be at least 1")
     if not 0 < arguments.link_share <= 1:
         parser.error(f"--link-share must be in (0, 1]; got {arguments.link_share}")
     return arguments
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What both paths are asked. format: how tokens travel."""
+
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    format: str
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    @property
+    def token_bytes(self) -> int:
+        """Values and scales of a token on its way.
+
+        >>> Problem(2, 8, 2, 7168, "fp8_128").token_bytes
+        7392
+        """
+        format = FORMATS[self.format]
+        scales = 4 * (self.hidden // 128) if format.values_per_scale else 0
+        return self.hidden * format.element_bytes + scales
 
 
 @dataclass(frozen=True)
@@ -100,41 +132,35 @@ class Routes:
     rows_to: list[int]
 
     @classmethod
-    def drawn(cls, shape: LowLatencyShape, num_tokens: int, rank: int, seed: int) -> Routes:
+    def drawn(cls, problem: Problem, num_tokens: int, rank: int, seed: int) -> Routes:
         """Each token's experts are different ones.
 
-        >>> shape = LowLatencyShape(2, 8, 2, 128, 16, "bf16")
-        >>> routes = Routes.drawn(shape, 16, rank=0, seed=0)
+        >>> routes = Routes.drawn(Problem(2, 8, 2, 128, "bf16"), 16, rank=0, seed=0)
         >>> sum(routes.rows_to), max(routes.tokens_to) <= 16
         (32, True)
         """
         generator = torch.Generator().manual_seed(1_000_003 * seed + 7919 * rank + num_tokens)
-        order = torch.rand(num_tokens, shape.num_experts, generator=generator)
-        topk_idx = order.topk(shape.num_topk, dim=1).indices
-        ranks = topk_idx // shape.num_experts_per_rank
+        order = torch.rand(num_tokens, problem.num_experts, generator=generator)
+        topk_idx = order.topk(problem.num_topk, dim=1).indices
+        ranks = topk_idx // problem.num_experts_per_rank
         return cls(
             topk_idx,
-            [int((ranks == other).any(dim=1).sum()) for other in range(shape.num_ranks)],
-            [int((ranks == other).sum()) for other in range(shape.num_ranks)],
+            [int((ranks == other).any(dim=1).sum()) for other in range(problem.num_ranks)],
+            [int((ranks == other).sum()) for other in range(problem.num_ranks)],
         )
 
 
-def token_bytes(shape: LowLatencyShape) -> int:
-    """Values and scales of a token on its way.
-
-    >>> token_bytes(LowLatencyShape(2, 8, 2, 7168, 16, "fp8_128"))
-    7392
-    """
-    return shape.row_bytes + 4 * shape.num_scale_words
+def all_routes(problem: Problem, num_tokens: int, seed: int) -> list[Routes]:
+    """Of every rank."""
+    return [Routes.drawn(problem, num_tokens, rank, seed) for rank in range(problem.num_ranks)]
 
 
-def link_bytes(routes: Sequence[Routes], shape: LowLatencyShape) -> dict[str, int]:
+def link_bytes(routes: Sequence[Routes], problem: Problem) -> dict[str, int]:
     """What each step takes over the busiest rank's links, in its busier direction.
 
-    >>> shape = LowLatencyShape(2, 2, 1, 128, 4, "bf16")
     >>> away = Routes(torch.ones(3, 1), [0, 3], [0, 3])
     >>> stays = Routes(torch.ones(2, 1), [0, 2], [0, 2])
-    >>> link_bytes([away, stays], shape)
+    >>> link_bytes([away, stays], Problem(2, 2, 1, 128, "bf16"))
     {'dispatch': 768, 'combine': 768}
     """
 
@@ -145,9 +171,27 @@ def link_bytes(routes: Sequence[Routes], shape: LowLatencyShape) -> dict[str, in
         return max(*leaving, *coming)
 
     return {
-        "dispatch": busiest([r.tokens_to for r in routes]) * token_bytes(shape),
-        "combine": busiest([r.rows_to for r in routes]) * 2 * shape.hidden,
+        "dispatch": busiest([r.tokens_to for r in routes]) * problem.token_bytes,
+        "combine": busiest([r.rows_to for r in routes]) * 2 * problem.hidden,
     }
+
+
+def as_bf16(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Received rows before they were quantized, about."""
+    if scales is None:
+        return rows
+    if scales.dtype == torch.float32:
+        return dequantize_e4m3_float(rows, scales, torch.bfloat16)
+    return dequantize_e4m3_ue8m0(rows, scales).bfloat16()
+
+
+def checked_error(out: torch.Tensor, expected: torch.Tensor, format: str) -> float:
+    """How far sums are from what they should be, relative to the largest of those. Raises
+    RuntimeError if it is too far."""
+    error = float((out.double() - expected).abs().max() / expected.abs().max())
+    if not error < MAX_RELATIVE_ERROR[format]:
+        raise RuntimeError(f"combined tokens are off by {error} of the largest value")
+    return error
 
 
 class LowLatencySteps:
@@ -178,31 +222,62 @@ class LowLatencySteps:
         )
 
     def check(self) -> float:
-        """Experts give back what they get; how far the sums are from what that makes, relative to
-        the largest of them. Raises RuntimeError if it is too far."""
+        """Experts give back what they get; how far the sums are from what that makes."""
         self.dispatch()
         assert self.result is not None
-        result, format = self.result, self.layer.shape.format
-        rows = result.recv_x
-        if format == "fp8_128":
-            rows = dequantize_e4m3_float(rows, result.scales, torch.bfloat16)
-        elif format == "fp8_32":
-            rows = dequantize_e4m3_ue8m0(rows, result.scales).bfloat16()
+        result = self.result
         y = self.layer.get_combine_buffer(result.handle) if self.zero_copy else self.y
-        y.copy_(rows)
+        y.copy_(as_bf16(result.recv_x, result.scales))
         self.combine()
         expected = self.x.double() * self.topk_weights.double().sum(dim=1, keepdim=True)
-        error = float((self.out.double() - expected).abs().max() / expected.abs().max())
-        if not error < MAX_RELATIVE_ERROR[format]:
-            raise RuntimeError(f"combined tokens are off by {error} of the largest value")
-        return error
+        return checked_error(self.out, expected, self.layer.shape.format)
+
+
+class ThroughputSteps:
+    """The same of the path for many tokens."""
+
+    def __init__(self, layer: AllToAll, routes: Routes, zero_copy: bool, format: str) -> None:
+        shape, device = layer.shape, layer.device
+        num_tokens = routes.topk_idx.shape[0]
+        self.layer = layer
+        self.zero_copy = zero_copy
+        self.format = format
+        self.topk_idx = routes.topk_idx.to(device)
+        self.x = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
+        self.topk_weights = torch.rand(num_tokens, shape.num_topk, device=device) + 0.1
+        if not zero_copy:
+            size = (shape.max_recv_rows, shape.hidden)
+            self.y = torch.zeros(size, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty_like(self.x)
+        self.handle: AllToAllHandle | None = None
+
+    def dispatch(self) -> None:
+        self.received, self.handle = self.layer.dispatch(self.x, self.topk_idx)
+
+    def combine(self) -> None:
+        assert self.handle is not None
+        y = self.layer.get_combine_buffer() if self.zero_copy else self.y
+        self.layer.combine(y, self.handle, topk_weights=self.topk_weights, out=self.out)
+
+    def check(self) -> float:
+        """As of the low-latency path."""
+        self.dispatch()
+        y = self.layer.get_combine_buffer() if self.zero_copy else self.y
+        num_rows = int(self.received.num_rows)
+        scales = self.received.x_sf
+        y[:num_rows] = as_bf16(
+            self.received.x[:num_rows], None if scales is None else scales[:num_rows]
+        )
+        self.combine()
+        expected = self.x.double() * self.topk_weights.double().sum(dim=1, keepdim=True)
+        return checked_error(self.out, expected, self.format)
 
 
 class LibrarySteps:
     """The same bytes by torch.distributed's all-to-all: NCCL on GPUs."""
 
     def __init__(
-        self, shape: LowLatencyShape, routes: Sequence[Routes], rank: int, device: torch.device
+        self, problem: Problem, routes: Sequence[Routes], rank: int, device: torch.device
     ) -> None:
         def buffers(
             counts: Sequence[Sequence[int]], row_bytes: int
@@ -217,9 +292,9 @@ class LibrarySteps:
                 sent,
             )
 
-        self._tokens = buffers([r.tokens_to for r in routes], token_bytes(shape))
+        self._tokens = buffers([r.tokens_to for r in routes], problem.token_bytes)
         rows = [r.rows_to for r in routes]
-        self._rows = buffers(list(zip(*rows, strict=True)), 2 * shape.hidden)
+        self._rows = buffers(list(zip(*rows, strict=True)), 2 * problem.hidden)
 
     def dispatch(self) -> None:
         dist.all_to_all_single(*self._tokens)
@@ -232,17 +307,10 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     """One process: all sizes."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(arguments.seed + rank)
-    layer = LowLatencyAllToAll(
-        dist.group.WORLD,
-        max(arguments.tokens),
-        arguments.hidden,
-        arguments.experts,
-        arguments.topk,
-        format=arguments.format,
-        zero_copy=arguments.zero_copy,
-        device=device,
-        num_sms=arguments.sms,
+    problem = Problem(
+        num_ranks, arguments.experts, arguments.topk, arguments.hidden, arguments.format
     )
+    layer = make_layer(problem, device, arguments)
     report: dict[str, Any] = {
         "machine": machine(device, arguments.commit),
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
@@ -253,7 +321,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         "results": [],
     }
     for num_tokens in arguments.tokens:
-        report["results"].append(result_of(layer, num_tokens, arguments))
+        report["results"].append(result_of(layer, problem, num_tokens, arguments))
         if rank == 0:
             add_models(report, arguments.link_share)
             print(line(report["results"][-1]), flush=True)
@@ -266,15 +334,56 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     layer.close()
 
 
+def make_layer(
+    problem: Problem, device: torch.device, arguments: argparse.Namespace
+) -> LowLatencyAllToAll | AllToAll:
+    """Of the path that is asked for, with room for every number of tokens."""
+    if arguments.path == "low-latency":
+        return LowLatencyAllToAll(
+            dist.group.WORLD,
+            max(arguments.tokens),
+            problem.hidden,
+            problem.num_experts,
+            problem.num_topk,
+            format=problem.format,
+            zero_copy=arguments.zero_copy,
+            device=device,
+            num_sms=arguments.sms,
+        )
+    alignment = 128
+    most_rows = max(
+        sum(routes.rows_to[rank] for routes in all_routes(problem, num_tokens, arguments.seed))
+        for num_tokens in arguments.tokens
+        for rank in range(problem.num_ranks)
+    )
+    return AllToAll(
+        dist.group.WORLD,
+        max(arguments.tokens),
+        problem.hidden,
+        problem.num_experts,
+        problem.num_topk,
+        most_rows + problem.num_experts_per_rank * alignment,
+        expert_alignment=alignment,
+        tokens=problem.format,
+        device=device,
+        num_sms=arguments.sms,
+    )
+
+
 def result_of(
-    layer: LowLatencyAllToAll, num_tokens: int, arguments: argparse.Namespace
+    layer: LowLatencyAllToAll | AllToAll,
+    problem: Problem,
+    num_tokens: int,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    shape, device, rank = layer.shape, layer.device, layer.rank
-    routes = [
-        Routes.drawn(shape, num_tokens, other, arguments.seed) for other in range(shape.num_ranks)
-    ]
-    own = LowLatencySteps(layer, routes[rank], arguments.zero_copy)
-    library = LibrarySteps(shape, routes, rank, device)
+    device, rank = layer.device, layer.rank
+    routes = all_routes(problem, num_tokens, arguments.seed)
+    own: LowLatencySteps | ThroughputSteps
+    if isinstance(layer, AllToAll):
+        own = ThroughputSteps(layer, routes[rank], arguments.zero_copy, problem.format)
+    else:
+        own = LowLatencySteps(layer, routes[rank], arguments.zero_copy)
+    library = LibrarySteps(problem, routes, rank, device)
     error = own.check()
     steps: dict[str, Callable[[], None]] = {
         "dispatch": own.dispatch,
@@ -283,7 +392,7 @@ def result_of(
         "library_combine": library.combine,
     }
     times = timed_steps(steps, arguments, device)
-    num_bytes = link_bytes(routes, shape)
+    num_bytes = link_bytes(routes, problem)
     result: dict[str, Any] = {"tokens_per_rank": num_tokens, "relative_error": error}
     for step in ("dispatch", "combine"):
         of_step = times[step] | {"link_bytes": num_bytes[step]}

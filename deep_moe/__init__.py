@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
+    from .split.emulated_throughput import EmulatedThroughputAllToAll
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
+    from .split.throughput import AllToAll, AllToAllHandle, Received
     from .split.two_level import TwoLevelMoE
 
 __version__ = "0.1.0"
@@ -55,6 +57,8 @@ if not (Path(__file__).parent / "jit").is_dir():
     __path__.append(path_entry(Path(__file__).resolve().parent.parent))
 
 _MODULES = {
+    "AllToAll": "split.throughput",
+    "AllToAllHandle": "split.throughput",
     "CacheError": "errors",
     "CheckpointError": "errors",
     "CompileError": "errors",
@@ -68,12 +72,14 @@ _MODULES = {
     "EmulatedRanks": "fused.emulated_ranks",
     "ForeignTokensError": "errors",
     "LostDomainError": "errors",
+    "EmulatedThroughputAllToAll": "split.emulated_throughput",
     "LowLatencyAllToAll": "split.low_latency",
     "MegaMoEBiases": "formats.biases",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
     "MissingPackageError": "errors",
+    "Received": "split.throughput",
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "TwoLevelMoE": "split.two_level",
@@ -97,6 +103,8 @@ _MODULES = {
 _SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
 
 __all__ = [
+    "AllToAll",
+    "AllToAllHandle",
     "CacheError",
     "CheckpointError",
     "CompileError",
@@ -108,6 +116,7 @@ __all__ = [
     "EPLowLatencyAllToAllLayer",
     "EmulatedAllToAll",
     "EmulatedRanks",
+    "EmulatedThroughputAllToAll",
     "ForeignTokensError",
     "LostDomainError",
     "LowLatencyAllToAll",
@@ -116,6 +125,7 @@ __all__ = [
     "MegaMoETimeoutError",
     "MegaMoEWeights",
     "MissingPackageError",
+    "Received",
     "RequantizationWarning",
     "SymmBuffer",
     "TwoLevelMoE",

@@ -7,8 +7,8 @@
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`build_prepare_inputs` and `build_low_latency` do the same for the other kernels, `compile_cached`
-for any other source that includes the header library.
+`build_prepare_inputs`, `build_low_latency` and `build_throughput` do the same for the other
+kernels, `compile_cached` for any other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
@@ -35,12 +35,15 @@ from .render import (
     render_kernel,
     render_low_latency,
     render_prepare_inputs,
+    render_throughput,
+    throughput_name,
 )
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+    from deep_moe.heuristics.throughput import ThroughputConfig
 
 __all__ = [
     "KERNEL_NAME",
@@ -52,6 +55,7 @@ __all__ = [
     "build",
     "build_low_latency",
     "build_prepare_inputs",
+    "build_throughput",
     "compile_cached",
     "compile_source",
     "compile_to_ptx",
@@ -60,6 +64,8 @@ __all__ = [
     "render_kernel",
     "render_low_latency",
     "render_prepare_inputs",
+    "render_throughput",
+    "throughput_name",
 ]
 
 
@@ -84,6 +90,14 @@ def build_low_latency(
 ) -> CompiledKernel:
     """A kernel of the low-latency all-to-all; otherwise as `build`."""
     source, name = render_low_latency(config), low_latency_name(config)
+    return _build(source, name, config.arch, config.kernel_fields(), cache)
+
+
+def build_throughput(
+    config: ThroughputConfig, *, cache: KernelCache | None = None
+) -> CompiledKernel:
+    """A kernel of the throughput all-to-all; otherwise as `build`."""
+    source, name = render_throughput(config), throughput_name(config)
     return _build(source, name, config.arch, config.kernel_fields(), cache)
 
 

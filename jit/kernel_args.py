@@ -1,5 +1,5 @@
-"""The kernels' arguments, mirrored from kernel_args.cuh, prepare_inputs.cuh and
-low_latency_args.cuh in include/deep_moe.
+"""The kernels' arguments, mirrored from kernel_args.cuh, prepare_inputs.cuh, low_latency_args.cuh
+and throughput_args.cuh in include/deep_moe.
 
 The templates render `layout_checks()` as static_asserts, so that a header that differs from this
 mirror in a size or an offset does not compile.
@@ -186,6 +186,37 @@ class LowLatencyArgs(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("trace", ctypes.c_uint64),
         ("num_earlier_rounds", ctypes.c_uint32),
+    )
+
+
+class ThroughputArgs(ctypes.Structure):
+    """By-value argument of both throughput kernels; what one does not use is zero.
+
+    rank_buffers, num_tokens: as in LowLatencyArgs. The pointers: split/throughput_args.cuh.
+    """
+
+    _fields_ = (
+        ("rank_buffers", ctypes.c_uint64 * MAX_RANKS),
+        ("status", ctypes.c_uint64),
+        ("wait_timeout_ns", ctypes.c_uint64),
+        ("rank_idx", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("slot_rows", ctypes.c_uint64),
+        ("expert_begin", ctypes.c_uint64),
+        ("expert_count", ctypes.c_uint64),
+        ("expert_end", ctypes.c_uint64),
+        ("topk_weights", ctypes.c_uint64),
+        ("topk_idx", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("x_sf", ctypes.c_uint64),
+        ("recv_x", ctypes.c_uint64),
+        ("recv_scales", ctypes.c_uint64),
+        ("recv_weights", ctypes.c_uint64),
+        ("block_counts", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("scalars", ctypes.c_uint64),
+        ("slot_scalars", ctypes.c_uint64),
     )
 
 

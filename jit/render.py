@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from .kernel_args import (
     LowLatencyArgs,
     PrepareInputsArgs,
     SplitTraceCta,
+    ThroughputArgs,
     TraceAnchor,
     TraceCta,
     TraceRecord,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.segments import Layout
+    from deep_moe.heuristics.throughput import ThroughputConfig
 
 KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.
@@ -111,16 +114,36 @@ def low_latency_name(config: LowLatencyConfig) -> str:
 
 def render_low_latency(config: LowLatencyConfig) -> str:
     """CUDA C++ source of the low-latency dispatch or combine."""
-    return _template("low_latency.cu.j2").render(
+    structs = (LowLatencyArgs, SplitTraceCta, WaitStatus)
+    return _render_split(config, f"low_latency_{config.step}", structs)
+
+
+def throughput_name(config: ThroughputConfig) -> str:
+    """The entry of a throughput kernel."""
+    return f"throughput_{config.step}_kernel"
+
+
+def render_throughput(config: ThroughputConfig) -> str:
+    """CUDA C++ source of the throughput dispatch or combine."""
+    return _render_split(config, f"throughput_{config.step}", (ThroughputArgs, WaitStatus))
+
+
+def _render_split(
+    config: LowLatencyConfig | ThroughputConfig,
+    function: str,
+    structs: tuple[type[ctypes.Structure], ...],
+) -> str:
+    """function: of the header library, in the header of its name. structs: the arguments first."""
+    return _template("split.cu.j2").render(
         arch=config.arch,
-        step=config.step,
-        kernel=low_latency_name(config),
+        function=function,
+        args=structs[0].__name__,
         constants=_constants(config.kernel_fields()),
         layouts=[
             _layout_struct("Symm", config.buffer_layout, "unsigned long long"),
             _layout_struct("Smem", config.smem_layout, "unsigned int"),
         ],
-        layout_checks=list(layout_checks(LowLatencyArgs, SplitTraceCta, WaitStatus)),
+        layout_checks=list(layout_checks(*structs)),
     )
 
 

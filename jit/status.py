@@ -28,6 +28,7 @@ class StatusCode(IntEnum):
     # other one refused.
     REFUSED_BY_PEER = 3
     STALE_HANDLE = 4
+    RECV_OVERFLOW = 5
 
 
 def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
@@ -54,6 +55,11 @@ def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
             f"the last but {status.seen - 1}"
             if 0 < status.seen < 1 << 31
             else f"{where}: handle must be of a dispatch of this buffer that has been sent"
+        )
+    if status.code == StatusCode.RECV_OVERFLOW:
+        return MegaMoEError(
+            f"{where}: the experts of rank {status.peer_rank} would get {status.seen} rows, "
+            f"padding included; max_recv_rows is {status.expected}"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.emulated_ranks import run_ranks
-from deep_moe.fused.rank_buffer import used
 from deep_moe.fused.symm_memory import private_host_memories
 from deep_moe.heuristics.low_latency import LowLatencyShape, low_latency_buffer_layout
-from deep_moe.jit.launch import RankLaunch
 
+from .emulated_layers import EmulatedLayers
 from .handle import Dispatched, DispatchHandle
-from .kernels import Launch
 from .low_latency import LowLatencyAllToAll
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
 
 
-class EmulatedAllToAll:
+class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     """`num_ranks` ranks of a `LowLatencyAllToAll`, without processes or a GPU. Its methods take and
     give lists with one entry for each rank.
 
@@ -121,70 +116,8 @@ class EmulatedAllToAll:
         ]
         self.run(launches, ranks=taking_part, schedule=schedule)
 
-    def run(
-        self,
-        launches: Sequence[Sequence[Launch]],
-        *,
-        ranks: Sequence[int] | None = None,
-        schedule: Schedule = "random",
-    ) -> None:
-        """Run prepared kernels: of each rank one after the other, of different ranks at once."""
-        taking_part = self._taking_part(ranks)
-        buffers = [layer.buffer for layer in self.layers]
-        settings = self.layers[0].settings
-        with used(buffers):
-            emulated = [
-                launch
-                for rank, queue in zip(taking_part, launches, strict=True)
-                for launch in self._emulated(rank, queue)
-            ]
-            run_ranks(
-                buffers,
-                emulated,
-                taking_part,
-                seed=settings.schedule_seed,
-                schedule=schedule,
-                checked=settings.checked,
-            )
-
-    def _emulated(self, rank: int, queue: Sequence[Launch]) -> list[RankLaunch]:
-        """One rank's. What one of its kernels writes and another one reads is one region."""
-        buffers = self.layers[rank].memory_regions()
-        emulated = [launch.emulated(rank, buffers) for launch in queue]
-        regions = {region.address: region for launch in emulated for region in launch.memory}
-        for launch in emulated:
-            for region in launch.memory:
-                if region.is_writable:
-                    regions[region.address] = region
-        memory = tuple(regions.values())
-        return [replace(launch, memory=memory) for launch in emulated]
-
     def mask_ranks(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks; an empty list lets all take part."""
         for layer in self.layers:
             if layer.rank not in ranks:
                 layer.mask_ranks(ranks)
-
-    def reset(self) -> None:
-        """Make all layers usable again after a failed call."""
-        for layer in self.layers:
-            layer.reset()
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for layer in self.layers:
-            layer.close()
-
-    def __enter__(self) -> EmulatedAllToAll:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _taking_part(self, ranks: Sequence[int] | None) -> Sequence[int]:
-        return range(self.shape.num_ranks) if ranks is None else ranks

@@ -1,9 +1,10 @@
-"""The low-latency kernels, built and loaded once, and what one launch of them is given."""
+"""The kernels of the split path, built and loaded once, and what one launch of them is given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -11,9 +12,12 @@ from deep_moe import jit
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.gpu import Gpu
 from deep_moe.heuristics.low_latency import LowLatencyConfig
+from deep_moe.heuristics.throughput import ThroughputConfig
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.kernel_args import LowLatencyArgs
+from deep_moe.jit.kernel_args import LowLatencyArgs, ThroughputArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch
+
+SplitConfig: TypeAlias = LowLatencyConfig | ThroughputConfig
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Launch:
     """One kernel of one rank. read, written: the caller's tensors by name; they live until it has
     been launched."""
 
-    config: LowLatencyConfig
-    args: LowLatencyArgs
+    config: SplitConfig
+    args: LowLatencyArgs | ThroughputArgs
     read: dict[str, torch.Tensor]
     written: dict[str, torch.Tensor]
 
@@ -51,15 +55,17 @@ class Launch:
 
 
 @lru_cache(maxsize=256)
-def built_kernel(config: LowLatencyConfig) -> CompiledKernel:
+def built_kernel(config: SplitConfig) -> CompiledKernel:
     """Compiled, and read from the cache, once in a process."""
+    if isinstance(config, ThroughputConfig):
+        return jit.build_throughput(config)
     return jit.build_low_latency(config)
 
 
-_launchers: BoundedCache[tuple[LowLatencyConfig, Gpu], CudaLauncher] = BoundedCache(256)
+_launchers: BoundedCache[tuple[SplitConfig, Gpu], CudaLauncher] = BoundedCache(256)
 
 
-def launcher_of(config: LowLatencyConfig, gpu: Gpu) -> CudaLauncher:
+def launcher_of(config: SplitConfig, gpu: Gpu) -> CudaLauncher:
     """The kernel, loaded on this GPU once."""
     launcher = _launchers.get((config, gpu))
     if launcher is not None:

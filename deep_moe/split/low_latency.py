@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
-from deep_moe.fused.call_plan import (
-    DEFAULT_EMULATED_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
-    EMULATED_NUM_SMS,
-)
 from deep_moe.fused.checks import (
     check_contiguous,
-    check_ids,
     check_start,
     check_tensor,
     refuse_gradients,
     require_type,
 )
-from deep_moe.fused.emulated_call import run_rank
-from deep_moe.fused.options import MAX_TIMEOUT_S
-from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.low_latency import (
     NUM_HALVES,
@@ -39,41 +30,26 @@ from deep_moe.heuristics.low_latency import (
 )
 from deep_moe.heuristics.shape import require_int
 from deep_moe.jit.kernel_args import LowLatencyArgs
-from deep_moe.jit.launch import MemoryRegion
-from deep_moe.targets import EMULATED, target_of
 
 from .handle import Call, Dispatched, DispatchHandle, Progress
 from .kernels import Launch
 from .profile import Profile
+from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_TOPK_IDX_DTYPES = (torch.int64, torch.int32)
-_ALIGNMENT = 16  # bytes that a lane loads at once
-_SCALES = {
-    "fp8_128": torch.float32,
-    "fp8_128_pow2": torch.float32,
-    "fp8_128_ue8m0": torch.int32,
-    "fp8_32": torch.int32,
-}
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(KernelSettings):
     """How the kernels of a layer run; see LowLatencyAllToAll."""
 
-    num_sms: int
-    arch: str
-    timeout_s: float
-    checked: bool
-    schedule_seed: int = 0
     scales_by_column: bool = False
     tells_tokens: bool = False
     enable_profiling: bool = False
 
 
-class LowLatencyAllToAll:
+class LowLatencyAllToAll(SplitLayer):
     """Sends tokens to the ranks of their experts, and brings back what those make of them.
 
     group: a torch.distributed process group, or None for a single rank. Every rank of it makes one,
@@ -106,6 +82,10 @@ class LowLatencyAllToAll:
 
     nbytes: size of the symmetric buffer.
     """
+
+    shape: LowLatencyShape
+    _settings: Settings
+    _emulated_ranks = "EmulatedAllToAll"
 
     def __init__(
         self,
@@ -185,37 +165,10 @@ class LowLatencyAllToAll:
         enable_profiling: bool = False,
     ) -> None:
         require_type("enable_profiling", enable_profiling, bool, "a bool")
+        super().__init__("LowLatencyAllToAll", low_latency_buffer_layout(shape), memory, group)
         self.shape = shape
-        layout = low_latency_buffer_layout(shape)
-        self._buffer = RankBuffer("LowLatencyAllToAll", layout, memory, group)
-        gpu = self._buffer.gpu
-        own = EMULATED if gpu is None else gpu.target
-        if arch is not None and target_of(arch) is not own and gpu is not None:
-            raise ValueError(
-                f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
-            )
-        num_ctas = (
-            (EMULATED_NUM_SMS if gpu is None else gpu.num_sms) if num_sms is None else num_sms
-        )
-        require_int("num_sms", num_ctas, "at least 1")
-        if num_ctas < 1 or (gpu is not None and num_ctas > gpu.num_sms):
-            most = "" if gpu is None else f" and at most {gpu.num_sms}, the SMs of {gpu.name}"
-            raise ValueError(f"num_sms must be at least 1{most}; got {num_ctas}")
-        if timeout_s is None:
-            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
-        require_type("timeout_s", timeout_s, (int, float), "a number or None")
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
-                f"got {timeout_s}"
-            )
-        require_int("schedule_seed", schedule_seed, "at least 0")
         self._settings = Settings(
-            num_sms=num_ctas,
-            arch=own.name if arch is None else arch,
-            timeout_s=timeout_s,
-            checked=gpu is None if checked is None else checked,
-            schedule_seed=schedule_seed,
+            **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed),
             scales_by_column=scales_by_column,
             tells_tokens=tells_tokens,
             enable_profiling=enable_profiling,
@@ -233,18 +186,6 @@ class LowLatencyAllToAll:
             f"{shape.format}, up to {shape.num_max_tokens_per_rank} tokens, "
             f"{self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
         )
-
-    @property
-    def rank(self) -> int:
-        return self._buffer.rank
-
-    @property
-    def device(self) -> torch.device:
-        return self._buffer.device
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
 
     def dispatch(
         self,
@@ -395,11 +336,6 @@ class LowLatencyAllToAll:
         self._buffer.raise_if_closed()
         return [int(rank) for rank in self._masked_ranks().nonzero().flatten()]
 
-    def check(self) -> None:
-        """Raise what the last kernel reported, if it gave up. Does not wait for a GPU."""
-        self._buffer.raise_if_closed()
-        self._buffer.raise_if_failed()
-
     def reset(self, group: ProcessGroup | None = None) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
         it returns when all have. Handles become invalid, and all ranks take part again.
@@ -411,19 +347,7 @@ class LowLatencyAllToAll:
         self._generation += 1
         self._calls = [None] * NUM_HALVES
 
-    def close(self) -> None:
-        """Give the symmetric memory back. The layer cannot be used after this."""
-        self._buffer.close()
-
     # What follows is called by `EmulatedAllToAll` too.
-
-    @property
-    def buffer(self) -> RankBuffer:
-        return self._buffer
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
 
     def prepare_dispatch(
         self,
@@ -438,7 +362,7 @@ class LowLatencyAllToAll:
         """The first kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
         shape = self._shape_of(format)
-        self._check_rows("x", x, shape.hidden, torch.bfloat16)
+        self._check_rows("x", x, shape.hidden)
         num_tokens = x.shape[0]
         if num_tokens > shape.num_max_tokens_per_rank:
             raise ValueError(
@@ -543,7 +467,7 @@ class LowLatencyAllToAll:
         rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
         check_tensor("y", y, torch.bfloat16, rows, self.device)
         check_contiguous("y", y)
-        check_start("y", y, _ALIGNMENT)
+        check_start("y", y, ROW_ALIGNMENT)
         if zero_copy != call.has_buffer or (
             zero_copy and y.data_ptr() != self._shared_rows().data_ptr()
         ):
@@ -563,7 +487,7 @@ class LowLatencyAllToAll:
             size = (num_tokens, shape.hidden)
             out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
         else:
-            self._check_rows("out", out, shape.hidden, torch.bfloat16)
+            self._check_rows("out", out, shape.hidden)
             if out.shape[0] != num_tokens:
                 raise ValueError(
                     f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
@@ -620,47 +544,17 @@ class LowLatencyAllToAll:
         call.progress = Progress.RECEIVED if is_dispatch else Progress.DONE
         return launch
 
-    def run(self, launch: Launch) -> None:
-        """A prepared kernel, on the current stream."""
-        buffer = self._buffer
-        with used([buffer]):
-            if buffer.gpu is not None:
-                launch.on_gpu(buffer.gpu)
-                return
-            memory = buffer.memory
-            assert isinstance(memory, HostMemory)
-            if self.shape.num_ranks > 1 and not memory.is_shared:
-                raise ValueError(
-                    "LowLatencyAllToAll must be called through its EmulatedAllToAll: its other "
-                    "ranks live in this process too"
-                )
-            config = launch.config
-            parts = {
-                "step": config.step,
-                "sends": config.sends,
-                "receives": config.receives,
-                "zero_copy": config.fetches_rows,
-                "again": config.repeats,
-                "format": config.shape.format,
-            }
-            run_rank(
-                launch.emulated(self.rank, self.memory_regions()),
-                buffer,
-                parts,
-                num_ranks=self.shape.num_ranks,
-                seed=self._settings.schedule_seed,
-                checked=self._settings.checked,
-            )
-
-    def memory_regions(self) -> tuple[MemoryRegion, ...]:
-        """What every kernel may touch, for the emulator."""
-        memory = self._buffer.memory
-        layout = self._buffer.layout
-        buffers = (
-            MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
-            for rank, address in enumerate(memory.addresses)
-        )
-        return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
+    def _agreed(self, launch: Launch) -> dict[str, Any]:
+        config = launch.config
+        assert isinstance(config, LowLatencyConfig)
+        return {
+            "step": config.step,
+            "sends": config.sends,
+            "receives": config.receives,
+            "zero_copy": config.fetches_rows,
+            "again": config.repeats,
+            "format": config.shape.format,
+        }
 
     def _config(
         self, shape: LowLatencyShape, step: Step, topk_idx: torch.Tensor
@@ -727,8 +621,8 @@ class LowLatencyAllToAll:
             return torch.empty(size, dtype=dtype, device=self.device)
 
         scales = None
-        if shape.format in _SCALES:
-            dtype, num_words = _SCALES[shape.format], shape.num_received_scale_words
+        if shape.format in SCALE_DTYPES:
+            dtype, num_words = SCALE_DTYPES[shape.format], shape.num_received_scale_words
             if self._settings.scales_by_column:
                 scales = empty((num_experts, num_words, num_rows), dtype).mT
             else:
@@ -780,24 +674,6 @@ class LowLatencyAllToAll:
                 f"{self._num_dispatches - 1}"
             )
 
-    def _check_rows(self, name: str, tensor: torch.Tensor, width: int, dtype: torch.dtype) -> None:
-        require_type(name, tensor, torch.Tensor, "a tensor")
-        if tensor.ndim != 2:
-            raise ValueError(
-                f"{name} must be 2-dimensional [tokens, hidden]; got shape {tuple(tensor.shape)}"
-            )
-        check_tensor(name, tensor, dtype, (tensor.shape[0], width), self.device)
-        check_contiguous(name, tensor)
-        check_start(name, tensor, _ALIGNMENT)
-
-    def _check_topk_idx(self, topk_idx: torch.Tensor, num_tokens: int) -> None:
-        require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
-        slots = (num_tokens, self.shape.num_topk)
-        check_tensor("topk_idx", topk_idx, _TOPK_IDX_DTYPES, slots, self.device)
-        check_contiguous("topk_idx", topk_idx)
-        if self._settings.checked:
-            check_ids(topk_idx, self.shape.num_experts)
-
     def _check_statistics(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> None:
         if tensor is None:
             return
@@ -813,7 +689,3 @@ class LowLatencyAllToAll:
         shape = self.shape
         rows = self._segment("shared_rows").view(torch.bfloat16)
         return rows.view(shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
-
-    def _segment(self, name: str) -> torch.Tensor:
-        segment = self._buffer.layout[name]
-        return self._buffer.memory.tensor[segment.offset : segment.end]

@@ -32,6 +32,7 @@ from ..prepare_inputs.conftest import Target, routing
 from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
 from .marks import find_marks
 from .split_catalogue import SPLIT_MUTATIONS
+from .throughput_catalogue import THROUGHPUT_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include" / "deep_moe"
@@ -262,7 +263,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
     marks = find_marks(INCLUDE)
     used = {
         mark
-        for mutation in MUTATIONS + SPLIT_MUTATIONS
+        for mutation in MUTATIONS + SPLIT_MUTATIONS + THROUGHPUT_MUTATIONS
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)
         if mark is not None

@@ -16,6 +16,7 @@
 #include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/send_rows.cuh"
+#include "deep_moe/split/sent_rows.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const uint32_t half = half_of(call_idx);
     const auto arrivals = [&](uint32_t rank_idx) { return local.combine_arrivals(half, rank_idx); };
     const auto arrive = [&] {
-        arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+        arrive_at_ranks<Config>(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
             return buffer.combine_arrivals(half, ranks.rank_idx());
         });
     };
@@ -45,9 +46,9 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         // Nobody's rows are written again before all have added those of the last time, which they
         // have when this kernel of theirs begins.
         if (is_sound) arrive();
-        is_sound =
-            is_sound && await_ranks(WaitSite::split_contributions, active, arrivals, num_rounds - 1,
-                                    WaitCost(args.wait_cycles), waiter);  //~ last_sums_awaited
+        is_sound = is_sound && await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
+                                                   num_rounds - 1, WaitCost(args.wait_cycles),
+                                                   waiter);  //~ last_sums_awaited
     }
     if constexpr (Config::sends) {
         if (is_sound) {
@@ -62,11 +63,16 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         const WaitCost cost(args.wait_cycles);
         {
             const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
-            is_sound = is_sound && await_ranks(WaitSite::split_contributions, active, arrivals,
-                                               num_rounds, cost, waiter);  //~ contributions_awaited
+            is_sound = is_sound &&
+                       await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
+                                           num_rounds, cost, waiter);  //~ contributions_awaited
         }
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
-        if (is_sound) reduce_slots(args, ranks, active, half);
+        if (is_sound) {
+            reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
+                return sent_row(args, ranks, active, half, token_idx);
+            });
+        }
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
     last_anchor<Config>(args);

@@ -45,7 +45,7 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
     {
         const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
         send_tokens(args, ranks, active, counts, shared_memory, half);
-        arrive_at_ranks(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
+        arrive_at_ranks<Config>(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
             return buffer.dispatch_arrivals(half, ranks.rank_idx());
         });
     }
@@ -66,7 +66,9 @@ __device__ bool await_tokens(const LowLatencyArgs& args, const LowLatencyBuffer<
         return local.dispatch_arrivals(half, rank_idx);
     };
     //~ staging_awaited
-    if (!await_ranks(WaitSite::split_tokens, active, arrivals, 1, cost, waiter)) return false;
+    if (!await_ranks<Config>(WaitSite::split_tokens, active, arrivals, 1, cost, waiter)) {
+        return false;
+    }
     return true;
 }
 

@@ -20,6 +20,7 @@ enum class WaitCode : uint32_t {
     pool_overflow = 2,
     // 3 is the host's, jit/status.py
     stale_handle = 4,
+    recv_overflow = 5,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.

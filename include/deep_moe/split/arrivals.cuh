@@ -6,21 +6,20 @@
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/timer.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
-#include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
-// All threads of a CTA that has sent. `arrivals(buffer)`: this rank's word in another one's buffer.
+// All threads of a CTA that has sent. `ranks`: the buffers of all; `active`: those that take part.
+// `arrivals(buffer)`: this rank's word in another one's buffer.
 //
 // Order: the barrier puts all writes of the CTA in front of one thread's release at sys scope for
 // each rank, which covers them. Nobody gathers the grid's CTAs first: that would take longer than
 // the additions.
-template <class Config, class Arrivals>
-__device__ void arrive_at_ranks(const LowLatencyRanks<Config>& ranks,
-                                const ActiveRanks<Config>& active, const Arrivals& arrivals) {
+template <class Config, class Ranks, class Active, class Arrivals>
+__device__ void arrive_at_ranks(const Ranks& ranks, const Active& active,
+                                const Arrivals& arrivals) {
     cta_sync<Config>();  //~ all_sent
     for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
         if (active.contains(i)) {
@@ -49,20 +48,21 @@ class WaitCost {
     uint64_t begin_;
 };
 
-// All threads of a CTA: until all CTAs of all ranks have arrived `num_rounds` times.
-// `arrivals(rank_idx)`: that rank's word in the own buffer. What they had sent may be read then, by
-// the whole CTA: one thread acquires it per rank, and the barrier passes it on.
-template <class Config, class Arrivals>
-__device__ bool await_ranks(WaitSite site, const ActiveRanks<Config>& active,
-                            const Arrivals& arrivals, uint32_t num_rounds, const WaitCost& cost,
-                            Waiter& waiter) {
+// All threads of a CTA: until all CTAs of all ranks have arrived `num_rounds` times, above
+// `num_earlier` arrivals. `arrivals(rank_idx)`: that rank's word in the own buffer. What they had
+// sent may be read then, by the whole CTA: one thread acquires it per rank, and the barrier passes
+// it on.
+template <class Config, class Active, class Arrivals>
+__device__ bool await_ranks(WaitSite site, const Active& active, const Arrivals& arrivals,
+                            uint32_t num_rounds, const WaitCost& cost, Waiter& waiter,
+                            uint32_t num_earlier = 0) {
     for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
         if (!active.contains(i)) continue;
         const uint32_t num_expected = num_rounds * Config::num_ctas;  //~ ranks_awaited
         // A CTA that has seen all come may have come to the next round before this one looks.
         const auto num_arrived = [&] {
             const auto seen = ptx::ld_acquire_sys(arrivals(i));  //~ arrival_acquired
-            return min(static_cast<uint32_t>(seen), num_expected);
+            return min(static_cast<uint32_t>(seen) - num_earlier, num_expected);
         };
         const auto late_rank = [&] {
             RankSet set;

@@ -8,6 +8,7 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/receive_counts.cuh"
+#include "deep_moe/split/spread_row.cuh"
 #include "deep_moe/split/token_format.cuh"
 
 namespace deep_moe {
@@ -61,71 +62,22 @@ class TokenExpansion {
                 *ranks_.of(rank_idx).row_of_slot(half_, token_topk_idx) = row;  //~ row_told
             }
         }
-        copy_values(rank_idx, slot_idx, slots, row);
-        if constexpr (Format::is_quantized) copy_scales(rank_idx, slot_idx, slots, row);
-    }
-
-    __device__ void copy_values(uint32_t rank_idx, uint32_t slot_idx, uint32_t slots,
-                                uint32_t row) const {
-        constexpr uint32_t loads_at_once = min(8u, ceil_div(Format::num_chunks, warp_size));
         const auto* const staged =
             reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx));
-#pragma unroll 1
-        for (uint32_t first = ptx::lane_idx(); first < align_up(Format::num_chunks, warp_size);
-             first += loads_at_once * warp_size) {
-            uint4 chunks[loads_at_once];
-#pragma unroll
-            for (uint32_t i = 0; i < loads_at_once; ++i) {
-                const uint32_t chunk_idx = first + i * warp_size;
-                if (chunk_idx < Format::num_chunks) chunks[i] = staged[chunk_idx];
-            }
-            for (uint32_t left = slots; left != 0; left &= left - 1) {
-                const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
-                auto* const out =
-                    static_cast<uint4*>(args_.recv_x) + uint64_t{slot_row} * Format::num_chunks;
-#pragma unroll
-                for (uint32_t i = 0; i < loads_at_once; ++i) {
-                    const uint32_t chunk_idx = first + i * warp_size;
-                    if (chunk_idx < Format::num_chunks) out[chunk_idx] = chunks[i];
-                }
-            }
-        }
+        spread_row<Format::num_chunks>(static_cast<uint4*>(args_.recv_x), staged, slots, row);
+        if constexpr (Format::is_quantized) copy_scales(rank_idx, slot_idx, slots, row);
     }
 
     __device__ void copy_scales(uint32_t rank_idx, uint32_t slot_idx, uint32_t slots,
                                 uint32_t row) const {
-        const uint32_t* const staged = local_.staged_scales(half_, rank_idx, slot_idx);
-#pragma unroll 1
-        for (uint32_t i = ptx::lane_idx(); i < align_up(Format::num_received_words, warp_size);
-             i += warp_size) {
-            const bool is_valid = i < Format::num_received_words;
-            const uint32_t word = is_valid ? received_word(staged, i) : 0;
-            for (uint32_t left = slots; left != 0; left &= left - 1) {
-                const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
-                if (is_valid) *scale_word(slot_row, i) = word;
-            }
-        }
-    }
-
-    // A staged word, or the exponents of four of them: that of an FP32 power of two is its UE8M0
-    // byte.
-    static __device__ uint32_t received_word(const uint32_t* staged, uint32_t column) {
-        if constexpr (!Config::packs_scales) {
-            return staged[column];
-        } else {
-            uint32_t word = 0;
-#pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
-                word |= staged[4 * column + i] >> 23 << 8 * i;  //~ exponent_packed
-            }
-            return word;
-        }
-    }
-
-    __device__ uint32_t* scale_word(uint32_t row, uint32_t column) const {
-        return args_.recv_scales + row / rows_per_expert<Config> * args_.scale_expert_stride +
-               row % rows_per_expert<Config> * args_.scale_row_stride +
-               column * args_.scale_column_stride;
+        const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
+            return args_.recv_scales +
+                   slot_row / rows_per_expert<Config> * args_.scale_expert_stride +
+                   slot_row % rows_per_expert<Config> * args_.scale_row_stride +
+                   column * args_.scale_column_stride;
+        };
+        spread_scales<Config>(scale_word, local_.staged_scales(half_, rank_idx, slot_idx), slots,
+                              row);
     }
 
     const LowLatencyArgs& args_;

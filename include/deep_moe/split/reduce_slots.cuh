@@ -9,9 +9,6 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
-#include "deep_moe/split/low_latency_buffer.cuh"
-#include "deep_moe/split/routed_slot.cuh"
 
 namespace deep_moe {
 
@@ -28,45 +25,28 @@ __device__ __forceinline__ void add_weighted(float (&sums)[8], uint4 row, float 
     }
 }
 
-// Where the row of a used slot is: in the own buffer, or, where it stays with its expert, there.
-template <class Config>
-__device__ uint64_t row_address(const LowLatencyRanks<Config>& ranks,
-                                const LowLatencyBuffer<Config>& local, uint32_t half,
-                                uint32_t token_idx, const RoutedSlot& slot) {
-    const uint32_t row_slot = slot.first_slot_of_expert;  //~ row_of_slot
-    if constexpr (Config::fetches_rows) {
-        const uint32_t row_idx = *local.row_of_slot(half, token_idx * Config::num_topk + row_slot);
-        const uint32_t rank_idx = slot.rank_idx;
-        const uint16_t* const row = ranks.of(rank_idx).shared_rows(row_idx);  //~ row_fetched
-        return reinterpret_cast<uint64_t>(row);
-    } else {
-        return reinterpret_cast<uint64_t>(local.combine(half, row_slot, token_idx));
-    }
-}
+// Where a slot's row is, and how much of it counts.
+struct SlotRow {
+    uint64_t address;  // 0: the slot is not used
+    float weight;
+};
 
-// All warps of the grid, when all rows are here, or complete where they are.
-template <class Config>
-__device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                             const ActiveRanks<Config>& active, uint32_t half) {
+// All warps of the grid, when all rows are here, or complete where they are. out: bf16
+// [num_tokens, hidden]. `find_row(token_idx)`, for a whole warp: the SlotRow of the slot that the
+// lane stands for; unused behind the last slot.
+template <class Config, class FindRow>
+__device__ void reduce_slots(void* out, uint32_t num_tokens, const FindRow& find_row) {
     constexpr uint32_t num_warps = Config::num_threads / warp_size;
     constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
     constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
     constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
-    const LowLatencyBuffer<Config> local = ranks.local();
-    for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
-         i < args.num_tokens * num_parts; i += num_warps * Config::num_ctas) {
+    for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_tokens * num_parts;
+         i += num_warps * Config::num_ctas) {
         const uint32_t token_idx = i / num_parts;
         const uint32_t chunk_idx = i % num_parts * warp_size + ptx::lane_idx();
         const bool is_valid = chunk_idx < num_chunks;
-        const RoutedSlot slot =
-            route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
-        const uint32_t used = __ballot_sync(full_warp, slot.is_used());
-        float weight = 0.0f;
-        if (slot.is_used()) {
-            weight = args.topk_weights[token_idx * Config::num_topk + slot.slot_idx];
-        }
-        uint64_t row = 0;  // its address
-        if (slot.is_used()) row = row_address(ranks, local, half, token_idx, slot);
+        const SlotRow slot = find_row(token_idx);
+        const uint32_t used = __ballot_sync(full_warp, slot.address != 0);
         float sums[8] = {};
 #pragma unroll 1
         for (uint32_t first = 0; first < Config::num_topk; first += loads_at_once) {
@@ -74,18 +54,18 @@ __device__ void reduce_slots(const LowLatencyArgs& args, const LowLatencyRanks<C
 #pragma unroll
             for (uint32_t j = 0; j < loads_at_once; ++j) {
                 if ((used >> (first + j) & 1) == 0) continue;
-                const uint64_t slot_row = __shfl_sync(full_warp, row, first + j);
+                const uint64_t slot_row = __shfl_sync(full_warp, slot.address, first + j);
                 if (is_valid) rows[j] = reinterpret_cast<const uint4*>(slot_row)[chunk_idx];
             }
 #pragma unroll
             for (uint32_t j = 0; j < loads_at_once; ++j) {
                 if ((used >> (first + j) & 1) == 0) continue;
-                const float slot_weight = __shfl_sync(full_warp, weight, first + j);
+                const float slot_weight = __shfl_sync(full_warp, slot.weight, first + j);
                 if (is_valid) add_weighted(sums, rows[j], slot_weight);
             }
         }
         if (is_valid) {
-            static_cast<uint4*>(args.out)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
+            static_cast<uint4*>(out)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
                 ptx::cvt_rn_bf16x2_f32(sums[1], sums[0]), ptx::cvt_rn_bf16x2_f32(sums[3], sums[2]),
                 ptx::cvt_rn_bf16x2_f32(sums[5], sums[4]), ptx::cvt_rn_bf16x2_f32(sums[7], sums[6])};
         }

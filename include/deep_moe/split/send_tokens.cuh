@@ -9,6 +9,7 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
+#include "deep_moe/split/loaded_chunk.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/token_counts.cuh"
@@ -67,23 +68,6 @@ class Destinations {
     uint32_t words_;
 };
 
-// BF16 values that become a chunk of a token; zeros if there is no such chunk.
-template <class Config>
-struct LoadedChunk {
-    using Format = TokenFormat<Config>;
-    uint4 values[Format::num_loads];
-
-    __device__ LoadedChunk(const LowLatencyArgs& args, uint32_t token_idx, uint32_t chunk_idx) {
-        const auto* const x = static_cast<const uint4*>(args.x) +
-                              uint64_t{token_idx} * Format::num_chunks * Format::num_loads;
-#pragma unroll
-        for (uint32_t i = 0; i < Format::num_loads; ++i) {
-            const bool is_valid = chunk_idx < Format::num_chunks;
-            values[i] = is_valid ? x[chunk_idx * Format::num_loads + i] : uint4{};
-        }
-    }
-};
-
 // All threads of a CTA: one token. `loaded`: this thread's first chunk of it.
 template <class Config>
 __device__ void send_token(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
@@ -97,7 +81,7 @@ __device__ void send_token(const LowLatencyArgs& args, const LowLatencyRanks<Con
          chunk_idx += Config::num_threads) {
         const typename Format::Chunk chunk = Format::make_chunk(loaded.values);
         if constexpr (Format::num_chunks > Config::num_threads) {
-            loaded = LoadedChunk<Config>(args, token_idx, chunk_idx + Config::num_threads);
+            loaded = LoadedChunk<Config>(args.x, token_idx, chunk_idx + Config::num_threads);
         }
         if (chunk_idx >= Format::num_chunks) continue;
         for (uint32_t i = 0; i < num_destinations; ++i) {
@@ -126,7 +110,8 @@ __device__ void send_tokens(const LowLatencyArgs& args, const LowLatencyRanks<Co
     uint32_t num_counted = 0;
     for (uint32_t token_idx = blockIdx.x; token_idx < args.num_tokens;
          token_idx += Config::num_ctas) {
-        const LoadedChunk<Config> loaded(args, token_idx, threadIdx.x);  // while tokens are counted
+        const LoadedChunk<Config> loaded(args.x, token_idx,
+                                         threadIdx.x);  // while tokens are counted
         counts.add(args.topk_idx, active, num_counted, token_idx);
         num_counted = token_idx;
         if (ptx::warp_idx() == 0) {

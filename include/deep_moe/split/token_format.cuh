@@ -64,6 +64,21 @@ struct TokenFormat {
             return {{low.x, low.y, high.x, high.y}, scale_word};
         }
     }
+
+    // A word of a token's scales as the experts get it: one that travelled, or the exponents of
+    // four of them: that of an FP32 power of two is its UE8M0 byte.
+    static __device__ uint32_t received_word(const uint32_t* travelled, uint32_t column) {
+        if constexpr (!Config::packs_scales) {
+            return travelled[column];
+        } else {
+            uint32_t word = 0;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                word |= travelled[4 * column + i] >> 23 << 8 * i;  //~ exponent_packed
+            }
+            return word;
+        }
+    }
 };
 
 }  // namespace deep_moe

@@ -43,6 +43,7 @@ enum class WaitSite : uint32_t {
     split_tokens = 17,                // tokens of another rank, in a split dispatch
     split_contributions = 18,         // rows of another rank's experts, in a split combine
     block_claim = 19,                 // the next blocks of a cluster, from its first CTA
+    split_block_counts = 20,          // token counts of this rank's other CTAs, in a split dispatch
 };
 
 struct RankSet {
@@ -129,9 +130,10 @@ class Waiter {
         return everyone_arrived;
     }
 
-    // Gives up for a reason other than time. One thread.
-    __device__ void fail(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen) {
-        report(code, site, expected, seen, 0, RankSet{});
+    // Gives up for a reason other than time. One thread. `ranks`: whom it is about, if any.
+    __device__ void fail(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
+                         const RankSet& ranks = {}) {
+        report(code, site, expected, seen, 0, ranks);
         aborted_ = true;
     }
 

@@ -1,0 +1,124 @@
+"""Several ranks of a throughput all-to-all in one process, run together by one emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from deep_moe.fused.symm_memory import private_host_memories
+from deep_moe.heuristics.throughput import ThroughputShape, throughput_buffer_layout
+
+from .emulated_layers import EmulatedLayers
+from .kernels import Launch
+from .throughput import AllToAll, AllToAllHandle, Received
+
+if TYPE_CHECKING:
+    from deep_moe.emulator.machine import Schedule
+
+Result = TypeVar("Result")
+Tensors = Sequence[torch.Tensor]
+
+
+class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
+    """`num_ranks` ranks of an `AllToAll`, without processes or a GPU. Its methods take and give
+    lists with one entry for each rank.
+
+    layers: each rank's own. options: timeout_s, num_sms and so on, as of `AllToAll`.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        max_recv_rows: int,
+        *,
+        expert_alignment: int = 128,
+        **options: Any,
+    ) -> None:
+        self.shape = ThroughputShape(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            hidden=hidden,
+            max_tokens_per_rank=max_tokens_per_rank,
+            max_recv_rows=max_recv_rows,
+            expert_alignment=expert_alignment,
+        )
+        memories = private_host_memories(num_ranks, throughput_buffer_layout(self.shape).num_bytes)
+        self.layers = [AllToAll.of_memory(self.shape, memory, **options) for memory in memories]
+
+    def dispatch(
+        self,
+        xs: Tensors,
+        topk_idxs: Tensors | None = None,
+        *,
+        topk_weights: Tensors | None = None,
+        x_sfs: Tensors | None = None,
+        tokens: str | None = None,
+        handles: Sequence[AllToAllHandle] | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: Schedule = "random",
+    ) -> list[tuple[Received, AllToAllHandle]]:
+        """Every rank's `dispatch`. ranks: those that take part, by default all; the others never
+        arrive, and lists are of these only. schedule: how warps are interleaved."""
+        of_rank = {
+            "topk_idx": topk_idxs,
+            "topk_weights": topk_weights,
+            "x_sf": x_sfs,
+            "handle": handles,
+        }
+        given = {name: values for name, values in of_rank.items() if values is not None}
+
+        def prepare(layer: AllToAll, i: int) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
+            own: dict[str, Any] = {name: values[i] for name, values in given.items()}
+            return layer.prepare_dispatch(xs[i], tokens=tokens, **own)
+
+        return self._run_all(prepare, ranks, schedule)
+
+    def combine(
+        self,
+        ys: Tensors,
+        handles: Sequence[AllToAllHandle],
+        *,
+        topk_weights: Tensors | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: Schedule = "random",
+    ) -> list[torch.Tensor]:
+        """Every rank's `combine`; ranks and schedule as in `dispatch`."""
+
+        def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
+            weights = None if topk_weights is None else topk_weights[i]
+            return layer.prepare_combine(ys[i], handles[i], topk_weights=weights)
+
+        return self._run_all(prepare, ranks, schedule)
+
+    def return_scalars(
+        self,
+        values: Tensors,
+        handles: Sequence[AllToAllHandle],
+        *,
+        ranks: Sequence[int] | None = None,
+        schedule: Schedule = "random",
+    ) -> list[torch.Tensor]:
+        """Every rank's `return_scalars`; ranks and schedule as in `dispatch`."""
+
+        def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
+            return layer.prepare_return_scalars(values[i], handles[i])
+
+        return self._run_all(prepare, ranks, schedule)
+
+    def _run_all(
+        self,
+        prepare: Callable[[AllToAll, int], tuple[Launch, Result]],
+        ranks: Sequence[int] | None,
+        schedule: Schedule,
+    ) -> list[Result]:
+        taking_part = self._taking_part(ranks)
+        prepared = [prepare(self.layers[rank], i) for i, rank in enumerate(taking_part)]
+        self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
+        return [result for _, result in prepared]

@@ -1,0 +1,555 @@
+"""`AllToAll`: dispatch and combine for many tokens, into rows by expert without gaps but padding.
+
+docs/split.md says how the kernels work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
+from deep_moe.fused.checks import (
+    check_contiguous,
+    check_start,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+)
+from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
+from deep_moe.heuristics.throughput import (
+    Step,
+    ThroughputConfig,
+    ThroughputShape,
+    throughput_buffer_layout,
+)
+from deep_moe.jit.kernel_args import ThroughputArgs
+
+from .kernels import Launch
+from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Formats whose scales travel as they are given.
+_GIVEN_SCALES = {"fp8_128": torch.float32, "fp8_128_pow2": torch.float32, "fp8_32": torch.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllHandle:
+    """Where the rows of a dispatch went: what its combine needs, and a dispatch of other rows the
+    same ways. It is good for any number of both, in any order, until its layer is reset or closed.
+
+    num_tokens: of this rank. slot_rows: int32 [tokens, topk], of each slot rank << 24 | row there,
+    -1 if it is not used. expert_begin, expert_count, expert_end: as in `Received`.
+    """
+
+    layer: object
+    number: int
+    generation: int
+    num_tokens: int
+    slot_rows: torch.Tensor
+    expert_begin: torch.Tensor
+    expert_count: torch.Tensor
+    expert_end: torch.Tensor
+
+    def __repr__(self) -> str:
+        return f"AllToAllHandle(dispatch {self.number} of {self.num_tokens} tokens)"
+
+
+class Received(NamedTuple):
+    """What a rank's experts are given, rows of all local experts one behind the other.
+
+    N = max_recv_rows. An expert's rows lie by source rank, then by token there, then by slot. Rows
+    of the padding between its last one and the next expert's first are zero, in x, x_sf and
+    topk_weights; what lies behind the last expert's end is not written.
+
+    x: [N, hidden], bfloat16 or float8_e4m3fn.
+    x_sf: [N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest group in the
+        lowest byte; for "fp8_128_ue8m0" [N, hidden/512], for "bf16" None.
+    expert_begin: int32 [local experts], first row, a multiple of expert_alignment.
+    expert_count: int32 [local experts], rows without padding.
+    expert_end: int32 [local experts], the next expert's begin, or where all rows end: the offsets
+        that a grouped product takes.
+    topk_weights: float32 [N], of the slot that a row is for; None if the dispatch had none to send.
+    num_rows: int32 [1], where all rows end, the last of expert_end.
+    """
+
+    x: torch.Tensor
+    x_sf: torch.Tensor | None
+    expert_begin: torch.Tensor
+    expert_count: torch.Tensor
+    expert_end: torch.Tensor
+    topk_weights: torch.Tensor | None
+    num_rows: torch.Tensor
+
+
+class AllToAll(SplitLayer):
+    """Sends many tokens to the ranks of their experts, and brings back what those make of them.
+
+    group: a torch.distributed process group, or None for a single rank. Every rank of it makes one,
+        with the same arguments, and all call its methods in the same order.
+    max_tokens_per_rank: most tokens of one call, at most 32,768. hidden: a multiple of 128.
+        num_experts: of all ranks together, at most 2,048; rank r owns the r-th part. num_topk:
+        slots of a token, at most 32.
+    max_recv_rows: most rows that the experts of a rank get in one call, padding included. Nothing
+        is dropped: if a rank would get more, every rank gets an error that names it and the number.
+    expert_alignment: each expert's rows begin at a multiple of this, a power of two.
+    tokens: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one of the
+        "fp8" formats of `LowLatencyAllToAll`.
+    device, num_sms, timeout_s, arch, checked, schedule_seed: as of `LowLatencyAllToAll`.
+
+    All kernels of a layer run in the order of the calls: on one stream, or on streams that wait for
+    each other. The host waits for none; they may be captured in a CUDA graph after a call outside.
+
+    nbytes: size of the symmetric buffer.
+    """
+
+    shape: ThroughputShape
+    _settings: KernelSettings
+    _emulated_ranks = "EmulatedThroughputAllToAll"
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        max_recv_rows: int,
+        *,
+        expert_alignment: int = 128,
+        tokens: str = "bf16",
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+    ) -> None:
+        sizes = {
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "hidden": hidden,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "max_recv_rows": max_recv_rows,
+            "expert_alignment": expert_alignment,
+        }
+        num_ranks = ranks_of(group)
+        device = device_for(group, device)
+        if group is not None:
+            kernels = {"tokens": tokens, "num_sms": num_sms, "arch": arch}
+            require_equal({**sizes, "device": device.type, **kernels}, group)
+        shape = ThroughputShape(num_ranks=num_ranks, **sizes)
+        memory = memory_for(throughput_buffer_layout(shape), group, device)
+        self._set_up(
+            shape,
+            memory,
+            group,
+            tokens=tokens,
+            num_sms=num_sms,
+            timeout_s=timeout_s,
+            arch=arch,
+            checked=checked,
+            schedule_seed=schedule_seed,
+        )
+
+    @classmethod
+    def of_memory(
+        cls, shape: ThroughputShape, memory: HostMemory | DeviceMemory, **settings: Any
+    ) -> AllToAll:
+        """A rank whose memory is there already; for ranks that live in one process."""
+        layer = cls.__new__(cls)
+        layer._set_up(shape, memory, None, **settings)
+        return layer
+
+    def _set_up(
+        self,
+        shape: ThroughputShape,
+        memory: HostMemory | DeviceMemory,
+        group: ProcessGroup | None,
+        *,
+        tokens: str = "bf16",
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+    ) -> None:
+        super().__init__("AllToAll", throughput_buffer_layout(shape), memory, group)
+        self.shape = shape
+        self._settings = KernelSettings(
+            **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed)
+        )
+        self._tokens = tokens
+        self._config("dispatch", tokens=tokens)  # or an error
+        self._generation = 0
+        self._num_dispatches = 0
+        self._last_step: Step | None = None
+        size = (self._settings.num_sms, shape.num_experts)
+        self._block_counts = torch.empty(size, dtype=torch.int32, device=self.device)
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"AllToAll(rank {self.rank} of {shape.num_ranks} on {self.device}, "
+            f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
+            f"{self._tokens}, up to {shape.max_tokens_per_rank} tokens and {shape.max_recv_rows} "
+            f"received rows, {self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
+        )
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        x_sf: torch.Tensor | None = None,
+        tokens: str | None = None,
+        handle: AllToAllHandle | None = None,
+    ) -> tuple[Received, AllToAllHandle]:
+        """Send every token to the ranks of its experts, once to each, and receive those of the
+        local ones, a row for each slot.
+
+        x: bfloat16 [tokens, hidden], quantized on the way if an FP8 format travels; tokens may be 0
+        and may differ between ranks. Or float8_e4m3fn with x_sf, [tokens, hidden/128] as in
+        `Received`, for "fp8_128", "fp8_128_pow2" and "fp8_32". topk_idx: int64 or int32
+        [tokens, topk], global expert ids; -1: the slot is not used. A token that names an expert in
+        several slots is a row there for each. topk_weights: float32 [tokens, topk], sent along, one
+        to each row.
+
+        tokens: how they travel in this call, if not as the layer was made for.
+
+        handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows, without
+        counts. What combine's gradient needs: with topk_weights each row is multiplied by its
+        slot's, in float32, and rounded once; they are not sent then, and tokens is "bf16".
+
+        tokens, and whether there are topk_weights, x_sf and a handle, must be the same on all
+        ranks. Returns what was received and the handle for `combine`.
+        """
+        launch, result = self.prepare_dispatch(
+            x, topk_idx, topk_weights=topk_weights, x_sf=x_sf, tokens=tokens, handle=handle
+        )
+        self.run(launch)
+        return result
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: AllToAllHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token are
+        not looked at. If it is `get_combine_buffer()`, no row is copied before it is added.
+        topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient too.
+        out: where to write the result, by default a new tensor.
+
+        A token's sum goes over its used slots in their order: weight times row, in float32, each
+        product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
+        who comes first. A token without a used slot gets zeros.
+        """
+        launch, result = self.prepare_combine(y, handle, topk_weights=topk_weights, out=out)
+        self.run(launch)
+        return result
+
+    def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
+        """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
+        not used. values: float32 [max_recv_rows]. For gradients of routing weights."""
+        launch, result = self.prepare_return_scalars(values, handle)
+        self.run(launch)
+        return result
+
+    def get_combine_buffer(self) -> torch.Tensor:
+        """Memory for the experts' rows from which the other ranks fetch them: bfloat16
+        [max_recv_rows, hidden], for the next combine. It is there once. Behind a combine other
+        ranks may still be reading it, until the next dispatch."""
+        self._buffer.raise_if_unusable()
+        if self._last_step == "combine":
+            raise ValueError(
+                "get_combine_buffer must follow a dispatch: other ranks may still fetch rows of "
+                "the combine before it"
+            )
+        return self._combine_rows()
+
+    def reset(self) -> None:
+        """Make the layer usable again after a failed call. Every rank of the group must call this;
+        it returns when all have. Handles become invalid."""
+        self._buffer.reset()
+        self._generation += 1
+        self._last_step = None
+
+    # What follows is called by `EmulatedThroughputAllToAll` too.
+
+    def prepare_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        x_sf: torch.Tensor | None = None,
+        tokens: str | None = None,
+        handle: AllToAllHandle | None = None,
+    ) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
+        """The kernel of a dispatch, after all checks."""
+        self._buffer.raise_if_unusable()
+        shape = self.shape
+        require_type("x", x, torch.Tensor, "a tensor")
+        if (topk_idx is None) == (handle is None):
+            raise ValueError(
+                "dispatch must have either topk_idx or the handle of an earlier dispatch; got "
+                + ("neither" if handle is None else "both")
+            )
+        config = self._config(
+            "dispatch",
+            tokens=self._tokens if tokens is None else tokens,
+            has_weights=topk_weights is not None,
+            is_quantized_input=x.dtype == torch.float8_e4m3fn,
+            knows_rows=handle is not None,
+            has_int32_topk_idx=topk_idx is not None and topk_idx.dtype == torch.int32,
+        )
+        self._check_tokens(x, x_sf, config)
+        num_tokens = x.shape[0]
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x)
+        if handle is None:
+            assert topk_idx is not None
+            if num_tokens > shape.max_tokens_per_rank:
+                raise ValueError(
+                    f"x must have at most max_tokens_per_rank ({shape.max_tokens_per_rank}) "
+                    f"tokens; got {num_tokens}"
+                )
+            self._check_topk_idx(topk_idx, num_tokens)
+            handle = self._empty_handle(num_tokens)
+        else:
+            self._check_handle(handle)
+            if num_tokens != handle.num_tokens:
+                raise ValueError(
+                    f"x must have as many tokens as the handle's dispatch ({handle.num_tokens}); "
+                    f"got {num_tokens}"
+                )
+            if topk_weights is not None and config.tokens != "bf16":
+                raise ValueError(
+                    "topk_weights must be None for a dispatch with a handle unless tokens is "
+                    f"'bf16': only such rows are multiplied; got tokens {config.tokens!r}"
+                )
+        self._check_weights(topk_weights, num_tokens)
+        received = self._empty_received(config, handle)
+        args = self._args(handle)
+        places = {
+            "slot_rows": handle.slot_rows,
+            "expert_begin": handle.expert_begin,
+            "expert_count": handle.expert_count,
+            "expert_end": handle.expert_end,
+        }
+        read = {"x": x, "x_sf": x_sf, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        written = {
+            "recv_x": received.x,
+            "recv_scales": received.x_sf,
+            "recv_weights": received.topk_weights,
+        }
+        if config.knows_rows:
+            read.update(places)
+        else:
+            written.update(places)
+            written["block_counts"] = self._block_counts
+            self._num_dispatches += 1
+        return self._launch(config, args, read, written), (received, handle)
+
+    def prepare_combine(
+        self,
+        y: torch.Tensor,
+        handle: AllToAllHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Launch, torch.Tensor]:
+        """The kernel of a combine, after all checks."""
+        self._buffer.raise_if_unusable()
+        self._check_handle(handle)
+        shape = self.shape
+        require_type("y", y, torch.Tensor, "a tensor")
+        rows = (shape.max_recv_rows, shape.hidden)
+        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_contiguous("y", y)
+        check_start("y", y, ROW_ALIGNMENT)
+        is_here = y.data_ptr() == self._combine_rows().data_ptr()
+        if is_here and self._last_step == "combine":
+            raise ValueError(
+                "y must not be the combine buffer right behind another combine: other ranks may "
+                "still fetch rows of that one; a dispatch has to come in between"
+            )
+        num_tokens = handle.num_tokens
+        self._check_weights(topk_weights, num_tokens)
+        if torch.is_grad_enabled():
+            refuse_gradients(y=y)
+        if out is None:
+            size = (num_tokens, shape.hidden)
+            out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        else:
+            self._check_rows("out", out, shape.hidden)
+            if out.shape[0] != num_tokens:
+                raise ValueError(
+                    f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
+                    f"got {out.shape[0]}"
+                )
+        config = self._config(
+            "combine", has_weights=topk_weights is not None, copies_rows=not is_here
+        )
+        read = {
+            "y": None if is_here else y,
+            "topk_weights": topk_weights,
+            "slot_rows": handle.slot_rows,
+            "expert_begin": handle.expert_begin,
+            "expert_count": handle.expert_count,
+        }
+        return self._launch(config, self._args(handle), read, {"out": out}), out
+
+    def prepare_return_scalars(
+        self, values: torch.Tensor, handle: AllToAllHandle
+    ) -> tuple[Launch, torch.Tensor]:
+        """The kernel of `return_scalars`, after all checks."""
+        self._buffer.raise_if_unusable()
+        self._check_handle(handle)
+        require_type("values", values, torch.Tensor, "a tensor")
+        check_tensor("values", values, torch.float32, (self.shape.max_recv_rows,), self.device)
+        check_contiguous("values", values)
+        if torch.is_grad_enabled():
+            refuse_gradients(values=values)
+        size = (handle.num_tokens, self.shape.num_topk)
+        out = torch.empty(size, dtype=torch.float32, device=self.device)
+        read = {
+            "scalars": values,
+            "slot_rows": handle.slot_rows,
+            "expert_end": handle.expert_end,
+        }
+        config = self._config("scalars")
+        return self._launch(config, self._args(handle), read, {"slot_scalars": out}), out
+
+    def _agreed(self, launch: Launch) -> dict[str, Any]:
+        config = launch.config
+        assert isinstance(config, ThroughputConfig)
+        return {
+            "step": config.step,
+            "tokens": config.tokens,
+            "handle": config.knows_rows,
+            "topk_weights": config.has_weights,
+        }
+
+    def _config(self, step: Step, **fields: Any) -> ThroughputConfig:
+        return ThroughputConfig(
+            self.shape,
+            step,
+            num_ctas=self._settings.num_sms,
+            arch=self._settings.arch,
+            **fields,
+        )
+
+    def _launch(
+        self,
+        config: ThroughputConfig,
+        args: ThroughputArgs,
+        read: Mapping[str, torch.Tensor | None],
+        written: Mapping[str, torch.Tensor | None],
+    ) -> Launch:
+        """Names are those of the arguments; None is left out."""
+        own_read = {name: tensor for name, tensor in read.items() if tensor is not None}
+        own_written = {name: tensor for name, tensor in written.items() if tensor is not None}
+        for name, tensor in {**own_read, **own_written}.items():
+            setattr(args, name, tensor.data_ptr())
+        self._last_step = config.step
+        return Launch(config, args, own_read, own_written)
+
+    def _args(self, handle: AllToAllHandle) -> ThroughputArgs:
+        memory = self._buffer.memory
+        args = ThroughputArgs()
+        for rank, address in enumerate(memory.addresses):
+            args.rank_buffers[rank] = address
+        args.status = memory.status_address
+        args.wait_timeout_ns = max(1, round(1e9 * self._settings.timeout_s))
+        args.rank_idx = self.rank
+        args.num_tokens = handle.num_tokens
+        return args
+
+    def _empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def _empty_handle(self, num_tokens: int) -> AllToAllHandle:
+        shape = self.shape
+        begin, count, end = (
+            self._empty((shape.num_experts_per_rank,), torch.int32) for _ in range(3)
+        )
+        slot_rows = self._empty((num_tokens, shape.num_topk), torch.int32)
+        return AllToAllHandle(
+            self, self._num_dispatches, self._generation, num_tokens, slot_rows, begin, count, end
+        )
+
+    def _empty_received(self, config: ThroughputConfig, handle: AllToAllHandle) -> Received:
+        num_rows = self.shape.max_recv_rows
+        scales = weights = None
+        if config.tokens in SCALE_DTYPES:
+            size = (num_rows, config.num_scale_words)
+            scales = self._empty(size, SCALE_DTYPES[config.tokens])
+        if config.has_weights and not config.knows_rows:
+            weights = self._empty((num_rows,), torch.float32)
+        values = torch.float8_e4m3fn if scales is not None else torch.bfloat16
+        return Received(
+            self._empty((num_rows, self.shape.hidden), values),
+            scales,
+            handle.expert_begin,
+            handle.expert_count,
+            handle.expert_end,
+            weights,
+            handle.expert_end[-1:],
+        )
+
+    def _check_tokens(
+        self, x: torch.Tensor, x_sf: torch.Tensor | None, config: ThroughputConfig
+    ) -> None:
+        self._check_rows("x", x, self.shape.hidden, (torch.bfloat16, torch.float8_e4m3fn))
+        if not config.is_quantized_input:
+            if x_sf is not None:
+                raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
+            return
+        if config.tokens not in _GIVEN_SCALES:
+            raise ValueError(
+                f"x must be bfloat16 for tokens {config.tokens!r}; got float8_e4m3fn, which is for "
+                f"{', '.join(_GIVEN_SCALES)}"
+            )
+        require_type("x_sf", x_sf, torch.Tensor, "a tensor for an x of float8_e4m3fn")
+        assert x_sf is not None
+        size = (x.shape[0], self.shape.hidden // 128)
+        check_tensor("x_sf", x_sf, _GIVEN_SCALES[config.tokens], size, self.device)
+        check_contiguous("x_sf", x_sf)
+
+    def _check_weights(self, topk_weights: torch.Tensor | None, num_tokens: int) -> None:
+        if topk_weights is None:
+            return
+        require_type("topk_weights", topk_weights, torch.Tensor, "a tensor or None")
+        slots = (num_tokens, self.shape.num_topk)
+        check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
+        check_contiguous("topk_weights", topk_weights)
+        if torch.is_grad_enabled():
+            refuse_gradients(topk_weights=topk_weights)
+
+    def _check_handle(self, handle: AllToAllHandle) -> None:
+        require_type("handle", handle, AllToAllHandle, "what a dispatch returned")
+        if handle.layer is not self:
+            raise ValueError(
+                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
+            )
+        if handle.generation != self._generation:
+            raise ValueError(
+                "handle must be of a dispatch since the last reset(); got one of before"
+            )
+
+    def _combine_rows(self) -> torch.Tensor:
+        shape = self.shape
+        rows = self._segment("rows").view(torch.bfloat16)
+        return rows.view(shape.max_recv_rows, shape.hidden)

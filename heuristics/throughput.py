@@ -1,0 +1,232 @@
+"""The throughput all-to-all: its sizes, its memory, and what its kernels are built from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal
+
+from deep_moe.formats.weight_formats import K_BLOCK
+from deep_moe.targets import target_of
+
+from .low_latency import (
+    CHUNK_BYTES,
+    DATA_ALIGNMENT,
+    FORMATS,
+    MAX_THREADS,
+    SEGMENT_ALIGNMENT,
+    TokenFormat,
+)
+from .segments import Layout, LayoutBuilder, align_up
+from .shape import MAX_RANKS, MAX_TOPK, require_int
+
+# A slot's expert and its place among its rank's slots share a word: 11 and 20 bits and a mark. So
+# do the rank of an expert and a row there: 7 and 24.
+MAX_EXPERTS = 2048
+MAX_TOKENS_PER_RANK = 32_768
+MAX_RECV_ROWS = 1 << 24
+MAX_ALIGNMENT = 4096
+
+Step = Literal["dispatch", "combine", "scalars"]
+
+
+@dataclass(frozen=True)
+class ThroughputShape:
+    """Sizes of a throughput all-to-all, equal on every rank.
+
+    num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 2048.
+    num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. max_tokens_per_rank: most
+    tokens of one call, 1 to 32,768. max_recv_rows: most rows that a rank's experts get in one call,
+    padding included, 1 to 2^24. expert_alignment: experts begin at a multiple of this, a power of
+    two, 1 to 4096.
+
+    >>> shape = ThroughputShape(8, 256, 8, 7168, 4096, 40_960)
+    >>> shape.num_experts_per_rank, throughput_buffer_layout(shape).num_bytes >> 20
+    (32, 618)
+    """
+
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    hidden: int
+    max_tokens_per_rank: int
+    max_recv_rows: int
+    expert_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        limits = {
+            "num_ranks": (1, MAX_RANKS, 1),
+            "num_experts": (1, MAX_EXPERTS, 1),
+            "num_topk": (1, MAX_TOPK, 1),
+            "hidden": (K_BLOCK, None, K_BLOCK),
+            "max_tokens_per_rank": (1, MAX_TOKENS_PER_RANK, 1),
+            "max_recv_rows": (1, MAX_RECV_ROWS, 1),
+            "expert_alignment": (1, MAX_ALIGNMENT, 1),
+        }
+        for name, (least, most, step) in limits.items():
+            allowed = f"a positive multiple of {step}" if most is None else f"{least} to {most}"
+            value = require_int(name, getattr(self, name), allowed)
+            if value < least or (most is not None and value > most) or value % step:
+                raise ValueError(f"{name} must be {allowed}; got {value}")
+        if self.num_experts % self.num_ranks:
+            raise ValueError(
+                f"num_experts must be a multiple of num_ranks ({self.num_ranks}); "
+                f"got {self.num_experts}"
+            )
+        if self.num_topk > self.num_experts:
+            raise ValueError(
+                f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
+            )
+        if self.expert_alignment & (self.expert_alignment - 1):
+            raise ValueError(
+                f"expert_alignment must be a power of two; got {self.expert_alignment}"
+            )
+
+    @property
+    def num_experts_per_rank(self) -> int:
+        """Experts that live on one rank; rank r owns r*this .. (r+1)*this - 1."""
+        return self.num_experts // self.num_ranks
+
+
+def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
+    """Every segment of one rank's symmetric buffer. Mark: `control_bytes`, which are zero before
+    the first call. Tokens have room for every format.
+
+    >>> layout = throughput_buffer_layout(ThroughputShape(2, 8, 2, 256, 16, 1024))
+    >>> layout["tokens"].num_bytes, layout["rows"].shape
+    (8192, (1024, 256))
+    """
+    max_tokens, max_rows = shape.max_tokens_per_rank, shape.max_recv_rows
+    builder = LayoutBuilder()
+
+    def control(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        builder.add(name, dtype, dims, purpose, alignment=SEGMENT_ALIGNMENT)
+
+    def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        builder.add(name, dtype, dims, purpose, alignment=DATA_ALIGNMENT)
+
+    control("num_rounds", "u32", (1,), "rounds of arrivals that this rank has been through")
+    control("num_counts", "u32", (1,), "dispatches in which its CTAs have counted")
+    control("last_step", "u32", (1,), "what the step before took over the links")
+    control("gave_up", "u32", (1,), "not zero after a failed call")
+    control("gather_counter", "u32", (1,), "CTAs that have ended a step")
+    control("counted_ctas", "u32", (1,), "CTAs that have counted, over all dispatches")
+    control("arrivals", "i32", (shape.num_ranks,), "CTAs of a rank that have come, over all rounds")
+    builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
+    data("num_tokens", "u32", (shape.num_ranks,), "of each source rank")
+    dims = (shape.num_ranks, shape.num_experts)
+    data("expert_totals", "u32", dims, "slots of a source rank that name an expert")
+    data("slot_words", "u32", (max_tokens * shape.num_topk,), "an expert and a place, or a row")
+    data("slot_weights", "f32", (max_tokens * shape.num_topk,), "routing weights")
+    row_bytes = shape.hidden * max(format.element_bytes for format in FORMATS.values())
+    data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
+    data("token_scales", "u32", (max_tokens, shape.hidden // K_BLOCK), "their scales")
+    data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")
+    data("scalars", "f32", (max_rows,), "a number for each of their rows")
+    return builder.build(alignment=DATA_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """One kernel; equal configs give equal kernels.
+
+    step: which of the three. num_ctas: of each rank. has_weights: a dispatch sends the slots'
+    weights, or multiplies rows by them if it knows_rows; a combine weighs with them.
+
+    Of a dispatch: tokens: a key of FORMATS. is_quantized_input: they come as they travel.
+    knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else int64.
+    Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
+
+    >>> shape = ThroughputShape(8, 256, 8, 7168, 8192, 81_920)
+    >>> config = ThroughputConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
+    >>> config.num_threads, config.smem_bytes
+    (512, 4096)
+    """
+
+    shape: ThroughputShape
+    step: Step
+    num_ctas: int
+    arch: str
+    has_weights: bool = False
+    tokens: str = "bf16"
+    is_quantized_input: bool = False
+    knows_rows: bool = False
+    has_int32_topk_idx: bool = False
+    copies_rows: bool = False
+
+    def __post_init__(self) -> None:
+        target_of(self.arch)  # or an error
+        require_int("num_ctas", self.num_ctas, "at least 1")
+        if self.num_ctas < 1:
+            raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+        if self.tokens not in FORMATS:
+            raise ValueError(f"tokens must be one of {', '.join(FORMATS)}; got {self.tokens!r}")
+        if self.format.packs_scales and self.shape.hidden % (4 * K_BLOCK):
+            raise ValueError(
+                f"hidden must be a multiple of {4 * K_BLOCK} for tokens {self.tokens!r}, which "
+                f"have four scales in a word; got {self.shape.hidden}"
+            )
+
+    @property
+    def format(self) -> TokenFormat:
+        """How tokens travel."""
+        return FORMATS[self.tokens]
+
+    @property
+    def num_scale_words(self) -> int:
+        """32-bit words of a token's scales as the experts get them."""
+        if not self.format.values_per_scale:
+            return 0
+        return self.shape.hidden // K_BLOCK // (4 if self.format.packs_scales else 1)
+
+    @property
+    def num_threads(self) -> int:
+        """One per chunk of a row of BF16, where so many can be."""
+        num_chunks = align_up(2 * self.shape.hidden // CHUNK_BYTES, 32)
+        return min(MAX_THREADS, max(num_chunks, 64))
+
+    @cached_property
+    def buffer_layout(self) -> Layout:
+        return throughput_buffer_layout(self.shape)
+
+    @cached_property
+    def smem_layout(self) -> Layout:
+        """Shared memory of a CTA."""
+        shape = self.shape
+        builder = LayoutBuilder()
+
+        def add(name: str, dims: tuple[int, ...], purpose: str) -> None:
+            builder.add(name, "u32", dims, purpose, alignment=16)
+
+        if self.copies_rows:
+            num_words = shape.num_experts_per_rank + 1
+            add("expert_rows", (num_words,), "rows before each local expert")
+        if self.step == "dispatch" and not self.knows_rows:
+            add("slot_counts", (shape.num_experts,), "slots that name an expert, before the CTA's")
+            add("expert_begins", (shape.num_experts,), "first row of an expert, on its rank")
+            add("own_rows", (shape.num_experts,), "rows there before those of this rank")
+            dims = (shape.num_experts_per_rank, shape.num_ranks)
+            add("first_rows", dims, "rows of a local expert before those of a rank")
+        return builder.build(alignment=16)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem_layout.num_bytes
+
+    def kernel_fields(self) -> dict[str, int | float | bool]:
+        """The fields that the kernel's `Config` struct has, in declaration order."""
+        format = self.format
+        return {
+            **asdict(self.shape),
+            "num_experts_per_rank": self.shape.num_experts_per_rank,
+            "values_per_scale": format.values_per_scale,
+            "rounds_scales": format.rounds_scales,
+            "packs_scales": format.packs_scales,
+            "num_ctas": self.num_ctas,
+            "num_threads": self.num_threads,
+            "has_weights": self.has_weights,
+            "is_quantized_input": self.is_quantized_input,
+            "knows_rows": self.knows_rows,
+            "has_int32_topk_idx": self.has_int32_topk_idx,
+            "copies_rows": self.copies_rows,
+        }

@@ -1,0 +1,41 @@
+// Throughput combine: what the experts made is fetched by the tokens' ranks and added there. With
+// `copies_rows` the rows are copied into the symmetric buffer first, else the experts have written
+// them there.
+//
+// Grid: as dispatch's.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/split/reduce_slots.cuh"
+#include "deep_moe/split/return_rows.cuh"
+#include "deep_moe/split/step.cuh"
+#include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+__device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
+    static_assert(Config::num_threads % warp_size == 0);
+    extern __shared__ __align__(16) uint8_t shared_bytes[];
+    const uint32_t shared_memory = ptx::shared_address(shared_bytes);
+    const ThroughputRanks<Config> ranks(args);
+    Waiter waiter(args);
+    Step<Config> step(ranks, StepKind::rows, waiter);
+    bool is_sound = step.begin();
+    if (is_sound) {
+        if constexpr (Config::copies_rows) share_rows(args, ranks.local(), shared_memory);
+        step.arrive();
+        is_sound = step.await(WaitSite::split_contributions);  //~ rows_of_all_awaited
+    }
+    if (is_sound) {
+        reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
+            return returned_row(args, ranks, token_idx);
+        });
+    }
+    step.end();
+}
+
+}  // namespace deep_moe

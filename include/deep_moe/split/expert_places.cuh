@@ -1,0 +1,132 @@
+// Dispatch, receiving: where each expert's rows begin, on every rank. All ranks know what all send,
+// so each finds out for itself which rank gets how many rows, and all fail together if one of them
+// would get more than it has room for.
+//
+// An expert's rows lie by source rank, and by the source's order below that; experts begin at
+// multiples of Config::expert_alignment.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/cta.cuh"
+#include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/split/token_block.cuh"
+#include "deep_moe/sync/wait.cuh"
+
+namespace deep_moe {
+
+// In shared memory.
+template <class Config>
+class ExpertPlaces {
+ public:
+    __device__ explicit ExpertPlaces(uint32_t shared_memory)
+        : begins_(shared_memory + Config::Smem::expert_begins_offset),
+          own_rows_(shared_memory + Config::Smem::own_rows_offset),
+          first_rows_(shared_memory + Config::Smem::first_rows_offset) {}
+
+    // All threads of a CTA, when all ranks have told: false if a rank's rows do not fit. The first
+    // CTA tells the caller of its own rank's experts. A barrier stands behind it.
+    __device__ bool sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
+                           uint32_t rank_idx, Waiter& waiter) const {
+        for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
+            sum_up_expert(local, rank_idx, i);
+        }
+        cta_sync<Config>();  //~ totals_summed
+        for (uint32_t i = ptx::warp_idx(); i < Config::num_ranks;
+             i += Config::num_threads / warp_size) {
+            place_experts(args, i, i == rank_idx && blockIdx.x == 0, waiter);
+        }
+        return cta_agrees<Config>(waiter);  //~ places_shared
+    }
+
+    // The row, on its owner, of this rank's first slot that names an expert.
+    __device__ uint32_t own_row(uint32_t expert_idx) const {
+        return ptx::ld_shared_u32(begins_ + expert_idx * sizeof(uint32_t)) +
+               ptx::ld_shared_u32(own_rows_ + expert_idx * sizeof(uint32_t));
+    }
+    // The row here of a rank's first slot that names a local expert; expert_idx is its global one.
+    __device__ uint32_t first_row(uint32_t expert_idx, uint32_t source_rank) const {
+        return ptx::ld_shared_u32(begins_ + expert_idx * sizeof(uint32_t)) +
+               ptx::ld_shared_u32(first_row_word(expert_idx, source_rank));
+    }
+
+ private:
+    // How many slots name it, and how many of those stand before each rank's.
+    __device__ void sum_up_expert(const ThroughputBuffer<Config>& local, uint32_t rank_idx,
+                                  uint32_t expert_idx) const {
+        const bool is_local = expert_idx / Config::num_experts_per_rank == rank_idx;
+        uint32_t num_rows = 0;
+#pragma unroll 4
+        for (uint32_t source = 0; source < Config::num_ranks; ++source) {
+            if (is_local) ptx::st_shared_u32(first_row_word(expert_idx, source), num_rows);
+            if (source == rank_idx) {
+                ptx::st_shared_u32(own_rows_ + expert_idx * sizeof(uint32_t), num_rows);
+            }
+            num_rows += *local.expert_totals(source, expert_idx);
+        }
+        ptx::st_shared_u32(begins_ + expert_idx * sizeof(uint32_t), num_rows);
+    }
+
+    // A whole warp: from counts to where the experts of a rank begin.
+    __device__ void place_experts(const ThroughputArgs& args, uint32_t rank_idx, bool tells_caller,
+                                  Waiter& waiter) const {
+        uint32_t end = 0;
+        for (uint32_t base = 0; base < Config::num_experts_per_rank; base += warp_size) {
+            const uint32_t local_expert_idx = base + ptx::lane_idx();
+            const bool is_valid = local_expert_idx < Config::num_experts_per_rank;
+            const uint32_t word =
+                begins_ +
+                (rank_idx * Config::num_experts_per_rank + local_expert_idx) * sizeof(uint32_t);
+            const uint32_t count = is_valid ? ptx::ld_shared_u32(word) : 0;
+            const uint32_t room = align_up(count, uint32_t{Config::expert_alignment});
+            const uint32_t expert_end = end + ptx::inclusive_sum(room);
+            const uint32_t begin = expert_end - room;
+            if (is_valid) ptx::st_shared_u32(word, begin);  //~ expert_placed
+            if (is_valid && tells_caller) {
+                args.expert_begin[local_expert_idx] = static_cast<int32_t>(begin);
+                args.expert_count[local_expert_idx] = static_cast<int32_t>(count);
+                args.expert_end[local_expert_idx] = static_cast<int32_t>(expert_end);
+            }
+            end = __shfl_sync(full_warp, expert_end, warp_size - 1);
+        }
+        if (end > Config::max_recv_rows && ptx::lane_idx() == 0) {  //~ overflow_seen
+            RankSet overflowing;
+            overflowing.insert(rank_idx);
+            waiter.fail(WaitCode::recv_overflow, WaitSite::none, Config::max_recv_rows, end,
+                        overflowing);
+        }
+    }
+
+    __device__ uint32_t first_row_word(uint32_t expert_idx, uint32_t source_rank) const {
+        return first_rows_ +
+               (expert_idx % Config::num_experts_per_rank * Config::num_ranks + source_rank) *
+                   sizeof(uint32_t);
+    }
+
+    uint32_t begins_;      // u32[E]: first counts, then where each begins on its owner
+    uint32_t own_rows_;    // u32[E]: rows of the ranks before this one
+    uint32_t first_rows_;  // u32[E_local][ranks]: rows of the ranks before each, of local experts
+};
+
+// All threads of a CTA: for the steps that follow, where the slots of its tokens went.
+template <class Config>
+__device__ void tell_slot_rows(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
+                               const ExpertPlaces<Config>& places) {
+    const TokenBlock<Config> block(args.num_tokens);
+    for (uint32_t i = block.begin * Config::num_topk + threadIdx.x;
+         i < block.end * Config::num_topk; i += Config::num_threads) {
+        const uint32_t word = *local.slot_words(i);
+        uint32_t row = RankRow::none;
+        if (word != ExpertPlace::none) {
+            const uint32_t expert_idx = ExpertPlace::expert_idx(word);
+            row = RankRow::pack(expert_idx / Config::num_experts_per_rank,
+                                places.own_row(expert_idx) + ExpertPlace::place(word));
+        }
+        args.slot_rows[i] = static_cast<int32_t>(row);  //~ slot_row_told
+    }
+}
+
+}  // namespace deep_moe

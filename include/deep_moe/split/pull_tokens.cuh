@@ -1,0 +1,136 @@
+// Dispatch, receiving: every token with a slot for a local expert is fetched from its rank once and
+// written to the rows of all such slots. Rows of the padding behind an expert's own become zero.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/pulled_rows.cuh"
+#include "deep_moe/split/share_tokens.cuh"
+#include "deep_moe/split/spread_row.cuh"
+#include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/split/token_block.cuh"
+#include "deep_moe/split/token_format.cuh"
+
+namespace deep_moe {
+
+// 8 values of BF16, each times a number in FP32 and rounded once.
+__device__ __forceinline__ uint4 multiply_chunk(uint4 chunk, float factor) {
+    const auto multiply = [&](uint32_t pair) {
+        const float low = __uint_as_float(pair << 16);
+        const float high = __uint_as_float(pair & 0xffff0000u);
+        return ptx::cvt_rn_bf16x2_f32(__fmul_rn(factor, high), __fmul_rn(factor, low));
+    };
+    return {multiply(chunk.x), multiply(chunk.y), multiply(chunk.z), multiply(chunk.w)};
+}
+
+// All warps of the grid, when all ranks' tokens may be fetched. A CTA takes the same part of every
+// rank's tokens, so that each pair of ranks is at it all the time.
+//
+// `Rows`: CountedRows or KnownRows.
+template <class Config, class Rows>
+class TokenPull {
+    using Format = TokenFormat<Config>;
+    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+
+ public:
+    __device__ TokenPull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
+                         const Rows& rows)
+        : args_(args), ranks_(ranks), local_(ranks.local()), rows_(rows) {}
+
+    __device__ void run() const {
+        const uint32_t num_items = longest_block() * Config::num_ranks;
+        // CTAs begin with different ranks, and ranks do, too.
+        const uint32_t first_rank = blockIdx.x + ranks_.rank_idx();
+        for (uint32_t i = ptx::warp_idx(); i < num_items; i += num_warps) {
+            const uint32_t source = (first_rank + i) % Config::num_ranks;
+            const TokenBlock<Config> block(*local_.num_tokens(source));
+            const uint32_t token_idx = block.begin + i / Config::num_ranks;
+            if (token_idx < block.end) pull(source, token_idx);
+        }
+    }
+
+    // All threads of the grid.
+    __device__ void clear_padding() const {
+        constexpr uint32_t alignment = Config::expert_alignment;
+        for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
+             i < Config::num_experts_per_rank * alignment; i += num_warps * Config::num_ctas) {
+            const uint32_t end = rows_.end_of(i / alignment);
+            const uint32_t row = end + i % alignment;
+            if (row < align_up(end, alignment)) clear_row(row);  //~ padding_cleared
+        }
+    }
+
+ private:
+    // Of all ranks' in this CTA.
+    __device__ uint32_t longest_block() const {
+        uint32_t longest = 0;
+        for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            longest = max(longest, TokenBlock<Config>(*local_.num_tokens(i)).size());
+        }
+        return ptx::redux_sync_max(longest);
+    }
+
+    // A whole warp; lanes stand for the token's slots first, then for its chunks.
+    __device__ void pull(uint32_t source, uint32_t token_idx) const {
+        const ThroughputBuffer<Config> buffer = ranks_.of(source);
+        const uint32_t slot_idx = token_idx * Config::num_topk + ptx::lane_idx();
+        uint32_t row = not_here;
+        if (ptx::lane_idx() < Config::num_topk) {
+            row = rows_.row_of(*buffer.slot_words(slot_idx), source);
+        }
+        const bool is_here = row != not_here;
+        const uint32_t slots = __ballot_sync(full_warp, is_here);
+        if (slots == 0) return;
+        float weight = 0.0f;
+        if constexpr (Config::has_weights) {
+            if (is_here) weight = *buffer.slot_weights(slot_idx);
+        }
+        const uint4* const token = shared_token(buffer, token_idx);
+        auto* const rows = static_cast<uint4*>(args_.recv_x);
+        if constexpr (Config::has_weights && Rows::are_known) {
+            static_assert(!Format::is_quantized, "only rows of BF16 are multiplied");
+            spread_row<Format::num_chunks>(rows, token, slots, row, [&](uint32_t slot) {
+                const float factor = __shfl_sync(full_warp, weight, slot);  //~ slot_factor
+                return [=](uint4 chunk) { return multiply_chunk(chunk, factor); };
+            });
+        } else {
+            if constexpr (Config::has_weights) {
+                if (is_here) args_.recv_weights[row] = weight;  //~ weight_told
+            }
+            spread_row<Format::num_chunks>(rows, token, slots, row);
+        }
+        if constexpr (Format::is_quantized) {
+            const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
+                return args_.recv_scales + uint64_t{slot_row} * Format::num_received_words + column;
+            };
+            spread_scales<Config>(scale_word, buffer.token_scales(token_idx), slots, row);
+        }
+    }
+
+    // A whole warp.
+    __device__ void clear_row(uint32_t row) const {
+        auto* const values = static_cast<uint4*>(args_.recv_x) + uint64_t{row} * Format::num_chunks;
+        for (uint32_t i = ptx::lane_idx(); i < Format::num_chunks; i += warp_size) {
+            values[i] = uint4{};
+        }
+        if constexpr (Format::is_quantized) {
+            constexpr uint32_t num_words = Format::num_received_words;
+            for (uint32_t i = ptx::lane_idx(); i < num_words; i += warp_size) {
+                args_.recv_scales[uint64_t{row} * num_words + i] = 0;
+            }
+        }
+        if constexpr (Config::has_weights && !Rows::are_known) {
+            if (ptx::lane_idx() == 0) args_.recv_weights[row] = 0.0f;
+        }
+    }
+
+    const ThroughputArgs& args_;
+    const ThroughputRanks<Config>& ranks_;
+    const ThroughputBuffer<Config> local_;
+    const Rows& rows_;
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,44 @@
+// What the host hands to the throughput kernels. Mirrored by jit/kernel_args.py.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/kernel_args.cuh"
+
+namespace deep_moe {
+
+// Of dispatch and of combine; what the other one uses is null. T: tokens of this rank, in this
+// dispatch. N: Config::max_recv_rows.
+struct ThroughputArgs {
+    uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
+    WaitStatus* status;
+    uint64_t wait_timeout_ns;  // limit of a wait for other ranks, in nanoseconds of %globaltimer
+    uint32_t rank_idx;
+    uint32_t num_tokens;
+
+    // What a dispatch finds out and later steps go by.
+    int32_t* slot_rows;     // [T, topk]: RankRow, -1 for slots that are not used
+    int32_t* expert_begin;  // [E_local]: first row
+    int32_t* expert_count;  // [E_local]: rows
+    int32_t* expert_end;    // [E_local]: the next expert's first row, or the end of all
+
+    // A dispatch's to send or to multiply with, a combine's to add by; null without.
+    const float* topk_weights;  // [T, topk]
+
+    // Dispatch.
+    const void* topk_idx;    // i64 or i32 [T, topk]
+    const void* x;           // bf16 [T, hidden], or e4m3 with Config::is_quantized_input
+    const uint32_t* x_sf;    // [T, hidden/128] with Config::is_quantized_input
+    void* recv_x;            // [N, hidden] of the format
+    uint32_t* recv_scales;   // [N, words]
+    float* recv_weights;     // [N]
+    uint32_t* block_counts;  // [CTAs, experts], of this rank alone: slots of a CTA's tokens
+
+    // Combine.
+    const void* y;         // bf16 [N, hidden]; null if it lies in the symmetric buffer
+    void* out;             // bf16 [T, hidden]
+    const float* scalars;  // [N]
+    float* slot_scalars;   // [T, topk]
+};
+
+}  // namespace deep_moe

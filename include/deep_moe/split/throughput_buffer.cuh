@@ -1,0 +1,148 @@
+// Typed views of the symmetric buffers of the throughput all-to-all. Offsets, dimensions and
+// element types come from `Config::Symm`, where Python renders the one declaration of the layout;
+// an accessor has the name of its segment. Shapes stand at the end of each line.
+//
+// A rank writes what it has into its own buffer, and the others fetch it: split/step.cuh says when
+// it may be written again.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/split/throughput_args.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+class ThroughputBuffer {
+    using Symm = typename Config::Symm;
+
+ public:
+    __device__ explicit ThroughputBuffer(uint64_t base) : base_(base) {}
+
+    // Rounds of arrivals that this rank has been through, modulo 2^32.
+    __device__ uint32_t* num_rounds() const {
+        return at<typename Symm::num_rounds_element>(Symm::num_rounds_offset);
+    }
+    // Dispatches in which its CTAs have counted, modulo 2^32.
+    __device__ uint32_t* num_counts() const {
+        return at<typename Symm::num_counts_element>(Symm::num_counts_offset);
+    }
+    // What the step before took over the links: a StepKind.
+    __device__ uint32_t* last_step() const {
+        return at<typename Symm::last_step_element>(Symm::last_step_offset);
+    }
+    // Not zero once a kernel of this rank has given up: later ones, perhaps launched already, do
+    // nothing and tell nobody anything, until the host resets the buffer.
+    __device__ uint32_t* gave_up() const {
+        return at<typename Symm::gave_up_element>(Symm::gave_up_offset);
+    }
+    // CTAs of this rank that have ended a step (sync/grid_gather.cuh).
+    __device__ uint32_t* gather_counter() const {
+        return at<typename Symm::gather_counter_element>(Symm::gather_counter_offset);
+    }
+    // CTAs of this rank that have counted their tokens' slots, over all dispatches.
+    __device__ uint32_t* counted_ctas() const {
+        return at<typename Symm::counted_ctas_element>(Symm::counted_ctas_offset);
+    }
+    // CTAs of a rank that have come, over all rounds.
+    __device__ int32_t* arrivals(uint32_t rank_idx) const {
+        return at<typename Symm::arrivals_element>(Symm::arrivals_offset) + rank_idx;  // [ranks]
+    }
+
+    // What each source rank tells all ranks: its tokens, and its slots that name each expert.
+    __device__ uint32_t* num_tokens(uint32_t rank_idx) const {
+        return at<typename Symm::num_tokens_element>(Symm::num_tokens_offset) +
+               rank_idx;  // [ranks]
+    }
+    __device__ uint32_t* expert_totals(uint32_t rank_idx, uint32_t expert_idx) const {
+        return at<typename Symm::expert_totals_element>(Symm::expert_totals_offset) +
+               rank_idx * Symm::expert_totals_dim1 + expert_idx;  // [ranks][experts]
+    }
+
+    // This rank's tokens, with what their slots name: ExpertPlace, or RankRow where the rows are
+    // known.
+    __device__ uint32_t* slot_words(uint32_t token_topk_idx) const {
+        return at<typename Symm::slot_words_element>(Symm::slot_words_offset) +
+               token_topk_idx;  // [T * topk]
+    }
+    __device__ float* slot_weights(uint32_t token_topk_idx) const {
+        return at<typename Symm::slot_weights_element>(Symm::slot_weights_offset) +
+               token_topk_idx;  // [T * topk]
+    }
+    // Rows of BF16 have room; those of a format with fewer bytes lie closer together.
+    __device__ uint8_t* tokens(uint64_t offset) const {
+        return at<typename Symm::tokens_element>(Symm::tokens_offset) + offset;  // [T * H * 2]
+    }
+    __device__ uint32_t* token_scales(uint32_t token_idx) const {
+        return at<typename Symm::token_scales_element>(Symm::token_scales_offset) +
+               uint64_t{token_idx} * Symm::token_scales_dim1;  // [T][H/128]
+    }
+
+    // What this rank's experts made, and a number for each of its rows.
+    __device__ uint16_t* rows(uint32_t row_idx) const {
+        return at<typename Symm::rows_element>(Symm::rows_offset) +
+               uint64_t{row_idx} * Symm::rows_dim1;  // [N][H] bf16
+    }
+    __device__ float* scalars(uint32_t row_idx) const {
+        return at<typename Symm::scalars_element>(Symm::scalars_offset) + row_idx;  // [N]
+    }
+
+ private:
+    template <class T>
+    __device__ T* at(uint64_t offset) const {
+        return reinterpret_cast<T*>(base_ + offset);
+    }
+
+    uint64_t base_;
+};
+
+// The buffers of all ranks.
+template <class Config>
+class ThroughputRanks {
+    static_assert(Config::num_ranks >= 1 && Config::num_ranks <= max_num_ranks);
+    static_assert(Config::num_experts == Config::num_ranks * Config::num_experts_per_rank,
+                  "experts are spread evenly over the ranks");
+
+ public:
+    // Keeps a reference: `args` is the kernel's __grid_constant__ parameter.
+    __device__ explicit ThroughputRanks(const ThroughputArgs& args) : args_(args) {}
+
+    __device__ uint32_t rank_idx() const { return args_.rank_idx; }
+    __device__ ThroughputBuffer<Config> local() const { return of(args_.rank_idx); }
+    __device__ ThroughputBuffer<Config> of(uint32_t rank_idx) const {
+        return ThroughputBuffer<Config>(args_.rank_buffers[rank_idx]);
+    }
+
+ private:
+    const ThroughputArgs& args_;
+};
+
+// Every rank takes part.
+struct AllRanks {
+    __device__ bool contains(uint32_t) const { return true; }
+};
+
+// A slot's expert and its place among the slots of its rank that name this expert, in the order of
+// tokens and slots.
+struct ExpertPlace {
+    static constexpr uint32_t none = 0xffffffff;
+    static constexpr uint32_t place_bits = 20;
+    static __device__ uint32_t pack(uint32_t expert_idx, uint32_t place) {
+        return expert_idx << place_bits | place;
+    }
+    static __device__ uint32_t expert_idx(uint32_t word) { return word >> place_bits; }
+    static __device__ uint32_t place(uint32_t word) { return word & ((1u << place_bits) - 1); }
+};
+
+// The rank of a slot's expert and the slot's row there.
+struct RankRow {
+    static constexpr uint32_t none = 0xffffffff;
+    static constexpr uint32_t row_bits = 24;
+    static __device__ uint32_t pack(uint32_t rank_idx, uint32_t row_idx) {
+        return rank_idx << row_bits | row_idx;
+    }
+    static __device__ uint32_t rank_idx(uint32_t word) { return word >> row_bits; }
+    static __device__ uint32_t row_idx(uint32_t word) { return word & ((1u << row_bits) - 1); }
+};
+
+}  // namespace deep_moe

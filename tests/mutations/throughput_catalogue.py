@@ -1,0 +1,71 @@
+"""Bugs to plant into the kernels of the throughput all-to-all; see catalogue.py. What they share
+with the low-latency ones is in split_catalogue.py."""
+
+from __future__ import annotations
+
+from .catalogue import Mutation, instead, removed, replaced
+
+M = Mutation
+ANYTHING = "race|result|misuse|timeout"
+THROUGHPUT_MUTATIONS = (
+    # ---- steps
+    M("two_of_a_kind_do_not_meet", instead("same_kind_meets", "return true;"), "race|result"),
+    M("last_step_forgotten", removed("step_kept"), "race|result"),
+    M("rounds_not_counted", removed("rounds_counted"), "race|timeout"),
+    # ---- dispatch, sending
+    M("counted_before_cleared", removed("slot_counts_cleared"), "race"),
+    M("slots_of_a_warp_share_a_place", replaced("place_in_block", "num_in_warp", "0u"), ANYTHING),
+    M(
+        "counts_not_released",
+        replaced("counts_released", "red_add_release_gpu", "red_add_relaxed_gpu"),
+        "race",
+    ),
+    M(
+        "counts_not_acquired",
+        replaced("block_counts_acquired", "ld_acquire_gpu", "ld_relaxed_gpu"),
+        "race",
+    ),
+    M("counts_of_one_thread_only", removed("counts_passed_on"), "race"),
+    M("places_before_shared", removed("earlier_shared"), "race"),
+    M("total_one_too_high", replaced("total_published", "count", "count + 1"), ANYTHING),
+    # ---- dispatch, receiving
+    M("tokens_of_others_not_awaited", removed("tokens_of_all_awaited"), ANYTHING),
+    M("experts_placed_before_summed", removed("totals_summed"), "race"),
+    M("places_used_before_shared", instead("places_shared", "return true;"), "race|misuse"),
+    M("experts_begin_at_their_end", replaced("expert_placed", "begin", "expert_end"), ANYTHING),
+    M(
+        "overflow_not_seen",
+        replaced("overflow_seen", "end > Config::max_recv_rows", "false"),
+        ANYTHING,
+        test="test_more_rows_than_there_is_room_for_are_an_error_on_every_rank",
+    ),
+    M(
+        "row_without_its_rank",
+        replaced("slot_row_told", "(row)", "(RankRow::row_idx(row))"),
+        ANYTHING,
+    ),
+    M(
+        "rows_of_the_own_rank",
+        replaced("row_pulled", "first_row(expert_idx, source)", "own_row(expert_idx)"),
+        ANYTHING,
+    ),
+    M(
+        "rank_taken_for_a_row",
+        replaced("row_pulled_again", "RankRow::row_idx(word)", "word"),
+        ANYTHING,
+    ),
+    M("factor_of_the_first_slot", replaced("slot_factor", "slot", "0"), "result"),
+    M("weight_not_told", removed("weight_told"), "result"),
+    M("padding_not_cleared", removed("padding_cleared"), "result"),
+    # ---- combine
+    M("rows_not_awaited", removed("rows_of_all_awaited"), ANYTHING),
+    M("rows_without_gaps", replaced("row_shared", "rows.first(local_expert_idx)", "0u"), ANYTHING),
+    M(
+        "rows_of_the_own_experts",
+        replaced("row_returned", "ranks.of(RankRow::rank_idx(word))", "ranks.local()"),
+        ANYTHING,
+    ),
+    # ---- scalars
+    M("scalars_not_awaited", removed("scalars_of_all_awaited"), ANYTHING),
+    M("scalars_forgotten", removed("scalar_returned"), "result"),
+)

@@ -1,0 +1,362 @@
+"""The throughput all-to-all of several ranks in one emulator, against plain PyTorch, every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
+from deep_moe.heuristics.low_latency import FORMATS
+from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
+from deep_moe.split.throughput import AllToAllHandle
+
+from .reference import bits, quantized
+from .throughput_reference import (
+    Inputs,
+    check_received,
+    expected_scalars,
+    expected_sums,
+    handles_of,
+    random_inputs,
+)
+
+
+def ranks(
+    num_ranks: int = 2,
+    max_tokens_per_rank: int = 8,
+    hidden: int = 256,
+    num_experts: int = 8,
+    num_topk: int = 3,
+    max_recv_rows: int = 128,
+    **options: Any,
+) -> EmulatedThroughputAllToAll:
+    options = {"num_sms": 3, "timeout_s": 100.0, "expert_alignment": 16, **options}
+    return EmulatedThroughputAllToAll(
+        num_ranks, max_tokens_per_rank, hidden, num_experts, num_topk, max_recv_rows, **options
+    )
+
+
+def check_dispatch(
+    layer: EmulatedThroughputAllToAll, inputs: Inputs, schedule: Any = "random", **options: Any
+) -> list[AllToAllHandle]:
+    """One dispatch with weights, and every bit of it."""
+    results = layer.dispatch(
+        inputs.xs,
+        inputs.topk_idxs,
+        topk_weights=inputs.topk_weights,
+        schedule=schedule,
+        **options,
+    )
+    for rank, (received, _) in enumerate(results):
+        check_received(
+            layer.shape,
+            received,
+            rank,
+            inputs.topk_idxs,
+            inputs.xs,
+            weights=inputs.topk_weights,
+            **options,
+        )
+    return handles_of(results)
+
+
+def check_combine(
+    layer: EmulatedThroughputAllToAll,
+    inputs: Inputs,
+    handles: list[AllToAllHandle],
+    *,
+    weighted: bool = True,
+    schedule: Any = "random",
+) -> None:
+    weights = inputs.topk_weights if weighted else None
+    outs = layer.combine(inputs.ys, handles, topk_weights=weights, schedule=schedule)
+    for rank, out in enumerate(outs):
+        own_weights = inputs.topk_weights[rank] if weighted else None
+        expected = expected_sums(layer.shape, rank, inputs.topk_idxs, inputs.ys, own_weights)
+        assert torch.equal(bits(out), bits(expected))
+
+
+def check_call(layer: EmulatedThroughputAllToAll, inputs: Inputs, schedule: Any = "random") -> None:
+    handles = check_dispatch(layer, inputs, schedule)
+    check_combine(layer, inputs, handles, schedule=schedule)
+
+
+@pytest.mark.parametrize("tokens", FORMATS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_bit(tokens: str, arch: str) -> None:
+    hidden = 512 if tokens == "fp8_128_ue8m0" else 256  # which has four scales in a word
+    with ranks(arch=arch, hidden=hidden) as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        check_dispatch(layer, inputs, tokens=tokens)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule(schedule: str) -> None:
+    with ranks(num_ranks=3, num_experts=9) as layer:
+        check_call(layer, random_inputs(layer.shape, (8, 5, 7)), schedule)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_are_added_with_weights_or_without(weighted: bool) -> None:
+    with ranks() as layer:
+        inputs = random_inputs(layer.shape, (8, 5), dtype=torch.int32)
+        check_combine(layer, inputs, check_dispatch(layer, inputs), weighted=weighted)
+
+
+@pytest.mark.parametrize("tokens", ["fp8_128", "fp8_32"])
+def test_tokens_that_are_quantized_already(tokens: str) -> None:
+    with ranks(tokens=tokens) as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        pairs = [quantized(x, tokens) for x in inputs.xs]
+        scales = [scale for _, scale in pairs if scale is not None]
+        results = layer.dispatch([x for x, _ in pairs], inputs.topk_idxs, x_sfs=scales)
+        for rank, (received, _) in enumerate(results):
+            check_received(layer.shape, received, rank, inputs.topk_idxs, inputs.xs, tokens=tokens)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_other_rows_go_the_same_ways(weighted: bool) -> None:
+    """What combine's gradient does: rows of each token to its slots, times their weights."""
+    with ranks(tokens="fp8_32") as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        handles = check_dispatch(layer, inputs, tokens="fp8_32")
+        others = random_inputs(layer.shape, (8, 5), seed=1)
+        factors = others.topk_weights if weighted else None
+        results = layer.dispatch(others.xs, topk_weights=factors, tokens="bf16", handles=handles)
+        for rank, (received, handle) in enumerate(results):
+            assert handle is handles[rank]
+            check_received(
+                layer.shape, received, rank, inputs.topk_idxs, others.xs, factors=factors
+            )
+
+
+def test_a_number_of_each_row_goes_back_to_its_slot() -> None:
+    with ranks() as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        handles = check_dispatch(layer, inputs)
+        for seed in range(2):  # two of a kind in a row
+            values = random_inputs(layer.shape, (8, 5), seed).values
+            for rank, out in enumerate(layer.return_scalars(values, handles)):
+                expected = expected_scalars(layer.shape, rank, inputs.topk_idxs, values)
+                assert torch.equal(bits(out), bits(expected))
+
+
+def test_rows_that_experts_wrote_into_the_buffer_are_fetched_from_there() -> None:
+    with ranks() as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        for _ in range(2):
+            handles = check_dispatch(layer, inputs)
+            buffers = [own.get_combine_buffer() for own in layer.layers]
+            for buffer, y in zip(buffers, inputs.ys, strict=True):
+                buffer.copy_(y)
+            inputs.ys = buffers
+            check_combine(layer, inputs, handles)
+            inputs.ys = [y.clone() for y in buffers]
+
+
+def test_the_combine_buffer_is_not_for_two_combines_in_a_row() -> None:
+    with ranks() as layer:
+        inputs = random_inputs(layer.shape, (8, 5))
+        handles = check_dispatch(layer, inputs)
+        buffers = [own.get_combine_buffer().zero_() for own in layer.layers]
+        layer.combine(buffers, handles)
+        with pytest.raises(ValueError, match="may still fetch rows"):
+            layer.combine(buffers, handles)
+        with pytest.raises(ValueError, match="may still fetch rows"):
+            layer.layers[0].get_combine_buffer()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_run_ahead_of_each_other(schedule: str) -> None:
+    """Kernels of all kinds, some of one kind in a row, are queued on each rank, and no rank waits
+    for the host. Handles are used later than others', and more than once."""
+    with ranks(num_ranks=3, num_experts=6) as layer:
+        calls = [
+            random_inputs(layer.shape, counts, seed=seed)
+            for seed, counts in enumerate([(8, 5, 0), (1, 8, 3), (0, 0, 8)])
+        ]
+        queues: list[list[Any]] = [[] for _ in range(3)]
+        given: list[list[Any]] = [[] for _ in range(3)]
+        outs: list[list[Any]] = [[] for _ in range(3)]
+        for rank, own in enumerate(layer.layers):
+            for inputs in calls:
+                weights = inputs.topk_weights[rank]
+                launch, result = own.prepare_dispatch(
+                    inputs.xs[rank], inputs.topk_idxs[rank], topk_weights=weights
+                )
+                queues[rank].append(launch)
+                given[rank].append(result)
+            for call in (1, 0, 2, 1):
+                inputs = calls[call]
+                launch, out = own.prepare_combine(inputs.ys[rank], given[rank][call][1])
+                queues[rank].append(launch)
+                outs[rank].append((call, out))
+        layer.run(queues, schedule=schedule)
+        for rank in range(3):
+            for inputs, (received, _) in zip(calls, given[rank], strict=True):
+                weights = inputs.topk_weights
+                check_received(
+                    layer.shape, received, rank, inputs.topk_idxs, inputs.xs, weights=weights
+                )
+            for call, out in outs[rank]:
+                expected = expected_sums(layer.shape, rank, calls[call].topk_idxs, calls[call].ys)
+                assert torch.equal(bits(out), bits(expected))
+
+
+def test_hundreds_of_calls_give_the_same_bits() -> None:
+    with ranks(
+        max_tokens_per_rank=4, hidden=128, num_experts=4, num_topk=2, num_sms=2, max_recv_rows=64
+    ) as layer:
+        kinds = [random_inputs(layer.shape, (4, kind), seed=kind) for kind in range(3)]
+        for inputs in kinds:
+            check_call(layer, inputs)
+        first = []
+        for i in range(150):
+            inputs = kinds[i % 3]
+            results = layer.dispatch(inputs.xs, inputs.topk_idxs)
+            outs = layer.combine(inputs.ys, handles_of(results))
+            first = first if i >= 3 else [*first, outs]
+            for out, expected in zip(outs, first[i % 3], strict=True):
+                assert torch.equal(bits(out), bits(expected))
+
+
+def test_rounds_are_counted_past_32_bits() -> None:
+    """Words that count rounds and arrivals are never reset."""
+    with ranks(num_sms=4) as layer:
+        for own in layer.layers:
+            own._segment("num_rounds").view(torch.int32).fill_(-1)
+            own._segment("num_counts").view(torch.int32).fill_(-1)
+            own._segment("arrivals").view(torch.int32).fill_(-4)
+            own._segment("counted_ctas").view(torch.int32).fill_(-4)
+        for seed in range(2):
+            check_call(layer, random_inputs(layer.shape, (8, 5), seed))
+
+
+def test_no_tokens_at_all() -> None:
+    with ranks() as layer:
+        check_call(layer, random_inputs(layer.shape, (0, 0)))
+
+
+def test_unused_slots_only() -> None:
+    with ranks() as layer:
+        check_call(layer, random_inputs(layer.shape, (8, 8), unused=2.0))
+
+
+def test_ids_out_of_range_count_as_unused_where_nobody_looks() -> None:
+    with ranks(checked=False) as layer:
+        inputs = random_inputs(layer.shape, (8, 8))
+        inputs.topk_idxs[0][0, 0] = 8
+        inputs.topk_idxs[1][3, 1] = 1 << 40
+        check_call(layer, inputs)
+
+
+def test_all_tokens_to_one_expert_in_every_slot() -> None:
+    """Each slot is a row of its own."""
+    with ranks() as layer:
+        inputs = random_inputs(layer.shape, (8, 8))
+        for ids in inputs.topk_idxs:
+            ids.fill_(5)
+        check_call(layer, inputs)
+
+
+def test_one_rank_alone() -> None:
+    with ranks(num_ranks=1, num_experts=3) as layer:
+        check_call(layer, random_inputs(layer.shape, (8,)))
+
+
+def test_many_ranks() -> None:
+    """More than a warp has lanes."""
+    with ranks(
+        num_ranks=35,
+        num_experts=35,
+        max_tokens_per_rank=2,
+        hidden=128,
+        num_sms=1,
+        expert_alignment=1,
+    ) as layer:
+        check_call(layer, random_inputs(layer.shape, [2, 1] * 17 + [0]))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_experts", "num_topk", "num_sms", "alignment"),
+    [(128, 2, 1, 1, 128), (384, 70, 5, 2, 8), (640, 64, 9, 3, 1), (1152, 66, 17, 9, 4)],
+)
+def test_odd_sizes(
+    hidden: int, num_experts: int, num_topk: int, num_sms: int, alignment: int
+) -> None:
+    with ranks(
+        hidden=hidden,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        num_sms=num_sms,
+        expert_alignment=alignment,
+        max_recv_rows=512,
+        max_tokens_per_rank=6,
+    ) as layer:
+        check_call(layer, random_inputs(layer.shape, (6, 3)))
+
+
+def test_rows_fit_to_the_last_one() -> None:
+    with ranks(max_recv_rows=32, expert_alignment=32) as layer:
+        inputs = random_inputs(layer.shape, (8, 2))
+        for ids in inputs.topk_idxs:
+            ids.fill_(6)
+        check_call(layer, inputs)
+
+
+def test_more_rows_than_there_is_room_for_are_an_error_on_every_rank() -> None:
+    """Rank 1 would get 48; rank 0, which gets none, says so too."""
+    with ranks(max_recv_rows=32) as layer:
+        inputs = random_inputs(layer.shape, (8, 8))
+        for ids in inputs.topk_idxs:
+            ids.fill_(6)
+        with pytest.raises(MegaMoEError, match=r"rank 1 would get 48 rows.*max_recv_rows is 32"):
+            layer.dispatch(inputs.xs, inputs.topk_idxs)
+        for own in layer.layers:
+            with pytest.raises(MegaMoEError):
+                own.check()
+            status = own.buffer.memory.status
+            assert (status.peer_rank, status.seen, status.expected) == (1, 48, 32)
+        with pytest.raises(MegaMoEError, match="reset"):
+            layer.dispatch(inputs.xs, inputs.topk_idxs)
+        layer.reset()
+        fewer = random_inputs(layer.shape, (8, 2))
+        for ids in fewer.topk_idxs:
+            ids.fill_(6)
+        check_call(layer, fewer)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with ranks(num_ranks=3, num_experts=6, timeout_s=0.01) as layer:
+        inputs = random_inputs(layer.shape, (8, 8, 8))
+        with pytest.raises(MegaMoETimeoutError, match=r"missing: rank 1\)"):
+            layer.dispatch(
+                [inputs.xs[0], inputs.xs[2]],
+                [inputs.topk_idxs[0], inputs.topk_idxs[2]],
+                ranks=[0, 2],
+            )
+        layer.reset()
+        check_call(layer, inputs)
+
+
+def test_kernels_behind_a_failed_one_do_nothing() -> None:
+    """Launched already, they neither wait nor tell anybody anything."""
+    with ranks(max_recv_rows=32) as layer:
+        inputs = random_inputs(layer.shape, (8, 8))
+        for ids in inputs.topk_idxs:
+            ids.fill_(6)
+        queues: list[list[Any]] = []
+        outs = []
+        for rank, own in enumerate(layer.layers):
+            launch, (_, handle) = own.prepare_dispatch(inputs.xs[rank], inputs.topk_idxs[rank])
+            handle.slot_rows.fill_(-1)
+            combine, out = own.prepare_combine(inputs.ys[rank], handle, out=inputs.xs[rank].clone())
+            queues.append([launch, combine])
+            outs.append(out)
+        with pytest.raises(MegaMoEError, match="would get 48 rows"):
+            layer.run(queues)
+        for x, out in zip(inputs.xs, outs, strict=True):
+            assert torch.equal(bits(out), bits(x))

@@ -1,0 +1,71 @@
+"""The compiled throughput kernels: no spills, arguments that agree on both sides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.errors import CompileError
+from deep_moe.heuristics.throughput import ThroughputConfig, ThroughputShape
+from deep_moe.jit.kernel_args import ThroughputArgs, layout_checks
+
+HEADER = Path(__file__).parents[2] / "include/deep_moe/split/throughput_args.cuh"
+KINDS = {
+    "bf16": {"step": "dispatch", "has_weights": True},
+    "fp8_128": {"step": "dispatch", "tokens": "fp8_128_ue8m0"},
+    "fp8_32": {"step": "dispatch", "tokens": "fp8_32"},
+    "given_fp8": {"step": "dispatch", "tokens": "fp8_128", "is_quantized_input": True},
+    "again": {"step": "dispatch", "has_weights": True, "knows_rows": True},
+    "combine": {"step": "combine", "has_weights": True, "copies_rows": True},
+    "fetched": {"step": "combine"},
+    "scalars": {"step": "scalars"},
+}
+# ranks, experts, top-k, hidden, tokens, received rows
+PROBLEMS = {
+    "v3": (8, 256, 8, 7168, 8192, 81_920),
+    "most": (72, 2016, 32, 7168, 32_768, 1 << 24),
+    "one_rank": (1, 2048, 16, 3584, 4096, 1 << 20),
+}
+
+
+def compile_kernel(config: ThroughputConfig):
+    return jit.compile_source(
+        jit.render_throughput(config),
+        arch=config.arch,
+        include_paths=jit.find_headers().include_paths,
+        kernel=jit.throughput_name(config),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_no_spills(arch: str, kind: str) -> None:
+    problems = PROBLEMS.values() if arch == "sm_90a" else [PROBLEMS["v3"]]
+    for sizes in problems:
+        config = ThroughputConfig(ThroughputShape(*sizes), num_ctas=132, arch=arch, **KINDS[kind])
+        compilation = compile_kernel(config)
+        resources = compilation.resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+        assert resources.stack_bytes == resources.static_smem_bytes == 0
+        assert resources.num_registers * config.num_threads <= 65536
+        assert "warning" not in compilation.log.lower(), compilation.log
+
+
+@pytest.mark.parametrize("check", list(layout_checks(ThroughputArgs))[::7])
+def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, check) -> None:
+    wrong = replace(check, value=check.value + 8)
+    monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))
+    shape = ThroughputShape(2, 4, 2, 128, 8, 64)
+    with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
+        compile_kernel(ThroughputConfig(shape, "scalars", 1, "sm_90a"))
+
+
+def test_every_member_of_the_header_is_mirrored_in_order() -> None:
+    body = re.search(r"struct ThroughputArgs \{\n(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    assert body is not None
+    members = re.findall(r"^\s+(?:const )?\w+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE)
+    assert members == [name for name, *_ in ThroughputArgs._fields_]

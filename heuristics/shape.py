@@ -8,10 +8,10 @@ from fractions import Fraction
 from deep_moe.formats.weight_formats import (
     DEFAULT_WEIGHTS,
     K_BLOCK,
+    SIZE_UNIT,
     WEIGHT_FORMATS,
     TokenFormat,
     check_weights_name,
-    size_unit,
 )
 
 from .segments import align_up
@@ -53,7 +53,7 @@ class MoEShape:
     num_ranks: ranks among which the experts are divided, 1 to 72.
     num_experts: experts of all ranks together, a multiple of `num_ranks`, at most 1024.
     num_topk: expert slots per token, 1 to 32 and not above `num_experts`.
-    hidden: width of a token, a multiple of 128, or of 32 with mxfp4 weights.
+    hidden: width of a token, a multiple of 32.
     intermediate_hidden: width between the two linear layers, the same.
     num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
@@ -82,8 +82,7 @@ class MoEShape:
 
     def __post_init__(self) -> None:
         check_weights_name(self.weights)
-        unit = size_unit(self.weights)
-        sizes = f"a positive multiple of {unit} with {self.weights} weights"
+        sizes = f"a positive multiple of {SIZE_UNIT}"
         allowed = {
             "num_ranks": f"1 to {MAX_RANKS}",
             "num_experts": f"a positive multiple of num_ranks, at most {MAX_EXPERTS}",
@@ -119,7 +118,7 @@ class MoEShape:
         )
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
-            check(name, size > 0 and size % unit == 0)
+            check(name, size > 0 and size % SIZE_UNIT == 0)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
         check(
@@ -186,6 +185,16 @@ class MoEShape:
             num_topk=self.num_topk,
             num_experts_per_rank=self.num_experts_per_rank,
         )
+
+    def expected_tokens_per_local_expert(self, num_tokens: int) -> Fraction:
+        """The same over all experts of a rank, of which the shared ones get its own tokens.
+
+        >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024, num_shared_experts=1)
+        >>> float(shape.expected_tokens_per_local_expert(33))  # 32 experts of 8.25, one of 33
+        9.0
+        """
+        routed = self.num_experts_per_rank * self.expected_tokens_per_expert(num_tokens)
+        return (routed + self.num_shared_experts * num_tokens) / self.num_local_experts
 
     @property
     def num_max_received(self) -> int:

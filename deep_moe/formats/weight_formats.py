@@ -54,19 +54,9 @@ _WITHOUT_KERNEL = {
 }
 
 
-# Of which hidden and intermediate sizes are multiples, where a format does not pad them.
-K_BLOCK = 128
-_SIZE_UNITS = {"mxfp4": 32}
-
-
-def size_unit(weights: str) -> int:
-    """Of which hidden and intermediate sizes are multiples with weights of a format. Between these
-    and multiples of 128, weights are padded when they are transformed.
-
-    >>> size_unit("mxfp4"), size_unit("fp8")
-    (32, 128)
-    """
-    return _SIZE_UNITS.get(weights, K_BLOCK)
+# Of which hidden and intermediate sizes are multiples, and up to multiples of which weights are
+# padded with zeros when they are transformed.
+SIZE_UNIT, K_BLOCK = 32, 128
 
 
 class WeightFormat(ABC):
@@ -94,23 +84,29 @@ class WeightFormat(ABC):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Raise ValueError if checked weights hold what stands for no number."""
 
+    @abstractmethod
     def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
-        """Checked weights with zeros up to multiples of 128, as new tensors. For formats that allow
-        other sizes (`size_unit`)."""
-        raise NotImplementedError(f"{self.name} weights are not padded")
+        """Checked weights with zeros up to multiples of 128, as new tensors."""
 
+    @abstractmethod
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         """The inverse, to the sizes of `shape`. Copies."""
-        raise NotImplementedError(f"{self.name} weights are not padded")
+
+    # Of the following, num_matrices: one below the other, 2 of Linear1, whose blocks of scales
+    # begin anew at the first row of up.
 
     @abstractmethod
-    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
         """What one expert's weights stand for, float64 [N, K]."""
 
     @abstractmethod
-    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
         """The nearest weights to float32 `x` [..., N, K]. scale_block: one that the format has."""
 
     @abstractmethod
@@ -121,6 +117,7 @@ class WeightFormat(ABC):
         device: torch.device,
         generator: torch.Generator,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         """One expert's weights [1, N, K] of any values, so large that a sum of K products is about
         as large as what they are multiplied by."""

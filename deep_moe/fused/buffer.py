@@ -77,8 +77,8 @@ class SymmBuffer(RankBuffer):
         if shape.padded is not shape:
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
-            padded_x.view(torch.uint8)[:, shape.hidden :] = 0
-            self.x_sf[:, -1] = 0
+            padded_x.view(torch.uint8)[:, shape.hidden * shape.token_format.value_bytes :] = 0
+            self.x_sf[:, -1:] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.caches = CallCaches()
@@ -157,8 +157,8 @@ def get_symm_buffer_for_mega_moe(
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
-    hidden, intermediate_hidden: multiples of 128, or of 32 with mxfp4 weights; y is of the true
-        size, and so are `x` and `x_sf`, which are views of longer rows then.
+    hidden, intermediate_hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`,
+        which are views of longer rows unless hidden is a multiple of 128.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
     num_max_tokens_per_rank: most tokens of one call.
     num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its

@@ -292,18 +292,16 @@ def check_routing(
 
 
 def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
-    """The config's fields that say where rows begin, if not one behind the other. Rows without
-    scales always are: sizes off the multiples of 128 go with E4M3 only."""
-    if input_x.dtype != torch.float8_e4m3fn:
-        return {}
-    hidden = input_x.shape[1]
-    rows = (hidden, input_x.stride(0), 4 * input_x_sf.stride(0))
-    if rows == (hidden, hidden, hidden // GROUP_SIZE):
+    """The config's fields that say where rows begin, if not one behind the other."""
+    hidden, row_length = input_x.shape[1], input_x.stride(0)
+    has_scales = input_x_sf.shape[1] > 0
+    row_scales = 4 * input_x_sf.stride(0) if has_scales else 0
+    if row_length == hidden and row_scales == (hidden // GROUP_SIZE if has_scales else 0):
         return {}
     return {
         "num_row_chunks": hidden // VALUES_PER_CHUNK,
-        "num_buffer_row_chunks": rows[1] // VALUES_PER_CHUNK,
-        "num_buffer_row_scales": rows[2],
+        "num_buffer_row_chunks": row_length // VALUES_PER_CHUNK,
+        "num_buffer_row_scales": row_scales,
     }
 
 

@@ -192,7 +192,7 @@ def expert_bounds(
     takes them."""
     sums, errors = sums_with_errors(
         tokens,
-        numerics.weights(*l1_weights),
+        numerics.weights(*l1_weights, 2),
         sum_bits,
         numerics.sum_block,
         numerics.sum_products,
@@ -215,7 +215,7 @@ def expert_bounds(
         weights,
         numerics,
     )
-    dense = numerics.weights(*l2_weights)
+    dense = numerics.weights(*l2_weights, 1)
     sums, errors = sums_with_errors(
         quantized, dense, sum_bits, numerics.sum_block, numerics.sum_products
     )
@@ -271,6 +271,9 @@ def sums_with_errors(
     Rounding to nearest, and orders other than by so many consecutive values, stay below that. Where
     sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
     """
+    if sum_block is not None and values.shape[1] % sum_block:  # the kernel's are padded, too
+        missing = (0, -values.shape[1] % sum_block)
+        values, weights = (torch.nn.functional.pad(each, missing) for each in (values, weights))
     num_groups = values.shape[1] // num_products
     grouped_values = values.unflatten(1, (num_groups, num_products)).transpose(0, 1)
     grouped_weights = weights.unflatten(1, (num_groups, num_products)).permute(1, 2, 0)

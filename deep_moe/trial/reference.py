@@ -41,7 +41,8 @@ class Numerics:
     """How activations become what the tensor cores multiply.
 
     tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
-    and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
+    and scales of a layer, as checkpoints have them, which are so many matrices one below the other,
+    as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
     never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
@@ -50,7 +51,7 @@ class Numerics:
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     scale_block: int | None
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     sum_bits: int
@@ -261,14 +262,14 @@ def expert_output(
     biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
     Linear1's output is quantized as for weight 1.
     """
-    accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
+    accumulator = tokens @ numerics.weights(*l1_weights, 2).T  # [n, 2*I]
     if biases is not None:
         accumulator += biases[0]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
     inner_weights = weights if biases is None else torch.ones_like(weights)
     activated = activation(gate, up) * inner_weights.unsqueeze(1)
     quantized = numerics.requantize(activated, inner_weights)
-    accumulator = quantized @ numerics.weights(*l2_weights).T
+    accumulator = quantized @ numerics.weights(*l2_weights, 1).T
     if biases is not None:
         accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
     return round_to_bf16(accumulator)

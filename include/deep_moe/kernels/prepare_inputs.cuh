@@ -29,7 +29,7 @@ struct PrepareInputsArgs {
     const void* x;             // bf16 [num_chunks * 8]
     const void* topk_idx;      // i64 or i32 [num_slots]
     const void* topk_weights;  // f32 or bf16 [num_slots]
-    void* input_x;             // e4m3 or bf16 [num_chunks * 8]; e4m3 maybe in longer rows
+    void* input_x;             // e4m3 or bf16 [num_chunks * 8], maybe in longer rows
     void* input_x_sf;      // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or null
     void* input_topk_idx;  // i64 [num_slots]
     void* input_topk_weights;   // f32 [num_slots]
@@ -70,7 +70,8 @@ class TokenChunks {
             auto* values = static_cast<uint4*>(args_.input_x);
 #pragma unroll
             for (uint32_t i = 0; i < num_chunks; ++i) {
-                if (is_valid(i)) values[chunk_idx(i)] = chunks_[i];
+                if (!is_valid(i)) continue;
+                values[place(chunk_idx(i), Config::num_buffer_row_chunks)] = chunks_[i];
             }
         }
     }

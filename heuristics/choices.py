@@ -370,7 +370,7 @@ def choose_stages(
 
 def _problem(shape: MoEShape) -> dict[str, int | str | bool]:
     """What shared memory depends on beside the chosen fields."""
-    names = ("num_experts", "hidden", "weights", "biases")
+    names = ("num_experts", "hidden", "weights", "biases", "token_scales")
     return {name: getattr(shape, name) for name in names}
 
 

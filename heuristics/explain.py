@@ -91,6 +91,7 @@ class Explanation:
     arch: str
     weights: str
     biases: bool
+    token_scales: str
     smem_capacity: int
     fields: tuple[FieldReason, ...]
     tuning: TuningReport
@@ -124,6 +125,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         arch=config.arch,
         weights=config.weights,
         biases=config.biases,
+        token_scales=config.token_scales,
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
     DEFAULT_WEIGHTS,
+    FLOAT_TOKEN_SCALES,
     K_BLOCK,
     SIZE_UNIT,
-    WEIGHT_FORMATS,
+    TOKEN_SCALES,
     TokenFormat,
     check_weights_name,
+    token_format,
 )
 
 from .segments import align_up
@@ -62,6 +65,8 @@ class MoEShape:
     weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
+    token_scales: of the caller's tokens, "ue8m0_per_32" or, with fp8 weights on some targets and
+        hidden a multiple of 128, "float32_per_128".
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -79,6 +84,7 @@ class MoEShape:
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
+    token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
 
     def __post_init__(self) -> None:
         check_weights_name(self.weights)
@@ -98,6 +104,10 @@ class MoEShape:
                 require_int(name, getattr(self, name), words)
         if not isinstance(self.biases, bool):
             raise TypeError(f"biases must be a bool; got {self.biases!r}")
+        if not isinstance(self.token_scales, str) or self.token_scales not in TOKEN_SCALES:
+            raise ValueError(
+                f"token_scales must be one of {', '.join(TOKEN_SCALES)}; got {self.token_scales!r}"
+            )
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -119,6 +129,9 @@ class MoEShape:
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
             check(name, size > 0 and size % SIZE_UNIT == 0)
+        if self.token_scales == FLOAT_TOKEN_SCALES:
+            rule = f"a multiple of {K_BLOCK} with token_scales {self.token_scales}"
+            check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
         check(
@@ -157,7 +170,7 @@ class MoEShape:
     @property
     def token_format(self) -> TokenFormat:
         """Of tokens and Linear1's output, which follows from that of the weights."""
-        return WEIGHT_FORMATS[self.weights]
+        return token_format(self.weights, self.token_scales)
 
     @property
     def num_experts_per_rank(self) -> int:

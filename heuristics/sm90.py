@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, token_format
 
 from .choices import (
     MIN_STAGES,
@@ -443,7 +443,7 @@ def smem_layout(config: ConfigFields) -> Layout:
         has_biases=bool(config["biases"]),
         cluster_size=int(config["cluster_size"]),
         has_block_scales=kind.has_block_scales,
-        tokens=WEIGHT_FORMATS[str(config["weights"])],
+        tokens=token_format(str(config["weights"]), str(config["token_scales"])),
     )
 
 

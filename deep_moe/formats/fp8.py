@@ -85,7 +85,8 @@ class Fp8(WeightFormat):
         else:
             scales = ue8m0_to_float(_bytes(sf))
         block = SCALE_GROUP if scales.shape[0] == values.shape[0] else (BLOCK, BLOCK)
-        return values * over_values(scales, block, *values.shape, num_matrices)
+        num_rows, num_columns = values.shape
+        return values * over_values(scales, block, num_rows, num_columns, num_matrices)
 
     def quantize(
         self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
@@ -277,7 +278,8 @@ def quantize_blocks(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
     blocks = whole.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
     largest = blocks.abs().amax(dim=(-2, -1))
     scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_NORMAL).where(largest > 0, 1.0)
-    codes = x / over_values(scales, (BLOCK, BLOCK), *x.shape[-2:], num_matrices)
+    *_, num_rows, num_columns = x.shape
+    codes = x / over_values(scales, (BLOCK, BLOCK), num_rows, num_columns, num_matrices)
     return LayerWeights(codes.to(torch.float8_e4m3fn), scales)
 
 

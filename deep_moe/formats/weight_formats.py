@@ -29,12 +29,14 @@ SCALE_GROUP = (1, 32)  # rows and values along K that share a scale
 class TokenFormat:
     """What tokens and Linear1's output are where weights have some format.
 
-    words: for people. value_bytes: of a value. has_scales: whether 32 values share a UE8M0 scale.
+    words: for people. value_bytes: of a value. has_scales: whether 32 values share a UE8M0 scale,
+    or, if has_float_scales, 128 a float32 scale of any size.
     """
 
     words: str
     value_bytes: int
     has_scales: bool
+    has_float_scales: bool = False
 
     @property
     def block_k(self) -> int:
@@ -43,10 +45,27 @@ class TokenFormat:
 
 
 E4M3_TOKENS = TokenFormat("e4m3", 1, has_scales=True)
+FLOAT_SCALED_TOKENS = TokenFormat("e4m3", 1, has_scales=True, has_float_scales=True)
 BF16_TOKENS = TokenFormat("bf16", 2, has_scales=False)
 
 # The tokens that go with each. Each has a file of its name, with a `FORMAT` in it.
 WEIGHT_FORMATS = {"mxfp4": E4M3_TOKENS, "fp8": E4M3_TOKENS, "bf16": BF16_TOKENS}
+
+# The scales of the caller's tokens, by name: one for 32 values as weights of most formats ask for,
+# or what engines have that serve FP8 checkpoints on Hopper. Which of them go with weights, their
+# target says (deep_moe/targets).
+DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES = "ue8m0_per_32", "float32_per_128"
+TOKEN_SCALES = (DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES)
+
+
+def token_format(weights: str, token_scales: str = DEFAULT_TOKEN_SCALES) -> TokenFormat:
+    """The tokens that go with weights of a format.
+
+    >>> token_format("fp8", "float32_per_128").has_float_scales
+    True
+    """
+    return FLOAT_SCALED_TOKENS if token_scales == FLOAT_TOKEN_SCALES else WEIGHT_FORMATS[weights]
+
 
 # Of formats that there is no kernel for, why.
 _WITHOUT_KERNEL = {

@@ -48,6 +48,8 @@ class Numerics:
     never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
     hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
     the reference keeps all. sum_products: that one instruction adds to a sum.
+    multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is
+    rounded to FP32.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,6 +59,7 @@ class Numerics:
     sum_bits: int
     sum_block: int | None = None
     sum_products: int = GROUP_SIZE
+    multiplies_block_scales: bool = False
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
@@ -79,6 +82,11 @@ class Numerics:
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
+
+
+def float_scaled_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """Tokens with a float32 scale for every 128 values, exact in float64."""
+    return x.float().double() * x_sf.double().repeat_interleave(SM90_SCALE_BLOCK, dim=-1)
 
 
 def _smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,9 @@ from deep_moe.formats.block_scaled import (
     E4M3_NAN,
     pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
+    ue8m0_to_float,
 )
+from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.scale_blocks import num_blocks, over_values
 from deep_moe.formats.weight_formats import SCALE_GROUP, TokenFormat, weight_format
 from deep_moe.formats.weights import LayerWeights
@@ -114,7 +116,7 @@ class Tokens:
     """What one rank brings to a call."""
 
     x: torch.Tensor  # float8_e4m3fn or bfloat16 [tokens, hidden]
-    x_sf: torch.Tensor  # int32 [tokens, hidden/128], of bfloat16 [tokens, 0]
+    x_sf: torch.Tensor  # int32 or float32 [tokens, hidden/128], of bfloat16 [tokens, 0]
     topk_idx: torch.Tensor  # int64 [tokens, topk]
     topk_weights: torch.Tensor  # float32 [tokens, topk]
 
@@ -245,12 +247,18 @@ def exact_tokens(
     weights = torch.exp2(exponents.float())
     if not shape.token_format.has_scales:
         return Tokens(*quantize_tokens(x.float(), shape.token_format), topk_idx, weights)
+    if shape.token_format.has_float_scales:
+        codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, (1, 128))
+        scales = ue8m0_to_float(sf, torch.float32)
+        return Tokens(codes.to(torch.float8_e4m3fn), scales, topk_idx, weights)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
     return Tokens(codes.to(torch.float8_e4m3fn), pack_ue8m0_groups(sf), topk_idx, weights)
 
 
 def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` and `x_sf` of a buffer for float32 [tokens, hidden]."""
+    if form.has_float_scales:
+        return quantize_e4m3_float(values)
     if form.has_scales:
         return quantize_e4m3_ue8m0(values)
     return values.bfloat16(), values.new_empty((values.shape[0], 0), dtype=torch.int32)

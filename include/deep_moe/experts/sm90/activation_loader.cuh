@@ -127,7 +127,8 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                 // What every stage has beside the tile.
                 const uint32_t num_stage_bytes =
-                    copy.num_bytes + (promotes_scales ? token_vector_bytes : 0);  //~ token_scales_counted
+                    copy.num_bytes +
+                    (promotes_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
                 if (is_linear1 && k_block_idx == 0) {
                     // Scales, and the weights that go into Linear1's output.
                     constexpr bool has_weights = !Config::Biases::exist;

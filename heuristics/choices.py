@@ -51,9 +51,11 @@ def choose_num_experts_per_wave(
     num_sms: int,
     blocks_per_sm: int = IMBALANCE_FACTOR,
     num_more: int = 0,
+    m_block_counts: Sequence[int] = (),
 ) -> int:
     """Experts whose Linear1 blocks together offer so many blocks per SM, and `num_more` experts
-    beside them, as a divisor of the local experts.
+    beside them, as a divisor of the local experts. m_block_counts: the numbers of m-blocks of an
+    expert that waves are made for, ascending from 1, each up to the next; by default all.
 
     5 experts of 2 x 32 blocks would do for 148 SMs; 8 is the next divisor of 32:
 
@@ -63,7 +65,9 @@ def choose_num_experts_per_wave(
     """
     if expected < 1:
         return num_experts_per_rank
-    blocks_per_expert = ceil_div(ceil(expected), block_m) * num_l1_n_blocks
+    num_m_blocks = ceil_div(ceil(expected), block_m)
+    num_m_blocks = max((n for n in m_block_counts if n <= num_m_blocks), default=num_m_blocks)
+    blocks_per_expert = num_m_blocks * num_l1_n_blocks
     wanted = ceil_div(blocks_per_sm * num_sms, blocks_per_expert) + num_more
     return next(
         divisor
@@ -195,9 +199,11 @@ def choose_waves(
     blocks_per_sm: int = IMBALANCE_FACTOR,
     num_more: int = 0,
     alternating: bool = False,
+    m_block_counts: Sequence[int] = (),
 ) -> None:
     """Experts per wave and per turn of Linear1 and Linear2 (experts/scheduler.cuh);
-    needs num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert."""
+    needs num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert. m_block_counts: as
+    in `choose_num_experts_per_wave`."""
     fields = choices.fields
     if expected < 1:
         reason = "less than one token per expert expected: all local experts in one wave"
@@ -217,6 +223,7 @@ def choose_waves(
             num_sms=fields["num_sms"],
             blocks_per_sm=blocks_per_sm,
             num_more=num_more,
+            m_block_counts=m_block_counts,
         ),
         reason,
     )
@@ -363,7 +370,7 @@ def choose_stages(
 
 def _problem(shape: MoEShape) -> dict[str, int | str | bool]:
     """What shared memory depends on beside the chosen fields."""
-    names = ("num_experts", "hidden", "weights", "biases")
+    names = ("num_experts", "hidden", "weights", "biases", "token_scales")
     return {name: getattr(shape, name) for name in names}
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activation_of
-from deep_moe.formats.weight_formats import TokenFormat
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TokenFormat
 from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
 from .segments import Layout, align_up
@@ -103,6 +103,7 @@ class MegaMoEConfig:
     arch: str = field(kw_only=True)
     weights: str = field(kw_only=True)
     biases: bool = field(default=False, kw_only=True)
+    token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
     # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
@@ -115,7 +116,7 @@ class MegaMoEConfig:
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""
-        not_numbers = ("activation", "arch", "weights", "biases", "decision")
+        not_numbers = ("activation", "arch", "weights", "biases", "token_scales", "decision")
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
@@ -156,7 +157,9 @@ class MegaMoEConfig:
     @property
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
-        policies: dict[str, str | bool] = {"weights": self.weights, "biases": self.biases}
+        policies: dict[str, str | bool] = {
+            name: getattr(self, name) for name in ("weights", "biases", "token_scales")
+        }
         return self.target.smem_layout({**self.kernel_fields(), **policies})
 
     @property
@@ -227,7 +230,7 @@ def choose_config(
     target = EMULATED if arch is None else target_of(arch)
     if not isinstance(shape, MoEShape):
         raise TypeError(f"shape must be a MoEShape; got {type(shape).__name__}")
-    target.weights_of(shape.weights)
+    target.weights_of(shape.weights).check_token_scales(shape.token_scales, target.name)
     allowed_tokens = f"0 to num_max_tokens_per_rank ({shape.num_max_tokens_per_rank})"
     require_int("num_tokens", num_tokens, allowed_tokens)
     if not 0 <= num_tokens <= shape.num_max_tokens_per_rank:
@@ -302,6 +305,7 @@ def choose_config(
         arch=target.name,
         weights=shape.weights,
         biases=shape.biases,
+        token_scales=shape.token_scales,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 

@@ -44,8 +44,9 @@ class RegisterRow:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's work when routing is uniform: blocks per wave of experts, how many rounds the grid
-    makes over all blocks, and which part of it the last round occupies."""
+    """One rank's work if routing is uniform: blocks per wave of routed experts, m-blocks of shared
+    ones, how many rounds the grid makes over all blocks, and which part of it the last round
+    occupies."""
 
     num_tokens: int
     expected_tokens_per_expert: float
@@ -53,6 +54,7 @@ class Schedule:
     num_waves: int
     num_l1_blocks_per_wave: int
     num_l2_blocks_per_wave: int
+    num_shared_m_blocks: int
     num_blocks: int
     num_rounds: int
     last_round_occupancy: float
@@ -89,6 +91,7 @@ class Explanation:
     arch: str
     weights: str
     biases: bool
+    token_scales: str
     smem_capacity: int
     fields: tuple[FieldReason, ...]
     tuning: TuningReport
@@ -122,6 +125,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         arch=config.arch,
         weights=config.weights,
         biases=config.biases,
+        token_scales=config.token_scales,
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])
@@ -193,12 +197,14 @@ def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
     num_l2_blocks = num_m_blocks_per_wave * config.num_l2_n_blocks
     # Clusters take neighbouring n-blocks together, or one of two m-blocks; with an odd number of
     # n-blocks the last group is not full.
-    num_groups_per_wave = num_m_blocks_per_wave * (
-        ceil_div(config.num_l1_n_blocks, config.cluster_size)
-        + ceil_div(config.num_l2_n_blocks, config.cluster_size)
+    num_groups_per_m_block = ceil_div(config.num_l1_n_blocks, config.cluster_size) + ceil_div(
+        config.num_l2_n_blocks, config.cluster_size
     )
     num_clusters = config.num_sms // config.cluster_size
-    num_groups = num_waves * num_groups_per_wave
+    # Parts of a shared expert are full m-blocks but for its last one.
+    num_shared_m_blocks = config.num_shared_experts * ceil_div(num_tokens, config.block_m)
+    num_groups = (num_waves * num_m_blocks_per_wave + num_shared_m_blocks) * num_groups_per_m_block
+    num_shared_blocks = num_shared_m_blocks * (config.num_l1_n_blocks + config.num_l2_n_blocks)
     in_last_round = num_groups % num_clusters or min(num_groups, num_clusters)
     return Schedule(
         num_tokens=num_tokens,
@@ -207,7 +213,8 @@ def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
         num_waves=num_waves,
         num_l1_blocks_per_wave=num_l1_blocks,
         num_l2_blocks_per_wave=num_l2_blocks,
-        num_blocks=num_waves * (num_l1_blocks + num_l2_blocks),
+        num_shared_m_blocks=num_shared_m_blocks,
+        num_blocks=num_waves * (num_l1_blocks + num_l2_blocks) + num_shared_blocks,
         num_rounds=ceil_div(num_groups, num_clusters),
         last_round_occupancy=in_last_round / num_clusters,
     )

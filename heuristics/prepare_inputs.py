@@ -13,7 +13,8 @@ VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
 class PrepareInputsConfig:
     """One kernel; equal configs give equal kernels. Sizes are arguments of the launch.
 
-    quantizes: whether tokens become E4M3; else they stay BF16. has_int32_topk_idx: else int64.
+    quantizes: whether tokens become E4M3; else they stay BF16. has_float_scales: with a float32
+    scale for 128 values; else with a UE8M0 scale for 32. has_int32_topk_idx: else int64.
     has_bf16_topk_weights: else float32. num_expert_copies: columns of the expert map, 0 for none.
     num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
     8 values in a row of x, if the buffer's rows do not follow each other without gaps;
@@ -25,6 +26,7 @@ class PrepareInputsConfig:
     """
 
     quantizes: bool = True
+    has_float_scales: bool = False
     has_int32_topk_idx: bool = False
     has_bf16_topk_weights: bool = False
     has_token_mask: bool = False

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
     DEFAULT_WEIGHTS,
+    FLOAT_TOKEN_SCALES,
     K_BLOCK,
-    WEIGHT_FORMATS,
+    SIZE_UNIT,
+    TOKEN_SCALES,
     TokenFormat,
     check_weights_name,
-    size_unit,
+    token_format,
 )
 
 from .segments import align_up
@@ -53,7 +56,7 @@ class MoEShape:
     num_ranks: ranks among which the experts are divided, 1 to 72.
     num_experts: experts of all ranks together, a multiple of `num_ranks`, at most 1024.
     num_topk: expert slots per token, 1 to 32 and not above `num_experts`.
-    hidden: width of a token, a multiple of 128, or of 32 with mxfp4 weights.
+    hidden: width of a token, a multiple of 32.
     intermediate_hidden: width between the two linear layers, the same.
     num_max_tokens_per_rank: most tokens that a rank brings to one call, at least 1.
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
@@ -62,6 +65,8 @@ class MoEShape:
     weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
+    token_scales: of the caller's tokens, "ue8m0_per_32" or, with fp8 weights on some targets and
+        hidden a multiple of 128, "float32_per_128".
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -79,11 +84,11 @@ class MoEShape:
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
+    token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
 
     def __post_init__(self) -> None:
         check_weights_name(self.weights)
-        unit = size_unit(self.weights)
-        sizes = f"a positive multiple of {unit} with {self.weights} weights"
+        sizes = f"a positive multiple of {SIZE_UNIT}"
         allowed = {
             "num_ranks": f"1 to {MAX_RANKS}",
             "num_experts": f"a positive multiple of num_ranks, at most {MAX_EXPERTS}",
@@ -99,6 +104,10 @@ class MoEShape:
                 require_int(name, getattr(self, name), words)
         if not isinstance(self.biases, bool):
             raise TypeError(f"biases must be a bool; got {self.biases!r}")
+        if not isinstance(self.token_scales, str) or self.token_scales not in TOKEN_SCALES:
+            raise ValueError(
+                f"token_scales must be one of {', '.join(TOKEN_SCALES)}; got {self.token_scales!r}"
+            )
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -119,7 +128,10 @@ class MoEShape:
         )
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
-            check(name, size > 0 and size % unit == 0)
+            check(name, size > 0 and size % SIZE_UNIT == 0)
+        if self.token_scales == FLOAT_TOKEN_SCALES:
+            rule = f"a multiple of {K_BLOCK} with token_scales {self.token_scales}"
+            check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
         check(
@@ -158,7 +170,7 @@ class MoEShape:
     @property
     def token_format(self) -> TokenFormat:
         """Of tokens and Linear1's output, which follows from that of the weights."""
-        return WEIGHT_FORMATS[self.weights]
+        return token_format(self.weights, self.token_scales)
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -186,6 +198,16 @@ class MoEShape:
             num_topk=self.num_topk,
             num_experts_per_rank=self.num_experts_per_rank,
         )
+
+    def expected_tokens_per_local_expert(self, num_tokens: int) -> Fraction:
+        """The same over all experts of a rank, of which the shared ones get its own tokens.
+
+        >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024, num_shared_experts=1)
+        >>> float(shape.expected_tokens_per_local_expert(33))  # 32 experts of 8.25, one of 33
+        9.0
+        """
+        routed = self.num_experts_per_rank * self.expected_tokens_per_expert(num_tokens)
+        return (routed + self.num_shared_experts * num_tokens) / self.num_local_experts
 
     @property
     def num_max_received(self) -> int:

@@ -153,8 +153,11 @@ def choose_fields(
     choose("num_cluster_m_blocks", 1, "both CTAs multiply the same tokens")
 
     expected = shape.expected_tokens_per_expert(num_tokens)
-    tile = choose_tile(expected)
-    tile_reason = f"{float(expected):.4g} tokens per expert expected"
+    per_local_expert = shape.expected_tokens_per_local_expert(num_tokens)
+    tile = choose_tile(per_local_expert)
+    tile_reason = f"{float(per_local_expert):.4g} tokens per expert expected"
+    if shape.num_shared_experts:
+        tile_reason += f", those of shared experts, {num_tokens} each, among them"
     if "block_m" in overrides:
         tile = _tile_of(overrides["block_m"])
         tile_reason = f"goes with block_m {tile.block_m}"

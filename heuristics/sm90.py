@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, token_format
 
 from .choices import (
     MIN_STAGES,
@@ -52,6 +52,9 @@ BLOCK_MS = tuple(range(8, 184, 8))
 # registers: ptxas overlaps the products in four of up to 88 rows, or in 64, 96 and 128.
 FITTED_TILES, NUM_FITTED_SIZES = ((64, 8), (72, 8), (80, 8), (88, 8)), 4
 UNEVEN_TILE = (128, 32)  # for experts whose counts differ by more than chance makes them
+# Of one size as large as fitted ones. None costs 0.12 % less than all others at any number of
+# tokens: so they are left to callers and tuning tables, and a deployment compiles fewer kernels.
+SPARED_TILES = tuple((block_m, block_m) for block_m, _ in FITTED_TILES)
 # block_m and block_m_step of all tiles, those of one size first.
 TILES: tuple[tuple[int, int], ...] = (
     *((block_m, block_m) for block_m in BLOCK_MS),
@@ -88,6 +91,10 @@ MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
 # full, and uneven experts may be too small to fill the time (H200, 2026-11-22: benchmarks/LOG.md).
 SHORT_WAVES: Mapping[str, Any] = {"blocks_per_sm": 1, "num_more": 2, "alternating": True}
 LONG_WAVES: Mapping[str, Any] = {"blocks_per_sm": 6}
+# The length of a wave is compiled in, and makes little difference: half or twice of it cost 0 to
+# 0.5 % (H200, 2026-11-21, flash 4096 and 8192, and nothing that could be told apart on pro). So
+# there are three lengths, for experts of one m-block, of two and of five and more.
+WAVE_M_BLOCK_COUNTS = (1, 2, 5)
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
@@ -101,6 +108,7 @@ class WeightKind:
     has_block_scales: whether there is one for every 128 x 128, so that the sums of every k-block
     are added up in registers. tiles: block_m and block_m_step of those that there are registers
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
+    spared_tiles: those of them that are not chosen unless they are asked for.
     """
 
     block_bytes: int
@@ -108,6 +116,7 @@ class WeightKind:
     has_block_scales: bool
     tiles: tuple[tuple[int, int], ...]
     costs: Callable[[float], tuple[float, float]]
+    spared_tiles: tuple[tuple[int, int], ...] = ()
 
     def math_registers(self, block_m: int, step: int) -> int:
         """Of a math thread for a tile. Without scales its loop needs next to none beside the
@@ -157,7 +166,7 @@ PROMOTED_ROWS = (*range(8, 120, 8), 128)
 MAX_ROWS_OF_TWO_SETS = 88
 PROMOTING_LOOP_REGISTERS = 40
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, False, TILES, decoded_costs),
+    "mxfp4": WeightKind(17408, True, False, TILES, decoded_costs, SPARED_TILES),
     "fp8": WeightKind(
         32768, False, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
     ),
@@ -197,12 +206,52 @@ def warp_roles(fields: ConfigFields) -> dict[str, range]:
     }
 
 
+@dataclass(frozen=True)
+class SharedWork:
+    """What a rank's shared experts have beside its routed ones: each of them num_tokens tokens, cut
+    into at most num_parts parts of a multiple of num_part_m_blocks m-blocks."""
+
+    num_experts: int
+    num_routed_experts: int
+    num_tokens: int
+    num_parts: int
+    num_part_m_blocks: int
+
+    @classmethod
+    def of(cls, shape: MoEShape, num_tokens: int, fields: Mapping[str, int]) -> SharedWork | None:
+        """fields: those of `choose_shared_parts`."""
+        if not shape.num_shared_experts:
+            return None
+        return cls(
+            shape.num_shared_experts,
+            shape.num_experts_per_rank,
+            num_tokens,
+            ceil_div(shape.num_experts_per_rank, fields["num_experts_per_part"]),
+            fields["num_part_m_blocks"],
+        )
+
+    def parts(self, block_m: int) -> tuple[tuple[int, int], ...]:
+        """Tokens of a part of one expert, and how many parts have as many, with such m-blocks
+        (experts/expert_order.cuh).
+
+        >>> SharedWork(1, 48, 300, num_parts=8, num_part_m_blocks=2).parts(32)
+        ((64, 4), (44, 1))
+        """
+        per_part = ceil_div(self.num_tokens, self.num_parts)
+        full = max(align_up(per_part, block_m * self.num_part_m_blocks), 1)
+        num_full, rest = divmod(self.num_tokens, full)
+        return tuple((size, count) for size, count in ((full, num_full), (rest, 1)) if size * count)
+
+
 def choose_tile(
-    expected: Fraction, is_uneven: bool = False, weights: str = DEFAULT_WEIGHTS
+    expected: Fraction,
+    is_uneven: bool = False,
+    weights: str = DEFAULT_WEIGHTS,
+    shared: SharedWork | None = None,
 ) -> tuple[int, int]:
     """block_m and block_m_step of the tiles with the least expected cost, if routing scatters the
     tokens of an expert like a Poisson count with this mean, or, if uneven, with means that vary by
-    half of it.
+    half of it. shared: what is computed beside them.
 
     Rows that no token fills cost products, tokens beyond a tile cost a second one, which decodes
     the expert's weights again.
@@ -220,17 +269,34 @@ def choose_tile(
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
     unit = 2 ** max(0, int(expected).bit_length() - 7)
-    return _choose_tile(
-        expected if expected < 32 else Fraction(round(expected / unit) * unit), is_uneven, weights
+    rounded = expected if expected < 32 else Fraction(round(expected / unit) * unit)
+    costs = _expected_costs(rounded, is_uneven, weights)
+    if shared is None:
+        return min(costs, key=lambda tile: costs[tile])
+    work, kind = shared, WEIGHTS[weights]
+    return min(
+        costs,
+        key=lambda tile: work.num_routed_experts * costs[tile] + shared_cost(tile, work, kind),
     )
 
 
 @lru_cache(maxsize=4096)
-def _choose_tile(expected: Fraction, is_uneven: bool, weights: str) -> tuple[int, int]:
+def _expected_costs(
+    expected: Fraction, is_uneven: bool, weights: str
+) -> dict[tuple[int, int], float]:
+    """Of a routed expert, by tile."""
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
     kind = WEIGHTS[weights]
-    tiles = [tile for tile in kind.tiles if not (is_uneven and tile in FITTED_TILES)]
-    return min(tiles, key=lambda tile: _expected_cost(tile, counts, kind))
+    spared = (*kind.spared_tiles, *(FITTED_TILES if is_uneven else ()))
+    tiles = [tile for tile in kind.tiles if tile not in spared]
+    return {tile: _expected_cost(tile, counts, kind) for tile in tiles}
+
+
+def shared_cost(tile: tuple[int, int], work: SharedWork, kind: WeightKind) -> float:
+    """Of all shared experts, in the unit of `_expected_cost`."""
+    parts = work.parts(tile[0])
+    of_one = sum(count * _tiles_cost(num_tokens, tile, kind) for num_tokens, count in parts)
+    return work.num_experts * of_one * _loop_cost(tile, kind)
 
 
 def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
@@ -263,14 +329,19 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
 def _expected_cost(
     tile: tuple[int, int], counts: list[tuple[int, float]], kind: WeightKind
 ) -> float:
-    block_m, step = tile
     cost = sum(probability * _tiles_cost(n, tile, kind) for n, probability in counts)
+    return cost * _loop_cost(tile, kind)
+
+
+def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:
+    """Times what a tile of its rows takes."""
+    block_m, step = tile
     if step != block_m:
-        return cost * (MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST)
+        return MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST
     if not kind.has_row_factors:
-        return cost
+        return 1
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
-    return cost * (1 if is_paired else SINGLE_PRODUCTS_COST)
+    return 1 if is_paired else SINGLE_PRODUCTS_COST
 
 
 def smallest_rows(block_m: int, step: int) -> int:
@@ -372,7 +443,7 @@ def smem_layout(config: ConfigFields) -> Layout:
         has_biases=bool(config["biases"]),
         cluster_size=int(config["cluster_size"]),
         has_block_scales=kind.has_block_scales,
-        tokens=WEIGHT_FORMATS[str(config["weights"])],
+        tokens=token_format(str(config["weights"]), str(config["token_scales"])),
     )
 
 
@@ -415,12 +486,15 @@ def choose_fields(
     expected = shape.expected_tokens_per_expert(num_tokens)
     kind = WEIGHTS[shape.weights]
     allowed_rows = sorted({rows for rows, _ in kind.tiles})
-    chosen_block_m, chosen_step = choose_tile(expected, is_uneven, shape.weights)
+    choose_shared_parts(shape, choices)
+    shared = SharedWork.of(shape, num_tokens, choices.fields)
+    chosen_block_m, chosen_step = choose_tile(expected, is_uneven, shape.weights, shared)
     block_m = choose(
         "block_m",
         chosen_block_m,
         f"least expected cost with {float(expected):.4g} tokens per expert"
-        + (", unevenly" if is_uneven else ""),
+        + (", unevenly" if is_uneven else "")
+        + (f", and {num_tokens} per shared expert" if shared else ""),
     )
     if block_m not in allowed_rows:
         raise ValueError(
@@ -500,8 +574,7 @@ def choose_fields(
     choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
     waves = SHORT_WAVES if expected > block_m and not is_uneven else LONG_WAVES
-    choose_waves(shape, expected, choices, **waves)
-    choose_shared_parts(shape, choices)
+    choose_waves(shape, expected, choices, **waves, m_block_counts=WAVE_M_BLOCK_COUNTS)
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(

@@ -177,14 +177,17 @@ def sm90_smem_layout(
         ("l2_token_factors", "f32", (num_block_slots, block_m), "the same for Linear2"),
     )
     claims = ("claimed_blocks", "u32", (num_block_slots,), "what the cluster's first CTA claimed")
+    token_scales = ("token_scales", "f32", (num_stages, block_m), "of the stage's tokens")
+    has_factors = tokens.has_scales and not tokens.has_float_scales
     maxima = ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps")
     for name, dtype, dims, purpose in (
-        *(rescaling if tokens.has_scales else ()),
+        *(rescaling if has_factors else ()),
         *([weight_scales] if has_block_scales else []),
+        *([token_scales] if tokens.has_float_scales else []),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         *([row_factors] if has_row_factors else []),
         *([biases] if has_biases else []),
-        *(token_factors if tokens.has_scales else ()),
+        *(token_factors if has_factors else ()),
         (
             "topk_weights",
             "f32",

@@ -86,7 +86,9 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     tokens = shape.token_format
     row_bytes, l2_row_bytes = hidden * tokens.value_bytes, intermediate * tokens.value_bytes
     data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.words}")
-    if tokens.has_scales:
+    if tokens.has_float_scales:
+        data("input_x_sf", "f32", (max_tokens, hidden // K_BLOCK), "their scales")
+    elif tokens.has_scales:
         data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")

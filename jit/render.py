@@ -81,7 +81,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
             f"deep_moe/biases/{bias_header}.cuh",
         ],
         types={
-            "Weights": f"deep_moe::{target.kernel}::{weights.policy}",
+            "Weights": f"deep_moe::{target.kernel}::{weights.policy_of(config.token_scales)}",
             "Biases": f"deep_moe::{bias_policy}",
         },
         namespace=target.kernel,

@@ -729,6 +729,12 @@ class _SeparateExperts(_LayerTensors):
                 f"{names[0]} must have {shared.count} x {width} rows for num_shared_experts "
                 f"{shared.count} of the routed experts' width; got {num_rows}"
             )
+        if shared.count > 1 and width % form.rows_of_scale:
+            raise CheckpointError(
+                f"{names[0]} must have experts of a multiple of {form.rows_of_scale} rows, which "
+                f"share scales, for num_shared_experts {shared.count}; got {width}: compute shared "
+                "experts beside the layer, without num_shared_experts"
+            )
         self._read(names, form, target, shared)
 
     def _read(

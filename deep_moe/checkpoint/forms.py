@@ -11,7 +11,8 @@ import torch
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.bf16 import no_scales
 from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups
-from deep_moe.formats.weight_formats import size_unit
+from deep_moe.formats.scale_blocks import num_blocks
+from deep_moe.formats.weight_formats import SIZE_UNIT
 from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
 
 BLOCK = 128  # rows and columns that share a scale of FP8, if not 32 columns do
@@ -29,9 +30,14 @@ class Form(ABC):
 
     @abstractmethod
     def empty(
-        self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
     ) -> LayerWeights:
-        """For one linear layer's weights and scales."""
+        """For one linear layer's weights and scales, of so many matrices one below the other."""
 
     @abstractmethod
     def weight(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -47,16 +53,20 @@ class Form(ABC):
         self, num_experts: int, intermediate: int, hidden: int, device: torch.device
     ) -> MegaMoEWeights:
         """For both linear layers of some experts."""
-        unit = size_unit(self.weights)
-        if intermediate % unit or hidden % unit or not intermediate or not hidden:
+        if intermediate % SIZE_UNIT or hidden % SIZE_UNIT or not intermediate or not hidden:
             raise CheckpointError(
-                f"hidden and intermediate sizes must be positive multiples of {unit} with "
-                f"{self.weights} weights; the checkpoint has {hidden} and {intermediate}"
+                f"hidden and intermediate sizes must be positive multiples of {SIZE_UNIT}; the "
+                f"checkpoint has {hidden} and {intermediate}"
             )
         return MegaMoEWeights(
-            self.empty(num_experts, 2 * intermediate, hidden, device),
-            self.empty(num_experts, hidden, intermediate, device),
+            self.empty(num_experts, 2 * intermediate, hidden, device, 2),
+            self.empty(num_experts, hidden, intermediate, device, 1),
         )
+
+    @property
+    def rows_of_scale(self) -> int:
+        """That share scales."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,12 @@ class Mxfp4(Form):
     values_per_byte: ClassVar[int] = 2
 
     def empty(
-        self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
     ) -> LayerWeights:
         size = (num_experts, num_rows)
         return LayerWeights(
@@ -104,7 +119,12 @@ class Bf16(Form):
     values_per_byte: ClassVar[int] = 1
 
     def empty(
-        self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
     ) -> LayerWeights:
         size = (num_experts, num_rows, num_columns)
         weight = torch.empty(size, dtype=torch.bfloat16, device=device)
@@ -128,7 +148,7 @@ class Bf16(Form):
 
 @dataclass(frozen=True)
 class Fp8(Form):
-    """E4M3 [rows, K], with scales as they are: float32 [rows/128, K/128], as
+    """E4M3 [rows, K], with scales as they are: float32 [rows/128, K/128], rounded up, as
     `weight_scale_inv` is, or any of that and [rows, K/32] in UE8M0."""
 
     scale_dtype: torch.dtype
@@ -151,10 +171,20 @@ class Fp8(Form):
             f"{list(scale.shape)}"
         )
 
+    @property
+    def rows_of_scale(self) -> int:
+        return self.scale_rows
+
     def empty(
-        self, num_experts: int, num_rows: int, num_columns: int, device: torch.device
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
     ) -> LayerWeights:
-        scales = (num_experts, num_rows // self.scale_rows, num_columns // self.scale_columns)
+        block = (self.scale_rows, self.scale_columns)
+        scales = (num_experts, *num_blocks(num_rows, num_columns, block, num_matrices))
         return LayerWeights(
             torch.empty(
                 (num_experts, num_rows, num_columns), dtype=torch.float8_e4m3fn, device=device

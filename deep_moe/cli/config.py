@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,
@@ -27,6 +27,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     SharedExpertsOption,
+    TokenScalesOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -64,6 +65,7 @@ def config(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
+    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -140,6 +142,7 @@ def config(
         intermediate=intermediate,
         weights=weights,
         biases=biases,
+        token_scales=token_scales,
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,

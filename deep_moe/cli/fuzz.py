@@ -84,7 +84,7 @@ def fuzz(
         case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
         if (
             arch not in (None, case.arch)
-            or weights not in (None, case.values["weights"])
+            or weights not in (None, case.shape.weights)
             or shared_experts not in (None, case.values["shared experts"])
         ):
             continue

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
+from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
+    DEFAULT_WEIGHTS,
+    TOKEN_SCALES,
+    WEIGHT_FORMATS,
+)
 from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 
 if TYPE_CHECKING:
@@ -64,6 +69,13 @@ WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
     str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
 ]
+TokenScalesOption = Annotated[
+    str,
+    typer.Option(
+        "--token-scales",
+        help=f"Of FP8 tokens: {', '.join(TOKEN_SCALES)}, the latter with fp8 weights on sm_90a.",
+    ),
+]
 BiasesOption = Annotated[
     bool, typer.Option("--biases", help="Both linear layers have biases, as a model's may anyway.")
 ]
@@ -117,6 +129,7 @@ def make_shape(
     shared_experts: int = 0,
     weights: str = DEFAULT_WEIGHTS,
     biases: bool = False,
+    token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -144,6 +157,7 @@ def make_shape(
         num_shared_experts=shared_experts,
         weights=weights,
         biases=biases or (model in PRESETS and preset_has_biases(model)),
+        token_scales=token_scales,
         **sizes,
     )
 

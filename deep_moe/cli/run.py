@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Situ
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .checks import check_call
 from .options import (
@@ -30,6 +30,7 @@ from .options import (
     PoolTokensOption,
     SeedOption,
     SharedExpertsOption,
+    TokenScalesOption,
     TopkOption,
     WeightsOption,
     check_weights,
@@ -96,6 +97,7 @@ def run(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
+    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -167,7 +169,7 @@ def run(
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
     check_weights(weights)
     on_target = TARGETS[arch].weights_of(weights)
-    numerics = on_target.numerics
+    numerics = on_target.numerics_of(token_scales)
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
@@ -192,6 +194,7 @@ def run(
             shared_experts=shared_experts,
             weights=weights,
             biases=biases,
+            token_scales=token_scales,
             **sizes,
         )
         check_call(shape, counts, **call)
@@ -203,7 +206,16 @@ def run(
                 "many there are if it does not"
             )
         shape, whole_layer = _loaded_layer(
-            checkpoint, layer, ranks, topk, capacity, pool_tokens, experts, weights, shared_experts
+            checkpoint,
+            layer,
+            ranks,
+            topk,
+            capacity,
+            pool_tokens,
+            experts,
+            weights,
+            shared_experts,
+            token_scales,
         )
         check_call(shape, counts, **call)
     if unused_slots > shape.num_topk:
@@ -364,6 +376,7 @@ def _loaded_layer(
     num_experts: int | None,
     weights: str,
     num_shared_experts: int,
+    token_scales: str,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
     import torch
@@ -404,6 +417,7 @@ def _loaded_layer(
         weights=weights,
         biases=biases is not None,
         num_shared_experts=num_shared_experts,
+        token_scales=token_scales,
     )
     return shape, Layer(l1, l2, num_shared_experts, *(bias.float() for bias in biases or ()))
 

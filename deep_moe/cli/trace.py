@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .checks import check_call, check_output_file
 from .options import (
@@ -26,6 +26,7 @@ from .options import (
     RanksOption,
     SeedOption,
     SharedExpertsOption,
+    TokenScalesOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -58,6 +59,7 @@ def trace(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
+    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
     seed: SeedOption = 0,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
@@ -93,6 +95,7 @@ def trace(
         ranks=ranks,
         weights=weights,
         biases=biases,
+        token_scales=token_scales,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,
@@ -27,6 +27,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     SharedExpertsOption,
+    TokenScalesOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -55,6 +56,7 @@ def warmup(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
+    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -85,6 +87,7 @@ def warmup(
         intermediate=intermediate,
         weights=weights,
         biases=biases,
+        token_scales=token_scales,
         max_tokens=max_tokens,
         pool_tokens=pool_tokens,
         shared_experts=shared_experts,

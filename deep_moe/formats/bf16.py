@@ -4,12 +4,18 @@ tensors, and calls and operators take as many."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .block_scaled import ue8m0_to_float
 from .checks import check_layers
+from .scale_blocks import cut_values, over_values, padded_values
 from .weight_formats import SCALE_GROUP, WeightFormat
 from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
 
 
 class Bf16(WeightFormat):
@@ -28,10 +34,29 @@ class Bf16(WeightFormat):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Nothing to refuse: NaN and infinity are values of the format."""
 
-    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        return (
+            LayerWeights(padded_values(l1.weight, 2), l1.sf),
+            LayerWeights(padded_values(l2.weight, 1), l2.sf),
+        )
+
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return (
+            LayerWeights(cut_values(l1.weight, 2, intermediate, hidden), l1.sf),
+            LayerWeights(cut_values(l2.weight, 1, hidden, intermediate), l2.sf),
+        )
+
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
         return weight.double()
 
-    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
         values = x.to(torch.bfloat16)
         return LayerWeights(values, values.new_empty((*x.shape[:-2], 0), dtype=torch.float32))
 
@@ -42,6 +67,7 @@ class Bf16(WeightFormat):
         device: torch.device,
         generator: torch.Generator,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         size = (1, num_rows, num_columns)
         values = torch.randn(size, device=device, generator=generator) * num_columns**-0.5
@@ -53,11 +79,8 @@ class Bf16(WeightFormat):
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
     ) -> LayerWeights:
-        rows, columns = scale_block
         scales = ue8m0_to_float(scale_bytes, torch.float32)
-        return self.quantize(
-            codes * scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-        )
+        return self.quantize(codes * over_values(scales, scale_block, *codes.shape[-2:]))
 
 
 FORMAT = Bf16()
@@ -73,7 +96,9 @@ def _check_dtypes(name: str, layer: LayerWeights) -> None:
         raise TypeError(f"{name}[0] must be bfloat16 for bf16 weights; got {layer.weight.dtype}")
 
 
-def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+def _check_scales(
+    name: str, sf: torch.Tensor, sizes: tuple[int, int, int], num_matrices: int
+) -> None:
     num_experts, _, _ = sizes
     if tuple(sf.shape) != (num_experts, 0) or sf.dtype != torch.float32:
         raise ValueError(

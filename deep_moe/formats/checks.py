@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .weight_formats import SIZE_UNIT
+
 if TYPE_CHECKING:
     from .weights import LayerWeights
-
-SIZE_UNIT = 128  # of which hidden and intermediate sizes are multiples, unless they are padded
 
 _NAN_BYTE = 255  # of UE8M0
 
@@ -22,28 +22,29 @@ def check_layers(
     *,
     values_per_byte: int,
     check_dtypes: Callable[[str, LayerWeights], None],
-    check_scales: Callable[[str, torch.Tensor, tuple[int, int, int]], None],
-    unit: int = SIZE_UNIT,
+    check_scales: Callable[[str, torch.Tensor, tuple[int, int, int], int], None],
 ) -> tuple[int, int, int]:
     """(experts, hidden, intermediate) of weights [E, 2*I, H] and [E, H, I], so many values in a
-    byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too.
-    unit: of which sizes are multiples."""
+    byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too,
+    and how many matrices these rows are."""
     per_byte = "" if values_per_byte == 1 else f"/{values_per_byte}"
     l1_axes, l2_axes = f"[E, 2*I, H{per_byte}]", f"[E, H, I{per_byte}]"
 
-    def check_layer(name: str, layer: LayerWeights, axes: str) -> tuple[int, int, int]:
+    def check_layer(
+        name: str, layer: LayerWeights, axes: str, num_matrices: int
+    ) -> tuple[int, int, int]:
         check_dtypes(name, layer)
-        sizes = _sizes(f"{name}[0]", layer.weight, axes, values_per_byte, unit)
-        check_scales(f"{name}[1]", layer.sf, sizes)
+        sizes = _sizes(f"{name}[0]", layer.weight, axes, values_per_byte)
+        if sizes[1] % (num_matrices * SIZE_UNIT):
+            raise ValueError(
+                f"{name}[0] must have {num_matrices}*I rows with I a multiple of {SIZE_UNIT}; "
+                f"got shape {tuple(layer.weight.shape)}"
+            )
+        check_scales(f"{name}[1]", layer.sf, sizes, num_matrices)
         return sizes
 
-    num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes)
-    if num_l1_rows % (2 * unit):
-        raise ValueError(
-            f"l1_weights[0] must have 2*I rows with I a multiple of {unit}; "
-            f"got shape {tuple(l1.weight.shape)}"
-        )
-    check_layer("l2_weights", l2, l2_axes)
+    num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, 2)
+    check_layer("l2_weights", l2, l2_axes, 1)
     intermediate = num_l1_rows // 2
     expected = (num_experts, hidden, intermediate // values_per_byte)
     if tuple(l2.weight.shape) != expected:
@@ -64,16 +65,16 @@ def check_layers(
 
 
 def _sizes(
-    name: str, weight: torch.Tensor, axes: str, values_per_byte: int, unit: int
+    name: str, weight: torch.Tensor, axes: str, values_per_byte: int
 ) -> tuple[int, int, int]:
     """(experts, rows, values per row)."""
     if weight.dim() != 3 or weight.shape[0] == 0:
         raise ValueError(f"{name} must have shape {axes}, E >= 1; got {tuple(weight.shape)}")
     num_experts, num_rows, num_bytes = weight.shape
     num_values = num_bytes * values_per_byte
-    if num_rows == 0 or num_rows % unit or num_values == 0 or num_values % unit:
+    if num_rows == 0 or num_rows % SIZE_UNIT or num_values == 0 or num_values % SIZE_UNIT:
         raise ValueError(
-            f"{name} must have shape {axes} with H and I positive multiples of {unit}; "
+            f"{name} must have shape {axes} with H and I positive multiples of {SIZE_UNIT}; "
             f"got {tuple(weight.shape)}"
         )
     return num_experts, num_rows, num_values

@@ -1,13 +1,16 @@
 """FP8 weights: E4M3 [E, N, K] with scales, for every 32 values along K, or for every 128 x 128.
 
 Scales per 32 are UE8M0, four in an int32 [E, N, K/128], or one in each element of [E, N, K/32];
-those per 128 x 128 are [E, N/128, K/128]. Elements are float8_e8m0fnu, uint8 with the same bytes,
-or float32. Where a kernel applies UE8M0 scales, float32 scales that are powers of two are as exact.
+those per 128 x 128 are [E, N/128, K/128]. K/128 is rounded up, and so are the blocks of each matrix
+of rows, gate and up of Linear1: the last ones cover fewer values. Elements are float8_e8m0fnu,
+uint8 with the same bytes, or float32. Where a kernel applies UE8M0 scales, float32 scales that are
+powers of two are as exact.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +23,7 @@ from .block_scaled import (
     GROUPS_PER_WORD,
     WORD_SIZE,
     pack_ue8m0,
+    pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
     random_scale_bytes,
     ue8m0_of_floats,
@@ -27,8 +31,12 @@ from .block_scaled import (
     unpack_ue8m0,
 )
 from .checks import check_layers, check_no_nan_scale
+from .scale_blocks import cut_values, num_blocks, over_values, padded_values, repeated_to
 from .weight_formats import SCALE_GROUP, WeightFormat
 from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
 
 BLOCK = 128  # rows and values along K that share a scale, if not 32 values do
 
@@ -59,20 +67,33 @@ class Fp8(WeightFormat):
         else:
             check_no_nan_scale(name, layer.sf)
 
-    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        return _padded(l1, 2), _padded(l2, 1)
+
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
+
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
         values = weight.float().double()
         if sf.dtype == torch.float32:
             scales = sf.double()
         else:
             scales = ue8m0_to_float(_bytes(sf))
+        block = SCALE_GROUP if scales.shape[0] == values.shape[0] else (BLOCK, BLOCK)
         num_rows, num_columns = values.shape
-        rows, columns = num_rows // scales.shape[0], num_columns // scales.shape[1]
-        return values * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return values * over_values(scales, block, num_rows, num_columns, num_matrices)
 
-    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
         if scale_block == SCALE_GROUP:
             return LayerWeights(*quantize_e4m3_ue8m0(x))
-        return quantize_blocks(x)
+        return quantize_blocks(x, num_matrices)
 
     def random(
         self,
@@ -81,6 +102,7 @@ class Fp8(WeightFormat):
         device: torch.device,
         generator: torch.Generator,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         codes = torch.randint(
             0,
@@ -91,8 +113,7 @@ class Fp8(WeightFormat):
             generator=generator,
         )
         codes.masked_fill_((codes & E4M3_NAN) == E4M3_NAN, 0)
-        rows, columns = scale_block
-        groups = (1, num_rows // rows, num_columns // columns)
+        groups = (1, *num_blocks(num_rows, num_columns, scale_block, num_matrices))
         sf = random_scale_bytes(groups, num_columns, _SIZE_LOG2, device, generator)
         return LayerWeights(codes.view(torch.float8_e4m3fn), _in_usual_form(sf, scale_block))
 
@@ -108,10 +129,35 @@ class Fp8(WeightFormat):
 FORMAT = Fp8()
 
 
+def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
+    """Of so many matrices one below the other: values of zero. Scales per 32 are those of the last
+    row and group, so that a block of 128 x 128 with one scale still has one; those per 128 x 128
+    are as many as before."""
+    weight = padded_values(layer.weight, num_matrices)
+    if layer.sf.shape[1] != layer.weight.shape[1]:
+        return LayerWeights(weight, layer.sf)
+    sizes = (num_matrices, weight.shape[1] // num_matrices, weight.shape[2] // GROUP_SIZE)
+    if layer.sf.dtype == torch.float32:
+        return LayerWeights(weight, repeated_to(layer.sf, *sizes))
+    groups = _bytes(layer.sf)[..., : layer.weight.shape[2] // GROUP_SIZE]
+    return LayerWeights(weight, repeated_to(groups, *sizes).view(layer.sf.dtype))
+
+
+def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
+    """The inverse of `_padded` for what targets' inverses give: scales packed per 32, with zeros
+    behind a row's last one, or float32 per 128 x 128."""
+    weight = cut_values(layer.weight, num_matrices, num_rows, num_values)
+    if layer.sf.dtype == torch.float32:
+        return LayerWeights(weight, layer.sf)
+    sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
+    sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
+    return LayerWeights(weight, sf)
+
+
 def _in_usual_form(scale_bytes: torch.Tensor, scale_block: tuple[int, int]) -> torch.Tensor:
     """Packed per 32 values, float32 per 128 x 128."""
     if scale_block == SCALE_GROUP:
-        return pack_ue8m0(scale_bytes)
+        return pack_ue8m0_groups(scale_bytes)
     return ue8m0_to_float(scale_bytes, torch.float32)
 
 
@@ -223,13 +269,17 @@ def _rounded_anew(
     return new
 
 
-def quantize_blocks(x: torch.Tensor) -> LayerWeights:
-    """float32 [..., N, K] as E4M3 with the float32 scale of each 128 x 128 with which its largest
-    magnitude becomes 448."""
-    blocks = x.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+def quantize_blocks(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
+    """float32 [..., N, K], so many matrices one below the other, as E4M3 with the float32 scale of
+    each 128 x 128 with which its largest magnitude becomes 448."""
+    matrices = x.unflatten(-2, (num_matrices, -1))
+    missing = (0, -x.shape[-1] % BLOCK, 0, -matrices.shape[-2] % BLOCK)
+    whole = torch.nn.functional.pad(matrices, missing).flatten(-3, -2)
+    blocks = whole.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
     largest = blocks.abs().amax(dim=(-2, -1))
     scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_NORMAL).where(largest > 0, 1.0)
-    codes = (blocks / scales[..., None, None]).transpose(-3, -2).reshape(x.shape)
+    *_, num_rows, num_columns = x.shape
+    codes = x / over_values(scales, (BLOCK, BLOCK), num_rows, num_columns, num_matrices)
     return LayerWeights(codes.to(torch.float8_e4m3fn), scales)
 
 
@@ -249,10 +299,12 @@ def _check_dtypes(name: str, layer: LayerWeights) -> None:
         )
 
 
-def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+def _check_scales(
+    name: str, sf: torch.Tensor, sizes: tuple[int, int, int], num_matrices: int
+) -> None:
     num_experts, num_rows, num_values = sizes
     if sf.dtype == torch.int32:
-        expected = (num_experts, num_rows, num_values // WORD_SIZE)
+        expected = (num_experts, num_rows, -(-num_values // WORD_SIZE))
         if tuple(sf.shape) != expected:
             raise ValueError(
                 f"{name} must hold one scale per 32 values, {GROUPS_PER_WORD} in each int32, shape "
@@ -260,7 +312,7 @@ def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> N
             )
         return
     per_32 = (num_experts, num_rows, num_values // GROUP_SIZE)
-    per_block = (num_experts, num_rows // BLOCK, num_values // BLOCK)
+    per_block = (num_experts, *num_blocks(num_rows, num_values, (BLOCK, BLOCK), num_matrices))
     if tuple(sf.shape) not in (per_32, per_block):
         raise ValueError(
             f"{name} must hold one scale per 32 values, shape {per_32}, or per 128 x 128, shape "

@@ -17,7 +17,8 @@ from .block_scaled import (
     random_scale_bytes,
 )
 from .checks import check_layers, check_no_nan_scale
-from .weight_formats import K_BLOCK, SCALE_GROUP, WeightFormat, size_unit
+from .scale_blocks import cut_values, padded_values
+from .weight_formats import K_BLOCK, SCALE_GROUP, WeightFormat
 from .weights import LayerWeights
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class Mxfp4(WeightFormat):
             values_per_byte=2,
             check_dtypes=_check_dtypes,
             check_scales=_check_scales,
-            unit=size_unit(self.name),
         )
 
     def check_values(self, name: str, layer: LayerWeights) -> None:
@@ -55,10 +55,14 @@ class Mxfp4(WeightFormat):
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
 
-    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
         return dequantize_e2m1_ue8m0(weight, sf, torch.float64)
 
-    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
         return LayerWeights(*quantize_e2m1_ue8m0(x))
 
     def random(
@@ -68,6 +72,7 @@ class Mxfp4(WeightFormat):
         device: torch.device,
         generator: torch.Generator,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         packed = torch.randint(
             -128,
@@ -106,7 +111,9 @@ def _check_dtypes(name: str, layer: LayerWeights) -> None:
         raise TypeError(f"{name}[1] must be int32, four UE8M0 bytes per word; got {sf.dtype}")
 
 
-def _check_scales(name: str, sf: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+def _check_scales(
+    name: str, sf: torch.Tensor, sizes: tuple[int, int, int], num_matrices: int
+) -> None:
     num_experts, num_rows, num_values = sizes
     expected = (num_experts, num_rows, -(-num_values // WORD_SIZE))
     if tuple(sf.shape) != expected:
@@ -119,29 +126,20 @@ def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
     """Of so many matrices one below the other: values of zero. Scales of whole rows are 1, those
     behind a row's last value are like its last one, for SM90 has them as ratios."""
     num_rows = layer.weight.shape[1] // num_matrices
-    num_values = 2 * layer.weight.shape[2]
-    rows, columns = -num_rows % K_BLOCK, -num_values % K_BLOCK
-
-    def pad(tensor: torch.Tensor, num_columns: int, value: int) -> torch.Tensor:
-        parts = tensor.unflatten(1, (num_matrices, num_rows))
-        return torch.nn.functional.pad(parts, (0, num_columns, 0, rows), value=value).flatten(1, 2)
-
-    weight = pad(layer.weight, columns // 2, 0)
-    sf = pad(layer.sf, 0, _WORD_OF_ONES)
+    matrices = layer.sf.unflatten(1, (num_matrices, num_rows))
+    missing = (0, 0, 0, -num_rows % K_BLOCK)
+    sf = torch.nn.functional.pad(matrices, missing, value=_WORD_OF_ONES).flatten(1, 2)
     scale_bytes = sf.view(torch.uint8)
-    num_groups = num_values // GROUP_SIZE
+    num_groups = 2 * layer.weight.shape[2] // GROUP_SIZE
     scale_bytes[..., num_groups:] = scale_bytes[..., num_groups - 1 : num_groups]
-    return LayerWeights(weight, sf)
+    return LayerWeights(padded_values(layer.weight, num_matrices, per_element=2), sf)
 
 
 def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
     """The inverse of `_padded`, with zeros behind a row's last scale."""
-    weight, sf = (
-        tensor.unflatten(1, (num_matrices, -1))[:, :, :num_rows].flatten(1, 2) for tensor in layer
-    )
-    sf = sf.contiguous()
+    sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
     sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
-    return LayerWeights(weight[..., : num_values // 2].contiguous(), sf)
+    return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_values // 2), sf)
 
 
 FORMAT = Mxfp4()

@@ -29,12 +29,14 @@ SCALE_GROUP = (1, 32)  # rows and values along K that share a scale
 class TokenFormat:
     """What tokens and Linear1's output are where weights have some format.
 
-    words: for people. value_bytes: of a value. has_scales: whether 32 values share a UE8M0 scale.
+    words: for people. value_bytes: of a value. has_scales: whether 32 values share a UE8M0 scale,
+    or, if has_float_scales, 128 a float32 scale of any size.
     """
 
     words: str
     value_bytes: int
     has_scales: bool
+    has_float_scales: bool = False
 
     @property
     def block_k(self) -> int:
@@ -43,10 +45,27 @@ class TokenFormat:
 
 
 E4M3_TOKENS = TokenFormat("e4m3", 1, has_scales=True)
+FLOAT_SCALED_TOKENS = TokenFormat("e4m3", 1, has_scales=True, has_float_scales=True)
 BF16_TOKENS = TokenFormat("bf16", 2, has_scales=False)
 
 # The tokens that go with each. Each has a file of its name, with a `FORMAT` in it.
 WEIGHT_FORMATS = {"mxfp4": E4M3_TOKENS, "fp8": E4M3_TOKENS, "bf16": BF16_TOKENS}
+
+# The scales of the caller's tokens, by name: one for 32 values as weights of most formats ask for,
+# or what engines have that serve FP8 checkpoints on Hopper. Which of them go with weights, their
+# target says (deep_moe/targets).
+DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES = "ue8m0_per_32", "float32_per_128"
+TOKEN_SCALES = (DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES)
+
+
+def token_format(weights: str, token_scales: str = DEFAULT_TOKEN_SCALES) -> TokenFormat:
+    """The tokens that go with weights of a format.
+
+    >>> token_format("fp8", "float32_per_128").has_float_scales
+    True
+    """
+    return FLOAT_SCALED_TOKENS if token_scales == FLOAT_TOKEN_SCALES else WEIGHT_FORMATS[weights]
+
 
 # Of formats that there is no kernel for, why.
 _WITHOUT_KERNEL = {
@@ -54,19 +73,9 @@ _WITHOUT_KERNEL = {
 }
 
 
-# Of which hidden and intermediate sizes are multiples, where a format does not pad them.
-K_BLOCK = 128
-_SIZE_UNITS = {"mxfp4": 32}
-
-
-def size_unit(weights: str) -> int:
-    """Of which hidden and intermediate sizes are multiples with weights of a format. Between these
-    and multiples of 128, weights are padded when they are transformed.
-
-    >>> size_unit("mxfp4"), size_unit("fp8")
-    (32, 128)
-    """
-    return _SIZE_UNITS.get(weights, K_BLOCK)
+# Of which hidden and intermediate sizes are multiples, and up to multiples of which weights are
+# padded with zeros when they are transformed.
+SIZE_UNIT, K_BLOCK = 32, 128
 
 
 class WeightFormat(ABC):
@@ -94,23 +103,29 @@ class WeightFormat(ABC):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Raise ValueError if checked weights hold what stands for no number."""
 
+    @abstractmethod
     def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
-        """Checked weights with zeros up to multiples of 128, as new tensors. For formats that allow
-        other sizes (`size_unit`)."""
-        raise NotImplementedError(f"{self.name} weights are not padded")
+        """Checked weights with zeros up to multiples of 128, as new tensors."""
 
+    @abstractmethod
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         """The inverse, to the sizes of `shape`. Copies."""
-        raise NotImplementedError(f"{self.name} weights are not padded")
+
+    # Of the following, num_matrices: one below the other, 2 of Linear1, whose blocks of scales
+    # begin anew at the first row of up.
 
     @abstractmethod
-    def dequantize(self, weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
         """What one expert's weights stand for, float64 [N, K]."""
 
     @abstractmethod
-    def quantize(self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP) -> LayerWeights:
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
         """The nearest weights to float32 `x` [..., N, K]. scale_block: one that the format has."""
 
     @abstractmethod
@@ -121,6 +136,7 @@ class WeightFormat(ABC):
         device: torch.device,
         generator: torch.Generator,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         """One expert's weights [1, N, K] of any values, so large that a sum of K products is about
         as large as what they are multiplied by."""

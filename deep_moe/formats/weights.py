@@ -72,7 +72,8 @@ def transform_weights_for_mega_moe(
         "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N, K/128], four
         UE8M0 bytes in each, one for every 32 values.
         "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E, N,
-        K/32], or for every 128 x 128 of them, [E, N/128, K/128]: float8_e8m0fnu, uint8, or
+        K/32], or for every 128 x 128 of them, [E, N/128, K/128], each rounded up, for Linear1
+        [E, 2*ceil(I/128), ...], those of gate before those of up: float8_e8m0fnu, uint8, or
         float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
         equal within 128 x 128 values, and may be any positive numbers.
         "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What is
@@ -82,7 +83,8 @@ def transform_weights_for_mega_moe(
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
         After an error its contents are undefined.
 
-    H and I are multiples of 128; of mxfp4, multiples of 32, which are padded with zeros.
+    H and I are multiples of 32. Up to multiples of 128, weights are padded with zeros. What is a
+    quotient by 128 above is rounded up.
 
     Returns `out`. Every weight keeps its exact value, unless requantized. ValueError names expert
     and row of a scale that is NaN, of one that the target cannot apply, and, for mxfp4 on sm_90a,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weight_formats import BF16_TOKENS, DEFAULT_WEIGHTS, E4M3_TOKENS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.segments import Layout
     from deep_moe.trial.trace import Recorder
 
-_X_DTYPES = {E4M3_TOKENS: torch.float8_e4m3fn, BF16_TOKENS: torch.bfloat16}
+_X_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 # What a buffer has until it is closed.
 _GIVEN_BACK = ("x", "x_sf", "topk_idx", "topk_weights", "memory")
@@ -47,7 +47,8 @@ class SymmBuffer(RankBuffer):
 
     x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
     behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 weights x
-    is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0].
+    is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0]. With token_scales
+    "float32_per_128" x_sf is float32 [max tokens, hidden/128].
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
 
@@ -67,18 +68,19 @@ class SymmBuffer(RankBuffer):
         self.shape = shape
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
-        padded_x = self._view("input_x", _X_DTYPES[shape.token_format])
+        padded_x = self._view("input_x", _X_DTYPES[shape.token_format.words])
         self.x = padded_x[:, : shape.hidden]
         if shape.token_format.has_scales:
-            self.x_sf = self._view("input_x_sf", torch.int32)
+            has_floats = shape.token_format.has_float_scales
+            self.x_sf = self._view("input_x_sf", torch.float32 if has_floats else torch.int32)
         else:
             no_scales = (shape.num_max_tokens_per_rank, 0)
             self.x_sf = torch.empty(no_scales, dtype=torch.int32, device=self.x.device)
         if shape.padded is not shape:
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
-            padded_x.view(torch.uint8)[:, shape.hidden :] = 0
-            self.x_sf[:, -1] = 0
+            padded_x.view(torch.uint8)[:, shape.hidden * shape.token_format.value_bytes :] = 0
+            self.x_sf[:, -1:] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.caches = CallCaches()
@@ -92,6 +94,7 @@ class SymmBuffer(RankBuffer):
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, {shared}top-{shape.num_topk}, hidden {shape.hidden}, "
             f"intermediate {shape.intermediate_hidden}, {shape.weights} weights"
+            f"{', float32 scales' if shape.token_format.has_float_scales else ''}"
             f"{' with biases' if shape.biases else ''}, "
             f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
             f"{self.state})"
@@ -152,13 +155,14 @@ def get_symm_buffer_for_mega_moe(
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
     biases: bool = False,
+    token_scales: str = DEFAULT_TOKEN_SCALES,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
     group: a torch.distributed process group, or None for a single rank.
-    hidden, intermediate_hidden: multiples of 128, or of 32 with mxfp4 weights; y is of the true
-        size, and so are `x` and `x_sf`, which are views of longer rows then.
+    hidden, intermediate_hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`,
+        which are views of longer rows unless hidden is a multiple of 128.
     num_experts: of all ranks together, at most 1024, and at most 512 of each.
     num_max_tokens_per_rank: most tokens of one call.
     num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
@@ -170,6 +174,9 @@ def get_symm_buffer_for_mega_moe(
     weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, or "bf16",
         for `bf16_mega_moe`.
     biases: whether both linear layers have biases, which each call is then given.
+    token_scales: what `x_sf` holds: "ue8m0_per_32", one for 32 values, four in an int32, or, with
+        fp8 weights on sm_90a, "float32_per_128", any positive numbers; hidden is then a multiple of
+        128.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -191,6 +198,7 @@ def get_symm_buffer_for_mega_moe(
         "weights": weights,
         "biases": biases,
         "num_shared_experts": num_shared_experts,
+        "token_scales": token_scales,
     }
     num_ranks = ranks_of(group)
     device = device_for(group, device)
@@ -199,7 +207,8 @@ def get_symm_buffer_for_mega_moe(
     shape = MoEShape(num_ranks=num_ranks, **arguments)
     gpu = gpu_of(device)
     if gpu is not None:
-        gpu.target.weights_of(weights)
+        of_target = gpu.target.weights_of(weights)
+        of_target.check_token_scales(token_scales, gpu.target.name)
     layout = symm_buffer_layout(shape)
     return SymmBuffer(shape, memory_for(layout, group, device), group)
 
@@ -230,6 +239,7 @@ def buffer_size(
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = None,
     biases: bool = False,
+    token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
@@ -252,6 +262,7 @@ def buffer_size(
         weights=weights,
         biases=biases,
         num_shared_experts=num_shared_experts,
+        token_scales=token_scales,
     )
     return symm_buffer_layout(shape).num_bytes
 

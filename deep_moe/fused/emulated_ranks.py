@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
@@ -48,6 +48,7 @@ class EmulatedRanks:
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = None,
         biases: bool = False,
+        token_scales: str = DEFAULT_TOKEN_SCALES,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -60,6 +61,7 @@ class EmulatedRanks:
             weights=weights,
             biases=biases,
             num_shared_experts=num_shared_experts,
+            token_scales=token_scales,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

@@ -74,7 +74,8 @@ def prepare_inputs(
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
 
     x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does, for
-        bf16 weights copied.
+        bf16 weights copied. With token_scales "float32_per_128" a scale is a 448th of the largest
+        magnitude of its 128 values, but at least 1e-4 / 448.
     topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
     topk_weights: float32 or bfloat16 [tokens, topk].
     token_mask: bool [tokens]; where it is False, all slots become -1: padding.
@@ -171,6 +172,7 @@ def _prepare_inputs(
         form(topk_weights),
         form(input_x),
         input_x_sf.stride(),
+        input_x_sf.dtype,
         input_topk_idx.shape,
         arch,
         None if token_mask is None else form(token_mask),
@@ -182,7 +184,11 @@ def _prepare_inputs(
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
         config = _config(topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x, arch)
-        config = replace(config, **row_fields(input_x, input_x_sf))
+        config = replace(
+            config,
+            has_float_scales=input_x_sf.dtype == torch.float32,
+            **row_fields(input_x, input_x_sf),
+        )
         plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
     buffer_address = input_x.untyped_storage().data_ptr()
@@ -303,18 +309,18 @@ def check_routing(
 
 
 def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
-    """The config's fields that say where rows begin, if not one behind the other. Rows without
-    scales always are: sizes off the multiples of 128 go with E4M3 only."""
-    if input_x.dtype != torch.float8_e4m3fn:
-        return {}
-    hidden = input_x.shape[1]
-    rows = (hidden, input_x.stride(0), 4 * input_x_sf.stride(0))
-    if rows == (hidden, hidden, hidden // GROUP_SIZE):
+    """The config's fields that say where rows begin, if not one behind the other."""
+    hidden, row_length = input_x.shape[1], input_x.stride(0)
+    if input_x_sf.dtype == torch.float32:
+        return {}  # hidden is a multiple of 128
+    has_scales = input_x_sf.shape[1] > 0
+    row_scales = 4 * input_x_sf.stride(0) if has_scales else 0
+    if row_length == hidden and row_scales == (hidden // GROUP_SIZE if has_scales else 0):
         return {}
     return {
         "num_row_chunks": hidden // VALUES_PER_CHUNK,
-        "num_buffer_row_chunks": rows[1] // VALUES_PER_CHUNK,
-        "num_buffer_row_scales": rows[2],
+        "num_buffer_row_chunks": row_length // VALUES_PER_CHUNK,
+        "num_buffer_row_scales": row_scales,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from deep_moe.formats.weight_formats import FLOAT_TOKEN_SCALES
+
 from .fp8 import Fp8OnTarget
 from .sm90_weights import Sm90Weights
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 class Sm90Fp8(Fp8OnTarget, Sm90Weights):
     scale_words = "float32 scales per 128 x 128"
     scale_block = (128, 128)
+    token_policies = {FLOAT_TOKEN_SCALES: "Fp8WeightsFloatScaledTokens"}  # noqa: RUF012
     # Few stages, for a small case never comes round the ring of the default. CTAs by themselves,
     # and in clusters that share weights.
     fuzz_tiles = (
@@ -67,3 +70,12 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
         from deep_moe.trial.reference import SM90
 
         return dataclasses.replace(SM90, weights=FORMAT.dequantize, sum_block=128)
+
+    def numerics_of(self, token_scales: str) -> Numerics:
+        from deep_moe.trial.reference import float_scaled_tokens
+
+        if token_scales != FLOAT_TOKEN_SCALES:
+            return self.numerics
+        return dataclasses.replace(
+            self.numerics, tokens=float_scaled_tokens, multiplies_block_scales=True
+        )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
     DEFAULT_WEIGHTS,
     SCALE_GROUP,
     TokenFormat,
@@ -54,13 +55,32 @@ class TargetWeights(ABC):
     format: its name. policy: the struct that the kernel has of it as `Config::Weights`, in
     deep_moe/formats/<kernel>_<format>.cuh. fuzz_tiles: overrides of config fields that stand for
     all kinds of main loop; as many for each format of a target. scale_block: rows and values along
-    K of which the kernel applies one scale.
+    K of which the kernel applies one scale. token_policies: of tokens with other scales than the
+    default, the struct in place of `policy`.
     """
 
     format: ClassVar[str]
     policy: ClassVar[str]
     fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
     scale_block: ClassVar[tuple[int, int]] = SCALE_GROUP
+    token_policies: ClassVar[Mapping[str, str]] = {}
+
+    def policy_of(self, token_scales: str) -> str:
+        """The kernel's struct for tokens with such scales, which `check_token_scales` has seen."""
+        return self.token_policies.get(token_scales, self.policy)
+
+    def check_token_scales(self, token_scales: str, arch: str) -> None:
+        """Raise unless there is a kernel for tokens with such scales. arch: the target's name."""
+        allowed = (DEFAULT_TOKEN_SCALES, *self.token_policies)
+        if token_scales not in allowed:
+            raise ValueError(
+                f"token_scales must be {' or '.join(allowed)} with {self.format} weights on "
+                f"{arch}; got {token_scales!r}"
+            )
+
+    def numerics_of(self, token_scales: str) -> Numerics:
+        """`numerics`, for tokens with such scales."""
+        return self.numerics
 
     @abstractmethod
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:

@@ -216,10 +216,11 @@ def expert_bounds(
     takes them."""
     sums, errors = sums_with_errors(
         tokens,
-        numerics.weights(*l1_weights),
+        numerics.weights(*l1_weights, 2),
         sum_bits,
         numerics.sum_block,
         numerics.sum_products,
+        numerics.multiplies_block_scales,
     )
     outer_weights = None
     if biases is not None:
@@ -239,9 +240,14 @@ def expert_bounds(
         weights,
         numerics,
     )
-    dense = numerics.weights(*l2_weights)
+    dense = numerics.weights(*l2_weights, 1)
     sums, errors = sums_with_errors(
-        quantized, dense, sum_bits, numerics.sum_block, numerics.sum_products
+        quantized,
+        dense,
+        sum_bits,
+        numerics.sum_block,
+        numerics.sum_products,
+        numerics.multiplies_block_scales,
     )
     down, up_moves, squares = _moves(quantized, ends, dense)
     y = sums
@@ -279,10 +285,12 @@ def sums_with_errors(
     sum_bits: int,
     sum_block: int | None = None,
     num_products: int = GROUP_SIZE,
+    multiplies_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values @ weights.T of float64 [n, K] and [R, K], and how far off the tensor core's sum may
     be: both float64 [n, R]. sum_block: of so many values along K the tensor core has the sum, and
     sums are added up in FP32; None: of all. num_products: that one instruction adds.
+    multiplies_scales: whether each of those sums is multiplied by a product of two scales.
 
     Of FP8, one instruction adds 32 products to the sum so far. All terms are cut, towards zero,
     below a unit that is 2^-sum_bits of the largest of them, and so is the result. With u the unit
@@ -293,8 +301,12 @@ def sums_with_errors(
       sum of u^2, were all of them inexact. Most are not: FP8 products have few bits. Of BF16
       one instruction adds 16, and it is 1.3 times the root.
     Rounding to nearest, and orders other than by so many consecutive values, stay below that. Where
-    sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far.
+    sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far. A product of
+    two scales rounds by up to 2^-24 of itself, and so moves what it multiplies.
     """
+    if sum_block is not None and values.shape[1] % sum_block:  # the kernel's are padded, too
+        missing = (0, -values.shape[1] % sum_block)
+        values, weights = (torch.nn.functional.pad(each, missing) for each in (values, weights))
     num_groups = values.shape[1] // num_products
     grouped_values = values.unflatten(1, (num_groups, num_products)).transpose(0, 1)
     grouped_weights = weights.unflatten(1, (num_groups, num_products)).permute(1, 2, 0)
@@ -321,6 +333,9 @@ def sums_with_errors(
         if num_blocks > 1:
             rounding = _SUM_DEVIATIONS * totals.square().sum(dim=0).sqrt()
             errors[-1] += _FP32_HALF_UNIT * rounding
+        if multiplies_scales:
+            of_blocks = partial[:, -1].square().sum(dim=0).sqrt()
+            errors[-1] += _FP32_HALF_UNIT * _SUM_DEVIATIONS * of_blocks
     return torch.cat(sums), torch.cat(errors)
 
 

@@ -18,6 +18,7 @@ from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.emulator.machine import Schedule
 from deep_moe.formats.biases import MegaMoEBiases
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
 from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
@@ -126,6 +127,9 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
     codes and scales. BF16 stays as it is."""
     if tokens.x.dtype == torch.bfloat16:
         return tokens.x, tokens
+    if tokens.x_sf.dtype == torch.float32:
+        x = dequantize_e4m3_float(tokens.x, tokens.x_sf).bfloat16()
+        return x, Tokens(*quantize_e4m3_float(x), tokens.topk_idx, tokens.topk_weights)
     x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf).bfloat16()
     return x, Tokens(*quantize_e4m3_ue8m0(x), tokens.topk_idx, tokens.topk_weights)
 
@@ -134,6 +138,7 @@ def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str)
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
     config = PrepareInputsConfig(
         quantizes=buffer.x.dtype == torch.float8_e4m3fn,
+        has_float_scales=buffer.x_sf.dtype == torch.float32,
         **row_fields(buffer.x, buffer.x_sf),
         arch=arch,
     )
@@ -246,6 +251,7 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
         biases=shape.biases,
+        token_scales=shape.token_scales,
     )
 
 
@@ -305,6 +311,7 @@ def _rank_process(
         num_pool_tokens=shape.num_pool_tokens,
         weights=shape.weights,
         biases=shape.biases,
+        token_scales=shape.token_scales,
     )
     l1, l2 = (
         (pair.weight.to(device), pair.sf.to(device))

@@ -22,6 +22,7 @@ import torch
 
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, TargetWeights, target_of
 
@@ -37,9 +38,10 @@ NUM_KERNEL_AXES = 7  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
+# One's intermediate size is padded, to 128.
 _SHAPES = (
     (1, 4, 2, 256, 256),
-    (2, 4, 3, 256, 128),
+    (2, 4, 3, 256, 96),
     (2, 6, 2, 384, 512),
     (3, 6, 2, 128, 128),
     (1, 3, 3, 128, 1152),
@@ -47,6 +49,7 @@ _SHAPES = (
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
 _EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
 NUMS_SHARED = (0, 1, 3)
+_BESIDE = " with "  # between a format of weights and the tokens' scales
 _SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
@@ -56,7 +59,12 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
     that go with the weights."""
     weights = target_of(arch).weights
     return {
-        "weights": tuple(own.format for own in weights),
+        # With the scales of tokens, where they are not the usual ones.
+        "weights": tuple(
+            f"{own.format}{_BESIDE}{scales}" if scales else own.format
+            for own in weights
+            for scales in ("", *own.token_policies)
+        ),
         "shape": _SHAPES,
         "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
@@ -125,7 +133,8 @@ class FuzzCase:
                 _MAX_TOKENS if self.values["pool"] is None else _MAX_TOKENS_OF_SMALL_POOL
             ),
             num_pool_tokens=self.values["pool"],
-            weights=self.values["weights"],
+            weights=self._formats[0],
+            token_scales=self._formats[1],
             biases=self.values["biases"] == "both layers",
             num_shared_experts=self.values["shared experts"],
         )
@@ -133,7 +142,13 @@ class FuzzCase:
     @property
     def target_weights(self) -> TargetWeights:
         """What the target does with the case's weights."""
-        return target_of(self.arch).weights_of(self.values["weights"])
+        return target_of(self.arch).weights_of(self._formats[0])
+
+    @property
+    def _formats(self) -> tuple[str, str]:
+        """Of the weights, and of the tokens' scales."""
+        weights, _, token_scales = self.values["weights"].partition(_BESIDE)
+        return weights, token_scales or DEFAULT_TOKEN_SCALES
 
     def inputs(self) -> list[list[Tokens]]:
         """Of each call, each rank's."""
@@ -172,8 +187,12 @@ class FuzzCase:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.values["activation"]
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
-        numerics = self.target_weights.numerics
-        if activation in _EXACT_ACTIVATIONS:
+        numerics = self.target_weights.numerics_of(self.shape.token_scales)
+        # Prepared, float scales are no powers of two.
+        has_odd_scales = (
+            self.shape.token_format.has_float_scales and self.values["inputs"] == "prepared"
+        )
+        if activation in _EXACT_ACTIVATIONS and not has_odd_scales:
             return reference_mega_moe(
                 *inputs,
                 activation=activation,

@@ -29,11 +29,11 @@ def expert_layer(
     generator = torch.Generator(device).manual_seed(1_000_003 * seed + expert_idx)
     weights = weight_format(shape.weights)
 
-    def linear(num_rows: int, num_columns: int) -> LayerWeights:
-        return weights.random(num_rows, num_columns, device, generator, scale_block)
+    def linear(num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
+        return weights.random(num_rows, num_columns, device, generator, scale_block, num_matrices)
 
-    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
-    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden))
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden, 2)
+    return Layer(l1, linear(shape.hidden, shape.intermediate_hidden, 1))
 
 
 def rank_layer(

@@ -41,21 +41,25 @@ class Numerics:
     """How activations become what the tensor cores multiply.
 
     tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
-    and scales of a layer, as checkpoints have them, as float64 [N, K]. Linear1's output has a scale
+    and scales of a layer, as checkpoints have them, which are so many matrices one below the other,
+    as float64 [N, K]. Linear1's output has a scale
     for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
     blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
     never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
     hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
     the reference keeps all. sum_products: that one instruction adds to a sum.
+    multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is
+    rounded to FP32.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     scale_block: int | None
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     sum_bits: int
     sum_block: int | None = None
     sum_products: int = GROUP_SIZE
+    multiplies_block_scales: bool = False
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
@@ -78,6 +82,11 @@ class Numerics:
 
 def _exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
     return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
+
+
+def float_scaled_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """Tokens with a float32 scale for every 128 values, exact in float64."""
+    return x.float().double() * x_sf.double().repeat_interleave(SM90_SCALE_BLOCK, dim=-1)
 
 
 def _smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
@@ -261,14 +270,14 @@ def expert_output(
     biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
     Linear1's output is quantized as for weight 1.
     """
-    accumulator = tokens @ numerics.weights(*l1_weights).T  # [n, 2*I]
+    accumulator = tokens @ numerics.weights(*l1_weights, 2).T  # [n, 2*I]
     if biases is not None:
         accumulator += biases[0]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
     inner_weights = weights if biases is None else torch.ones_like(weights)
     activated = activation(gate, up) * inner_weights.unsqueeze(1)
     quantized = numerics.requantize(activated, inner_weights)
-    accumulator = quantized @ numerics.weights(*l2_weights).T
+    accumulator = quantized @ numerics.weights(*l2_weights, 1).T
     if biases is not None:
         accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
     return round_to_bf16(accumulator)

@@ -34,7 +34,10 @@ from deep_moe.formats.block_scaled import (
     E4M3_NAN,
     pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
+    ue8m0_to_float,
 )
+from deep_moe.formats.float_scaled import quantize_e4m3_float
+from deep_moe.formats.scale_blocks import num_blocks, over_values
 from deep_moe.formats.weight_formats import SCALE_GROUP, TokenFormat, weight_format
 from deep_moe.formats.weights import LayerWeights
 
@@ -113,7 +116,7 @@ class Tokens:
     """What one rank brings to a call."""
 
     x: torch.Tensor  # float8_e4m3fn or bfloat16 [tokens, hidden]
-    x_sf: torch.Tensor  # int32 [tokens, hidden/128], of bfloat16 [tokens, 0]
+    x_sf: torch.Tensor  # int32 or float32 [tokens, hidden/128], of bfloat16 [tokens, 0]
     topk_idx: torch.Tensor  # int64 [tokens, topk]
     topk_weights: torch.Tensor  # float32 [tokens, topk]
 
@@ -135,19 +138,20 @@ def random_layer(
     weights = weight_format(shape.weights)
     generator = torch.Generator().manual_seed(_FIRST_LAYER_SEED + seed)
 
-    def linear(num_rows: int, num_columns: int) -> LayerWeights:
+    def linear(num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
         experts = [
             weights.quantize(
                 torch.randn(num_rows, num_columns, generator=generator) * num_columns**-0.5,
                 scale_block,
+                num_matrices,
             )
             for _ in range(shape.num_experts + shape.num_shared_experts)
         ]
         weight, sf = zip(*experts, strict=True)
         return LayerWeights(torch.stack(weight), torch.stack(sf))
 
-    l1 = linear(2 * shape.intermediate_hidden, shape.hidden)
-    l2 = linear(shape.hidden, shape.intermediate_hidden)
+    l1 = linear(2 * shape.intermediate_hidden, shape.hidden, 2)
+    l2 = linear(shape.hidden, shape.intermediate_hidden, 1)
     if not shape.biases:
         return Layer(l1, l2, shape.num_shared_experts)
     num_experts = shape.num_experts + shape.num_shared_experts
@@ -215,7 +219,7 @@ def exact_layer(
     else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
-    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block)
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block, num_matrices=2)
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
     l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
@@ -243,12 +247,18 @@ def exact_tokens(
     weights = torch.exp2(exponents.float())
     if not shape.token_format.has_scales:
         return Tokens(*quantize_tokens(x.float(), shape.token_format), topk_idx, weights)
+    if shape.token_format.has_float_scales:
+        codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, (1, 128))
+        scales = ue8m0_to_float(sf, torch.float32)
+        return Tokens(codes.to(torch.float8_e4m3fn), scales, topk_idx, weights)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
     return Tokens(codes.to(torch.float8_e4m3fn), pack_ue8m0_groups(sf), topk_idx, weights)
 
 
 def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` and `x_sf` of a buffer for float32 [tokens, hidden]."""
+    if form.has_float_scales:
+        return quantize_e4m3_float(values)
     if form.has_scales:
         return quantize_e4m3_ue8m0(values)
     return values.bfloat16(), values.new_empty((values.shape[0], 0), dtype=torch.int32)
@@ -298,12 +308,12 @@ def _scale_groups(
     bounds: tuple[int, int],
     generator: torch.Generator,
     scale_block: tuple[int, int] = SCALE_GROUP,
+    num_matrices: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and UE8M0 scales per block that stand for `values`; exponents within `bounds`."""
-    rows, columns = scale_block
     *leading, num_rows, num_columns = values.shape
-    sizes = (*leading, num_rows // rows, num_columns // columns)
+    sizes = (*leading, *num_blocks(num_rows, num_columns, scale_block, num_matrices))
     exponents = torch.randint(bounds[0], bounds[1] + 1, sizes, generator=generator)
     factors = torch.exp2(-exponents.float())
-    codes = values * factors.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    codes = values * over_values(factors, scale_block, num_rows, num_columns, num_matrices)
     return codes, (exponents + _UE8M0_OF_ONE).to(torch.uint8)

@@ -49,6 +49,7 @@ class TimedLayer:
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
             biases=shape.biases,
+            token_scales=shape.token_scales,
             device=device,
         )
         self.weights = transform_weights_for_mega_moe(

@@ -36,17 +36,23 @@ def make(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor
         return packed, unpack_ue8m0(sf)
     values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     if kind == "fp8_128":
-        return values, torch.rand(rows // 128, columns // 128) + 0.5
+        return values, torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
     scales = torch.randint(120, 130, (rows, columns // 32), dtype=torch.uint8)
     return values, scales.view(torch.float8_e8m0fnu) if kind == "mxfp8" else scales
 
 
-def write(folder: Path, kind: str, naming: ExpertNaming, layer: int = LAYER) -> dict[str, Any]:
+def write(
+    folder: Path,
+    kind: str,
+    naming: ExpertNaming,
+    layer: int = LAYER,
+    sizes: dict[str, tuple[int, int]] = PARTS,
+) -> dict[str, Any]:
     """One file; its tensors by (expert, part)."""
     torch.manual_seed(0)
     tensors, parts = {}, {}
     for expert in range(NUM_EXPERTS):
-        for part, size in PARTS.items():
+        for part, size in sizes.items():
             name = getattr(naming, part).format(layer=layer, expert=expert)
             weight, scale = parts[expert, part] = make(kind, *size)
             tensors[name + naming.weight], tensors[name + naming.scale] = weight, scale
@@ -77,6 +83,22 @@ def test_fp8_is_read_as_it_is(tmp_path, kind):
     assert loaded.l1.weight.dtype == torch.float8_e4m3fn
     assert loaded.l1.sf.dtype == parts[0, "gate"][1].dtype
     check(loaded, parts, [2, 3])
+
+
+@pytest.mark.parametrize("kind", ["fp8_128", "mxfp8"])
+def test_fp8_of_sizes_that_are_no_multiples_of_128(tmp_path, kind):
+    """The last blocks of each matrix cover fewer rows and columns."""
+    sizes = {"gate": (160, 352), "up": (160, 352), "down": (352, 160)}
+    parts = write(tmp_path, kind, NAMINGS["scale_inv"], sizes=sizes)
+    loaded = load_experts(tmp_path, LAYER)
+    check(loaded, parts, [*range(NUM_EXPERTS)])
+    arch = "sm_90a" if kind == "fp8_128" else "sm_100a"
+    made = load_transformed_experts(tmp_path, LAYER, arch=arch)
+    back = deep_moe.inverse_transform_weights(
+        *made, arch, weights="fp8", hidden=352, intermediate_hidden=160
+    )
+    assert torch.equal(back.l1.weight.view(torch.uint8), loaded.l1.weight.view(torch.uint8))
+    assert back.l2.weight.shape == (NUM_EXPERTS, 352, 160)
 
 
 @pytest.mark.parametrize("name", SEPARATE)

@@ -28,7 +28,7 @@ def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[FuzzCase] = []
     monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
     result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--weights", "fp8"])
-    assert [case.values["weights"] for case in cases] == ["fp8"] * 3
+    assert [case.shape.weights for case in cases] == ["fp8"] * 3
     assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
     monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
     refused = CliRunner().invoke(

@@ -184,6 +184,57 @@ def test_fp8_weights(ue8m0):
     buffer.destroy()
 
 
+def test_fp8_weights_by_the_names_for_hopper():
+    """Float32 scales of tokens are not rounded to powers of two."""
+    buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
+        None, NUM_EXPERTS, MAX_TOKENS, TOPK, HIDDEN, INTERMEDIATE, device="cpu"
+    )
+    assert buffer.x_sf.dtype == torch.float32
+    raw = [block_scaled(own, False) for own in bf16_weights()]
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe_sm90(*raw)
+    _, topk_idx, topk_weights = inputs()
+    tokens = torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x = per_token_cast_to_fp8(tokens, False, 128)
+    views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    deep_gemm.mega_moe_pre_dispatch_sm90(
+        tokens, topk_idx, topk_weights / 2, *views, NUM_TOKENS, routed_scaling_factor=2.0
+    )
+    for view, value in zip(views, (*x, topk_idx, topk_weights), strict=True):
+        assert torch.equal(view[:NUM_TOKENS].float(), value.float())
+    assert (buffer.topk_idx[NUM_TOKENS:] == -1).all()
+    y = torch.empty((NUM_TOKENS, HIDDEN), dtype=torch.bfloat16)
+    deep_gemm.fp8_mega_moe(
+        y,
+        l1,
+        l2,
+        buffer,
+        recipe=(128, 128, 128),
+        activation_clamp=CLAMP,
+        num_tokens_bound=NUM_TOKENS,
+        arch="sm_90a",
+    )
+    expected = reference_mega_moe(
+        *x,
+        topk_idx,
+        topk_weights,
+        *raw,
+        activation_clamp=CLAMP,
+        numerics=target_of("sm_90a").weights_of("fp8").numerics_of("float32_per_128"),
+    )
+    assert calc_diff(y, expected) < 1e-5
+    with pytest.raises(TypeError, match="buf_x_sf must be int32"):
+        deep_gemm.mega_moe_pre_dispatch(tokens, topk_idx, topk_weights, *views, NUM_TOKENS)
+    with pytest.raises(ValueError, match="group_size must be 128"):
+        deep_gemm.mega_moe_pre_dispatch_sm90(
+            tokens, topk_idx, topk_weights, *views, NUM_TOKENS, group_size=32
+        )
+    with pytest.raises(ValueError, match="use_fp8_dispatch must be True"):
+        deep_gemm.get_symm_buffer_for_sm90_mega_moe(
+            None, NUM_EXPERTS, MAX_TOKENS, TOPK, HIDDEN, INTERMEDIATE, False, device="cpu"
+        )
+    buffer.destroy()
+
+
 @pytest.mark.parametrize("mma_type", [None, "bf16xbf16"])
 def test_bf16_weights(mma_type):
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(
@@ -466,7 +517,7 @@ class TestCall:
             self.call(buffer.own)
 
     def test_names_that_are_not_there(self):
-        for name in ("bf16_gemm_nt", "fp8_gemm_nt", "get_symm_buffer_for_sm90_mega_moe"):
+        for name in ("bf16_gemm_nt", "fp8_gemm_nt", "nvfp4_mega_moe"):
             assert not hasattr(deep_gemm, name)
         with pytest.raises(
             AttributeError, match="no attribute 'fp8_gemm_nt': it is DeepGEMM's Mega"

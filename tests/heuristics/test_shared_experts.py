@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 import deep_moe
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape, choose_config, sm90
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
 PRO = MoEShape(4, 384, 6, 7168, 3072, 8192)
@@ -36,6 +37,54 @@ def test_a_part_in_front_of_as_many_experts_as_a_token_names(arch: str) -> None:
     assert config.num_experts_per_part == 48  # 8 parts of each, 32 in all
     without = choose_config(PRO, 256, arch=arch)
     assert (without.num_experts_per_part, without.num_part_m_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("weights", sm90.WEIGHTS)
+def test_the_tile_costs_least_with_their_tokens_in_it(weights: str) -> None:
+    """4 shared experts of few routed ones have most of a rank's tokens, each in parts."""
+    shape = MoEShape(8, 64, 2, 4096, 2048, 4096, weights=weights, num_shared_experts=4)
+    kind = sm90.WEIGHTS[weights]
+    num_others = 0
+    for num_tokens in (17, 50, 100, 190, 300, 700, 1500):
+        config = choose_config(shape, num_tokens, arch="sm_90a")
+        assert f"{num_tokens} per shared expert" in config.decision.reasons["block_m"]
+        work = sm90.SharedWork.of(shape, num_tokens, config.kernel_fields())
+        expected = shape.expected_tokens_per_expert(num_tokens)
+        routed = sm90._expected_costs(Fraction(round(expected)), False, weights)
+        costs = {
+            tile: 8 * of_one + sm90.shared_cost(tile, work, kind) for tile, of_one in routed.items()
+        }
+        chosen = (config.block_m, config.block_m_step)
+        assert costs[chosen] <= 1.02 * min(costs.values())  # means count to 1/64
+        without = choose_config(replace(shape, num_shared_experts=0), num_tokens, arch="sm_90a")
+        num_others += chosen != (without.block_m, without.block_m_step)
+    assert num_others >= 3
+
+
+def test_parts_are_those_of_the_kernel() -> None:
+    work = sm90.SharedWork(2, 48, 1000, num_parts=8, num_part_m_blocks=2)
+    assert work.parts(64) == ((128, 7), (104, 1))
+    assert work.parts(176) == ((352, 2), (296, 1))
+    assert replace(work, num_tokens=0).parts(64) == ()
+
+
+def test_sm100_counts_them_in_the_mean() -> None:
+    shape = MoEShape(8, 64, 2, 4096, 2048, 4096, num_shared_experts=4)
+    config = choose_config(shape, 64, arch="sm_100a")  # 8 experts of 16 tokens, 4 of 64
+    assert config.block_m == 64
+    assert config.decision.reasons["block_m"].startswith("32 tokens per expert expected, those of")
+    assert choose_config(replace(shape, num_shared_experts=0), 64, arch="sm_100a").block_m == 32
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_schedule_has_their_blocks(arch: str) -> None:
+    shape = replace(PRO, num_shared_experts=2)
+    config = choose_config(shape, 1000, arch=arch, overrides={"block_m": 128})
+    schedule = config.explain().schedule
+    assert schedule.num_shared_m_blocks == 2 * 8
+    of_routed = schedule.num_l1_blocks_per_wave + schedule.num_l2_blocks_per_wave
+    n_blocks = config.num_l1_n_blocks + config.num_l2_n_blocks
+    assert schedule.num_blocks == schedule.num_waves * of_routed + 16 * n_blocks
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -44,9 +44,11 @@ class LayerCase:
             num_pool_tokens=shape.num_pool_tokens,
             weights=shape.weights,
             biases=shape.biases,
+            token_scales=shape.token_scales,
         )
         self.biases = rank_biases(layer, shape, arch)
-        self.numerics = target_of(arch).weights_of(shape.weights).numerics
+        on_target = target_of(arch).weights_of(shape.weights)
+        self.numerics = on_target.numerics_of(shape.token_scales)
         self.weights = [
             transform_weights_for_mega_moe(
                 *layer.of_rank(rank, shape.num_ranks), arch=arch, weights=shape.weights

@@ -11,6 +11,7 @@ import pytest
 from deep_moe.activations import ACTIVATIONS
 from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.heuristics import MoEShape
+from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_tokens, random_tokens
 from tests.layer.rank_layer import RankLayer, this_gpu
 
@@ -65,10 +66,28 @@ def test_biases(weights: str, num_pool_tokens: int | None) -> None:
         assert result.is_exact, (num_tokens, result)
 
 
+@pytest.mark.parametrize("num_pool_tokens", POOLS)
+@pytest.mark.parametrize("biases", [False, True])
+def test_float_scales_of_tokens(biases: bool, num_pool_tokens: int | None) -> None:
+    """With the tiles of one and of two sets of products; then scales that are no powers of two."""
+    if "float32_per_128" not in target_of(this_gpu().arch).weights_of("fp8").token_policies:
+        pytest.skip("the kernel for this GPU takes no such scales")
+    shape = one_rank("fp8", 1100, num_pool_tokens, biases=biases, token_scales="float32_per_128")
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 7, 30, 90, 150, 250, 400, 1100):
+        tokens = exact_tokens(shape, num_tokens, seed=num_tokens, num_unused_slots=1)
+        result = case.compare_call(tokens)
+        assert result.is_exact, (num_tokens, result)
+    case = RankLayer(this_gpu(), shape, exact=False)
+    result = case.compare_call(random_tokens(shape, 300, seed=1))
+    assert result.is_right, result
+
+
 @pytest.mark.parametrize("hidden", [1056, 1120])
-def test_sizes_off_128(hidden: int) -> None:
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_sizes_off_128(weights: str, hidden: int) -> None:
     shape = replace(
-        one_rank("mxfp4", 300, None, biases=True), hidden=hidden, intermediate_hidden=544
+        one_rank(weights, 300, None, biases=True), hidden=hidden, intermediate_hidden=544
     )
     case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 1, 300):

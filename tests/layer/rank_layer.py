@@ -99,7 +99,7 @@ class RankLayer:
 
     @property
     def numerics(self) -> Numerics:
-        return self.target_weights.numerics
+        return self.target_weights.numerics_of(self.shape.token_scales)
 
     def new_y(self, num_tokens: int) -> torch.Tensor:
         """An output full of NaN, so that a row left out is noticed."""
@@ -186,6 +186,7 @@ def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
         num_pool_tokens=shape.num_pool_tokens,
         num_shared_experts=shape.num_shared_experts,
         biases=shape.biases,
+        token_scales=shape.token_scales,
         weights=shape.weights,
         device=rank.device,
     )

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 
 RENDERED = "kernel.cu"
 
@@ -80,6 +81,7 @@ class Mutation:
     in_clusters: bool = False  # SM90: of two CTAs that share weights
     one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
+    token_scales: str = DEFAULT_TOKEN_SCALES
     test: str = ""  # "module::function" below tests/kernels, where two small calls cannot notice
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function
 
@@ -441,6 +443,43 @@ SM90_MUTATIONS = (
         replaced("scales_counted", "block_bytes + scale_bytes", "block_bytes"),
         "race|misuse",
         weights="fp8",
+    ),
+    *(
+        M(name, edit, catcher, weights="fp8", token_scales=FLOAT_TOKEN_SCALES)
+        for name, edit, catcher in (
+            (
+                "token_scale_not_promoted",
+                replaced("token_scale_promoted", "scales.x * of_two.x", "scales.x"),
+                "result",
+            ),
+            ("token_scales_not_copied", removed("token_scales_copied"), "race|misuse|timeout"),
+            (
+                "token_scales_not_counted",
+                replaced("token_scale_bytes", "(promotes_scales ? token_vector_bytes : 0)", "0"),
+                "race|misuse",
+            ),
+            ("stage_released_before_its_scales_are_read", removed("token_scales_read"), "race"),
+            (
+                "float_scale_of_another_block",
+                replaced(
+                    "float_scale_column", "l1_token_sf(block_idx", "l1_token_sf(block_idx / 2"
+                ),
+                "result|race",
+            ),
+            ("columns_written_before_read", removed("columns_read"), "race"),
+            ("columns_without_fence", removed("columns_fence"), "race"),
+            (
+                "columns_in_another_place",
+                replaced("column_place", "16 * idx", "16 * (idx ^ 1)"),
+                "result",
+            ),
+        )
+    ),
+    M(
+        "float_scale_of_half_a_group",
+        replaced("float_group", "lanes_per_float_scale", "lanes_per_scale"),
+        "result",
+        test="test_sm90_float_token_scales::test_prepared_inputs",
     ),
     M(
         "shared_stage_released_early",
@@ -827,7 +866,7 @@ SM90_MUTATIONS = (
         replaced("padded_row", "* row_chunks", "* length"),
         "result|misuse|race",
         test="test_padded_sizes::test_prepared_inputs_of_two_ranks",
-        arguments={"arch": "sm_100a"},
+        arguments={"arch": "sm_100a", "weights": "mxfp4"},
     ),
     # ---- shared experts
     *(

@@ -19,6 +19,7 @@ import torch
 from deep_moe import jit
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 from deep_moe.fused import call_plan, input_preparation
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit import headers
@@ -200,14 +201,16 @@ def outcome(
     in_clusters: bool = False,
     one_size: int = 0,
     weights: str = "mxfp4",
+    token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> str:
     """Who noticed something in two calls.
 
     in_a_row: in four calls that ranks begin without a look at each other. in_clusters: of two CTAs,
     and two of them. one_size: m-blocks all have so many rows. weights: their format.
+    token_scales: the tokens'.
     """
     setting = SETTINGS[arch if weights == "mxfp4" else f"{arch} {weights}"]
-    shape = replace(SHAPE, weights=weights)
+    shape = replace(SHAPE, weights=weights, token_scales=token_scales)
     scale_block = target_of(arch).weights_of(weights).scale_block
     overrides = dict(setting.overrides)
     num_sms = setting.num_sms
@@ -346,6 +349,11 @@ def test_without_a_bug_nobody_complains_about_clusters() -> None:
     assert outcome("sm_90a", in_clusters=True, weights="fp8") == ""
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_a_bug_nobody_complains_about_float_scales(schedule: str) -> None:
+    assert outcome("sm_90a", schedule, weights="fp8", token_scales=FLOAT_TOKEN_SCALES) == ""
+
+
 @pytest.mark.parametrize("num_rows", [8, 96])
 def test_without_a_bug_nobody_complains_about_blocks_of_one_size(num_rows: int) -> None:
     assert outcome("sm_90a", one_size=num_rows) == ""
@@ -380,6 +388,7 @@ def test_bug_is_noticed(planted: Mutation) -> None:
             in_clusters=planted.in_clusters,
             one_size=planted.one_size,
             weights=planted.weights,
+            token_scales=planted.token_scales,
         )
     if planted.catcher.startswith("harmless"):
         assert noticed == ""

@@ -29,6 +29,11 @@ from __future__ import annotations
 from typing import Any
 
 from . import testing, utils
+from .hopper import (
+    get_symm_buffer_for_sm90_mega_moe,
+    mega_moe_pre_dispatch_sm90,
+    transform_weights_for_mega_moe_sm90,
+)
 from .mega import (
     SymmBuffer,
     bf16_mega_moe,
@@ -53,12 +58,15 @@ __all__ = [
     "get_block_m_for_mega_moe",
     "get_num_sms",
     "get_symm_buffer_for_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe",
     "get_token_alignment_for_mega_moe",
     "mega_moe_pre_dispatch",
+    "mega_moe_pre_dispatch_sm90",
     "set_num_sms",
     "testing",
     "transform_sf_into_required_layout",
     "transform_weights_for_mega_moe",
+    "transform_weights_for_mega_moe_sm90",
     "use_deterministic_algorithms",
     "utils",
 ]

@@ -12,7 +12,7 @@ import torch
 import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
-from deep_moe.formats.weight_formats import K_BLOCK
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES, K_BLOCK
 from deep_moe.formats.weights import MegaMoEWeights
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import target_of_device
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MMA_TYPE = "fp8xfp4"
+FP8_TYPE = "fp8xfp8"
 BF16_TYPE = "bf16xbf16"
-WEIGHTS = {MMA_TYPE: "mxfp4", "fp8xfp8": "fp8", BF16_TYPE: "bf16"}  # their format, by mma_type
+WEIGHTS = {MMA_TYPE: "mxfp4", FP8_TYPE: "fp8", BF16_TYPE: "bf16"}  # their format, by mma_type
 ACTIVATION = "swiglu"
 ACTIVATIONS = (ACTIVATION, Situ.name)  # that DeepGEMM has
 RECIPE = (1, 1, 32)
+FLOAT_RECIPE = (128, 128, 128)  # with float32 scales of tokens
 TOKEN_ALIGNMENT = 384  # the least number that every size of an m-block there divides
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -63,12 +65,14 @@ class SymmBuffer:
         activation: str = ACTIVATION,
         base: SymmBuffer | None = None,
         *,
+        token_scales: str = DEFAULT_TOKEN_SCALES,
         device: torch.device | str | int | None = None,
     ) -> None:
         """group: a process group, or None for one rank. mma_type: "fp8xfp4", "fp8xfp8" or
         "bf16xbf16", for calls of `fp8_fp4_mega_moe`, `fp8_mega_moe` or `bf16_mega_moe`.
         activation: "swiglu" or "situ": the buffer is the same. num_shared_experts, base: only the
-        defaults. device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is
+        defaults. token_scales: "float32_per_128" with "fp8xfp8" on Hopper, where x_sf is float32.
+        device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is
         raised."""
         if num_shared_experts != 0:
             raise ValueError(
@@ -87,6 +91,7 @@ class SymmBuffer:
             hidden,
             intermediate_hidden,
             weights=weights,
+            token_scales=token_scales,
             device=device,
         )
         self.group = group
@@ -258,6 +263,7 @@ def fp8_mega_moe(
     activation: str = ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    num_tokens_bound: int | None = None,
     *,
     arch: str | None = None,
 ) -> None:
@@ -266,13 +272,18 @@ def fp8_mega_moe(
 
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned for that
         mma_type.
-    recipe: (1, 1, 32) only: tokens have a UE8M0 scale for every 32 values, where the kernel for
-        Hopper there, whose recipe is (128, 128, 128), has a float32 scale for every 128.
+    recipe: (1, 1, 32), tokens with a UE8M0 scale for every 32 values; for a buffer of
+        `get_symm_buffer_for_sm90_mega_moe` also (128, 128, 128), which is the same as leaving it
+        out: they have a float32 scale for every 128.
+    num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
     arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.fp8_mega_moe`.
     """
     _check_buffer(sym_buffer)
+    has_floats = sym_buffer.own.shape.token_scales == FLOAT_TOKEN_SCALES
+    if has_floats and tuple(recipe) == FLOAT_RECIPE:
+        recipe = RECIPE
     deep_moe.fp8_mega_moe(
         y,
         l1_weights,
@@ -283,6 +294,7 @@ def fp8_mega_moe(
         activation,
         activation_clamp,
         fast_math,
+        expected_tokens_per_rank=num_tokens_bound,
         arch=arch,
         num_sms=_num_sms,
     )
@@ -353,17 +365,29 @@ def mega_moe_pre_dispatch(
         )
     if use_fp4_acts:
         raise ValueError("use_fp4_acts must be False: tokens travel as FP8; got True")
+    if buf_x_sf.dtype == torch.float32:
+        raise TypeError(
+            "buf_x_sf must be int32; a buffer with float32 scales is for mega_moe_pre_dispatch_sm90"
+        )
+    views = (buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights)
+    fill_from_model(x, topk_idx, topk_weights, views, num_tokens)
+
+
+def fill_from_model(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    num_tokens: int,
+) -> None:
+    """`deep_moe.prepare_inputs` of the first num_tokens rows into a buffer's views of x, x_sf,
+    topk_idx and topk_weights; the rows behind them name no expert, with weights of 0."""
     if not 0 <= num_tokens <= x.shape[0]:
         raise ValueError(f"num_tokens must be 0 to the {x.shape[0]} rows of x; got {num_tokens}")
     torch.ops.deep_moe.prepare_inputs(
-        x[:num_tokens],
-        topk_idx[:num_tokens],
-        topk_weights[:num_tokens],
-        buf_x,
-        buf_x_sf,
-        buf_topk_idx,
-        buf_topk_weights,
+        x[:num_tokens], topk_idx[:num_tokens], topk_weights[:num_tokens], *views
     )
+    _, _, buf_topk_idx, buf_topk_weights = views
     buf_topk_idx[num_tokens:].fill_(-1)
     buf_topk_weights[num_tokens:].zero_()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from deep_moe.formats.block_scaled import GROUP_SIZE, ue8m0_to_float, unpack_ue8m0
+from deep_moe.formats.float_scaled import GROUP_SIZE as FLOAT_GROUP_SIZE
+from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
 
 from .operands import packed_scales
@@ -32,7 +34,10 @@ def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deep_moe.quantize_mxfp8` of x [M, K]: float8_e4m3fn [M, K] and scales, float32 [M, K/32] or,
-    packed, int32 [M, K/128]. use_ue8m0: True only. gran_k: 32 only."""
+    packed, int32 [M, K/128], with use_ue8m0 and gran_k 32. Without use_ue8m0 and with gran_k 128
+    scales are any numbers, float32 [M, K/128]."""
+    if not use_ue8m0 and gran_k == FLOAT_GROUP_SIZE and not use_packed_ue8m0:
+        return quantize_e4m3_float(x)
     _check_format(use_ue8m0, gran_k)
     values, words = quantize_mxfp8(x)
     return values, _scales(words, use_packed_ue8m0)

@@ -22,6 +22,7 @@ from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.formats.block_scaled import ue8m0_of_floats, ue8m0_to_float, unpack_ue8m0
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
+from deep_moe.formats.weight_formats import K_BLOCK
 from deep_moe.formats.weights import (
     LayerWeights,
     MegaMoEWeights,
@@ -108,7 +109,14 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
     if layer.guard is None:
         return
     layer.guard.remove()
-    inverse = inverse_transform_weights(*layer.weights, arch, weights=layer.sizes.weights)
+    sizes = layer.sizes
+    inverse = inverse_transform_weights(
+        *layer.weights,
+        arch,
+        weights=sizes.weights,
+        hidden=sizes.hidden,
+        intermediate_hidden=sizes.intermediate_hidden,
+    )
     for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
         own = layer.given[name]
         if own.dtype in _FLOATS:
@@ -287,6 +295,13 @@ def _require_mxfp4(*stacks: torch.Tensor) -> None:
 
 
 def _check_sizes(sizes: LayerSizes, num_ranks: int) -> None:
+    """Stacked in FP8, gate and up may have a block of 128 rows in common."""
+    for name in ("hidden", "intermediate_hidden"):
+        if sizes.weights == "fp8" and getattr(sizes, name) % K_BLOCK:
+            raise UnsupportedError(
+                f"{name} must be a multiple of {K_BLOCK} with fp8 weights; "
+                f"got {getattr(sizes, name)}"
+            )
     try:
         MoEShape(num_ranks=num_ranks, num_max_tokens_per_rank=1, **sizes._asdict())
     except ValueError as error:

@@ -14,6 +14,7 @@ struct Bf16Weights {
     static constexpr bool has_block_scales = false;
     // Nor has Linear1's output.
     static constexpr bool has_token_scales = false;
+    static constexpr bool promotes_token_scales = false;
 
     template <class Config>
     using MainLoop = SharedOperandLoop<Config>;

@@ -1,8 +1,10 @@
 // FP8 weights on SM90: E4M3 that wgmma takes from shared memory, with a scale for every 128 x 128.
+// And the same where tokens come with a float32 scale for every 128 values, any positive number.
 #pragma once
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/dispatch/sm90_float_scale_pull_policy.cuh"
 #include "deep_moe/dispatch/sm90_pull_policy.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/promoting_loop.cuh"
@@ -15,11 +17,21 @@ struct Fp8Weights {
     static constexpr bool has_row_factors = false;
     static constexpr bool has_block_scales = true;
     static constexpr bool has_token_scales = true;
+    // Whether the sums of a k-block are multiplied by scales of its tokens, too. Else a token's
+    // scales go into its bytes on the way, or are those of the block before (rescaler.cuh).
+    static constexpr bool promotes_token_scales = false;
 
     template <class Config>
     using MainLoop = PromotingLoop<Config>;
     template <class Config>
     using PullPolicy = sm90::PullPolicy<Config>;
+};
+
+struct Fp8WeightsFloatScaledTokens : Fp8Weights {
+    static constexpr bool promotes_token_scales = true;
+
+    template <class Config>
+    using PullPolicy = sm90::FloatScalePullPolicy<Config>;
 };
 
 }  // namespace deep_moe::sm90

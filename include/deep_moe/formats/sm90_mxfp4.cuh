@@ -15,6 +15,7 @@ struct Mxfp4Weights {
     static constexpr bool has_row_factors = true;
     static constexpr bool has_block_scales = false;
     static constexpr bool has_token_scales = true;
+    static constexpr bool promotes_token_scales = false;
 
     template <class Config>
     using MainLoop = sm90::MainLoop<Config>;

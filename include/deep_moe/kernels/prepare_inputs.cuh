@@ -15,6 +15,7 @@
 
 #include "deep_moe/dispatch/routing.cuh"
 #include "deep_moe/formats/bf16_chunk.cuh"
+#include "deep_moe/formats/float_scale.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
@@ -23,15 +24,18 @@
 namespace deep_moe {
 
 inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
+inline constexpr uint32_t lanes_per_float_scale = 128 / values_per_chunk;
 
 // Mirrored by jit/kernel_args.py.
 struct PrepareInputsArgs {
     const void* x;             // bf16 [num_chunks * 8]
     const void* topk_idx;      // i64 or i32 [num_slots]
     const void* topk_weights;  // f32 or bf16 [num_slots]
-    void* input_x;             // e4m3 or bf16 [num_chunks * 8]; e4m3 maybe in longer rows
-    void* input_x_sf;      // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or null
-    void* input_topk_idx;  // i64 [num_slots]
+    void* input_x;             // e4m3 or bf16 [num_chunks * 8], maybe in longer rows
+    // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or f32 [num_chunks / 16]; or
+    // null
+    void* input_x_sf;
+    void* input_topk_idx;       // i64 [num_slots]
     void* input_topk_weights;   // f32 [num_slots]
     const uint8_t* token_mask;  // [num_slots / num_topk], 0 or 1
     const void* expert_map;     // i32 or i64 [num_mapped_experts][num_expert_copies]
@@ -64,13 +68,16 @@ class TokenChunks {
 
     // All 32 lanes.
     __device__ void store() const {
-        if constexpr (Config::quantizes) {
+        if constexpr (Config::has_float_scales) {
+            quantize_to_float_scales();
+        } else if constexpr (Config::quantizes) {
             quantize();
         } else {
             auto* values = static_cast<uint4*>(args_.input_x);
 #pragma unroll
             for (uint32_t i = 0; i < num_chunks; ++i) {
-                if (is_valid(i)) values[chunk_idx(i)] = chunks_[i];
+                if (!is_valid(i)) continue;
+                values[place(chunk_idx(i), Config::num_buffer_row_chunks)] = chunks_[i];
             }
         }
     }
@@ -93,6 +100,24 @@ class TokenChunks {
                 const uint32_t chunk_of_scale =
                     place(chunk_idx(i), Config::num_buffer_row_scales * lanes_per_scale);
                 scale_bytes[chunk_of_scale / lanes_per_scale] = static_cast<uint8_t>(scale_byte);
+            }
+        }
+    }
+
+    // All 32 lanes. Rows are whole groups.
+    __device__ void quantize_to_float_scales() const {
+        auto* values = static_cast<uint2*>(args_.input_x);
+        auto* scales = static_cast<float*>(args_.input_x_sf);
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            const uint4 chunk = chunks_[i];
+            //~ float_group
+            const FloatScale<false> group(
+                group_maximum<lanes_per_float_scale>(chunk_amax_bits(chunk)));
+            if (!is_valid(i)) continue;
+            values[chunk_idx(i)] = quantize_chunk(chunk, group.factor);
+            if (chunk_idx(i) % lanes_per_float_scale == 0) {
+                scales[chunk_idx(i) / lanes_per_float_scale] = group.scale;
             }
         }
     }

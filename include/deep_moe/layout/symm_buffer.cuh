@@ -86,9 +86,9 @@ class SymmBuffer {
         return at<typename Symm::input_x_element>(Symm::input_x_offset) +
                uint64_t{token_idx} * Symm::input_x_dim1;  // [T][H] of e4m3 or bf16
     }
-    __device__ uint32_t* input_x_sf(uint32_t token_idx) const {
+    __device__ auto* input_x_sf(uint32_t token_idx) const {
         return at<typename Symm::input_x_sf_element>(Symm::input_x_sf_offset) +
-               uint64_t{token_idx} * Symm::input_x_sf_dim1;  // [T][H/128]
+               uint64_t{token_idx} * Symm::input_x_sf_dim1;  // [T][H/128] of u32 or f32
     }
     __device__ int64_t* input_topk_idx(uint32_t token_topk_idx) const {
         return at<typename Symm::input_topk_idx_element>(Symm::input_topk_idx_offset) +

@@ -33,7 +33,7 @@ __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t fi
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
                                    uint32_t slot) {
     using Biases = typename Config::Biases;
-    constexpr bool has_scales = Config::Weights::has_token_scales;
+    constexpr bool has_scales = has_token_factors<Config>;
     const uint32_t destinations = smem.destinations(slot);
 #pragma unroll 1  // unrolled, it costs registers
     for (uint32_t row = ptx::lane_idx(); row < Config::block_m; row += warp_size) {
@@ -68,7 +68,8 @@ __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t fi
 template <class Config>
 __device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
-    constexpr bool has_scales = Config::Weights::has_token_scales;
+    constexpr bool has_scales = has_token_factors<Config>;
+    constexpr bool promotes_scales = Config::Weights::promotes_token_scales;
     Tracer<Config> trace(args, TraceTrack::activation_loader,
                          Config::num_dispatch_warps * warp_size);
     trace.mark(TraceStep::await_counts);
@@ -123,14 +124,18 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             __syncwarp();  //~ scales_stored
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barriers(ring.stage);
+                const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
+                // What every stage has beside the tile.
+                const uint32_t num_stage_bytes =
+                    copy.num_bytes +
+                    (promotes_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
                 if (is_linear1 && k_block_idx == 0) {
-                    const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                     // Scales, and the weights that go into Linear1's output.
                     constexpr bool has_weights = !Config::Biases::exist;
                     constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
                     //~ factor_bytes
                     ptx::mbarrier_arrive_expect_tx(
-                        full, copy.num_bytes + num_vectors * token_vector_bytes);
+                        full, num_stage_bytes + num_vectors * token_vector_bytes);
                     if constexpr (has_scales) {
                         ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
                                                          local.l1_token_sf(0, first_row),
@@ -142,7 +147,15 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                                          token_vector_bytes, full);
                     }
                 } else {
-                    ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes);
+                    ptx::mbarrier_arrive_expect_tx(full, num_stage_bytes);
+                }
+                if constexpr (promotes_scales) {
+                    //~ token_scales_copied
+                    ptx::cp_async_bulk_shared_global(
+                        smem.token_scales(ring.stage),
+                        is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
+                                   : local.l2_token_sf(k_block_idx, first_row),
+                        token_vector_bytes, full);
                 }
                 copy.start(smem.activations(ring.stage), k_block_idx, full);
             }

@@ -17,6 +17,7 @@
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm90_linear2_scale.cuh"
@@ -159,7 +160,7 @@ class L1Epilogue {
         }
         const uint32_t token_byte = token_scale_byte(Biases::linear1_weight(weight));
         const uint32_t byte = linear2_scale_byte(amax, token_byte);
-        if (byte != token_byte) {
+        if (has_token_factors<Config> && byte != token_byte) {
             ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),
                                     SymmBuffer<Config>::has_own_scales);  //~ own_scale_told
         }
@@ -218,7 +219,7 @@ class L1Epilogue {
 
     // What token sums are multiplied by: two neighbouring tokens' scales.
     __device__ float2 token_factors(uint32_t j) const {
-        if constexpr (has_scales) {
+        if constexpr (has_token_factors<Config>) {
             return load_pair(smem_.l1_token_factors(slot_), j);
         } else {
             return {1.0f, 1.0f};

@@ -11,6 +11,7 @@
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -58,7 +59,7 @@ class L2Epilogue {
     }
 
  private:
-    static constexpr bool has_scales = Config::Weights::has_token_scales;
+    static constexpr bool has_scales = has_token_factors<Config>;
 
     __device__ uint32_t first_scales() const {
         if constexpr (has_scales) {

@@ -5,6 +5,9 @@
 // times the scale of the k-block's weights: so weights have a scale for every 128 x 128, and of the
 // few bits that FP8 products keep below the largest, none is lost over the whole K.
 //
+// Tokens may have scales of their own for each k-block (Weights::promotes_token_scales), those of
+// Linear2 then, too: they are multiplied in at the same place, and nothing is ever rescaled.
+//
 // In tiles of up to 88 rows both times 64 have products of their own: while the sums of one are
 // added, the tensor core multiplies the other. Wider tiles have registers for one set only, and the
 // tensor core has the other warpgroup's products while this one's are added.
@@ -37,6 +40,7 @@ class PromotingLoop {
     static constexpr uint32_t rows_per_half = 64;
     static constexpr uint32_t part_bytes = num_row_halves * rows_per_half * Config::block_k;
     static constexpr uint32_t max_rows_of_two_sets = 88;
+    static constexpr bool promotes_token_scales = Config::Weights::promotes_token_scales;
 
  public:
     __device__ PromotingLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
@@ -64,7 +68,10 @@ class PromotingLoop {
 #pragma unroll
         for (uint32_t i = 0; i < num_rows / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
         stage_wait_.reset();
-        const bool may_change_scale = changes_scale(smem_, ring_.stage);
+        bool may_change_scale = false;
+        if constexpr (!promotes_token_scales) {
+            may_change_scale = changes_scale(smem_, ring_.stage);
+        }
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
             const uint32_t stage = enter_stage();
@@ -74,16 +81,22 @@ class PromotingLoop {
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
             const float2 scales = load_scales(stage);
-            if (k_block_idx > 0 && may_change_scale && changes_scale(smem_, stage)) {
-                rescale(smem_, stage, sums[0]);
-                rescale(smem_, stage, sums[1]);  //~ promoted_rescaled
+            if constexpr (!promotes_token_scales) {
+                if (k_block_idx > 0 && may_change_scale && changes_scale(smem_, stage)) {
+                    rescale(smem_, stage, sums[0]);
+                    rescale(smem_, stage, sums[1]);  //~ promoted_rescaled
+                }
             }
             ptx::wgmma_wait_group<num_sets - 1>();  //~ upper_complete
-            promote(sums[0], upper, scales);
+            promote(sums[0], upper, scales, stage);
             if constexpr (num_sets == 1) multiply<1>(lower, stage);
             ptx::wgmma_wait_group<0>();  //~ lower_complete
-            release(stage);
-            promote(sums[1], lower, scales);
+            if constexpr (!promotes_token_scales) release(stage);
+            promote(sums[1], lower, scales, stage);
+            if constexpr (promotes_token_scales) {
+                __syncwarp();  //~ token_scales_read
+                release(stage);
+            }
             if (++k_block_idx == num_k_blocks) return;
             stage_wait_.start();
             if (!next_is_loaded) await_stage();  //~ promoted_stage_awaited
@@ -126,13 +139,28 @@ class PromotingLoop {
     }
 
     template <uint32_t num_accumulators>
-    __device__ __forceinline__ static void promote(float (&sums)[num_accumulators],
-                                                   float (&products)[num_accumulators],
-                                                   float2 scales) {
+    __device__ __forceinline__ void promote(float (&sums)[num_accumulators],
+                                            float (&products)[num_accumulators], float2 scales,
+                                            uint32_t stage) const {
         ptx::wgmma_keep_order(products);
+        if constexpr (promotes_token_scales) {
+            const uint32_t token_scales =
+                smem_.token_scales(stage) + thread_idx_ % 4 * sizeof(float2);
 #pragma unroll
-        for (uint32_t i = 0; i < num_accumulators; ++i) {
-            sums[i] = fmaf(products[i], i / 2 % 2 == 0 ? scales.x : scales.y, sums[i]);
+            for (uint32_t i = 0; i < num_accumulators; i += 4) {
+                const float2 of_two =
+                    ptx::ld_shared_f32x2(token_scales + i / 4 * 8 * sizeof(float));
+                //~ token_scale_promoted
+                sums[i] = fmaf(products[i], scales.x * of_two.x, sums[i]);
+                sums[i + 1] = fmaf(products[i + 1], scales.x * of_two.y, sums[i + 1]);
+                sums[i + 2] = fmaf(products[i + 2], scales.y * of_two.x, sums[i + 2]);
+                sums[i + 3] = fmaf(products[i + 3], scales.y * of_two.y, sums[i + 3]);
+            }
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < num_accumulators; ++i) {
+                sums[i] = fmaf(products[i], i / 2 % 2 == 0 ? scales.x : scales.y, sums[i]);
+            }
         }
     }
 

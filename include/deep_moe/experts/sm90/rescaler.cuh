@@ -40,9 +40,14 @@ __device__ __forceinline__ bool changes_scale(const SharedMemory<Config>& smem, 
     return __shfl_sync(full_warp, ptx::ld_shared_u32(smem.changes_of_scale(stage)), 0) != 0;
 }
 
+// Whether a block's tokens have factors for their whole sums.
+template <class Config>
+inline constexpr bool has_token_factors =
+    Config::Weights::has_token_scales && !Config::Weights::promotes_token_scales;
+
 // The activation loader's side. All lanes of its warp; each has every 32nd token of the block.
 // Nothing is kept from one k-block to the next, because this path is rare and registers are not.
-template <class Config, bool has_token_scales = Config::Weights::has_token_scales>
+template <class Config, bool has_factors = has_token_factors<Config>>
 class Rescaler {
     static constexpr uint32_t num_tokens_per_lane = ceil_div(Config::block_m, warp_size);
 
@@ -115,7 +120,7 @@ class Rescaler {
     uint32_t num_valid_rows_;
 };
 
-// Of tokens without scales nothing changes.
+// Of tokens without scales nothing changes, nor where the main loop multiplies by them.
 template <class Config>
 class Rescaler<Config, false> {
  public:

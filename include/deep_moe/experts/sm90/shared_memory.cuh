@@ -47,6 +47,12 @@ class SharedMemory {
         static_assert(all_are<float, typename Smem::weight_scales_element>);
         return base_ + Smem::weight_scales_offset + stage * Smem::weight_scales_stride;
     }
+    // f32 [block_m]: the scales of this k-block's tokens, where the main loop multiplies by them.
+    // There are no factors of tokens then, and nothing is rescaled.
+    __device__ uint32_t token_scales(uint32_t stage) const {
+        static_assert(all_are<float, typename Smem::token_scales_element>);
+        return base_ + Smem::token_scales_offset + stage * Smem::token_scales_stride;
+    }
     // For tokens with scales, as all that speaks of factors of tokens and of maxima.
     // bf16 [4][block_m / 8][2]: what the accumulators of token 8*j + 2*q + p are multiplied by, at
     // [q][j][p], before the k-block of this stage is added (Linear2).
@@ -125,9 +131,9 @@ class SharedMemory {
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded." Arrive: activation loader and weight loader (2), each with the bytes of
-    // its copy; their arrivals also release the block's slot and what is said of rescaling. Behind
-    // the last block both arrive once more without a copy. Wait: all math threads, parity of their
-    // round.
+    // its copies; their arrivals also release the block's slot and what is said of rescaling.
+    // Behind the last block both arrive once more without a copy. Wait: all math threads, parity of
+    // their round.
     __device__ uint32_t full_barriers(uint32_t stage) const {
         return barrier(Smem::full_barriers_offset, stage);
     }

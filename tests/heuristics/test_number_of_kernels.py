@@ -1,0 +1,56 @@
+"""How many kernels the calls of a deployment take, and what taking fewer costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+import pytest
+
+from deep_moe.fused.deployment import deployment_configs
+from deep_moe.heuristics import MegaMoEConfig, choose_config, preset_shape
+from deep_moe.heuristics.sm90 import (
+    FITTED_TILES,
+    UNEVEN_VARIATION,
+    WEIGHTS,
+    _expected_cost,
+    _likely_counts,
+    choose_tile,
+)
+
+MAX_TOKENS = 8192
+
+
+@pytest.mark.parametrize(
+    ("arch", "weights", "most"),
+    [
+        ("sm_90a", "mxfp4", 43),
+        ("sm_90a", "fp8", 27),
+        ("sm_90a", "bf16", 38),
+        ("sm_100a", "mxfp4", 10),
+    ],
+)
+def test_a_deployment_of_deepseek_v4_pro(arch: str, weights: str, most: int) -> None:
+    shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=MAX_TOKENS)
+    shape = replace(shape, weights=weights)
+
+    def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
+        return choose_config(shape, num_tokens, is_uneven=is_uneven, arch=arch)
+
+    both = (choose, partial(choose, is_uneven=True)) if arch == "sm_90a" else (choose,)
+    configs = {config for own in both for _, _, config in deployment_configs(own, MAX_TOKENS)}
+    assert len(configs) <= most
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_tiles_that_are_spared_cost_less_than_half_a_percent(weights: str, is_uneven: bool) -> None:
+    """At any number of tokens, by the formula."""
+    kind = WEIGHTS[weights]
+    allowed = [tile for tile in kind.tiles if not (is_uneven and tile in FITTED_TILES)]
+    for expected in (*range(1, 127), *range(128, 1024, 32)):
+        chosen = choose_tile(Fraction(expected), is_uneven, weights)
+        counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
+        costs = {tile: _expected_cost(tile, counts, kind) for tile in allowed}
+        assert costs[chosen] <= 1.005 * min(costs.values()), expected

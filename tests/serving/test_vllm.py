@@ -16,6 +16,7 @@ from deep_moe.activations import Swiglu
 from deep_moe.errors import CheckpointError, DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.formats.weight_formats import weight_format
+from deep_moe.fused.mega_moe import CALLS
 from deep_moe.integrations import served_experts
 from deep_moe.trial.rank_processes import run_on_ranks
 
@@ -24,7 +25,9 @@ vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 8, 2
 MAX_TOKENS = 32
 NAME = "model.layers.0.mlp.experts"
-CASES = [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")]
+CASES = [
+    (weights, arch) for weights in ("mxfp4", "fp8", "bf16") for arch in ("sm_90a", "sm_100a")
+]
 
 Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -36,6 +39,9 @@ def checkpoint(weights: str, seed: int = 0) -> Weights:
     made = []
     for num_rows, num_columns in ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)):
         x = torch.randn(EXPERTS, num_rows, num_columns, generator=generator) / num_columns**0.5
+        if weights == "bf16":
+            made.append(weight_format(weights).quantize(x))
+            continue
         values, sf = weight_format(weights).quantize(x, block)
         if weights == "fp8":
             sf = sf.log2().round().exp2()  # which every target applies
@@ -49,6 +55,8 @@ def loaded_forms(weights: str, layer: tuple[torch.Tensor, torch.Tensor]) -> Iter
     if weights == "mxfp4":
         yield "weight", values.view(torch.uint8)
         yield "weight_scale", unpack_ue8m0(sf).view(torch.float8_e8m0fnu)
+    elif weights == "bf16":
+        yield "weight", values
     else:
         yield "weight", values
         yield "weight_scale_inv", sf
@@ -58,6 +66,8 @@ def quantization(weights: str) -> Any:
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 
+    if weights == "bf16":
+        return None
     if weights == "mxfp4":
         return Mxfp4Config()
     return Fp8Config(activation_scheme="dynamic", weight_block_size=[128, 128])
@@ -173,8 +183,7 @@ def called_directly(
     transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, weights=weights)
     deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
     y = torch.empty_like(x)
-    call = deep_moe.fp8_mega_moe if weights == "fp8" else deep_moe.fp8_fp4_mega_moe
-    call(y, *transformed, buffer, activation=Swiglu(limit), arch=arch)
+    CALLS[weights](y, *transformed, buffer, activation=Swiglu(limit), arch=arch)
     return y
 
 
@@ -262,7 +271,7 @@ def test_a_load_balancer_permutes_experts_in_place(installed, weights, arch):
         load(runner, weights, source)
         expected = forward(runner, config, x, logits)
         moved = list(runner.routed_experts.get_expert_weights())
-        assert len(moved) == 4
+        assert len(moved) == (2 if weights == "bf16" else 4)
         for tensor in moved:
             tensor.copy_(tensor[order].clone())
         result = forward(runner, config, x, logits[:, order])
@@ -337,7 +346,7 @@ def test_too_many_tokens_are_refused_by_number(installed):
 FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"has_bias": True}, "experts have biases"),
     "activation": ({"activation": "gelu"}, "the kernel has no activation gelu"),
-    "sizes": ({"intermediate_size": 96}, "intermediate_hidden must be a positive multiple of 128"),
+    "sizes": ({"intermediate_size": 80}, "intermediate_hidden must be a positive multiple of 32"),
 }
 
 

@@ -22,6 +22,7 @@ from deep_moe.formats.weights import (
     Pair,
     empty_weights_for_mega_moe,
     transform_weights_for_mega_moe,
+    weight_pair,
 )
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
@@ -157,7 +158,7 @@ class ServedExperts:
         if is_interleaved:
             tensors = [gate_before_up(tensor) for tensor in tensors]
         if len(tensors) == 1:
-            return weight_format(self.sizes.weights).pair_of(tensors[0])
+            return weight_pair(name, tensors[0], weight_format(self.sizes.weights))
         values, scales = tensors
         is_packed = self.sizes.weights == "mxfp4"
         return LayerWeights(*(packed_weights(name, (values, scales)) if is_packed else tensors))

@@ -15,7 +15,7 @@ from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TokenFormat
 from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
 from .segments import Layout, align_up
-from .shape import MoEShape, require_int
+from .shape import MAX_TOPK, MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
 from .tuning import TunedLayerKey, Tuning, TuningResult
 
@@ -80,6 +80,7 @@ class MegaMoEConfig:
     num_part_m_blocks: int
     # numerics
     fast_math: bool
+    accumulate: bool
     # recording
     trace: bool  # time stamps, see include/deep_moe/trace/tracer.cuh
     # pool
@@ -205,6 +206,7 @@ def choose_config(
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    accumulate: bool = False,
     trace: bool = False,
     overrides: Mapping[str, int] | None = None,
     tuning: Tuning | None = None,
@@ -217,10 +219,11 @@ def choose_config(
     smem_capacity: bytes of shared memory that a CTA may ask for; by default what the architecture
     allows (232448, that is 227 KiB). activation: a name of `deep_moe.activations.ACTIVATIONS` or an
     object. activation_clamp: of a named one, the positive bound of gate and up, None for its
-    default. trace: the kernel records time stamps (deep_moe.trial.trace). overrides: values by
-    field name, taken instead of the heuristic's; `block_m` brings along the rest of its table row.
-    A value that breaks a limit is a ValueError that names the limit. tuning: measurements on the
-    device of the call, which come before the formula and after `overrides`.
+    default. accumulate: the call adds to what y holds. trace: the kernel records time stamps
+    (deep_moe.trial.trace). overrides: values by field name, taken instead of the heuristic's;
+    `block_m` brings along the rest of its table row. A value that breaks a limit is a ValueError
+    that names the limit. tuning: measurements on the device of the call, which come before the
+    formula and after `overrides`.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
@@ -238,9 +241,15 @@ def choose_config(
     if smem_capacity is None:
         smem_capacity = target.smem_capacity
     require_int("smem_capacity", smem_capacity, "a number of bytes")
-    for name, flag in (("fast_math", fast_math), ("is_uneven", is_uneven)):
+    flags = {"fast_math": fast_math, "is_uneven": is_uneven, "accumulate": accumulate}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool; got {flag!r}")
+    if accumulate and shape.num_slots == MAX_TOPK:
+        raise ValueError(
+            f"accumulate must be False with {MAX_TOPK} slots, routed and shared: y's own row would "
+            "be one more than combine adds up; got True"
+        )
     chosen_activation = activation_of(activation, activation_clamp)
     overrides = _checked_overrides(overrides, target.overridable)
     if num_sms is None:
@@ -276,7 +285,7 @@ def choose_config(
         reasons.update(tuning_result.reasons)
     for name in overrides:
         reasons[name] = "set by the caller"
-    for name in ("fast_math", *chosen_activation.to_dict()):
+    for name in ("fast_math", "accumulate", *chosen_activation.to_dict()):
         reasons[name] = "argument of the call"
     reasons["trace"] = "on while a call is recorded (deep_moe.trial.trace)"
     problem = {
@@ -300,6 +309,7 @@ def choose_config(
         **chosen,
         pool_wraps=pool_wraps,
         fast_math=fast_math,
+        accumulate=accumulate,
         trace=trace,
         activation=chosen_activation,
         arch=target.name,

@@ -24,6 +24,7 @@ def check_call(
     num_sms: int | None,
     activation: Activation,
     overrides: Mapping[str, int],
+    accumulate: bool = False,
 ) -> None:
     """ValueError unless there is a kernel for the ranks' tokens, and memory for random weights and
     tokens."""
@@ -36,6 +37,7 @@ def check_call(
         num_sms=num_sms,
         activation=activation,
         overrides=overrides,
+        accumulate=accumulate,
     )
     needed = trial_bytes(shape, tokens)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -83,6 +83,7 @@ ClampOption = Annotated[
     float | None,
     typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
 ]
+AccumulateOption = Annotated[bool, typer.Option("--accumulate", help="Calls add to what y holds.")]
 OverrideOption = Annotated[
     list[str] | None,
     typer.Option("--override", help="FIELD=VALUE, taken instead of the heuristic's choice."),

@@ -17,6 +17,7 @@ from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHT
 from .checks import check_call
 from .options import (
     MAX_SEED,
+    AccumulateOption,
     ActivationOption,
     BiasesOption,
     ClampOption,
@@ -104,6 +105,7 @@ def run(
     seed: SeedOption = 0,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
+    accumulate: AccumulateOption = False,
     calls: Annotated[
         int,
         typer.Option("--calls", min=1, help="Calls in the same buffers, each with other tokens."),
@@ -155,6 +157,8 @@ def run(
 
     if domains == 1 and (chunks > 1 or exact_sizes):
         raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")
+    if domains > 1 and accumulate:
+        raise typer.BadParameter("--accumulate needs --domains of 1")
     if domains > 1 and ranks is None:
         ranks = 2 * domains
     if ranks is not None and ranks % domains:
@@ -184,6 +188,7 @@ def run(
         "arch": arch,
         "num_sms": num_sms,
         "overrides": overrides,
+        "accumulate": accumulate,
     }
     if checkpoint is None:
         shape = make_shape(
@@ -289,6 +294,7 @@ def run(
                         whole_layer.l1,
                         whole_layer.l2,
                         num_shared_experts=shape.num_shared_experts,
+                        y=trial.initial_y(own.num_tokens, shape.hidden) if accumulate else None,
                         **whole_layer.biases,
                         **how,
                     )

@@ -11,6 +11,7 @@ import typer
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .options import (
+    AccumulateOption,
     ActivationOption,
     ArchOption,
     BiasesOption,
@@ -62,6 +63,7 @@ def warmup(
     gpu: GpuOption = None,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
+    accumulate: AccumulateOption = False,
     override: OverrideOption = None,
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes; default: one per CPU.")
@@ -103,6 +105,7 @@ def warmup(
             arch=arch,
             num_sms=num_sms,
             activation=applied,
+            accumulate=accumulate,
             overrides=overrides,
             tuning=tuning,
         )

@@ -30,6 +30,8 @@ class CallOptions(TypedDict, total=False):
         waits that depend on others have up to four times as long. By default 60 on GPUs and 600 in
         the emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps; 0 by default.
+    accumulate: add to what y holds, first and in float32, before the one rounding to bfloat16; a
+        token that names no expert keeps its row. By default what y holds does not matter.
     checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
         in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
         out of range is taken as -1.
@@ -41,6 +43,7 @@ class CallOptions(TypedDict, total=False):
     overrides: Mapping[str, int] | None
     timeout_s: float | None
     schedule_seed: int | None
+    accumulate: bool | None
     checked: bool | None
 
 

@@ -14,11 +14,15 @@ import torch
 
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
+from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
+from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import (
+    LayerWeights,
     MegaMoEWeights,
     Pair,
     empty_weights_for_mega_moe,
     transform_weights_for_mega_moe,
+    weight_pair,
 )
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
@@ -69,20 +73,35 @@ class ServedExperts:
         self.arch = arch
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
+        self.biases: MegaMoEBiases | None = None
 
-    def load(self, l1: Pair, l2: Pair) -> None:
+    def load(
+        self,
+        l1: Pair | torch.Tensor,
+        l2: Pair | torch.Tensor,
+        biases: Pair | None = None,
+        *,
+        is_interleaved: bool = False,
+    ) -> None:
         """Lay out weights as checkpoints have them, gate rows before up rows, expert by expert.
 
         The first time this makes tensors; later it writes into the same ones, on the current
         stream, so that graphs that were captured see the new weights.
 
         l1, l2: (values, scales). MXFP4: packed in bytes [E, N, K/2], with a UE8M0 byte or a power
-        of two in float32 for each 32 values. FP8: float8_e4m3fn [E, N, K], float32 scales.
+        of two in float32 for each 32 values. FP8: float8_e4m3fn [E, N, K], float32 scales. BF16:
+        values alone, bfloat16 [E, N, K].
+        biases: of both layers, bfloat16 or float32 [E, N], if the sizes say that there are some.
+        is_interleaved: rows of gate and up alternate in l1 and its biases.
 
         Raises UnsupportedError for weights that the kernel cannot take, the first time; later
         DeepMoEError, as the weights that were there are gone.
         """
-        weights, is_first = self.weights, self.weights is None
+        weights = self.weights
+        try:
+            new_biases = self._laid_out_biases(biases, is_interleaved=is_interleaved)
+        except (TypeError, ValueError) as error:
+            raise self._refusal(str(error)) from error
         if weights is None:
             weights = empty_weights_for_mega_moe(
                 self.num_local_experts,
@@ -95,35 +114,62 @@ class ServedExperts:
         for i in range(self.num_local_experts):
             try:
                 transform_weights_for_mega_moe(
-                    self._one("l1", l1, i),
+                    self._one("l1", l1, i, is_interleaved=is_interleaved),
                     self._one("l2", l2, i),
                     self.arch,
                     weights=self.sizes.weights,
                     out=weights.expert(i),
                 )
             except (TypeError, ValueError) as error:
-                if is_first:
-                    raise UnsupportedError(f"expert {i}: {error}") from None
-                raise DeepMoEError(
-                    f"weights that replace others cannot be laid out: expert {i}: {error}"
-                ) from error
+                raise self._refusal(f"expert {i}: {error}") from error
         self.weights = weights
+        if self.biases is None or new_biases is None:
+            self.biases = new_biases
+            return
+        for own, new in zip(self.biases, new_biases, strict=True):
+            own.copy_(new)
 
-    def _one(self, name: str, pair: Pair, expert_idx: int) -> Pair:
+    def _refusal(self, reason: str) -> Exception:
+        if self.weights is None:
+            return UnsupportedError(reason)
+        return DeepMoEError(f"weights that replace others cannot be laid out: {reason}")
+
+    def _laid_out_biases(
+        self, biases: Pair | None, *, is_interleaved: bool
+    ) -> MegaMoEBiases | None:
+        if biases is None:
+            return None
+        first = gate_before_up(biases[0]) if is_interleaved else biases[0]
+        return transform_biases_for_mega_moe(
+            first, biases[1], self.arch, weights=self.sizes.weights
+        )
+
+    def _one(
+        self,
+        name: str,
+        layer: Pair | torch.Tensor,
+        expert_idx: int,
+        *,
+        is_interleaved: bool = False,
+    ) -> LayerWeights:
+        """One expert's, as `transform_weights_for_mega_moe` takes them."""
         one = slice(expert_idx, expert_idx + 1)
-        values, scales = pair[0][one], pair[1][one]
-        return packed_weights(name, (values, scales)) if self.is_packed else (values, scales)
+        tensors = [t[one] for t in ((layer,) if isinstance(layer, torch.Tensor) else layer)]
+        if is_interleaved:
+            tensors = [gate_before_up(tensor) for tensor in tensors]
+        if len(tensors) == 1:
+            return weight_pair(name, tensors[0], weight_format(self.sizes.weights))
+        values, scales = tensors
+        is_packed = self.sizes.weights == "mxfp4"
+        return LayerWeights(*(packed_weights(name, (values, scales)) if is_packed else tensors))
 
-    @property
-    def is_packed(self) -> bool:
-        return self.sizes.weights == "mxfp4"
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the kernel reads: values and scales of both layers, [E, ...] each, those of one byte
-        as uint8, which every collective takes. Experts may be permuted in them between calls."""
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the kernel reads: values of both layers, each followed by its scales, if the format
+        has some; then both layers' biases, if there are some. All [E, ...], those of one byte as
+        uint8, which every collective takes. Experts may be permuted in them between calls."""
         assert self.weights is not None
-        (w1, sf1), (w2, sf2) = self.weights
-        return _bytes(w1), sf1, _bytes(w2), sf2
+        own = [tensor for layer in self.weights for tensor in layer if tensor.numel()]
+        return (*map(_bytes, own), *(self.biases or ()))
 
     def run(
         self,
@@ -164,6 +210,8 @@ class ServedExperts:
             *self.weights,
             buffer,
             activation=self.activation,
+            l1_bias=self.biases and self.biases.l1,
+            l2_bias=self.biases and self.biases.l2,
             expected_tokens_per_rank=min(max(expected, 1), self.max_tokens_per_rank),
             arch=self.arch,
         )
@@ -175,12 +223,7 @@ class ServedExperts:
 
 
 def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
-    """Raise UnsupportedError for sizes that there is no kernel for, and for those that the kernel
-    pads: engines would have to know of the padding where they move experts."""
-    for name in ("hidden", "intermediate_hidden"):
-        size = getattr(sizes, name)
-        if size % 128:
-            raise UnsupportedError(f"{name} must be a multiple of 128; got {size}")
+    """Raise UnsupportedError for sizes that there is no kernel for."""
     try:
         MoEShape(
             num_ranks=num_ranks,
@@ -205,6 +248,11 @@ def arch_on(device: torch.device, emulated_arch: str | None) -> str | None:
     if device.type != "cpu" or emulated_arch is None:
         raise UnsupportedError("there is no NVIDIA GPU")
     return emulated_arch
+
+
+def gate_before_up(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up that alternate along the second axis, those of gate first."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

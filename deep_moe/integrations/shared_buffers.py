@@ -15,14 +15,17 @@ _SMALLEST = 32  # tokens
 
 
 class LayerSizes(NamedTuple):
-    """What a buffer is made for, beside the number of tokens. num_experts: of all ranks. weights:
-    their format."""
+    """What a buffer is made for, beside the number of tokens; names as in `MoEShape`. num_experts:
+    of all ranks. weights: their format. num_pool_tokens: bounds the pool, None for the worst case.
+    """
 
     num_experts: int
     num_topk: int
     hidden: int
     intermediate_hidden: int
     weights: str
+    biases: bool = False
+    num_pool_tokens: int | None = None
 
 
 class SharedBuffers:
@@ -63,6 +66,8 @@ class SharedBuffers:
                 sizes.hidden,
                 sizes.intermediate_hidden,
                 weights=sizes.weights,
+                biases=sizes.biases,
+                num_pool_tokens=sizes.num_pool_tokens,
                 device=device,
             )
         self._buffers[key] = made

@@ -1,4 +1,5 @@
-"""The environment variable by which a user turns an adapter off that an engine loads by itself."""
+"""The environment variables by which a user turns an adapter off that an engine loads by itself,
+and bounds the memory of its buffers."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from deep_moe.targets import TARGETS
 
 OFF, ON = "0", "1"
+POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,16 @@ def read_switch(variable: str) -> Switch:
             f"GPU on a CPU, one of {', '.join(TARGETS)}; got {value!r}"
         )
     return Switch(True, value)
+
+
+def read_num_pool_tokens() -> int | None:
+    """What DEEP_MOE_NUM_POOL_TOKENS says of the buffers' pool, None for the worst case. Raises
+    ValueError for what is no number; which numbers are allowed, the buffer says."""
+    value = os.environ.get(POOL_VARIABLE)
+    if not value:
+        return None
+    if not value.isdecimal():
+        raise ValueError(
+            f"{POOL_VARIABLE} must be a number of rows, a multiple of 384, or unset; got {value!r}"
+        )
+    return int(value)

@@ -407,6 +407,11 @@ class TwoLevelMoE:
 
     def _arguments(self, given: CallArguments, x: torch.Tensor) -> dict[str, Any]:
         """Options of the calls inside the domain."""
+        if given.get("accumulate"):
+            raise ValueError(
+                "accumulate must be False: a result is the sum of what several domains send; "
+                "got True"
+            )
         arguments: dict[str, Any] = {"timeout_s": self._timeout_s, **given}
         gpu = self._buffer.gpu
         is_overlapped = self.shape.num_chunks > 1 or self.shape.is_own_apart

@@ -109,6 +109,7 @@ def reference_bounds(
     l1_bias: torch.Tensor | None = None,
     l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
+    y: torch.Tensor | None = None,
 ) -> Bounds:
     """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
 
@@ -133,7 +134,7 @@ def reference_bounds(
             biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
 
-    return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert)
+    return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert, y)
 
 
 def combined_bounds(
@@ -142,15 +143,18 @@ def combined_bounds(
     num_experts: int,
     hidden: int,
     of_expert: Callable[[int, torch.Tensor, torch.Tensor], SlotBounds],
+    base: torch.Tensor | None = None,
 ) -> Bounds:
     """Bounds of outputs from those of their slots: of_expert(expert, tokens [n], routing weights
-    [n]) is asked for each expert that is named, once."""
+    [n]) is asked for each expert that is named, once. base: what the slots are added to, exact."""
     num_tokens, num_topk = topk_idx.shape
     device = topk_idx.device
     ends = torch.zeros((3, num_tokens, num_topk, hidden), dtype=torch.bfloat16, device=device)
     sums = torch.zeros((3, num_tokens, hidden), dtype=torch.float64, device=device)
     center, squares, slack = sums
     rounding_squares = torch.zeros_like(center)
+    if base is not None:
+        center += base
     valid = valid_slots(topk_idx, num_experts)
     for expert_idx in topk_idx[valid].unique().tolist():
         token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
@@ -165,7 +169,7 @@ def combined_bounds(
         rounding_squares.index_add_(
             0, token_idx, slots.sum_errors**2 + (_HALF_BF16_UNIT * slots.unrounded) ** 2
         )
-    y, low, high = (combine_slots(end, valid) for end in ends)
+    y, low, high = (combine_slots(end, valid, base) for end in ends)
     reach = _FLIP_DEVIATIONS * squares.sqrt() + slack
     reach += _HALF_BF16_UNIT * (center.abs() + reach)
     rounding_squares += (_HALF_BF16_UNIT * center) ** 2

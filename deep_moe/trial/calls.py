@@ -102,7 +102,7 @@ def call_in_a_row(
     launches: list[RankLaunch] = []
     xs, outputs = [], []  # kept until all is over: a launch has only addresses
     for tokens, of_call in zip(calls, options, strict=True):
-        outputs.append([_empty_output(ranks.shape, own, torch.device("cpu")) for own in tokens])
+        outputs.append(_first_outputs(ranks.shape, tokens, of_call))
         for buffer, own, (l1, l2), output in zip(
             ranks.buffers, tokens, weights, outputs[-1], strict=True
         ):
@@ -284,7 +284,7 @@ def _call_emulated_ranks(
     tokens: Sequence[Tokens],
     call: Mapping[str, Any],
 ) -> list[RankOutput]:
-    outputs = [_empty_output(ranks.shape, own, torch.device("cpu")) for own in tokens]
+    outputs = _first_outputs(ranks.shape, tokens, call)
     ranks.call([o.y for o in outputs], weights, [o.stats for o in outputs], **call)
     return outputs
 
@@ -335,7 +335,7 @@ def _run_rank(
     outputs = []
     for tokens in calls:
         fill_inputs(buffer, tokens)
-        output = _empty_output(buffer.shape, tokens, buffer.device)
+        output = _first_output(buffer.shape, tokens, buffer.device, call)
         CALLS[buffer.shape.weights](output.y, *weights, buffer, output.stats, **call)
         buffer.memory.synchronize()
         buffer.raise_if_failed()
@@ -353,7 +353,7 @@ def _trace_rank(
 ) -> RankTrace:
     (tokens,) = calls
     fill_inputs(buffer, tokens)
-    output = _empty_output(buffer.shape, tokens, buffer.device)
+    output = _first_output(buffer.shape, tokens, buffer.device, call)
     together = torch.zeros(1, device=buffer.device)
     with record(buffer) as (recorder,):
         for _ in range(num_warmup + 1):
@@ -362,10 +362,29 @@ def _trace_rank(
         return recorder.collect()
 
 
-def _empty_output(shape: MoEShape, tokens: Tokens, device: torch.device) -> RankOutput:
-    """y is full of NaN, so that a row left out is noticed."""
+def initial_y(num_tokens: int, hidden: int) -> torch.Tensor:
+    """What a call that accumulates finds in y: integers of -8 to 8, other ones in every row."""
+    places = 7 * torch.arange(num_tokens).unsqueeze(1) + 3 * torch.arange(hidden)
+    return (places % 17 - 8).to(torch.bfloat16)
+
+
+def _first_outputs(
+    shape: MoEShape, tokens: Sequence[Tokens], options: Mapping[str, Any]
+) -> list[RankOutput]:
+    """Of every rank, in this process."""
+    return [_first_output(shape, own, torch.device("cpu"), options) for own in tokens]
+
+
+def _first_output(
+    shape: MoEShape, tokens: Tokens, device: torch.device, options: Mapping[str, Any]
+) -> RankOutput:
+    """Before a call with these options. y is full of NaN, so that a row left out is noticed, unless
+    the call adds to it."""
     size = (tokens.num_tokens, shape.hidden)
-    y = torch.full(size, torch.nan, dtype=torch.bfloat16, device=device)
+    if options.get("accumulate"):
+        y = initial_y(*size).to(device)
+    else:
+        y = torch.full(size, torch.nan, dtype=torch.bfloat16, device=device)
     stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32, device=device)
     return RankOutput(y, stats)
 

@@ -27,14 +27,20 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, TargetWeights, target_of
 
 from .bounds import Bounds, reference_bounds
-from .calls import RankOutput, model_inputs, run_emulated_in_a_row, run_emulated_ranks
+from .calls import (
+    RankOutput,
+    initial_y,
+    model_inputs,
+    run_emulated_in_a_row,
+    run_emulated_ranks,
+)
 from .comparison import compare
 from .reference import FP32_SUM_BITS, reference_mega_moe
 from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
-NUM_KERNEL_AXES = 7  # the first ones, which are compiled in
+NUM_KERNEL_AXES = 8  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -72,6 +78,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "turn": ("one expert", "a wave"),
         "biases": ("none", "both layers"),
         "activation": (*_EXACT_ACTIVATIONS, Situ()),
+        "y": ("written", "added to"),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, _SMALL_POOL),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
@@ -187,17 +194,24 @@ class FuzzCase:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.values["activation"]
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+<<<<<<< HEAD
         numerics = self.target_weights.numerics_of(self.shape.token_scales)
         # Prepared, float scales are no powers of two.
         has_odd_scales = (
             self.shape.token_format.has_float_scales and self.values["inputs"] == "prepared"
         )
         if activation in _EXACT_ACTIVATIONS and not has_odd_scales:
+=======
+        numerics = self.target_weights.numerics
+        y = initial_y(tokens.num_tokens, self.shape.hidden) if self.accumulates else None
+        if activation in _EXACT_ACTIVATIONS:
+>>>>>>> adapters
             return reference_mega_moe(
                 *inputs,
                 activation=activation,
                 numerics=numerics,
                 num_shared_experts=self.shape.num_shared_experts,
+                y=y,
                 **layer.biases,
             )
         return reference_bounds(
@@ -207,7 +221,12 @@ class FuzzCase:
             sum_bits=FP32_SUM_BITS,
             **layer.biases,
             num_shared_experts=self.shape.num_shared_experts,
+            y=y,
         )
+
+    @property
+    def accumulates(self) -> bool:
+        return bool(self.values["y"] == "added to")
 
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
         num_local = self.shape.num_experts_per_rank
@@ -223,6 +242,7 @@ class FuzzCase:
             "num_sms": 4,
             "activation": self.values["activation"],
             "overrides": overrides,
+            "accumulate": self.accumulates,
             "schedule": self.values["schedule"],
             "schedule_seed": self.number,
         }

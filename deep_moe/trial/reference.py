@@ -152,6 +152,7 @@ def reference_mega_moe(
     l1_bias: torch.Tensor | None = None,
     l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
+    y: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
@@ -164,7 +165,8 @@ def reference_mega_moe(
     [experts, 2*I, H/128]) and (int8 [experts, H, I/2], int32 [experts, H, I/128]).
 
     num_shared_experts: the last ones of these weights are shared: no id names them, and every token
-    goes to each of them with weight 1, in slots behind its own.
+    goes to each of them with weight 1, in slots behind its own. y: what a call that accumulates
+    found there, bfloat16.
 
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
@@ -186,7 +188,7 @@ def reference_mega_moe(
         l1_bias=l1_bias,
         l2_bias=l2_bias,
     )
-    return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]))
+    return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]), y)
 
 
 def with_shared_slots(
@@ -283,9 +285,14 @@ def expert_output(
     return round_to_bf16(accumulator)
 
 
-def combine_slots(contributions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Sum the valid slots of each token in slot order in float32, then round once to bfloat16."""
+def combine_slots(
+    contributions: torch.Tensor, valid: torch.Tensor, y: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum `y`, if given, and the valid slots of each token in slot order in float32, then round
+    once to bfloat16."""
     total = torch.zeros_like(contributions[:, 0], dtype=torch.float32)
+    if y is not None:
+        total = total + y.float()
     for slot_idx in range(contributions.shape[1]):
         used = valid[:, slot_idx].unsqueeze(1)
         total = torch.where(used, total + contributions[:, slot_idx].float(), total)

@@ -51,6 +51,10 @@ def test_an_exact_layer_needs_an_activation_that_can_be_exact():
     assert "--exact must be without --activation situ" in " ".join(result.output.split())
 
 
+def test_calls_that_accumulate_are_compared_with_a_reference_that_does():
+    assert ran(*TINY, "--exact", "--accumulate", "--tokens", "9")["passed"]
+
+
 def test_an_exact_layer_is_equal_with_other_tokens_on_each_rank():
     document = ran(*TINY, "--exact", "--ranks", "3", "--tokens", "5,0,17")
     assert [row["num_tokens"] for row in document["ranks"]] == [5, 0, 17]

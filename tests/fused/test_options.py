@@ -25,6 +25,7 @@ OPTIONS = {
     "overrides": {"block_m": 16, "num_stages": 3},
     "timeout_s": 2.5,
     "schedule_seed": 7,
+    "accumulate": True,
     "checked": False,
 }
 

@@ -105,6 +105,26 @@ def test_a_compiled_model_keeps_its_activation(example, recorder, monkeypatch, o
     assert chosen == [activation_of(options["activation"], options.get("activation_clamp"))]
 
 
+def test_a_compiled_call_that_accumulates_is_given_what_y_held(example, recorder, monkeypatch):
+    def add_one(launches, **_) -> None:
+        (launch,) = launches
+        assert launch.config.accumulate
+        (region,) = [region for region in launch.memory if region.name == "y"]
+        torch.frombuffer(memory_of(region), dtype=torch.bfloat16).add_(1)
+
+    monkeypatch.setattr("deep_moe.fused.emulated_call.run_emulated", add_one)
+    layer = Layer(example)
+
+    def model(x):
+        y = x * 3
+        deep_moe.fp8_fp4_mega_moe(y, *layer.weights, layer.buffer, accumulate=True)
+        return y * 2
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.ones(5, layer.buffer.shape.hidden, dtype=torch.bfloat16)
+    assert bool((compiled(x) == 8).all())
+
+
 def test_two_layers_in_one_graph_share_a_buffer(example, recorder) -> None:
     layer = Layer(example)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import deep_moe
-from deep_moe.activations import Swiglu
+from deep_moe.activations import Swiglu, SwigluOai
+from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
@@ -87,12 +89,109 @@ def test_layers_share_one_buffer():
     assert served("sm_100a").buffer() is served("sm_100a", seed=1).buffer()
 
 
-@pytest.mark.parametrize("size", [160, 200])
+@pytest.mark.parametrize(("weights", "size"), [("mxfp4", 200), ("fp8", 160), ("bf16", 160)])
 @pytest.mark.parametrize("name", ["hidden", "intermediate_hidden"])
-def test_sizes_that_are_not_served_are_refused_when_it_is_made(name: str, size: int):
-    sizes = SIZES._replace(**{name: size})
-    with pytest.raises(UnsupportedError, match=f"^{name} must be a multiple of 128; got {size}"):
+def test_sizes_that_are_not_served_are_refused_when_it_is_made(weights, name, size):
+    sizes = SIZES._replace(**{name: size}, weights=weights)
+    with pytest.raises(UnsupportedError, match=f"^{name} must be .* multiple of .*; got {size}"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8)
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """Of gate before up, rows in turn."""
+    return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_experts_like_those_of_gpt_oss(arch):
+    """Biases, rows of gate and up in turn, sizes that the kernel pads: as the public call has it.
+    Experts are permuted, and other weights go into the same memory."""
+    hidden, intermediate = 160, 96
+    sizes = LayerSizes(4, 2, hidden, intermediate, "mxfp4", biases=True)
+    activation = SwigluOai(limit=2.0)
+
+    def layer_of(seed: int) -> tuple[Any, Any, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        bytes_of = [
+            (
+                torch.randint(256, (4, rows, columns // 2), generator=generator).byte(),
+                torch.randint(120, 128, (4, rows, columns // 32), generator=generator).byte(),
+            )
+            for rows, columns in ((2 * intermediate, hidden), (hidden, intermediate))
+        ]
+        biases = tuple(
+            torch.randn(4, rows, generator=generator).bfloat16()
+            for rows in (2 * intermediate, hidden)
+        )
+        return *bytes_of, biases
+
+    def load(served_layer: ServedExperts, seed: int) -> None:
+        (w1, sf1), l2, (b1, b2) = layer_of(seed)
+        l1 = interleaved(w1), interleaved(sf1)
+        served_layer.load(l1, l2, (interleaved(b1), b2), is_interleaved=True)
+
+    def run(served_layer: ServedExperts, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(5)).bfloat16()
+        y = torch.empty_like(x)
+        served_layer.run(y, x, ids, torch.full((3, 2), 0.5))
+        return y
+
+    layer = ServedExperts(sizes, activation, None, CPU, 8, arch)
+    load(layer, 0)
+    addresses = [tensor.data_ptr() for tensor in layer.tensors()]
+    load(layer, 1)
+    assert [tensor.data_ptr() for tensor in layer.tensors()] == addresses
+    assert len(addresses) == 6
+    result = run(layer, IDS)
+
+    l1, l2, biases = layer_of(1)
+    pairs = [packed_weights("l", pair) for pair in (l1, l2)]
+    other = ServedExperts(sizes, activation, None, CPU, 8, arch)
+    transformed = deep_moe.transform_weights_for_mega_moe(*pairs, arch)
+    own_biases = deep_moe.transform_biases_for_mega_moe(*biases, arch, weights="mxfp4")
+    other.weights, other.biases = transformed, own_biases
+    assert torch.equal(result, run(other, IDS))
+    assert not torch.equal(result, run(layer, IDS.roll(1, 0)))
+
+    order = torch.tensor([2, 0, 3, 1])
+    for tensor in layer.tensors():
+        tensor.copy_(tensor[order].clone())
+    place = order.argsort()
+    assert torch.equal(run(layer, torch.where(IDS < 0, IDS, place[IDS])), result)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_bf16_experts(arch):
+    """They have no scales, and their tokens are not quantized."""
+    generator = torch.Generator().manual_seed(3)
+    l1, l2 = (
+        (torch.randn(shape, generator=generator) / 16).bfloat16()
+        for shape in ((4, 256, 256), (4, 256, 128))
+    )
+    layer = ServedExperts(SIZES._replace(weights="bf16"), Swiglu(), None, CPU, 8, arch)
+    layer.load(l1, l2)
+    assert len(layer.tensors()) == 2
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+    expected = torch.zeros(3, 256)
+    for token, ids in enumerate(IDS.tolist()):
+        for expert in ids:
+            if expert >= 0:
+                gate, up = (l1[expert].float() @ x[token].float()).chunk(2)
+                h = torch.nn.functional.silu(gate) * up
+                expected[token] += 0.5 * (l2[expert].float() @ h)
+    assert torch.allclose(call(layer, IDS).float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_pool_may_be_bounded():
+    """Buffers by their own sizes: the bounded one is smaller."""
+    few = served("sm_100a", most=512).buffer()
+    sizes = SIZES._replace(num_pool_tokens=384)
+    layer = ServedExperts(sizes, Swiglu(), None, CPU, 512, "sm_100a")
+    layer.load(*source(0))
+    assert layer.buffer().shape.num_pool_tokens == 384
+    assert layer.buffer().nbytes < few.nbytes
+    with pytest.raises(UnsupportedError, match=r"num_pool_tokens must be .*multiple of 384"):
+        ServedExperts(SIZES._replace(num_pool_tokens=385), Swiglu(), None, CPU, 512)
 
 
 def test_weights_that_are_none_are_refused_and_later_an_error():

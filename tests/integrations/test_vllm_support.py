@@ -12,7 +12,8 @@ import pytest
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.errors import CheckpointError, DeepMoEError, MissingPackageError
 from deep_moe.integrations import vllm as adapter
-from deep_moe.integrations.switch import Switch, read_switch
+from deep_moe.integrations.shared_buffers import LayerSizes
+from deep_moe.integrations.switch import Switch, read_num_pool_tokens, read_switch
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.integrations.vllm.completeness import LoadedParts
 from deep_moe.integrations.vllm.support import plan_of
@@ -24,7 +25,7 @@ EP: dict[str, Any] = {"use_ep": True, "ep_size": 4}
 
 def test_a_plan_for_one_rank():
     plan = plan_of(layer(), "mxfp4", 1)
-    assert tuple(plan.sizes) == (8, 2, 256, 128, "mxfp4")
+    assert plan.sizes == LayerSizes(8, 2, 256, 128, "mxfp4")
     assert plan.activation == Swiglu()
     assert plan[2:] == (1, 1, 33)
 
@@ -154,6 +155,26 @@ def test_the_switch(monkeypatch):
     monkeypatch.setitem(os.environ, "DEEP_MOE_TEST", "off")
     with pytest.raises(ValueError, match=r"DEEP_MOE_TEST must be 1 .* 0 to turn deep_moe off"):
         read_switch("DEEP_MOE_TEST")
+
+
+def test_the_pool_of_engines_buffers_may_be_bounded(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_NUM_POOL_TOKENS", raising=False)
+    assert read_num_pool_tokens() is None
+    monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "768")
+    assert read_num_pool_tokens() == 768
+    assert plan_of(layer(), "mxfp4", 1, num_pool_tokens=768).sizes.num_pool_tokens == 768
+    monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "few")
+    with pytest.raises(ValueError, match=r"DEEP_MOE_NUM_POOL_TOKENS must be a number .* got 'few'"):
+        read_num_pool_tokens()
+
+
+def test_gpt_oss():
+    plan = plan_of(layer("swigluoai", has_bias=True), "mxfp4", 1, is_gpt_oss=True)
+    assert plan.activation == SwigluOai(1.702, 7.0)
+    assert plan.sizes.biases
+    for activation, changes in (("silu", {}), ("swigluoai", {"swiglu_limit": 5.0})):
+        with pytest.raises(UnsupportedError, match=f"no activation {activation}"):
+            plan_of(layer(activation, has_bias=True, **changes), "mxfp4", 1, is_gpt_oss=True)
 
 
 def test_vllm_finds_the_adapter_by_its_entry_point():

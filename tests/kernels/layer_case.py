@@ -56,8 +56,15 @@ class LayerCase:
             for rank in range(shape.num_ranks)
         ]
 
-    def call(self, tokens: Sequence[Tokens], **options: Any) -> list[torch.Tensor]:
-        """Each rank's y. It is filled with NaN before, so that a row left out is noticed."""
+    def call(
+        self,
+        tokens: Sequence[Tokens],
+        *,
+        onto: Sequence[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> list[torch.Tensor]:
+        """Each rank's y. It is filled with NaN before, so that a row left out is noticed. onto:
+        what the call adds to, each rank's."""
         ys = []
         for buffer, mine in zip(self.ranks.buffers, tokens, strict=True):
             n = mine.num_tokens
@@ -66,6 +73,9 @@ class LayerCase:
             buffer.topk_idx[:n].copy_(mine.topk_idx)
             buffer.topk_weights[:n].copy_(mine.topk_weights)
             ys.append(self._empty_y(n))
+        if onto is not None:
+            ys = [y.clone() for y in onto]
+            options["accumulate"] = True
         self.ranks.call(ys, self.weights, biases=self.biases, arch=self.arch, **options)
         return ys
 
@@ -73,7 +83,11 @@ class LayerCase:
         return torch.full((num_tokens, self.shape.hidden), torch.nan, dtype=torch.bfloat16)
 
     def expected(
-        self, tokens: Sequence[Tokens], *, activation_clamp: float | None = None
+        self,
+        tokens: Sequence[Tokens],
+        *,
+        activation_clamp: float | None = None,
+        onto: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """What each rank's y has to equal where no sum is rounded."""
         return [
@@ -88,8 +102,9 @@ class LayerCase:
                 numerics=self.numerics,
                 **self.layer.biases,
                 num_shared_experts=self.shape.num_shared_experts,
+                y=y,
             )
-            for mine in tokens
+            for mine, y in zip(tokens, onto or [None] * len(tokens), strict=True)
         ]
 
     def bounds(
@@ -98,6 +113,7 @@ class LayerCase:
         *,
         activation_clamp: float | None = None,
         sum_bits: int = FP32_SUM_BITS,
+        onto: Sequence[torch.Tensor] | None = None,
     ) -> list[Bounds]:
         """Of each rank's y, by default for the emulator's sums."""
         return [
@@ -113,8 +129,9 @@ class LayerCase:
                 sum_bits=sum_bits,
                 **self.layer.biases,
                 num_shared_experts=self.shape.num_shared_experts,
+                y=y,
             )
-            for mine in tokens
+            for mine, y in zip(tokens, onto or [None] * len(tokens), strict=True)
         ]
 
     def compare_call(

@@ -913,7 +913,9 @@ SM90_MUTATIONS = (
             (
                 "shared_not_added",
                 replaced(
-                    "shared_slots", "Config::num_topk <= slot && slot < Chunks::num_slots", "false"
+                    "shared_slots",
+                    "Chunks::first_shared <= addend && addend < Chunks::num_addends",
+                    "false",
                 ),
                 "result",
             ),
@@ -1057,6 +1059,20 @@ SM90_MUTATIONS = (
         "misuse",
         test="test_dispatch_and_combine::test_slots_out_of_range_in_the_last_token_alone",
         arguments={"bad": -1, "slots": slice(None)},
+    ),
+    M(
+        "y_not_added",
+        replaced("added_y", "Config::accumulate && addend == 0", "false"),
+        "result",
+        test="test_accumulate::test_what_y_holds_is_added",
+        arguments={"arch": "sm_90a", "num_shared": 0, "counts": (40, 9)},
+    ),
+    M(
+        "slots_behind_y_not_shifted",
+        replaced("combined_slot", "- Chunks::first_slot", ""),
+        "result|race|misuse",
+        test="test_accumulate::test_what_y_holds_is_added",
+        arguments={"arch": "sm_90a", "num_shared": 0, "counts": (40, 9)},
     ),
 )
 MUTATIONS = SM100_MUTATIONS + SM90_MUTATIONS

@@ -336,6 +336,8 @@ def test_what_is_refused(run_ranks) -> None:
             moe.call(x, nobody, weights, pair, pair, out=torch.zeros(2, 256))
         with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
             moe.call(x, nobody, weights, pair, pair, chunks=1)
+        with pytest.raises(ValueError, match=r"accumulate must be False: .* got True"):
+            moe.call(x, nobody, weights, pair, pair, accumulate=True)
         dist.barrier()
         moe.close()
 

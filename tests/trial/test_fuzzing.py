@@ -11,7 +11,7 @@ import torch
 
 from deep_moe.activations import Activation
 from deep_moe.trial import fuzzing
-from deep_moe.trial.calls import RankOutput, model_inputs
+from deep_moe.trial.calls import RankOutput, initial_y, model_inputs
 from deep_moe.trial.fuzzing import ARCHS, CASES_PER_ROUND, Coverage, FuzzCase, axes, pairwise
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import received
@@ -121,6 +121,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
                 numerics=case.target_weights.numerics,
                 **layer.biases,
                 num_shared_experts=case.shape.num_shared_experts,
+                y=initial_y(own.num_tokens, case.shape.hidden) if case.accumulates else None,
             )
             outputs[-1].append(RankOutput(y, stats[rank].clone()))
     return outputs

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.formats.block_scaled import GROUP_SIZE, WORD_SIZE, pack_ue8m0, ue8m0_of_floats
+from deep_moe.formats.block_scaled import (
+    GROUP_SIZE,
+    WORD_SIZE,
+    pack_ue8m0_groups,
+    ue8m0_of_floats,
+)
 from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights, weight_pair
+from deep_moe.heuristics.segments import ceil_div
 
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -67,14 +73,16 @@ def packed_weights(name: str, value: object) -> LayerWeights:
 
 
 def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) -> torch.Tensor:
-    """Scales of one per 32 values along k, in any of the formats, as int32 [*rows, k/128]."""
+    """Scales of one per 32 values along k, in any of the formats, as int32 [*rows, k/128], the
+    last word filled with zeros."""
     is_packed = sf.dtype == torch.int32
     if not is_packed and sf.dtype not in (torch.float32, *_BYTE_DTYPES):
         raise TypeError(
             f"{name} must be float32, float8_e8m0fnu, uint8, or int32 with four in each; "
             f"got {sf.dtype}"
         )
-    expected = (*rows, k // (WORD_SIZE if is_packed else GROUP_SIZE))
+    # Of the last word of a row, some bytes may belong to no value.
+    expected = (*rows, ceil_div(k, WORD_SIZE if is_packed else GROUP_SIZE))
     if tuple(sf.shape) != expected:
         raise ValueError(
             f"{name} must hold one scale per {GROUP_SIZE} values, shape {expected}; "
@@ -82,7 +90,7 @@ def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) ->
         )
     if is_packed:
         return sf
-    return pack_ue8m0(
+    return pack_ue8m0_groups(
         _bytes_of_floats(name, sf) if sf.dtype == torch.float32 else sf.view(torch.uint8)
     )
 

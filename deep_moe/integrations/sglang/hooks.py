@@ -19,6 +19,7 @@ from deep_moe.activations import Swiglu
 
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
+from ..switch import read_num_pool_tokens
 from ..unsupported import UnsupportedError
 from . import engine
 
@@ -189,6 +190,7 @@ def _taken_over(experts: Any) -> ServedExperts:
             w13.shape[2] * (2 if is_packed else 1),
             w13.shape[1] // 2,
             "mxfp4" if is_packed else "fp8",
+            num_pool_tokens=read_num_pool_tokens(),
         ),
         activation,
         group.device_group if group.world_size > 1 else None,

@@ -27,16 +27,19 @@ def register(
     *,
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
+    num_pool_tokens: int | None = None,
     arch: str | None = None,
 ) -> None:
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
     known to transformers. Call it before `from_pretrained`, on every rank with the same arguments.
 
     quantize: round experts in floats to MXFP4, and those in FP8 to scales that the target applies.
-        Without it, such experts are left to transformers. What is exact needs no rounding: floats
-        that are MXFP4 in fact, as a dequantized checkpoint's are, and FP8 with most scales.
+        Without it, experts in BF16 run as BF16, and others that would be rounded are left to
+        transformers. What is exact needs no rounding: floats that are MXFP4 in fact, as a
+        dequantized checkpoint's are, and FP8 with most scales.
     max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
         different tokens need not ask each other how many there are. By default buffers grow.
+    num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`.
     arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.
 
     Raises MissingPackageError without transformers, DeepMoEError for a version of it that this was
@@ -46,10 +49,14 @@ def register(
     from deep_moe.targets import target_of
 
     require_type("quantize", quantize, bool, "a bool")
-    if max_tokens_per_rank is not None:
-        require_type("max_tokens_per_rank", max_tokens_per_rank, int, "an int or None")
-        if max_tokens_per_rank < 1:
-            raise ValueError(f"max_tokens_per_rank must be at least 1; got {max_tokens_per_rank}")
+    for name, number in (
+        ("max_tokens_per_rank", max_tokens_per_rank),
+        ("num_pool_tokens", num_pool_tokens),
+    ):
+        if number is not None:
+            require_type(name, number, int, "an int or None")
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1; got {number}")
     if arch is not None:
         require_type("arch", arch, str, "a str or None")
         target_of(arch)
@@ -61,7 +68,7 @@ def register(
     from .expert_parallel import DeepMoEExpertParallel
     from .experts import NAME, Options, experts_forward, set_options
 
-    set_options(Options(quantize, max_tokens_per_rank, arch))
+    set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, arch))
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         functions.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, DeepMoEExpertParallel)

@@ -34,6 +34,7 @@ class Options:
     """Of `register`."""
 
     quantize: bool = False
+    num_pool_tokens: int | None = None
     max_tokens_per_rank: int | None = None
     arch: str | None = None
 
@@ -91,6 +92,7 @@ def path_of(
                 group,
                 num_topk,
                 quantize=options.quantize,
+                num_pool_tokens=options.num_pool_tokens,
                 arch=options.arch,
                 agree=lambda reason: _first_reason(reason, group),
             )
@@ -158,6 +160,8 @@ def run(
             *layer.weights,
             buffer,
             activation=layer.activation,
+            l1_bias=layer.biases and layer.biases.l1,
+            l2_bias=layer.biases and layer.biases.l2,
             arch=options.arch,
         )
     return y.to(hidden_states.dtype)

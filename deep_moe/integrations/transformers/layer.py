@@ -20,9 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.formats.block_scaled import ue8m0_of_floats, ue8m0_to_float, unpack_ue8m0
+from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
+from deep_moe.formats.block_scaled import (
+    GROUP_SIZE,
+    ue8m0_of_floats,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
+<<<<<<< HEAD
 from deep_moe.formats.weight_formats import K_BLOCK
+=======
+from deep_moe.formats.weight_formats import weight_format
+>>>>>>> adapters
 from deep_moe.formats.weights import (
     LayerWeights,
     MegaMoEWeights,
@@ -32,6 +42,7 @@ from deep_moe.formats.weights import (
 )
 from deep_moe.heuristics.shape import MoEShape
 
+from ..served_experts import gate_before_up
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
 
@@ -40,6 +51,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _LINEARS = ("gate_up_proj", "down_proj")
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _SCALES = "_scale_inv"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = (torch.int8, torch.uint8)
@@ -48,10 +60,12 @@ _PACKED = (torch.int8, torch.uint8)
 @dataclass(frozen=True)
 class ExpertsLayer:
     """Experts in the kernel's form. group: of the ranks that they are spread over. given: the form
-    of each tensor that was given up, by the name that the module has for it. guard: what keeps the
-    module's state_dict from being read without them, if there are any."""
+    of each tensor that was given up, by the name that the module has for it; the module keeps its
+    biases. guard: what keeps the module's state_dict from being read without them, if there are
+    any."""
 
     weights: MegaMoEWeights
+    biases: MegaMoEBiases | None
     sizes: LayerSizes
     activation: Activation
     group: ProcessGroup | None
@@ -65,12 +79,14 @@ def take_over(
     num_topk: int,
     *,
     quantize: bool,
+    num_pool_tokens: int | None,
     arch: str | None,
     agree: Callable[[str | None], str | None],
 ) -> ExpertsLayer:
     """Lay out a module's experts for the kernel and give up the module's tensors.
 
     quantize: round floats that are not MXFP4 to it, and FP8 to scales that the target applies.
+    num_pool_tokens: of the buffer.
     agree: is told why this rank cannot take its experts over, or None, and gives back the reason of
     the first rank that cannot.
 
@@ -87,9 +103,12 @@ def take_over(
             source.hidden,
             source.intermediate_hidden,
             source.format,
+            source.biases is not None,
+            num_pool_tokens,
         )
         _check_sizes(sizes, num_ranks)
         weights, is_requantized = _laid_out(source, arch, quantize)
+        biases = _laid_out_biases(source, arch)
     except UnsupportedError as error:
         reason = str(error)
     reason = agree(reason)
@@ -101,7 +120,7 @@ def take_over(
     for name in given:
         module._parameters[name] = None
     guard = module.register_state_dict_pre_hook(_refuse_state_dict) if given else None
-    return ExpertsLayer(weights, sizes, activation, group, given, guard)
+    return ExpertsLayer(weights, biases, sizes, activation, group, given, guard)
 
 
 def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> None:
@@ -109,6 +128,7 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
     if layer.guard is None:
         return
     layer.guard.remove()
+<<<<<<< HEAD
     sizes = layer.sizes
     inverse = inverse_transform_weights(
         *layer.weights,
@@ -116,13 +136,27 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
         weights=sizes.weights,
         hidden=sizes.hidden,
         intermediate_hidden=sizes.intermediate_hidden,
+=======
+    inverse = inverse_transform_weights(
+        *layer.weights,
+        arch,
+        weights=layer.sizes.weights,
+        hidden=layer.sizes.hidden,
+        intermediate_hidden=layer.sizes.intermediate_hidden,
+>>>>>>> adapters
     )
     for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
         own = layer.given[name]
         if own.dtype in _FLOATS:
-            tensors = {name: dequantize_mxfp4(weight, sf, torch.float32).to(own.dtype)}
+            if layer.sizes.weights == "mxfp4":
+                weight = dequantize_mxfp4(weight, sf, torch.float32)
+            tensors = {name: _Form.of(module).of_module(name, weight).to(own.dtype)}
         else:
             scales = layer.given[name + _SCALES]
+            if sf.dtype == torch.int32:
+                num_columns = weight.shape[2] * (2 if own.dtype in _PACKED else 1)
+                sf = unpack_ue8m0(sf)[..., : num_columns // GROUP_SIZE]
+                sf = ue8m0_to_float(sf, torch.float32)
             tensors = {
                 name: weight.view(own.dtype),
                 name + _SCALES: _scales_as(sf, scales.dtype, scales.shape),
@@ -132,10 +166,8 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
 
 
 def _scales_as(sf: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Scales as a kernel takes them, int32 for 32 values or float32 for 128 x 128, in the form that
-    the module had: one for each block of equal scales."""
-    if sf.dtype == torch.int32:
-        sf = ue8m0_to_float(unpack_ue8m0(sf), torch.float32)
+    """Scales float32 for 32 values or 128 x 128, in the form that the module had: one for each
+    block of equal scales."""
     for axis in (1, 2):
         have, want = sf.shape[axis], shape[axis]
         if have > want:
@@ -161,10 +193,38 @@ class _Given(NamedTuple):
     shape: torch.Size
 
 
+class _Form(NamedTuple):
+    """How a module's matrices lie, beside [E, N, K] with rows of gate before those of up."""
+
+    is_transposed: bool
+    is_concatenated: bool
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Form:
+        return cls(
+            bool(getattr(module, "is_transposed", False)),
+            bool(getattr(module, "is_concatenated", True)),
+        )
+
+    def of_kernel(self, name: str, matrices: torch.Tensor) -> torch.Tensor:
+        """The module's [E, ...] as the kernel's weights are transformed from."""
+        rows = matrices.transpose(1, 2) if self.is_transposed else matrices
+        if name == _LINEARS[0] and not self.is_concatenated:
+            rows = gate_before_up(rows)
+        return rows.contiguous()
+
+    def of_module(self, name: str, matrices: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        rows = matrices
+        if name == _LINEARS[0] and not self.is_concatenated:
+            rows = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+        return (rows.transpose(1, 2) if self.is_transposed else rows).contiguous()
+
+
 @dataclass(frozen=True)
 class _Source:
     """A module's own weights, and the format in which the kernel gets them. expert: of one expert,
-    [1, ...], rows of gate before those of up."""
+    [1, ...], rows of gate before those of up, as the biases."""
 
     num_experts: int
     hidden: int
@@ -172,17 +232,12 @@ class _Source:
     device: torch.device
     format: str
     given: dict[str, _Given]
+    biases: tuple[torch.Tensor, torch.Tensor] | None
     expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
 
 
 def _source(module: torch.nn.Module, quantize: bool) -> _Source:
-    for name, allowed in (
-        ("has_gate", True),
-        ("has_bias", False),
-        ("is_concatenated", True),
-        ("is_transposed", False),
-        ("has_post_expert_norm", False),
-    ):
+    for name, allowed in (("has_gate", True), ("has_post_expert_norm", False)):
         value = getattr(module, name, allowed)
         if value is not allowed:
             raise UnsupportedError(f"experts with {name}={value} are not supported")
@@ -190,23 +245,39 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             raise UnsupportedError(f"{name} is no stack of matrices")
+    form = _Form.of(module)
     l1, l2 = tensors.values()
+    if l1.dtype not in _FLOATS and form != _Form(False, True):
+        raise UnsupportedError(
+            f"experts of {l1.dtype} with is_transposed={form.is_transposed}, "
+            f"is_concatenated={form.is_concatenated} are not supported"
+        )
     if l1.dtype != l2.dtype or l1.dtype not in (*_FLOATS, *_PACKED, torch.float8_e4m3fn):
         raise UnsupportedError(f"weights of {l1.dtype} and {l2.dtype} are not supported")
     factor = 2 if l1.dtype in _PACKED else 1
-    num_experts, num_rows, hidden = l1.shape[0], l1.shape[1], l1.shape[2] * factor
-    if num_rows % 2 or tuple(l2.shape) != (num_experts, hidden, num_rows // 2 // factor):
+    num_experts = l1.shape[0]
+    num_rows, hidden = l1.shape[1:] if not form.is_transposed else (l1.shape[2], l1.shape[1])
+    hidden *= factor
+    down = (hidden, num_rows // 2 // factor)
+    if form.is_transposed:
+        down = down[::-1]
+    if num_rows % 2 or tuple(l2.shape) != (num_experts, *down):
         raise UnsupportedError(
             f"gate_up_proj {tuple(l1.shape)} and down_proj {tuple(l2.shape)} do not fit each other"
         )
     if l1.dtype in _FLOATS:
-        if not quantize:
-            _require_mxfp4(l1, l2)
+        layers = dict(zip(_LINEARS, (l1, l2), strict=True))
+        weights = _format_of_floats(layers, form, quantize=quantize)
+        make = quantize_mxfp4 if weights == "mxfp4" else weight_format(weights).quantize
 
         def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
-            return quantize_mxfp4(l1[i : i + 1]), quantize_mxfp4(l2[i : i + 1])
+            first, second = (
+                make(form.of_kernel(name, layer[i : i + 1])) for name, layer in layers.items()
+            )
+            return first, second
 
     else:
+        weights = "fp8" if l1.dtype == torch.float8_e4m3fn else "mxfp4"
         scales = [_local(getattr(module, name + _SCALES)) for name in _LINEARS]
         if any(sf.dim() != 3 for sf in scales):
             raise UnsupportedError("weights with one scale for a whole expert are not supported")
@@ -225,10 +296,33 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         hidden,
         num_rows // 2,
         l1.device,
-        "fp8" if l1.dtype == torch.float8_e4m3fn else "mxfp4",
+        weights,
         {name: _Given(tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
+        _biases(module, form),
         expert,
     )
+
+
+def _biases(module: Any, form: _Form) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not getattr(module, "has_bias", False):
+        return None
+    found = [_local(getattr(module, name, None)) for name in _BIASES]
+    for name, bias in zip(_BIASES, found, strict=True):
+        if not isinstance(bias, torch.Tensor) or bias.dim() != 2:
+            raise UnsupportedError(f"{name} is no row for each expert")
+    first, second = found
+    if not form.is_concatenated:
+        first = gate_before_up(first)
+    return first.float(), second.float()
+
+
+def _laid_out_biases(source: _Source, arch: str | None) -> MegaMoEBiases | None:
+    if source.biases is None:
+        return None
+    try:
+        return transform_biases_for_mega_moe(*source.biases, arch, weights=source.format)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(str(error)) from None
 
 
 def _packed(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
@@ -250,14 +344,14 @@ def _laid_out(source: _Source, arch: str | None, quantize: bool) -> tuple[MegaMo
         weights=source.format,
     )
     for i in range(source.num_experts):
-        transform = partial(
-            transform_weights_for_mega_moe,
-            *source.expert(i),
-            arch,
-            weights=source.format,
-            out=weights.expert(i),
-        )
         try:
+            transform = partial(
+                transform_weights_for_mega_moe,
+                *source.expert(i),
+                arch,
+                weights=source.format,
+                out=weights.expert(i),
+            )
             try:
                 transform()
             except ValueError:
@@ -277,21 +371,42 @@ def _local(tensor: Any) -> Any:
     return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _require_mxfp4(*stacks: torch.Tensor) -> None:
-    """Weights that were MXFP4 before they were loaded as floats are the same when quantized."""
-    for name, stack in zip(_LINEARS, stacks, strict=True):
-        for i, matrix in enumerate(stack):
+def _format_of_floats(layers: dict[str, torch.Tensor], form: _Form, *, quantize: bool) -> str:
+    """In which format the kernel gets experts of floats: MXFP4 if they are told to be rounded to
+    it, or need no rounding, as where a checkpoint was dequantized when it was loaded; otherwise
+    BF16 as they are."""
+    if quantize:
+        return "mxfp4"
+    inexact = _first_inexact(layers, form)
+    if inexact is None:
+        return "mxfp4"
+    name, idx, reason = inexact
+    (dtype,) = {layer.dtype for layer in layers.values()}
+    if dtype == torch.bfloat16 and reason is None:
+        return "bf16"
+    if reason is not None:
+        raise UnsupportedError(f"{name} of expert {idx} does not become MXFP4: {reason}")
+    raise UnsupportedError(
+        f"{name} of expert {idx} is {dtype} and would be rounded to MXFP4; "
+        "register(quantize=True) allows that"
+    )
+
+
+def _first_inexact(
+    layers: dict[str, torch.Tensor], form: _Form
+) -> tuple[str, int, str | None] | None:
+    """Layer and expert that MXFP4 does not hold, if there are some, and why none could: weights
+    that were MXFP4 before they were loaded as floats are the same when quantized."""
+    for name, stack in layers.items():
+        for i in range(stack.shape[0]):
+            matrix = form.of_kernel(name, stack[i : i + 1])
             try:
                 exact = torch.equal(dequantize_mxfp4(*quantize_mxfp4(matrix)), matrix.float())
             except ValueError as error:
-                raise UnsupportedError(
-                    f"{name} of expert {i} does not become MXFP4: {error}"
-                ) from None
+                return name, i, str(error)
             if not exact:
-                raise UnsupportedError(
-                    f"{name} of expert {i} is {stack.dtype} and would be rounded to MXFP4; "
-                    "register(quantize=True) allows that"
-                )
+                return name, i, None
+    return None
 
 
 def _check_sizes(sizes: LayerSizes, num_ranks: int) -> None:

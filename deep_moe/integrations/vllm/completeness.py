@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from deep_moe.errors import CheckpointError
 
 _SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # gate and up, down
+ALL_SHARDS = tuple(shard for shards in _SHARDS.values() for shard in shards)
+
+
+def shards_of(tensor: str) -> tuple[str, ...]:
+    """Of a layer's tensor by its name."""
+    return _SHARDS[tensor.partition("_")[0]]
 
 
 class LoadedParts:
@@ -31,7 +37,7 @@ class LoadedParts:
         for tensor in tensors:
             if tensor not in begun:
                 continue
-            for shard in _SHARDS[tensor.partition("_")[0]]:
+            for shard in shards_of(tensor):
                 missing = [i for i in range(num_experts) if (tensor, shard, i) not in parts]
                 if missing:
                     ids = ", ".join(str(first + i) for i in missing[:8])

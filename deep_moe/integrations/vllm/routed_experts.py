@@ -9,6 +9,7 @@ are loaded into.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,20 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
 
 from ..served_experts import ServedExperts, arch_on, check_sizes
+from ..switch import read_num_pool_tokens
 from ..unsupported import UnsupportedError
-from .completeness import LoadedParts
+from .completeness import ALL_SHARDS, LoadedParts, shards_of
 from .experts import make_kernel
 from .support import Plan, plan_of
 
@@ -38,22 +44,27 @@ if TYPE_CHECKING:
 # vLLM shows the lines of loggers below its own.
 logger = logging.getLogger("vllm.deep_moe")
 
-_REPLACED = RoutedExperts.__name__
-
 
 @dataclass(frozen=True)
 class _Form:
-    """A format as vLLM's method keeps it. scales: how the tensors of scales are called."""
+    """A format as vLLM's method keeps it. scales: how the tensors of scales are called, if there
+    are some. is_gpt_oss: both layers have biases, and rows of gate and up alternate."""
 
     weights: str
-    scales: str
+    scales: str | None
+    is_gpt_oss: bool = False
 
     @property
-    def tensors(self) -> tuple[str, str, str, str]:
-        return "w13_weight", f"w13_{self.scales}", "w2_weight", f"w2_{self.scales}"
+    def tensors(self) -> tuple[str, ...]:
+        """In the order of `ServedExperts.tensors`."""
+        layers = "w13", "w2"
+        suffixes = ("weight",) if self.scales is None else ("weight", self.scales)
+        names = tuple(f"{layer}_{suffix}" for layer in layers for suffix in suffixes)
+        return (*names, "w13_bias", "w2_bias") if self.is_gpt_oss else names
 
 
 _MXFP4, _FP8 = _Form("mxfp4", "weight_scale"), _Form("fp8", "weight_scale_inv")
+_BF16, _GPT_OSS = _Form("bf16", None), _Form("mxfp4", "weight_scale", is_gpt_oss=True)
 
 
 def install(emulated_arch: str | None) -> None:
@@ -62,15 +73,16 @@ def install(emulated_arch: str | None) -> None:
     emulated_arch: the target that is emulated where there is no GPU; None: vLLM runs experts there.
     """
     DeepMoERoutedExperts.emulated_arch = emulated_arch
-    installed = op_registry_oot.get(_REPLACED)
-    if installed is DeepMoERoutedExperts:
-        return
-    if installed is not None:
-        raise DeepMoEError(
-            f"another plugin, {installed.__module__}, replaces vLLM's {_REPLACED}; "
-            "DEEP_MOE_VLLM=0 serves without deep_moe"
-        )
-    PluggableLayer.register_oot(DeepMoERoutedExperts, name=_REPLACED)
+    for replaced, own in _REPLACED.items():
+        installed = op_registry_oot.get(replaced)
+        if installed not in (None, own):
+            raise DeepMoEError(
+                f"another plugin, {installed.__module__}, replaces vLLM's {replaced}; "
+                "DEEP_MOE_VLLM=0 serves without deep_moe"
+            )
+    for replaced, own in _REPLACED.items():
+        if replaced not in op_registry_oot:
+            PluggableLayer.register_oot(own, name=replaced)
 
 
 class DeepMoERoutedExperts(RoutedExperts):
@@ -86,7 +98,13 @@ class DeepMoERoutedExperts(RoutedExperts):
         try:
             form = _form_of(engine)
             arch = arch_on(torch.device(current_platform.device_type), self.emulated_arch)
-            plan = plan_of(self, form.weights, get_tensor_model_parallel_world_size())
+            plan = plan_of(
+                self,
+                form.weights,
+                get_tensor_model_parallel_world_size(),
+                is_gpt_oss=form.is_gpt_oss,
+                num_pool_tokens=read_num_pool_tokens(),
+            )
             check_sizes(plan.sizes, plan.num_ranks, plan.max_tokens_per_rank)
             _check_process()
         except UnsupportedError as error:
@@ -116,14 +134,27 @@ class DeepMoERoutedExperts(RoutedExperts):
         tensor = next((name for name, own in self._parameters.items() if own is param), None)
         if tensor is None:
             return result
-        if loaded_weight.dim() == 3:
-            self.loaded_parts.add(tensor, shard_id, range(self.local_num_experts))
+        # gpt-oss has gate and up in one tensor, of one expert or of all local ones.
+        shards = (shard_id,) if shard_id in ALL_SHARDS else shards_of(tensor)
+        if expert_id is None or loaded_weight.dim() == 3:
+            local: Iterable[int] = range(self.local_num_experts)
         else:
-            local = self._map_global_expert_id_to_local_expert_id(expert_id)
-            self.loaded_parts.add(tensor, shard_id, [local])
+            local = [self._map_global_expert_id_to_local_expert_id(expert_id)]
+        for shard in shards:
+            self.loaded_parts.add(tensor, shard, local)
         return result
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+class DeepMoEGptOssRoutedExperts(DeepMoERoutedExperts, GptOssRoutedExperts):
+    """The same in place of the class that gpt-oss has, which loads experts in its own way."""
+
+
+_REPLACED: dict[str, type[DeepMoERoutedExperts]] = {
+    RoutedExperts.__name__: DeepMoERoutedExperts,
+    GptOssRoutedExperts.__name__: DeepMoEGptOssRoutedExperts,
+}
 
 
 class DeepMoEMethod(FusedMoEMethodBase):
@@ -193,19 +224,24 @@ class DeepMoEMethod(FusedMoEMethodBase):
         names = self.form.tensors
         first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
         layer.loaded_parts.require_all(layer.layer_name, names, first, layer.local_num_experts)
-        w13, w13_scale, w2, w2_scale = (getattr(layer, name).data for name in names)
+        given = [getattr(layer, name).data for name in names]
+        biases = None
+        if self.form.is_gpt_oss:
+            *given, first, second = given
+            biases = first, second
+        l1, l2 = (tuple(given[:2]), tuple(given[2:])) if self.form.scales else given
         group = get_ep_group().device_group if self.plan.num_ranks > 1 else None
         served = self.served or ServedExperts(
             self.plan.sizes,
             self.plan.activation,
             group,
-            w13.device,
+            given[0].device,
             self.plan.max_tokens_per_rank,
             self.arch,
         )
         reason = None
         try:
-            served.load((w13, w13_scale), (w2, w2_scale))
+            served.load(l1, l2, biases, is_interleaved=self.form.is_gpt_oss)
         except UnsupportedError as error:
             reason = str(error)
         reason = self._first_reason(reason)
@@ -284,7 +320,9 @@ def _form_of(engine: FusedMoEMethodBase) -> _Form:
     if isinstance(engine, Mxfp4MoEMethod):
         return _MXFP4
     if isinstance(engine, GptOssMxfp4MoEMethod):
-        raise UnsupportedError("experts have biases, and rows of gate and up in turn")
+        return _GPT_OSS
+    if isinstance(engine, UnquantizedFusedMoEMethod):
+        return _BF16
     if isinstance(engine, Fp8MoEMethod):
         if engine.weight_scale_refine is not None:
             raise UnsupportedError("blocks of FP8 weights are cut by tensor parallelism")

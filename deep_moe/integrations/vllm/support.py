@@ -27,17 +27,25 @@ class Plan(NamedTuple):
     max_tokens_per_rank: int
 
 
-def plan_of(layer: Any, weights: str, tp_size: int) -> Plan:
+def plan_of(
+    layer: Any,
+    weights: str,
+    tp_size: int,
+    *,
+    is_gpt_oss: bool = False,
+    num_pool_tokens: int | None = None,
+) -> Plan:
     """The plan for a layer under construction, or UnsupportedError.
 
     layer: a RoutedExperts with its `moe_config` and `expert_map_manager`. weights: the format.
-    tp_size: ranks of the tensor parallel group.
+    tp_size: ranks of the tensor parallel group. is_gpt_oss: experts have biases, and rows of gate
+    and up alternate. num_pool_tokens: of the buffer.
     """
     moe, placement = layer.moe_config, layer.expert_map_manager
     parallel = moe.moe_parallel_config
     for is_unsupported, reason in (
         (moe.moe_backend != "auto", f"moe_backend={moe.moe_backend!r} was asked for"),
-        (moe.has_bias, "experts have biases"),
+        (moe.has_bias and not is_gpt_oss, "experts have biases"),
         (moe.is_lora_enabled, "LoRA is enabled"),
         (str(moe.in_dtype) != "torch.bfloat16", f"activations are {moe.in_dtype}"),
         (parallel.pcp_size > 1, "prefill context parallelism is on"),
@@ -84,25 +92,37 @@ def plan_of(layer: Any, weights: str, tp_size: int) -> Plan:
             moe.hidden_dim,
             moe.intermediate_size_per_partition,
             weights,
+            is_gpt_oss,
+            num_pool_tokens,
         ),
-        activation_of(moe),
+        activation_of(moe, is_interleaved=is_gpt_oss),
         parallel.ep_size if parallel.use_ep else 1,
         num_sharers,
         -(-moe.max_num_tokens // divisor),
     )
 
 
-def activation_of(moe: Any) -> Activation:
-    """The kernel's activation that computes what vLLM's does with this configuration."""
+# What vLLM compiles into its activation "swigluoai", of rows that alternate.
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
+    """The kernel's activation that computes what vLLM's does with this configuration.
+    is_interleaved: of rows of gate and up that alternate."""
     name, limit = moe.activation.value, moe.swiglu_limit
     alpha, beta = moe.swiglu_alpha, moe.swiglu_beta
     try:
-        if name == "silu" and alpha in (None, 1.0) and beta in (None, 0.0):
+        if not is_interleaved and name == "silu" and alpha in (None, 1.0) and beta in (None, 0.0):
             return Swiglu(math.inf if limit is None else limit)
-        if name == "swigluoai_uninterleave" and None not in (alpha, limit) and beta == 1.0:
+        if is_interleaved:
+            own = (_LIMIT, _ALPHA, 1.0)
+            given_or_own = zip((limit, alpha, beta), own, strict=True)
+            if name == "swigluoai" and all(given in (None, value) for given, value in given_or_own):
+                return SwigluOai(_ALPHA, _LIMIT)
+        elif name == "swigluoai_uninterleave" and None not in (alpha, limit) and beta == 1.0:
             return SwigluOai(alpha, limit)
         situ = (moe.activation_situ_beta, moe.activation_situ_linear_beta)
-        if name == "situ" and None not in situ:
+        if not is_interleaved and name == "situ" and None not in situ:
             return Situ(*situ)
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None

@@ -1,6 +1,6 @@
 // Combine: y[token] = sum of the contributions of its routed slots, in slot order, then of the
 // shared experts, in FP32, rounded to BF16 once. The routing weights are in the contributions
-// already.
+// already. A call that accumulates begins with what y holds.
 //
 // One warp per token, of those that have done the epilogues. A token is cut into chunks that fit
 // into registers (as FP32 sums) and shared memory; contributions arrive chunk by chunk, slot by
@@ -44,9 +44,12 @@ struct CombineChunks {
                   "three chunks per warp fit in front of the barriers");
     static_assert(num_accesses * elements_per_access <= 128,
                   "a chunk's sums fit into 128 registers per lane");
-    // One for each routed slot, then one for each shared expert.
-    static constexpr uint32_t num_slots = Config::num_topk + Config::num_shared_experts;
-    static_assert(num_slots <= warp_size, "one lane per slot");
+    // What is added for a token, in order: y's own row, if the call accumulates; a row for each
+    // routed slot; one for each shared expert.
+    static constexpr uint32_t first_slot = Config::accumulate ? 1 : 0;
+    static constexpr uint32_t first_shared = first_slot + Config::num_topk;
+    static constexpr uint32_t num_addends = first_shared + Config::num_shared_experts;
+    static_assert(num_addends <= warp_size, "one lane per addend");
 
     static __device__ uint32_t num_bytes(uint32_t chunk_idx) {
         if constexpr (row_bytes % chunk_bytes == 0) return chunk_bytes;
@@ -54,15 +57,15 @@ struct CombineChunks {
     }
 };
 
-// The loads of one token's chunks in order: for each chunk, all slots in use.
+// The loads of one token's chunks in order: for each chunk, all addends that there are.
 struct CombineCursor {
     uint32_t chunk_idx;
-    uint32_t slots_left;  // of this chunk, one bit each
+    uint32_t addends_left;  // of this chunk, one bit each
 
-    __device__ void advance(uint32_t all_slots) {
-        slots_left &= slots_left - 1;
-        if (slots_left == 0) {
-            slots_left = all_slots;
+    __device__ void advance(uint32_t all_addends) {
+        addends_left &= addends_left - 1;
+        if (addends_left == 0) {
+            addends_left = all_addends;
             ++chunk_idx;
         }
     }
@@ -87,14 +90,15 @@ class Combine {
         constexpr uint32_t num_warps = Config::num_sms * Chunks::num_warps;
         constexpr uint32_t num_chunks = Chunks::num_chunks;
         const uint32_t num_parts = num_tokens <= num_warps / num_chunks ? num_chunks : 1;
-        // Contributions were written with ordinary stores, by other ranks too.
+        // Contributions were written with ordinary stores, by other ranks too; y by whoever came
+        // before this kernel.
         ptx::fence_proxy_async();  //~ combine_fence
         bool arrived = true;
         for (uint32_t part_idx = warp_in_grid; arrived && part_idx < num_tokens * num_parts;
              part_idx += num_warps) {
             const uint32_t first_chunk_idx = part_idx % num_parts;
-            arrived = add_slots(part_idx / num_parts, first_chunk_idx,
-                                first_chunk_idx + num_chunks / num_parts, waiter);
+            arrived = add_up(part_idx / num_parts, first_chunk_idx,
+                             first_chunk_idx + num_chunks / num_parts, waiter);
         }
         // The buffer must outlive the last copy from it.
         if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group<0>();  //~ combine_drained
@@ -104,17 +108,17 @@ class Combine {
 
  private:
     // Of the chunks from first_chunk_idx up to, but not with, end_chunk_idx.
-    __device__ bool add_slots(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
-                              Waiter& waiter) {
-        const uint32_t slots = used_slots(token_idx);
-        CombineCursor load{first_chunk_idx, slots};
-        if (slots != 0) issue_load(token_idx, load, slots, num_loads_);
+    __device__ bool add_up(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
+                           Waiter& waiter) {
+        const uint32_t addends = addends_of(token_idx);
+        CombineCursor load{first_chunk_idx, addends};
+        if (addends != 0) issue_load(token_idx, load, addends, num_loads_);
         for (uint32_t chunk_idx = first_chunk_idx; chunk_idx < end_chunk_idx; ++chunk_idx) {
             float sums[Chunks::num_accesses][Chunks::elements_per_access] = {};
-            const uint32_t num_slots = __popc(slots);
-            for (uint32_t i = 0; i < num_slots; ++i) {
+            const uint32_t num_addends = __popc(addends);
+            for (uint32_t i = 0; i < num_addends; ++i) {
                 if (load.chunk_idx < end_chunk_idx) {
-                    issue_load(token_idx, load, slots, num_loads_ + 1);
+                    issue_load(token_idx, load, addends, num_loads_ + 1);
                 }
                 const uint32_t stage = num_loads_ % 2;
                 const uint32_t parity = num_loads_ / 2 % 2;  //~ combine_parity
@@ -132,30 +136,45 @@ class Combine {
         return true;
     }
 
-    __device__ uint32_t used_slots(uint32_t token_idx) const {
-        const uint32_t slot = ptx::lane_idx();
+    __device__ uint32_t addends_of(uint32_t token_idx) const {
+        const uint32_t addend = ptx::lane_idx();
+        const uint32_t slot = addend - Chunks::first_slot;
         //~ added_slots
         const bool routed =
             slot < Config::num_topk &&
             is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot));
-        if constexpr (Config::num_shared_experts == 0) return __ballot_sync(full_warp, routed);
-        const bool shared = Config::num_topk <= slot && slot < Chunks::num_slots;  //~ shared_slots
-        return __ballot_sync(full_warp, routed || shared);
+        if constexpr (Chunks::num_addends == Config::num_topk) {
+            return __ballot_sync(full_warp, routed);
+        }
+        const bool own = Config::accumulate && addend == 0;  //~ added_y
+        //~ shared_slots
+        const bool shared = Chunks::first_shared <= addend && addend < Chunks::num_addends;
+        return __ballot_sync(full_warp, own || routed || shared);
+    }
+
+    // What one addend brings to a token: BF16 [output_hidden].
+    __device__ const uint8_t* row(uint32_t addend, uint32_t token_idx) const {
+        if (Config::accumulate && addend == 0) return y_row(token_idx);
+        const uint32_t slot = addend - Chunks::first_slot;  //~ combined_slot
+        return reinterpret_cast<const uint8_t*>(local_.combine(slot, token_idx));
+    }
+
+    __device__ uint8_t* y_row(uint32_t token_idx) const {
+        return y_ + uint64_t{token_idx} * Chunks::row_bytes;
     }
 
     // Starts the load at the cursor, which is the `load_idx`-th of this warp, and advances it.
-    __device__ void issue_load(uint32_t token_idx, CombineCursor& load, uint32_t slots,
+    __device__ void issue_load(uint32_t token_idx, CombineCursor& load, uint32_t addends,
                                uint32_t load_idx) const {
         if (ptx::lane_idx() == 0) {
-            const uint32_t slot = __ffs(load.slots_left) - 1;
+            const uint32_t addend = __ffs(load.addends_left) - 1;
             const uint32_t num_bytes = Chunks::num_bytes(load.chunk_idx);
-            const auto* src = reinterpret_cast<const uint8_t*>(local_.combine(slot, token_idx)) +
-                              load.chunk_idx * Chunks::chunk_bytes;
+            const auto* src = row(addend, token_idx) + load.chunk_idx * Chunks::chunk_bytes;
             ptx::mbarrier_arrive_expect_tx(barrier(load_idx % 2), num_bytes);
             ptx::cp_async_bulk_shared_global(buffer(load_idx % 2), src, num_bytes,
                                              barrier(load_idx % 2));
         }
-        load.advance(slots);
+        load.advance(addends);
     }
 
     __device__ void add(uint32_t buffer, uint32_t chunk_idx,
@@ -197,8 +216,8 @@ class Combine {
         ptx::fence_proxy_async_shared_cta();  //~ out_fence
         __syncwarp();
         if (ptx::lane_idx() == 0) {
-            uint8_t* const row = y_ + uint64_t{token_idx} * Chunks::row_bytes;
-            ptx::cp_async_bulk_global_shared(row + chunk_idx * Chunks::chunk_bytes, out, num_bytes);
+            ptx::cp_async_bulk_global_shared(y_row(token_idx) + chunk_idx * Chunks::chunk_bytes,
+                                             out, num_bytes);
             ptx::cp_async_bulk_commit_group();
         }
     }

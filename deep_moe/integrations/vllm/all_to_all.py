@@ -1,0 +1,226 @@
+"""vLLM's prepare and finalize steps over deep_moe's low-latency all-to-all: other experts' kernels
+of vLLM's, those that take a batch for each expert, with our dispatch and combine.
+
+    layer = deep_moe.LowLatencyAllToAll(
+        get_ep_group().device_group, max_tokens, hidden, num_experts, topk, format="bf16"
+    )
+    kernel = FusedMoEKernel(LowLatencyPrepareAndFinalize(layer), experts)
+
+No option of vLLM chooses it; whoever makes a layer's kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from vllm.v1.worker.ubatching import dbo_enabled
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    from deep_moe.split.handle import DispatchHandle
+    from deep_moe.split.low_latency import LowLatencyAllToAll
+
+_BLOCK = 128  # values that share a scale in the formats of FP8 that vLLM's kernels take
+
+
+class _Receive:
+    """Receives what was sent. kept: tensors that its kernel may read, whose memory nobody else must
+    get before."""
+
+    def __init__(
+        self, layer: LowLatencyAllToAll, handle: DispatchHandle, kept: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.layer = layer
+        self.handle = handle
+        self.kept = kept
+
+    def __call__(self) -> None:
+        self.layer.receive(self.handle)
+
+
+class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+    """Tokens go to their experts, [local experts, ranks * most tokens, hidden] with a count each;
+    rows behind a count are not written, and experts must not read them. Rows come back and are
+    added with the routing weights, once, in float32.
+
+    layer: made with format="bf16" for experts that take BF16, or quantize for themselves, and with
+        "fp8_128" for experts that take FP8 with a float32 scale per 128 values. Layers of a model
+        may share one: its calls are made in turn.
+
+    Ids are those of all ranks' experts, int32 or int64; -1: the slot is not used. Every rank must
+    call, those without tokens too. Nothing waits for the GPU on the host.
+    """
+
+    def __init__(self, layer: LowLatencyAllToAll) -> None:
+        super().__init__()
+        self.layer = layer
+        self._handle: DispatchHandle | None = None
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.layer.shape.num_max_tokens_per_rank
+
+    def num_dispatchers(self) -> int:
+        return self.layer.shape.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        hook, receiver = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        hook()
+        return receiver()
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Sends; the first function that it returns receives, the second gives the result. The
+        experts' map plays no part: tokens go to ranks by the ids of all experts."""
+        if dbo_enabled():
+            raise NotImplementedError("two batches overlap, and would take one handle")
+        shape = self.layer.shape
+        if num_experts != shape.num_experts:
+            raise ValueError(
+                f"num_experts must be {shape.num_experts}, those of the all-to-all; "
+                f"got {num_experts}"
+            )
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(
+                    "apply_router_weight_on_input must be False for tokens of several experts: one "
+                    f"row goes to all of them; got True with {topk_ids.shape[1]}"
+                )
+            a1 = a1 * topk_weights.to(a1.dtype)
+        self._check_format(quant_config, is_deferred=defer_input_quant)
+        x, ids = a1.contiguous(), topk_ids.contiguous()
+        result = self.layer.dispatch(x, ids, receive=False)
+        self._handle = result.handle
+        tokens = mk.ExpertTokensMetadata(
+            expert_num_tokens=result.recv_count, expert_num_tokens_cpu=None
+        )
+        prepared = (result.recv_x, result.scales, tokens, None, None)
+        return _Receive(self.layer, result.handle, (x, ids)), (lambda: prepared)
+
+    def _check_format(self, quant_config: FusedMoEQuantConfig, *, is_deferred: bool) -> None:
+        """That of the all-to-all is the one that the experts take."""
+        own = self.layer.shape.format
+        asked = None if is_deferred else quant_config.quant_dtype
+        if asked is None:
+            expected = "bf16"
+        elif asked == torch.float8_e4m3fn and quant_config.block_shape == [_BLOCK, _BLOCK]:
+            expected = "fp8_128"
+        else:
+            raise ValueError(
+                "experts must take tokens in BF16, or in FP8 with a scale per 128 values; got "
+                f"quant_dtype {asked} with block_shape {quant_config.block_shape}"
+            )
+        if own != expected:
+            raise ValueError(
+                f"the all-to-all must be made with format={expected!r} for these experts; "
+                f"got one with {own!r}"
+            )
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> None:
+        self._combine(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        hook = self._combine(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+            receive=False,
+        )
+        return hook, (lambda: None)
+
+    def _combine(
+        self,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        is_weighted: bool,
+        weight_and_reduce: mk.TopKWeightAndReduce,
+        *,
+        receive: bool = True,
+    ) -> _Receive:
+        """is_weighted: tokens had their weights before they were sent. Gives what receives, which
+        is to be called after receive=False."""
+        if not isinstance(weight_and_reduce, TopKWeightAndReduceDelegate):
+            raise TypeError(
+                "weight_and_reduce_impl must be TopKWeightAndReduceDelegate: combine weights and "
+                f"adds rows; got {type(weight_and_reduce).__name__}"
+            )
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise RuntimeError("finalize must follow a prepare; there was none since the last one")
+        weights = torch.ones_like(topk_weights) if is_weighted else topk_weights
+        ids, weights = topk_ids.contiguous(), weights.float().contiguous()
+        self.layer.combine(rows, ids, weights, handle, out=output, receive=receive)
+        return _Receive(self.layer, handle, (rows, ids, weights))

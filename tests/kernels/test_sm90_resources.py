@@ -41,8 +41,7 @@ BF16_TILES = ((8, 8), (64, 64), (128, 128), (152, 152), (168, 168), (176, 176), 
 BIASED_SPILL_BYTES = {("mxfp4", 160): 16, ("fp8", 128): 8}
 
 
-# In clusters the weight loader has more to keep: where it has 56 registers, so much spills, once in a
-# block.
+# In clusters the weight loader has more to keep: where it has 56 registers, so much spills.
 CLUSTER_SPILL_BYTES = {("fp8", 128): 24, ("mxfp4", 176): 28}
 
 

@@ -81,12 +81,16 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                   slots.parity)) {
             return;
         }
-        const BlockHeader block = load_header<Config>(smem.block_headers(slots.stage));
+        BlockHeader block = load_header<Config>(smem.block_headers(slots.stage));
         if (block.num_rows == 0) break;
         const LinearOf<Config> linear(block.phase);
         const bool is_linear1 = block.phase == Phase::linear1;
+        // Nobody waits for a Linear1 block without results, so it must not read rows, which may be
+        // released before it is done. Its tiles are zeros.
+        const bool reads_pool = !is_linear1 || !linear.is_idle(block.n_block_idx);
+        if (!reads_pool) block.num_valid_rows = 0;  //~ idle_without_rows
         trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);
-        if (!wait_for_tokens(local, block, waiter)) return;
+        if (reads_pool && !wait_for_tokens(local, block, waiter)) return;
         trace.mark(linear.load_step());
 
         const uint32_t num_k_blocks = linear.num_k_blocks();
@@ -123,7 +127,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             __syncwarp();  //~ scales_stored
             if (ptx::elect_sync()) {
                 const uint32_t full = smem.full_barriers(ring.stage);
-                if (is_linear1 && k_block_idx == 0) {
+                if (is_linear1 && k_block_idx == 0 && reads_pool) {
                     const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                     // Scales, and the weights that go into Linear1's output.
                     constexpr bool has_weights = !Config::Biases::exist;

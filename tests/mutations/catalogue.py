@@ -547,6 +547,13 @@ SM90_MUTATIONS = (
         arguments=ODD_BLOCKS_IN_CLUSTERS,
     ),
     M(
+        "block_behind_linear1s_last_reads_rows",
+        replaced("idle_without_rows", "!reads_pool", "false"),
+        "race|misuse|timeout",
+        test="test_sm90_clusters::test_a_small_ring",
+        arguments={"schedule": "random"},
+    ),
+    M(
         "block_behind_linear2s_last_stored",
         removed("idle_linear2"),
         "race|misuse|result",

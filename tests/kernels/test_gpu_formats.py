@@ -11,7 +11,7 @@ import pytest
 from deep_moe.activations import ACTIVATIONS
 from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import target_of
+from deep_moe.targets import target_of, target_of_device
 from deep_moe.trial.synthetic import exact_tokens, random_tokens
 from tests.layer.rank_layer import RankLayer, this_gpu
 
@@ -93,6 +93,27 @@ def test_sizes_off_128(weights: str, hidden: int) -> None:
     for num_tokens in (0, 1, 300):
         result = case.compare_call(exact_tokens(shape, num_tokens, seed=num_tokens))
         assert result.is_exact, (num_tokens, result)
+
+
+@pytest.mark.parametrize("num_pool_tokens", POOLS)
+@pytest.mark.parametrize("sizes", [(1024, 512), (768, 384)], ids=["even", "odd"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_sm90_clusters(weights: str, sizes: tuple[int, int], num_pool_tokens: int | None) -> None:
+    """Two CTAs that share weights; even and odd numbers of n-blocks; all tiles."""
+    if target_of_device(this_gpu().device).kernel != "sm90":
+        pytest.skip("clusters of SM100 are of another kind")
+    hidden, intermediate_hidden = sizes
+    shape = replace(
+        one_rank(weights, 900, num_pool_tokens),
+        hidden=hidden,
+        intermediate_hidden=intermediate_hidden,
+    )
+    case = RankLayer(this_gpu(), shape, exact=True)
+    for num_tokens in (0, 1, 30, 150, 250, 900):
+        for seed in (0, 1):
+            tokens = exact_tokens(shape, num_tokens, seed=seed, num_unused_slots=seed)
+            result = case.compare_call(tokens, overrides={"cluster_size": 2})
+            assert result.is_exact, (num_tokens, seed, result)
 
 
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)

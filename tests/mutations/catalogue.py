@@ -455,7 +455,7 @@ SM90_MUTATIONS = (
             ("token_scales_not_copied", removed("token_scales_copied"), "race|misuse|timeout"),
             (
                 "token_scales_not_counted",
-                replaced("token_scale_bytes", "(promotes_scales ? token_vector_bytes : 0)", "0"),
+                replaced("token_scale_bytes", "(has_token_scales ? token_vector_bytes : 0)", "0"),
                 "race|misuse",
             ),
             ("stage_released_before_its_scales_are_read", removed("token_scales_read"), "race"),
@@ -584,6 +584,13 @@ SM90_MUTATIONS = (
         "timeout",
         test="test_sm90_clusters::test_even_and_odd_numbers_of_blocks",
         arguments=ODD_BLOCKS_IN_CLUSTERS,
+    ),
+    M(
+        "block_behind_linear1s_last_reads_rows",
+        replaced("idle_without_rows", "!reads_pool", "false"),
+        "race|misuse|timeout",
+        test="test_sm90_clusters::test_a_small_ring",
+        arguments={"schedule": "random"},
     ),
     M(
         "block_behind_linear2s_last_stored",

@@ -82,12 +82,16 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                   slots.parity)) {
             return;
         }
-        const BlockHeader block = load_header<Config>(smem.block_headers(slots.stage));
+        BlockHeader block = load_header<Config>(smem.block_headers(slots.stage));
         if (block.num_rows == 0) break;
         const LinearOf<Config> linear(block.phase);
         const bool is_linear1 = block.phase == Phase::linear1;
+        // Nobody waits for a Linear1 block without results, so it must not read rows, which may be
+        // released before it is done. Its tiles are zeros.
+        const bool reads_pool = !is_linear1 || !linear.is_idle(block.n_block_idx);
+        if (!reads_pool) block.num_valid_rows = 0;  //~ idle_without_rows
         trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);
-        if (!wait_for_tokens(local, block, waiter)) return;
+        if (reads_pool && !wait_for_tokens(local, block, waiter)) return;
         trace.mark(linear.load_step());
 
         const uint32_t num_k_blocks = linear.num_k_blocks();
@@ -126,10 +130,11 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                 // What every stage has beside the tile.
+                const bool has_token_scales = promotes_scales && reads_pool;
                 const uint32_t num_stage_bytes =
                     copy.num_bytes +
-                    (promotes_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
-                if (is_linear1 && k_block_idx == 0) {
+                    (has_token_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
+                if (is_linear1 && k_block_idx == 0 && reads_pool) {
                     // Scales, and the weights that go into Linear1's output.
                     constexpr bool has_weights = !Config::Biases::exist;
                     constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
@@ -150,12 +155,14 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                     ptx::mbarrier_arrive_expect_tx(full, num_stage_bytes);
                 }
                 if constexpr (promotes_scales) {
-                    //~ token_scales_copied
-                    ptx::cp_async_bulk_shared_global(
-                        smem.token_scales(ring.stage),
-                        is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
-                                   : local.l2_token_sf(k_block_idx, first_row),
-                        token_vector_bytes, full);
+                    if (has_token_scales) {
+                        //~ token_scales_copied
+                        ptx::cp_async_bulk_shared_global(
+                            smem.token_scales(ring.stage),
+                            is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
+                                       : local.l2_token_sf(k_block_idx, first_row),
+                            token_vector_bytes, full);
+                    }
                 }
                 copy.start(smem.activations(ring.stage), k_block_idx, full);
             }

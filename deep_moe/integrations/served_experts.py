@@ -15,7 +15,7 @@ import torch
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
-from deep_moe.formats.weight_formats import weight_format
+from deep_moe.formats.weight_formats import K_BLOCK, weight_format
 from deep_moe.formats.weights import (
     LayerWeights,
     MegaMoEWeights,
@@ -223,7 +223,14 @@ class ServedExperts:
 
 
 def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
-    """Raise UnsupportedError for sizes that there is no kernel for."""
+    """Raise UnsupportedError for sizes that there is no kernel for; and in FP8 for those that are
+    no multiples of 128: stacked, gate and up may have a block of 128 rows in common."""
+    for name in ("hidden", "intermediate_hidden"):
+        size = getattr(sizes, name)
+        if sizes.weights == "fp8" and size % K_BLOCK:
+            raise UnsupportedError(
+                f"{name} must be a multiple of {K_BLOCK} with fp8 weights; got {size}"
+            )
     try:
         MoEShape(
             num_ranks=num_ranks,

@@ -194,18 +194,13 @@ class FuzzCase:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.values["activation"]
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
-<<<<<<< HEAD
         numerics = self.target_weights.numerics_of(self.shape.token_scales)
         # Prepared, float scales are no powers of two.
         has_odd_scales = (
             self.shape.token_format.has_float_scales and self.values["inputs"] == "prepared"
         )
-        if activation in _EXACT_ACTIVATIONS and not has_odd_scales:
-=======
-        numerics = self.target_weights.numerics
         y = initial_y(tokens.num_tokens, self.shape.hidden) if self.accumulates else None
-        if activation in _EXACT_ACTIVATIONS:
->>>>>>> adapters
+        if activation in _EXACT_ACTIVATIONS and not has_odd_scales:
             return reference_mega_moe(
                 *inputs,
                 activation=activation,

@@ -89,7 +89,7 @@ def test_layers_share_one_buffer():
     assert served("sm_100a").buffer() is served("sm_100a", seed=1).buffer()
 
 
-@pytest.mark.parametrize(("weights", "size"), [("mxfp4", 200), ("fp8", 160), ("bf16", 160)])
+@pytest.mark.parametrize(("weights", "size"), [("mxfp4", 200), ("fp8", 160), ("bf16", 200)])
 @pytest.mark.parametrize("name", ["hidden", "intermediate_hidden"])
 def test_sizes_that_are_not_served_are_refused_when_it_is_made(weights, name, size):
     sizes = SIZES._replace(**{name: size}, weights=weights)

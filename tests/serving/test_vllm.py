@@ -459,11 +459,7 @@ def test_too_many_tokens_are_refused_by_number(installed):
 FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"has_bias": True}, "experts have biases"),
     "activation": ({"activation": "gelu"}, "the kernel has no activation gelu"),
-<<<<<<< HEAD
-    "sizes": ({"intermediate_size": 96}, "intermediate_hidden must be a multiple of 128"),
-=======
     "sizes": ({"intermediate_size": 80}, "intermediate_hidden must be a positive multiple of 32"),
->>>>>>> adapters
 }
 
 

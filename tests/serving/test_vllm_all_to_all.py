@@ -152,13 +152,13 @@ def test_two_ranks():
 
 
 def run_two_ranks(device: torch.device) -> None:
-    """Each rank has its own tokens, not equally many, and half of the experts."""
+    """Each rank has its own tokens, not equally many or none, and half of the experts."""
     rank = torch.distributed.get_rank()
     with world(rank=rank, dp=2):
         layer = make_layer(torch.distributed.group.WORLD)
         kernel = make_kernel(layer)
         own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
-        for seed in range(2):
-            call = tokens(3 + 2 * rank, 10 * seed + rank)
+        for seed, counts in enumerate(((3, 5), (4, 0))):
+            call = tokens(counts[rank], 10 * seed + rank)
             assert close(apply(kernel, own, call), expected(*call))
         layer.close()

@@ -28,11 +28,7 @@ from deep_moe.formats.block_scaled import (
     unpack_ue8m0,
 )
 from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
-<<<<<<< HEAD
-from deep_moe.formats.weight_formats import K_BLOCK
-=======
 from deep_moe.formats.weight_formats import weight_format
->>>>>>> adapters
 from deep_moe.formats.weights import (
     LayerWeights,
     MegaMoEWeights,
@@ -40,9 +36,8 @@ from deep_moe.formats.weights import (
     inverse_transform_weights,
     transform_weights_for_mega_moe,
 )
-from deep_moe.heuristics.shape import MoEShape
 
-from ..served_experts import gate_before_up
+from ..served_experts import check_sizes, gate_before_up
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
 
@@ -106,7 +101,7 @@ def take_over(
             source.biases is not None,
             num_pool_tokens,
         )
-        _check_sizes(sizes, num_ranks)
+        check_sizes(sizes, num_ranks, 1)
         weights, is_requantized = _laid_out(source, arch, quantize)
         biases = _laid_out_biases(source, arch)
     except UnsupportedError as error:
@@ -128,7 +123,6 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
     if layer.guard is None:
         return
     layer.guard.remove()
-<<<<<<< HEAD
     sizes = layer.sizes
     inverse = inverse_transform_weights(
         *layer.weights,
@@ -136,14 +130,6 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
         weights=sizes.weights,
         hidden=sizes.hidden,
         intermediate_hidden=sizes.intermediate_hidden,
-=======
-    inverse = inverse_transform_weights(
-        *layer.weights,
-        arch,
-        weights=layer.sizes.weights,
-        hidden=layer.sizes.hidden,
-        intermediate_hidden=layer.sizes.intermediate_hidden,
->>>>>>> adapters
     )
     for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
         own = layer.given[name]
@@ -407,20 +393,6 @@ def _first_inexact(
             if not exact:
                 return name, i, None
     return None
-
-
-def _check_sizes(sizes: LayerSizes, num_ranks: int) -> None:
-    """Stacked in FP8, gate and up may have a block of 128 rows in common."""
-    for name in ("hidden", "intermediate_hidden"):
-        if sizes.weights == "fp8" and getattr(sizes, name) % K_BLOCK:
-            raise UnsupportedError(
-                f"{name} must be a multiple of {K_BLOCK} with fp8 weights; "
-                f"got {getattr(sizes, name)}"
-            )
-    try:
-        MoEShape(num_ranks=num_ranks, num_max_tokens_per_rank=1, **sizes._asdict())
-    except ValueError as error:
-        raise UnsupportedError(str(error)) from None
 
 
 def _activation(module: Any) -> Activation:

@@ -147,7 +147,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     )
     activation = Swiglu(arguments.clamp)
     fused = TimedLayer(shape, rank_weights(shape, rank, arguments.seed, device), device)
-    groups = make_domain_groups(arguments.domains)
+    groups = make_domain_groups(arguments.domains, num_transport_sms=arguments.transport_sms)
     calls = {
         name: TwoLevelCall(
             shape, fused, activation, groups, arguments.transport_sms, MODES[name], device

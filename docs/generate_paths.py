@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from deep_moe.heuristics import MoEShape, preset_shape
-from deep_moe.heuristics.low_latency import LowLatencyShape
+from deep_moe.heuristics.low_latency import MAX_TOKENS_PER_RANK, LowLatencyShape
 from deep_moe.heuristics.path_costs import (
     CALL_STEPS,
     CHUNK_STEPS,
@@ -21,6 +21,7 @@ from deep_moe.heuristics.path_costs import (
     DEEPEP_THROUGHPUT,
     H200,
     ONE_NODE,
+    ROOM_FOR_ROWS,
     TWO_GPU_SHAPE,
     TWO_GPU_STEPS,
     Network,
@@ -32,6 +33,7 @@ from deep_moe.heuristics.path_costs import (
     low_latency_link_bytes,
     low_latency_rate,
     low_latency_us,
+    throughput_cost,
     two_level_cost,
     two_level_transport,
 )
@@ -80,15 +82,13 @@ def _one_domain() -> str:
         shape = preset_shape(MODEL, num_ranks=NUM_RANKS, num_max_tokens_per_rank=tokens)
         fused = fused_cost(shape, tokens)
         cells = [tokens, _us(fused.us), _mib(fused.link_bytes)]
-        if tokens <= 1024:
-            split = low_latency_cost(shape, tokens)
-            steps = {step.name: step.us for step in split.steps}
-            cells += [_us(split.us), _us(steps["dispatch"]), _us(steps["combine"])]
-            cells += [_mib(split.link_bytes)]
-        else:
-            cells += [""] * 4
+        is_few = tokens <= MAX_TOKENS_PER_RANK
+        split = (low_latency_cost if is_few else throughput_cost)(shape, tokens)
+        steps = {step.name: step.us for step in split.steps}
+        cells += [split.path, _us(split.us), _us(steps["dispatch"]), _us(steps["combine"])]
+        cells += [_mib(split.link_bytes)]
         rows.append(cells)
-    head = ("tokens per rank", "fused", "MiB", "low latency", "dispatch", "combine", "MiB")
+    head = ("tokens per rank", "fused", "MiB", "split", "call", "dispatch", "combine", "MiB")
     return _table(head, rows)
 
 
@@ -202,8 +202,10 @@ def _memory() -> str:
     for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
         shape = preset_shape(MODEL, num_ranks=NUM_RANKS, num_max_tokens_per_rank=tokens)
         paths: list[tuple[str, PathCost]] = [("fused", fused_cost(shape, tokens))]
-        if tokens <= 1024:
+        if tokens <= MAX_TOKENS_PER_RANK:
             paths.append(("low latency", low_latency_cost(shape, tokens)))
+        name = f"throughput, room for {ROOM_FOR_ROWS} times the rows of uniform routing"
+        paths.append((name, throughput_cost(shape, tokens)))
         for domains in (2, 8):
             layer = deployment(domains, tokens)
             paths.append(

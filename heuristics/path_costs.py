@@ -21,6 +21,7 @@ from .low_latency import LowLatencyShape, low_latency_buffer_layout
 from .segments import ceil_div
 from .shape import MoEShape
 from .symm_buffer_layout import symm_buffer_layout
+from .throughput import ThroughputShape, throughput_buffer_layout
 from .two_level import TwoLevelShape
 
 BF16_BYTES = 2
@@ -304,6 +305,50 @@ def low_latency_cost(
         sum(num_bytes.values()),
         0.0,
         sum(step.us for step in steps) + experts.us,
+        (steps[0], experts, steps[1]),
+    )
+
+
+# Rows that a rank of the throughput path has room for, in those of uniform routing.
+ROOM_FOR_ROWS = 2
+
+
+def throughput_cost(
+    shape: MoEShape, num_tokens: int, rates: GpuRates = H200, *, format: str = "fp8_128"
+) -> PathCost:
+    """The split path for many tokens: every slot's token there, experts, every slot's row back.
+    Nothing of it has been measured: its steps are taken to start and to move bytes as the
+    low-latency path's do."""
+    low = LowLatencyShape(
+        shape.num_ranks, shape.num_experts, shape.num_topk, shape.hidden, 1, format
+    )
+    to_others = (shape.num_ranks - 1) / shape.num_ranks
+    slots = num_tokens * shape.num_topk
+    num_bytes = {
+        "dispatch": slots * to_others * (low.row_bytes + 4 * low.num_scale_words),
+        "combine": slots * to_others * BF16_BYTES * shape.hidden,
+    }
+    steps = [
+        CostStep(
+            step,
+            TWO_GPU_STEPS[step].us[1] + 1e6 * num_bytes[step] / low_latency_rate(step),
+            f"{TWO_GPU_STEPS[step].us[1]:g} us and bytes at {low_latency_rate(step) / 1e9:.0f} "
+            "GB/s, assumed to be as the low-latency path's",
+        )
+        for step in ("dispatch", "combine")
+    ]
+    experts_us = rates.call_us + expert_us(shape, slots, rates)
+    experts = CostStep("experts", experts_us, "as in the fused call, without links")
+    rows = shape.num_max_tokens_per_rank * shape.num_topk * ROOM_FOR_ROWS
+    sizes = (shape.num_ranks, shape.num_experts, shape.num_topk, shape.hidden)
+    layer = ThroughputShape(*sizes, shape.num_max_tokens_per_rank, rows)
+    return PathCost(
+        "throughput",
+        num_tokens,
+        {"symmetric buffer": throughput_buffer_layout(layer).num_bytes},
+        sum(num_bytes.values()),
+        0.0,
+        sum(step.us for step in steps) + experts_us,
         (steps[0], experts, steps[1]),
     )
 

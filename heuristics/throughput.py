@@ -42,7 +42,7 @@ class ThroughputShape:
 
     >>> shape = ThroughputShape(8, 256, 8, 7168, 4096, 40_960)
     >>> shape.num_experts_per_rank, throughput_buffer_layout(shape).num_bytes >> 20
-    (32, 618)
+    (32, 617)
     """
 
     num_ranks: int

@@ -63,10 +63,13 @@ def path_cost(
     sizes: Mapping[str, Any],
     between: Mapping[str, Any],
 ) -> PathCost:
-    """Of a call in which each rank brings so many tokens."""
+    """Of a call in which each rank brings so many tokens. The split path is the low-latency one, or
+    for buffers of more tokens than it takes the throughput one."""
+    from deep_moe.heuristics.low_latency import MAX_TOKENS_PER_RANK
     from deep_moe.heuristics.path_costs import (
         fused_cost,
         low_latency_cost,
+        throughput_cost,
         two_level_cost,
     )
     from deep_moe.heuristics.two_level import TwoLevelShape
@@ -97,6 +100,8 @@ def path_cost(
     shape_of_one = make_shape(ranks=num_ranks, max_tokens=num_max_tokens, **sizes)
     if path == "fused":
         return fused_cost(shape_of_one, num_tokens)
+    if num_max_tokens > MAX_TOKENS_PER_RANK:
+        return throughput_cost(shape_of_one, num_tokens)
     return low_latency_cost(shape_of_one, num_tokens)
 
 

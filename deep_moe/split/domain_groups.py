@@ -16,6 +16,8 @@ from deep_moe.fused.symm_memory import gather_objects
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# SMs of a GPU that are the transport's while kernels run. NCCL by itself may take more CTAs.
+NUM_TRANSPORT_SMS = 32
 ROLL_CALL_S = 10.0  # that a rank has to answer, once another one finds that something is wrong
 _POLL_S = 0.02
 
@@ -28,20 +30,28 @@ class DomainGroups(NamedTuple):
     cross: ProcessGroup | None
 
 
-def make_domain_groups(num_domains: int, **arguments: Any) -> DomainGroups:
+def make_domain_groups(
+    num_domains: int, *, num_transport_sms: int = NUM_TRANSPORT_SMS, **arguments: Any
+) -> DomainGroups:
     """Both groups of this process for `TwoLevelMoE`, from the default group: domain d has the ranks
     d * R to (d + 1) * R - 1, where R is the number of ranks of a domain.
 
-    arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`. Every
-    process must call this.
+    num_transport_sms: what `TwoLevelMoE` is told: where the backend is nccl, and `arguments` have
+        no pg_options, NCCL takes at most so many CTAs between domains.
+    arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`.
+
+    Every process must call this.
     """
     world = dist.get_world_size()
-    if isinstance(num_domains, bool) or not isinstance(num_domains, int):
-        raise TypeError(f"num_domains must be an int; got {num_domains!r}")
+    for name, value in {"num_domains": num_domains, "num_transport_sms": num_transport_sms}.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int; got {value!r}")
     if num_domains < 1 or world % num_domains:
         raise ValueError(f"num_domains must divide the {world} ranks there are; got {num_domains}")
     num_ranks = world // num_domains
     domain, rank = divmod(dist.get_rank(), num_ranks)
+    backend = arguments.get("backend") or dist.get_backend()
+    limits_nccl = backend == "nccl" and num_transport_sms > 0 and "pg_options" not in arguments
     own: dict[str, ProcessGroup | None] = {"domain": None, "cross": None}
     if num_ranks > 1:
         for d in range(num_domains):
@@ -50,7 +60,11 @@ def make_domain_groups(num_domains: int, **arguments: Any) -> DomainGroups:
             own["domain"] = group if d == domain else own["domain"]
     if num_domains > 1:
         for r in range(num_ranks):
-            group = dist.new_group(list(range(r, world, num_ranks)), **arguments)
+            given = dict(arguments)
+            if limits_nccl:
+                given["pg_options"] = dist.ProcessGroupNCCL.Options()
+                given["pg_options"].config.max_ctas = num_transport_sms
+            group = dist.new_group(list(range(r, world, num_ranks)), **given)
             own["cross"] = group if r == rank else own["cross"]
     return DomainGroups(**own)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,13 @@ from deep_moe.fused.options import (
 from deep_moe.heuristics.shape import MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
 
-from .domain_groups import DomainGroups, DomainPlace, RollCall, gather_from_all
+from .domain_groups import (
+    NUM_TRANSPORT_SMS,
+    DomainGroups,
+    DomainPlace,
+    RollCall,
+    gather_from_all,
+)
 from .domain_routes import (
     ChunkRoutes,
     add_in_domain_order,
@@ -61,8 +68,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-# NCCL's all-to-all takes at most so many CTAs where nobody says otherwise (seen with 2.27).
-NUM_TRANSPORT_SMS = 32
 _COUNT_BITS = 32  # of a number of tokens, beside where it was met
 
 
@@ -80,6 +85,38 @@ class _Staged(NamedTuple):
     x_sf: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _DomainCall:
+    """Calls of the fused kernel inside the domain, but for their tokens. options: by keyword."""
+
+    function: Callable[..., None]
+    l1_weights: Pair
+    l2_weights: Pair
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]
+    stats: torch.Tensor | None
+    options: dict[str, Any]
+
+    def run(
+        self,
+        y: torch.Tensor,
+        buffer: SymmBuffer,
+        expected: int,
+        num_local_experts: int | None = None,
+    ) -> None:
+        """With all local experts, or with the first ones."""
+        (w1, sf1), (w2, sf2) = self.l1_weights, self.l2_weights
+        l1_bias, l2_bias = self.biases
+        if num_local_experts is not None:
+            own = slice(num_local_experts)
+            w1, sf1, w2, sf2 = w1[own], sf1[own], w2[own], sf2[own]
+            l1_bias = None if l1_bias is None else l1_bias[own]
+            l2_bias = None if l2_bias is None else l2_bias[own]
+        expected = min(expected, buffer.shape.num_max_tokens_per_rank)
+        options = {**self.options, "expected_tokens_per_rank": expected}
+        biases = {"l1_bias": l1_bias, "l2_bias": l2_bias}
+        self.function(y, (w1, sf1), (w2, sf2), buffer, self.stats, **biases, **options)
 
 
 class TwoLevelMoE:
@@ -103,9 +140,10 @@ class TwoLevelMoE:
     exact_sizes: no more travels than is sent, and the host waits once in a call, to learn how much
         that is. Without, a chunk has the same number of rows for each domain, and those that nobody
         fills travel, too; the host waits for nothing, and a CUDA graph can capture a call.
-    num_transport_sms: with kernels and transport at the same time, SMs of a GPU that kernels leave
-        free: at least as many CTAs as the NCCL of cross_group takes (its `max_ctas`, or
-        NCCL_MAX_CTAS). With fewer, ranks can wait for each other for ever.
+    num_transport_sms: where kernels and transport run at the same time, SMs of a GPU that kernels
+        leave free: at least as many as the NCCL of cross_group may take CTAs, which
+        `make_domain_groups` sees to; of another group its `max_ctas`, or NCCL_MAX_CTAS. With fewer,
+        ranks can wait for each other for ever.
     timeout_s: limit of waits for other domains and, unless a call says otherwise, of the kernel's
         for other ranks; by default 60 on GPUs and 600 in the emulator.
     device: where the calls run, as in `get_symm_buffer_for_mega_moe`.
@@ -245,36 +283,24 @@ class TwoLevelMoE:
         shape = self.shape
         self._buffer.raise_if_closed()
         self._transport.raise_if_failed()
-        arguments = self._arguments(given_options("call", options), x)
+        arguments = self._arguments(given_options("call", options))
         self._check(x, topk_idx, topk_weights, out, is_checked(arguments, self.device))
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)
 
-        def compute(
-            y: torch.Tensor, buffer: SymmBuffer, expected: int, num_local_experts: int | None
-        ) -> None:
-            """One call inside the domain, of all local experts or of the first ones."""
-            part = slice(num_local_experts)
-            biases = {
-                name: bias if bias is None else bias[part]
-                for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias))
-            }
-            most = buffer.shape.num_max_tokens_per_rank
-            given: dict[str, Any] = {**arguments, "expected_tokens_per_rank": min(expected, most)}
-            with self._naming_the_domain():
-                CALLS[shape.weights](
-                    y,
-                    (l1_weights[0][part], l1_weights[1][part]),
-                    (l2_weights[0][part], l2_weights[1][part]),
-                    buffer,
-                    cumulative_local_expert_recv_stats,
-                    activation=activation,
-                    activation_clamp=activation_clamp,
-                    fast_math=fast_math,
-                    **biases,
-                    **given,
-                )
-
+        inside = _DomainCall(
+            CALLS[shape.weights],
+            l1_weights,
+            l2_weights,
+            (l1_bias, l2_bias),
+            cumulative_local_expert_recv_stats,
+            {
+                "activation": activation,
+                "activation_clamp": activation_clamp,
+                "fast_math": fast_math,
+                **arguments,
+            },
+        )
         num_tokens = x.shape[0]
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -292,23 +318,13 @@ class TwoLevelMoE:
                 for chunk, (route, exchange) in enumerate(zip(routes, exchanges, strict=True))
             ]
             expected = arguments.get("expected_tokens_per_rank")
-            expected = num_tokens if expected is None else expected
-            returns = []
-            if shape.is_own_apart:
-                self._fill_own(self._own_buffer, 0, num_tokens)
-                first = shape.num_chunks * shape.num_chunk_rows
-                y = self._partials[first : first + num_tokens]
-                compute(y, self._own_buffer, -(-expected // shape.num_domains), None)
-                expected -= expected // shape.num_domains
-            per_chunk = -(-expected // shape.num_chunks)
-            num_routed = shape.domain_shape.num_experts_per_rank if shape.is_own_apart else None
-            for chunk, (route, exchange, arrive) in enumerate(
-                zip(routes, exchanges, arrivals, strict=True)
-            ):
-                arrive()
-                y = self._fill(chunk, route, exchange)
-                compute(y, self._buffer, per_chunk, num_routed)
-                returns.append(self._send_back(chunk, y, exchange))
+            with self._naming_the_domain():
+                returns = self._compute(
+                    inside,
+                    num_tokens,
+                    num_tokens if expected is None else expected,
+                    list(zip(routes, exchanges, arrivals, strict=True)),
+                )
             for come_back in returns:
                 come_back()
             rows = partial_rows(goes, routes, self.domain, shape)
@@ -319,8 +335,7 @@ class TwoLevelMoE:
 
     def check(self) -> None:
         """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
-        on all ranks; LostDomainError; what a kernel reported. All ranks together, where there can
-        be too many foreign tokens."""
+        once on each rank of all domains; LostDomainError; what a kernel reported."""
         self._transport.raise_if_failed()
         with self._naming_the_domain():
             try:
@@ -405,7 +420,7 @@ class TwoLevelMoE:
 
     # A call's steps.
 
-    def _arguments(self, given: CallArguments, x: torch.Tensor) -> dict[str, Any]:
+    def _arguments(self, given: CallArguments) -> dict[str, Any]:
         """Options of the calls inside the domain."""
         if given.get("accumulate"):
             raise ValueError(
@@ -546,6 +561,35 @@ class TwoLevelMoE:
         buffer.topk_weights[rows].copy_(self._field(received, row.weights, torch.float32))
         first = chunk * shape.num_chunk_rows
         return self._partials[first : first + begin + num_foreign]
+
+    def _compute(
+        self,
+        inside: _DomainCall,
+        num_tokens: int,
+        expected: int,
+        chunks: Sequence[tuple[ChunkRoutes, _Exchange, Callable[[], None]]],
+    ) -> list[Callable[[], None]]:
+        """Each chunk, when it has arrived, through the domain's kernel, and its foreign tokens'
+        sums on their way back, for which what is returned waits.
+
+        num_tokens: own ones. expected: the mean of all ranks. chunks: each with a wait for it.
+        """
+        shape = self.shape
+        num_routed = None
+        if shape.is_own_apart:
+            self._fill_own(self._own_buffer, 0, num_tokens)
+            first = shape.num_chunks * shape.num_chunk_rows
+            y = self._partials[first : first + num_tokens]
+            inside.run(y, self._own_buffer, -(-expected // shape.num_domains))
+            expected -= expected // shape.num_domains
+            num_routed = shape.domain_shape.num_experts_per_rank
+        returns = []
+        for chunk, (route, exchange, arrive) in enumerate(chunks):
+            arrive()
+            y = self._fill(chunk, route, exchange)
+            inside.run(y, self._buffer, -(-expected // shape.num_chunks), num_routed)
+            returns.append(self._send_back(chunk, y, exchange))
+        return returns
 
     def _ids_in_domain(self, ids: torch.Tensor) -> torch.Tensor:
         """The domain's own numbers of its experts; -1 for those of others."""

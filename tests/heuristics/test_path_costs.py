@@ -23,10 +23,12 @@ from deep_moe.heuristics.path_costs import (
     low_latency_us,
     parts_of_a_token,
     pipeline_us,
+    throughput_cost,
     two_level_cost,
     two_level_transport,
 )
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.heuristics.throughput import ThroughputShape, throughput_buffer_layout
 
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/*2026-11-22*.json"))
 # benchmarks/LOG.md, 2026-11-23: deepseek-v4-pro, 192 experts on two H200s, us by tokens per rank.
@@ -137,6 +139,16 @@ def test_a_cost_has_the_buffers_bytes():
     cost = low_latency_cost(shape, 128)
     assert [step.name for step in cost.steps] == ["dispatch", "experts", "combine"]
     assert cost.us == pytest.approx(sum(step.us for step in cost.steps))
+
+
+def test_every_slot_of_the_throughput_path_travels():
+    shape = MoEShape(8, 256, 8, 7168, 2048, 4096)
+    cost = throughput_cost(shape, 1000)
+    assert cost.link_bytes == pytest.approx(1000 * 8 * 7 / 8 * (7168 + 4 * 56 + 2 * 7168))
+    assert cost.us == pytest.approx(sum(step.us for step in cost.steps))
+    layer = ThroughputShape(8, 256, 8, 7168, 4096, 2 * 8 * 4096)
+    rows = throughput_buffer_layout(layer).num_bytes
+    assert cost.buffer_bytes == {"symmetric buffer": rows}
 
 
 def test_weights_without_measurements_are_refused():

@@ -12,6 +12,7 @@ import torch
 
 from deep_moe.errors import ForeignTokensError, LostDomainError
 from deep_moe.heuristics import MoEShape
+from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
 from deep_moe.trial.calls import model_inputs
@@ -35,8 +36,7 @@ TIMEOUT_S = 3.0
 
 def make(rank: Rank, shape: MoEShape, **arguments: Any) -> TwoLevelMoE:
     return TwoLevelMoE(
-        None,
-        rank.group,
+        *make_domain_groups(2),
         shape.num_experts,
         shape.num_max_tokens_per_rank,
         shape.num_topk,

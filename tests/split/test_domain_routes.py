@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from deep_moe.heuristics.two_level import TwoLevelShape
-from deep_moe.split.domain_groups import describe_lost
+from deep_moe.split.domain_groups import describe_lost, make_domain_groups
 from deep_moe.split.domain_routes import (
     add_in_domain_order,
     chunk_bounds,
@@ -130,6 +133,30 @@ def test_partial_sums_are_found_in_domain_order(num_domains, exact_sizes, num_sh
             if goes[token, domain] or (domain == own and num_shared_experts):
                 total = total + values[domain]
         assert (out[token] == total.bfloat16()).all()
+
+
+def test_nccl_between_domains_is_held_to_the_sms_that_calls_leave(monkeypatch):
+    """Of rank 3 of 4 in 2 domains; NCCL is not on every machine."""
+    made = []
+    options = lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None))  # noqa: E731
+    fakes = {
+        "get_world_size": lambda: 4,
+        "get_rank": lambda: 3,
+        "get_backend": lambda: "nccl",
+        "new_group": lambda members, **given: made.append((members, given)) or tuple(members),
+        "ProcessGroupNCCL": SimpleNamespace(Options=options),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(dist, name, fake, raising=False)
+    groups = make_domain_groups(2, num_transport_sms=16, timeout=5)
+    assert groups == ((2, 3), (1, 3))
+    assert [members for members, _ in made] == [[0, 1], [2, 3], [0, 2], [1, 3]]
+    assert all(given["timeout"] == 5 for _, given in made)
+    limits = [given["pg_options"].config.max_ctas for _, given in made if "pg_options" in given]
+    assert limits == [16, 16]
+    made.clear()
+    make_domain_groups(4, pg_options="mine")
+    assert [given for _, given in made] == [{"pg_options": "mine"}]
 
 
 def test_lost_domains_are_named():

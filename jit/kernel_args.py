@@ -205,6 +205,7 @@ class ThroughputArgs(ctypes.Structure):
         ("expert_begin", ctypes.c_uint64),
         ("expert_count", ctypes.c_uint64),
         ("expert_end", ctypes.c_uint64),
+        ("own_rows", ctypes.c_uint64),
         ("topk_weights", ctypes.c_uint64),
         ("topk_idx", ctypes.c_uint64),
         ("x", ctypes.c_uint64),

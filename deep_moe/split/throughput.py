@@ -44,7 +44,9 @@ class AllToAllHandle:
     same ways. It is good for any number of both, in any order, until its layer is reset or closed.
 
     num_tokens: of this rank. slot_rows: int32 [tokens, topk], of each slot rank << 24 | row there,
-    -1 if it is not used. expert_begin, expert_count, expert_end: as in `Received`.
+    -1 if it is not used. expert_begin, expert_count, expert_end: as in `Received`. own_rows: int32
+    [local experts, 2], of each expert's rows the first that is for this rank's tokens, and the end
+    of those.
     """
 
     layer: object
@@ -55,6 +57,7 @@ class AllToAllHandle:
     expert_begin: torch.Tensor
     expert_count: torch.Tensor
     expert_end: torch.Tensor
+    own_rows: torch.Tensor
 
     def __repr__(self) -> str:
         return f"AllToAllHandle(dispatch {self.number} of {self.num_tokens} tokens)"
@@ -247,7 +250,8 @@ class AllToAll(SplitLayer):
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
         y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token are
-        not looked at. If it is `get_combine_buffer()`, no row is copied before it is added.
+        not looked at. Those for other ranks are copied before they are added, unless y is
+        `get_combine_buffer()`.
         topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient too.
         out: where to write the result, by default a new tensor.
 
@@ -347,6 +351,7 @@ class AllToAll(SplitLayer):
             "expert_begin": handle.expert_begin,
             "expert_count": handle.expert_count,
             "expert_end": handle.expert_end,
+            "own_rows": handle.own_rows,
         }
         read = {"x": x, "x_sf": x_sf, "topk_idx": topk_idx, "topk_weights": topk_weights}
         written = {
@@ -408,6 +413,7 @@ class AllToAll(SplitLayer):
             "slot_rows": handle.slot_rows,
             "expert_begin": handle.expert_begin,
             "expert_count": handle.expert_count,
+            "own_rows": handle.own_rows,
         }
         return self._launch(config, self._args(handle), read, {"out": out}), out
 
@@ -485,9 +491,16 @@ class AllToAll(SplitLayer):
         begin, count, end = (
             self._empty((shape.num_experts_per_rank,), torch.int32) for _ in range(3)
         )
-        slot_rows = self._empty((num_tokens, shape.num_topk), torch.int32)
         return AllToAllHandle(
-            self, self._num_dispatches, self._generation, num_tokens, slot_rows, begin, count, end
+            self,
+            self._num_dispatches,
+            self._generation,
+            num_tokens,
+            slot_rows=self._empty((num_tokens, shape.num_topk), torch.int32),
+            expert_begin=begin,
+            expert_count=count,
+            expert_end=end,
+            own_rows=self._empty((shape.num_experts_per_rank, 2), torch.int32),
         )
 
     def _empty_received(self, config: ThroughputConfig, handle: AllToAllHandle) -> Received:

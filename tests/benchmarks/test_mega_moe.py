@@ -36,7 +36,10 @@ def test_shares_are_given_out_in_turn():
         (["--shares", "0", "0"], "--shares not negative and not all 0"),
         (["--shares", "1", "-1"], "--shares not negative and not all 0"),
         (["--routing", "random"], "invalid choice"),
-        (["--shared-experts", "1", "--peer"], "--unfused and --peer time layers without them"),
+        (
+            ["--shared-experts", "1", "--peer"],
+            "--unfused, --split and --peer time layers without them",
+        ),
     ],
 )
 def test_impossible_options_are_refused(words, message, capsys):

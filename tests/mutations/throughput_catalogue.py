@@ -62,7 +62,14 @@ THROUGHPUT_MUTATIONS = (
     M("rows_without_gaps", replaced("row_shared", "rows.first(local_expert_idx)", "0u"), ANYTHING),
     M(
         "rows_of_the_own_experts",
-        replaced("row_returned", "ranks.of(RankRow::rank_idx(word))", "ranks.local()"),
+        replaced("row_returned", "ranks.of(rank_idx)", "ranks.local()"),
+        ANYTHING,
+    ),
+    M("own_rows_end_late", replaced("own_rows_told", "first +", "1 + first +"), ANYTHING),
+    M("rows_of_others_stay", replaced("own_row_stays", "is_own", "!is_own"), ANYTHING),
+    M(
+        "own_rows_of_the_first",
+        replaced("own_row_added", "RankRow::row_idx(word)", "RankRow::row_idx(0u)"),
         ANYTHING,
     ),
     # ---- scalars

@@ -65,11 +65,10 @@ __device__ bool await_tokens(const LowLatencyArgs& args, const LowLatencyBuffer<
     const auto arrivals = [&](uint32_t rank_idx) {
         return local.dispatch_arrivals(half, rank_idx);
     };
+    bool is_sound = true;
     //~ staging_awaited
-    if (!await_ranks<Config>(WaitSite::split_tokens, active, arrivals, 1, cost, waiter)) {
-        return false;
-    }
-    return true;
+    is_sound = await_ranks<Config>(WaitSite::split_tokens, active, arrivals, 1, cost, waiter);
+    return is_sound;
 }
 
 template <class Config>

@@ -28,7 +28,7 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     if (is_sound) {
         if constexpr (Config::copies_rows) share_rows(args, ranks.local(), shared_memory);
         step.arrive();
-        is_sound = step.await(WaitSite::split_contributions);  //~ rows_of_all_awaited
+        is_sound = step.await();  //~ rows_of_all_awaited
     }
     if (is_sound) {
         reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {

@@ -81,7 +81,7 @@ __device__ __forceinline__ void throughput_dispatch(const ThroughputArgs& args) 
     bool is_sound = step.begin() && dispatch_share(args, ranks, shared_memory, waiter);
     if (is_sound) {
         step.arrive();
-        is_sound = step.await(WaitSite::split_tokens);  //~ tokens_of_all_awaited
+        is_sound = step.await();  //~ tokens_of_all_awaited
     }
     if (is_sound) dispatch_pull(args, ranks, shared_memory, waiter);
     if (step.end() && !Config::knows_rows) SlotPlaces<Config>::count_on(ranks.local());

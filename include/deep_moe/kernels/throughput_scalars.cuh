@@ -21,7 +21,7 @@ __device__ __forceinline__ void throughput_scalars(const ThroughputArgs& args) {
     if (is_sound) {
         share_scalars(args, ranks.local());
         step.arrive();
-        is_sound = step.await(WaitSite::split_contributions);  //~ scalars_of_all_awaited
+        is_sound = step.await();  //~ scalars_of_all_awaited
     }
     if (is_sound) fetch_scalars(args, ranks);
     step.end();

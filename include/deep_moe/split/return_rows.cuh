@@ -13,7 +13,8 @@
 
 namespace deep_moe {
 
-// All warps of the grid: the experts' rows into the own buffer. Padding stays behind.
+// All warps of the grid: the experts' rows for other ranks into the own buffer. This rank's own are
+// added from where they are; padding stays behind.
 template <class Config>
 __device__ void share_rows(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
                            uint32_t shared_memory) {
@@ -26,6 +27,10 @@ __device__ void share_rows(const ThroughputArgs& args, const ThroughputBuffer<Co
         const uint32_t local_expert_idx = rows.expert_of(i);
         const uint32_t row = static_cast<uint32_t>(args.expert_begin[local_expert_idx]) + i -
                              rows.first(local_expert_idx);  //~ row_shared
+        const int32_t* const own_rows = args.own_rows + 2 * local_expert_idx;
+        const bool is_own =
+            row >= static_cast<uint32_t>(own_rows[0]) && row < static_cast<uint32_t>(own_rows[1]);
+        if (is_own) continue;  //~ own_row_stays
         copy_row<Config>(local.rows(row),
                          static_cast<const uint16_t*>(args.y) + uint64_t{row} * Config::hidden);
     }
@@ -49,8 +54,12 @@ __device__ SlotRow returned_row(const ThroughputArgs& args, const ThroughputRank
     const uint32_t slot_idx = token_idx * Config::num_topk + ptx::lane_idx();
     const auto word = static_cast<uint32_t>(args.slot_rows[slot_idx]);
     if (word == RankRow::none) return {0, 0.0f};
-    const uint16_t* const row =
-        ranks.of(RankRow::rank_idx(word)).rows(RankRow::row_idx(word));  //~ row_returned
+    const uint32_t rank_idx = RankRow::rank_idx(word);
+    const uint16_t* row = ranks.of(rank_idx).rows(RankRow::row_idx(word));  //~ row_returned
+    if (Config::copies_rows && rank_idx == ranks.rank_idx()) {
+        row = static_cast<const uint16_t*>(args.y) +
+              uint64_t{RankRow::row_idx(word)} * Config::hidden;  //~ own_row_added
+    }
     float weight = 1.0f;
     if constexpr (Config::has_weights) weight = args.topk_weights[slot_idx];
     return {reinterpret_cast<uint64_t>(row), weight};

@@ -78,7 +78,7 @@ class SlotPlaces {
         const bool is_last = blockIdx.x == Config::num_ctas - 1;
         for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
             uint32_t num_earlier = 0;
-#pragma unroll 8
+#pragma unroll 16  // loads that wait for nothing
             for (uint32_t cta_idx = 0; cta_idx < blockIdx.x; ++cta_idx) {
                 num_earlier += *block_count(cta_idx, i);
             }

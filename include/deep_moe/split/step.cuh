@@ -28,19 +28,19 @@ template <class Config>
 class Step {
  public:
     __device__ Step(const ThroughputRanks<Config>& ranks, StepKind kind, Waiter& waiter)
-        : ranks_(ranks), kind_(static_cast<uint32_t>(kind)), waiter_(waiter) {}
+        : ranks_(ranks), kind_(kind), waiter_(waiter) {}
 
     // All threads of a CTA, first of all: until this rank may write. False if this or an earlier
     // kernel of this rank gave up.
     __device__ bool begin() {
         const ThroughputBuffer<Config> local = ranks_.local();
         round_ = ptx::ld_relaxed_gpu(local.num_rounds());
-        const uint32_t last_step = ptx::ld_relaxed_gpu(local.last_step());
+        const auto last_step = static_cast<StepKind>(ptx::ld_relaxed_gpu(local.last_step()));
         waiter_.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
         if (!cta_agrees<Config>(waiter_)) return false;
         if (last_step != kind_) return true;  //~ same_kind_meets
         arrive();
-        return await(WaitSite::split_contributions);  // of the last step's rows, to be fetched
+        return await();
     }
 
     // All threads of a CTA: what it has written may be fetched.
@@ -51,7 +51,9 @@ class Step {
     }
 
     // All threads of a CTA, which has arrived: until all ranks have.
-    __device__ bool await(WaitSite site) {
+    __device__ bool await() {
+        const WaitSite site =
+            kind_ == StepKind::tokens ? WaitSite::split_tokens : WaitSite::split_contributions;
         const auto arrivals = [&](uint32_t rank_idx) { return ranks_.local().arrivals(rank_idx); };
         const uint32_t num_earlier = round_ * Config::num_ctas;
         ++round_;
@@ -70,14 +72,14 @@ class Step {
         if (ptx::warp_idx() != 0) return false;
         const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter_);
         if (!is_last || ptx::lane_idx() != 0) return false;
-        ptx::st_relaxed_sys(local.num_rounds(), round_);  //~ rounds_counted
-        ptx::st_relaxed_sys(local.last_step(), kind_);    //~ step_kept
+        ptx::st_relaxed_sys(local.num_rounds(), round_);                       //~ rounds_counted
+        ptx::st_relaxed_sys(local.last_step(), static_cast<uint32_t>(kind_));  //~ step_kept
         return true;
     }
 
  private:
     const ThroughputRanks<Config>& ranks_;
-    uint32_t kind_;
+    StepKind kind_;
     Waiter& waiter_;
     uint32_t round_ = 0;  // of arrivals, that comes next
 };

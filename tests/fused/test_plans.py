@@ -14,6 +14,7 @@ from deep_moe.activations import Situ
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallPlan, prepare_call
+from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallOptions
 
 Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -161,6 +162,17 @@ def test_a_tensor_that_was_given_other_memory(calls: Calls) -> None:
     l1[0].data = l1[0].transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match=r"l1_weights\[0\] must have contiguous rows"):
         calls.prepare(weights=(l1, l2))
+
+
+def test_a_call_that_is_prepared_before_another_one_runs(calls: Calls) -> None:
+    """As those in a row are in the emulator."""
+    others = torch.empty_like(calls.y)
+    first, second = (
+        prepare_launch(y, *calls.weights["sm_90a"], calls.buffer, None, CallOptions(arch="sm_90a"))
+        for y in (calls.y, others[:5])
+    )
+    assert (first.args.y, first.args.num_tokens) == (calls.y.data_ptr(), len(calls.y))
+    assert (second.args.y, second.args.num_tokens) == (others.data_ptr(), 5)
 
 
 def test_a_buffer_that_is_made_again(calls: Calls) -> None:

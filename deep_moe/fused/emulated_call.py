@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deep_moe.heuristics.config import MegaMoEConfig
+from deep_moe.jit.kernel_args import KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 
 from .buffer import SymmBuffer, describe_difference
@@ -46,7 +47,8 @@ def prepare_launch(
         config.num_sms,
         config.num_threads,
         config.smem_bytes,
-        args,
+        # Of several launches, this one may run behind the next call's preparation.
+        KernelArgs.from_buffer_copy(args),
         _memory_regions(y, l1_weights, l2_weights, buffer, stats, biases),
         config,
         smem_layout=config.smem_layout,

@@ -159,7 +159,7 @@ def prepare_call(
     plan = buffer.caches.plans.get(key)
     if plan is None:
         plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
-    args = _args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
+    args = args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
@@ -244,7 +244,7 @@ def _make_plan(
         num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
-        launcher=None if gpu is None else _cuda_launcher(config, gpu),
+        launcher=None if gpu is None else cuda_launcher(config, gpu),
     )
     return buffer.caches.plans.put(key, plan)
 
@@ -299,7 +299,7 @@ def built_kernel(config: MegaMoEConfig) -> CompiledKernel:
 _launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(256)
 
 
-def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
+def cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
     launcher = _launchers.get((config, gpu))
     if launcher is not None:
         return launcher
@@ -329,7 +329,7 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
     return options.get("timeout_s") or default
 
 
-def _args_of_weights(
+def args_of_weights(
     plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
 ) -> KernelArgs:
     """The arguments with all that does not change from call to call, made once for all that this

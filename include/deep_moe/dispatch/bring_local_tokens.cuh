@@ -28,7 +28,7 @@ class LocalWalk : ExpertRuns<Config> {
 
  public:
     __device__ LocalWalk(const TokenPlaces<Config>& places, const ExpertCounts<Config>& counts)
-        : Runs(counts), places_(places) {}
+        : Runs(places.local(), counts), places_(places) {}
 
     // As that of PoolWalk.
     __device__ bool find(uint32_t token_idx, PulledToken& token) {

@@ -69,7 +69,8 @@ class ExpertRuns {
  protected:
     using Order = ExpertOrder<Config>;
 
-    __device__ explicit ExpertRuns(const ExpertCounts<Config>& counts) : counts_(counts) {}
+    __device__ ExpertRuns(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
+        : local_(local), counts_(counts) {}
 
     // The expert of the token at `token_idx`, counted over all entries of the list, unless the walk
     // is there already; only upwards. False past the last token.
@@ -84,6 +85,7 @@ class ExpertRuns {
         return true;
     }
 
+    SymmBuffer<Config> local_;
     const ExpertCounts<Config>& counts_;
     ExpertPlace place_;
     uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of the expert there
@@ -96,12 +98,12 @@ template <class Config>
 class PoolWalk : ExpertRuns<Config> {
     static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
     using Runs = ExpertRuns<Config>;
-    using Runs::counts_, Runs::expert_begin_, Runs::expert_end_, Runs::place_;
+    using Runs::local_, Runs::counts_, Runs::expert_begin_, Runs::expert_end_, Runs::place_;
     using typename Runs::Order;
 
  public:
     __device__ PoolWalk(const RankBuffers<Config>& buffers, const ExpertCounts<Config>& counts)
-        : Runs(counts), local_(buffers.local()) {}
+        : Runs(buffers.local(), counts) {}
 
     // The token at `token_idx`, counted over all entries of the list; only upwards. False past the
     // last.
@@ -146,7 +148,6 @@ class PoolWalk : ExpertRuns<Config> {
         }
     }
 
-    SymmBuffer<Config> local_;
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 

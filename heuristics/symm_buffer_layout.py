@@ -94,9 +94,7 @@ def work_space_layout(shape: MoEShape) -> Layout:
     """
     shape = shape.padded
     parts = _Parts(shape)
-    parts.control(
-        "grid_gather_counter", "u32", (1,), "CTAs that have come; bit 31: a call gave up"
-    )
+    parts.control("grid_gather_counter", "u32", (1,), "CTAs that have come; bit 31: a call gave up")
     parts.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)
     parts.add_block_words()
     parts.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
@@ -155,7 +153,9 @@ class _Parts(LayoutBuilder):
             f"tokens of local experts, {tokens.words}",
         )
         if tokens.has_scales:
-            data("l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major")
+            data(
+                "l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major"
+            )
         data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
         data(
             "l2_tokens",

@@ -176,7 +176,9 @@ class GroupedExperts:
         num_ctas = most if num_sms is None else require_int("num_sms", num_sms, "at least 1")
         if gpu is not None and num_ctas > most:
             # Its CTAs wait for each other, so all must be resident.
-            raise ValueError(f"num_sms must be at most {most}, the SMs of {gpu.name}; got {num_sms}")
+            raise ValueError(
+                f"num_sms must be at most {most}, the SMs of {gpu.name}; got {num_sms}"
+            )
         if timeout_s is None:
             timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
         require_type("timeout_s", timeout_s, (int, float), "a number or None")
@@ -256,9 +258,7 @@ class GroupedExperts:
         `check()` raises it, and `reset()` is needed.
         """
         self._work_space.raise_if_unusable()
-        biases = self._check(
-            x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows
-        )
+        biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)
         if out is None:
@@ -398,11 +398,7 @@ class GroupedExperts:
         """Raise if a scale of a row that an expert has is no power of two. Waits for them."""
         flat = scales.flatten(0, -2)
         for expert, count in enumerate(expert_count.tolist()):
-            begin = (
-                expert * scales.shape[1]
-                if expert_begin is None
-                else int(expert_begin[expert])
-            )
+            begin = expert * scales.shape[1] if expert_begin is None else int(expert_begin[expert])
             bits = flat[begin : begin + max(count, 0)].view(torch.int32)
             wrong = ((bits & 0x807FFFFF) != 0).nonzero()
             if wrong.numel():

@@ -2,183 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import deep_moe
-from deep_moe.formats.float_scaled import quantize_e4m3_float
-from deep_moe.formats.mx import quantize_mxfp8
-from deep_moe.formats.block_scaled import pack_ue8m0
-from deep_moe.heuristics import MoEShape
-from deep_moe.split.grouped_experts import GroupedExperts, formats_for
-from deep_moe.targets import target_of
-from deep_moe.trial.bounds import Bounds, reference_bounds
+from deep_moe import GroupedExperts
+from deep_moe.activations import Situ
+from deep_moe.errors import MegaMoEError
+from deep_moe.split.grouped_experts import formats_for
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
-from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer
+
+from .grouped_case import (
+    COUNTS,
+    UNTOUCHED,
+    Case,
+    exact_case,
+    random_case,
+    run_behind_each_other,
+    run_padded,
+)
 
 ARCHS = ("sm_90a", "sm_100a")
 WEIGHTS = ("mxfp4", "fp8", "bf16")
-COUNTS = (37, 0, 5, 66)
-UNTOUCHED = -7.0
-
-
-def shape_of(counts: tuple[int, ...], weights: str = "mxfp4", **more: Any) -> MoEShape:
-    """The experts as a layer of one rank, whose tokens have one slot."""
-    return MoEShape(
-        num_ranks=1,
-        num_experts=len(counts),
-        num_topk=1,
-        num_max_tokens_per_rank=max(sum(counts), 1),
-        weights=weights,
-        **{"hidden": 384, "intermediate_hidden": 256, **more},
-    )
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows of all experts, one expert's behind the other's, and their weights."""
-
-    shape: MoEShape
-    counts: tuple[int, ...]
-    arch: str
-    layer: Layer
-    x: torch.Tensor
-    x_sf: torch.Tensor  # UE8M0 per 32, for the reference
-    scales: torch.Tensor | None  # as the format has them
-
-    @property
-    def expert_of_row(self) -> torch.Tensor:
-        return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
-
-    def bounds(self, **more: Any) -> Bounds:
-        numerics = target_of(self.arch).weights_of(self.shape.weights).numerics
-        return reference_bounds(
-            self.x,
-            self.x_sf,
-            self.expert_of_row.unsqueeze(1),
-            torch.ones(len(self.x), 1),
-            self.layer.l1,
-            self.layer.l2,
-            numerics=numerics,
-            sum_bits=FP32_SUM_BITS,
-            **self.layer.biases,
-            **more,
-        )
-
-    def experts(self, **options: Any) -> GroupedExperts:
-        shape = self.shape
-        return GroupedExperts(
-            shape.num_max_tokens_per_rank,
-            shape.hidden,
-            shape.intermediate_hidden,
-            shape.num_experts,
-            weights=shape.weights,
-            biases=shape.biases,
-            arch=self.arch,
-            device="cpu",
-            **options,
-        )
-
-    def weights(self) -> dict[str, Any]:
-        l1, l2 = deep_moe.transform_weights_for_mega_moe(
-            self.layer.l1, self.layer.l2, arch=self.arch, weights=self.shape.weights
-        )
-        given: dict[str, Any] = {"l1_weights": l1, "l2_weights": l2}
-        biases = self.layer.biases_of_rank(0, self.shape, self.arch)
-        if biases is not None:
-            given |= {"l1_bias": biases[0], "l2_bias": biases[1]}
-        return given
-
-    def padded(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and scales as [experts, num_rows, ..]; what no expert has is not a number."""
-
-        def spread(rows: torch.Tensor) -> torch.Tensor:
-            size = (len(self.counts), num_rows, rows.shape[1])
-            out = torch.empty(size, dtype=rows.dtype)
-            out.view(torch.uint8).fill_(0x7F)
-            for part, own in zip(out, rows.split(self.counts), strict=True):
-                part[: len(own)] = own
-            return out
-
-        return spread(self.x), None if self.scales is None else spread(self.scales)
-
-    def behind_each_other(
-        self, alignment: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x and scales as [rows, ..], each expert's at a multiple of `alignment`, and where."""
-        begins, end = [], alignment
-        for count in self.counts:
-            begins.append(end)
-            end += -(-count // alignment) * alignment
-
-        def spread(rows: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(end, rows.shape[1], dtype=rows.dtype)
-            out.view(torch.uint8).fill_(0x7F)
-            for begin, own in zip(begins, rows.split(self.counts), strict=True):
-                out[begin : begin + len(own)] = own
-            return out
-
-        scales = None if self.scales is None else spread(self.scales)
-        return spread(self.x), scales, torch.tensor(begins, dtype=torch.int32)
-
-
-def random_case(
-    arch: str,
-    counts: tuple[int, ...] = COUNTS,
-    weights: str = "mxfp4",
-    format: str = "",
-    **more: Any,
-) -> Case:
-    shape = shape_of(counts, weights, **more)
-    scale_block = target_of(arch).weights_of(weights).scale_block
-    layer = random_layer(shape, scale_block=scale_block)
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(sum(counts), shape.hidden, generator=generator)
-    format = format or formats_for(weights)[0]
-    if format == "bf16":
-        x = values.bfloat16()
-        return Case(shape, counts, arch, layer, x, torch.empty(len(x), 0, dtype=torch.int32), None)
-    if format == "fp8_32":
-        x, x_sf = quantize_mxfp8(values)
-        return Case(shape, counts, arch, layer, x, x_sf, x_sf)
-    x, floats = quantize_e4m3_float(values.bfloat16(), powers_of_two=True)
-    scale_bytes = (floats.log2().int() + 127).to(torch.uint8)
-    scales = pack_ue8m0(scale_bytes) if format == "fp8_128_ue8m0" else floats
-    return Case(shape, counts, arch, layer, x, pack_ue8m0(scale_bytes.repeat_interleave(4, 1)), scales)
-
-
-def run_padded(case: Case, num_rows: int = 80, **options: Any) -> torch.Tensor:
-    """Of each row that an expert has; the others must stay as they are."""
-    x, scales = case.padded(num_rows)
-    count = torch.tensor(case.counts, dtype=torch.int32)
-    out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16)
-    with case.experts(**options) as experts:
-        y = experts(x, scales, expert_count=count, out=out, **case.weights())
-    assert y is out
-    for part, number in zip(out, case.counts, strict=True):
-        assert (part[number:] == UNTOUCHED).all()
-    return torch.cat([part[:number] for part, number in zip(out, case.counts, strict=True)])
-
-
-def run_behind_each_other(case: Case, alignment: int = 8, **options: Any) -> torch.Tensor:
-    x, scales, begin = case.behind_each_other(alignment)
-    count = torch.tensor(case.counts, dtype=torch.int32)
-    out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16)
-    with case.experts(**options) as experts:
-        experts(x, scales, expert_count=count, expert_begin=begin, out=out, **case.weights())
-    rows = [
-        slice(first, first + number)
-        for first, number in zip(begin.tolist(), case.counts, strict=True)
-    ]
-    y = torch.cat([out[part] for part in rows])
-    for part in rows:
-        out[part] = UNTOUCHED
-    assert (out == UNTOUCHED).all()
-    return y
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -197,6 +44,190 @@ def test_both_layouts_give_the_same_bits(arch: str) -> None:
 @pytest.mark.parametrize("format", formats_for("mxfp4")[1:])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scales_of_128_values(arch: str, format: str) -> None:
-    shape = {"hidden": 512}  # whole words of four bytes
-    case = random_case(arch, (9, 40), format=format, **shape)
+    # Of four blocks, so that there are whole words of bytes.
+    case = random_case(arch, (9, 40), format=format, hidden=512)
     assert compare(run_padded(case, format=format), case.bounds()).is_right
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_biases_and_another_activation(arch: str) -> None:
+    case = random_case(arch, biases=True)
+    activation = Situ()
+    bounds = case.bounds(activation=activation)
+    assert compare(run_padded(case, activation=activation), bounds).is_right
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_small_pool_is_used_again(arch: str, weights: str) -> None:
+    case = exact_case(arch, (310, 0, 190, 70), weights=weights, num_pool_tokens=384)
+    y = run_behind_each_other(case, num_pool_tokens=384)
+    assert compare(y, case.exact()).is_exact
+
+
+def test_sm_103a() -> None:
+    case = exact_case("sm_103a", (3, 20))
+    assert compare(run_padded(case), case.exact()).is_exact
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_call_finds_nothing_of_the_one_before(arch: str) -> None:
+    cases = [exact_case(arch, counts) for counts in (COUNTS, (0, 108, 0, 0), (1, 1, 1, 1), COUNTS)]
+    with cases[0].experts() as experts:
+        for case in cases:
+            assert compare(run_padded(case, 120, experts), case.exact()).is_exact
+            assert compare(run_behind_each_other(case, 16, experts), case.exact()).is_exact
+
+
+def test_no_rows_at_all() -> None:
+    case = exact_case("sm_90a", (0, 0))
+    assert run_padded(case).shape == (0, case.shape.hidden)
+    empty = torch.empty(0, case.shape.hidden, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(0, case.shape.hidden // 128, dtype=torch.int32)
+    none = torch.zeros(2, dtype=torch.int32)
+    with case.experts() as experts:
+        y = experts(empty, scales, expert_count=none, expert_begin=none, **case.weights())
+    assert y.shape == empty.shape
+
+
+def test_as_a_function() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    x, scales = case.padded(12)
+    y = deep_moe.grouped_experts(
+        x,
+        scales,
+        expert_count=torch.tensor(case.counts, dtype=torch.int32),
+        intermediate_hidden=case.shape.intermediate_hidden,
+        max_rows=14,
+        arch="sm_100a",
+        **case.weights(),
+    )
+    assert compare(torch.cat([y[0, :5], y[1, :9]]), case.exact()).is_exact
+
+
+def given(case: Case) -> dict[str, Any]:
+    x, scales = case.padded(20)
+    counts = torch.tensor(case.counts, dtype=torch.int32)
+    return {"x": x, "scales": scales, "expert_count": counts, **case.weights()}
+
+
+def check_rows_outside(arch: str) -> None:
+    """Counts that name rows behind an expert's, or behind x, stop the call in words."""
+    case = exact_case(arch, (5, 9))
+    arguments = given(case)
+    x, scales, begin = case.behind_each_other(8)
+    counts = arguments.pop("expert_count")
+    for more in (
+        {"expert_count": counts + torch.tensor([16, 0])},
+        {"expert_count": counts - torch.tensor([0, 10])},
+        {"x": x, "scales": scales, "expert_count": counts, "expert_begin": begin + len(x) - 12},
+    ):
+        with case.experts() as experts:
+            out = torch.full((more.get("x", arguments["x"])).shape, UNTOUCHED).bfloat16()
+            more = {name: t.int() if name.startswith("expert") else t for name, t in more.items()}
+            with pytest.raises(MegaMoEError, match="must name rows of x; those of local expert"):
+                experts(**{**arguments, **more}, out=out)
+            assert (out == UNTOUCHED).all()
+            with pytest.raises(MegaMoEError, match="call its reset"):
+                experts(**arguments, expert_count=counts)
+            experts.reset()
+            y = experts(**arguments, expert_count=counts)
+        assert compare(torch.cat([y[0, :5], y[1, :9]]), case.exact()).is_exact
+
+
+def test_rows_outside() -> None:
+    check_rows_outside("sm_90a")
+
+
+def test_more_rows_than_there_is_room_for() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    arguments = given(case)
+    arguments["expert_count"] = torch.tensor([7, 9], dtype=torch.int32)
+    with (
+        case.experts() as experts,
+        pytest.raises(MegaMoEError, match=r"at most max_rows \(14\) .*; got 1[56]"),
+    ):
+        experts(**arguments)
+
+
+def check_call_behind_a_failed_one(arch: str) -> None:
+    """It was launched before the host knew, and must not compute with what that one has left."""
+    case = exact_case(arch, (5, 9))
+    arguments = given(case)
+    wrong = {**arguments, "expert_count": torch.tensor([21, 9], dtype=torch.int32)}
+    with case.experts() as experts:
+        with pytest.raises(MegaMoEError, match="must name rows"):
+            experts(**wrong)
+        experts._work_space.raise_if_unusable = lambda: None
+        out = torch.full(arguments["x"].shape, UNTOUCHED, dtype=torch.bfloat16)
+        with pytest.raises(MegaMoEError, match="must name rows"):
+            experts(**arguments, out=out)
+    assert (out == UNTOUCHED).all()
+
+
+def test_a_call_behind_a_failed_one_computes_nothing() -> None:
+    check_call_behind_a_failed_one("sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 320}, "hidden must be a positive multiple of 128"),
+        ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
+        ({"weights": "nvfp4"}, "weights must be one of"),
+        ({"format": "fp8_128"}, "format must be 'fp8_32' or .*not powers of two"),
+        ({"format": "bf16"}, "format must be .*quantized when they are dispatched"),
+        ({"format": "fp7"}, "got 'fp7'"),
+        ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
+        ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),
+        ({"overrides": {"block_q": 1}}, "overrides must name one of"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number"),
+    ],
+)
+def test_sizes_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    sizes = {"max_rows": 8, "hidden": 256, "intermediate_hidden": 128, "num_local_experts": 2}
+    with pytest.raises(ValueError, match=words):
+        GroupedExperts(**{**sizes, "device": "cpu", **changes})
+
+
+def test_arguments_that_are_refused() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    arguments = given(case)
+    begin = torch.zeros(2, dtype=torch.int32)
+    floats = torch.ones(arguments["scales"].shape)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"x": arguments["x"].flatten(0, 1)}, ValueError, "expert_begin must be given"),
+        ({"expert_begin": begin}, ValueError, "expert_begin must be None"),
+        ({"x": arguments["x"].bfloat16()}, TypeError, "x must be torch.float8_e4m3fn"),
+        ({"x": arguments["x"][..., :256]}, ValueError, "x must have shape"),
+        ({"scales": floats}, TypeError, "only format=.fp8_128_pow2. has, for powers of two"),
+        ({"scales": None}, TypeError, "scales must be a tensor with format 'fp8_32'"),
+        ({"scales": arguments["scales"].mT.contiguous().mT}, ValueError, "scales must be contig"),
+        ({"expert_count": begin.long()}, TypeError, "expert_count must be torch.int32"),
+        ({"out": torch.empty(3)}, TypeError, "out must be torch.bfloat16"),
+        ({"expected_rows": 15}, ValueError, r"expected_rows must be 0 to max_rows \(14\)"),
+        ({"l1_bias": floats}, ValueError, "l1_bias must be None"),
+    ]
+    with case.experts() as experts:
+        for changes, error, words in refused:
+            with pytest.raises(error, match=words):
+                experts(**{**arguments, **changes})
+    with pytest.raises(ValueError, match="this one is closed"):
+        experts(**arguments)
+
+
+def test_scales_that_are_no_powers_of_two() -> None:
+    case = random_case("sm_90a", (5, 9), format="fp8_128_pow2")
+    arguments = given(case)
+    arguments["scales"][1, 8, 2] *= 1.5
+    with (
+        case.experts(format="fp8_128_pow2") as experts,
+        pytest.raises(ValueError, match=r"must be powers of two .* row 8 of local expert 1"),
+    ):
+        experts(**arguments)
+
+
+def test_size_is_known_before() -> None:
+    case = exact_case("sm_90a", (5, 9))
+    with case.experts() as experts:
+        assert experts.nbytes == deep_moe.grouped_experts_workspace_size(14, 384, 256, 2)

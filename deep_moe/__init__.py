@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
+    from .split.emulated_throughput import EmulatedThroughputAllToAll
+    from .split.grouped_experts import (
         GroupedExperts,
         grouped_experts,
         grouped_experts_workspace_size,
     )
-    from .split.emulated_throughput import EmulatedThroughputAllToAll
-    from .split.grouped_experts import (
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll

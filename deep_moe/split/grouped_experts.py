@@ -1,4 +1,4 @@
-"""`GroupedExperts`: the experts of one rank on tokens that are there already, as a kernel of its own.
+"""`GroupedExperts`: the experts of one rank on tokens that are there, as a kernel of its own.
 
 The kernel is the fused call's. It differs in where tokens come from, rows of the caller's, and in
 where results go, the same rows of y (include/deep_moe/tokens).
@@ -589,7 +589,7 @@ def _checked_format(weights: str, format: str | None) -> str:
         return format
     words = f"format must be {' or '.join(map(repr, allowed))} with {weights} weights"
     reason = {
-        "fp8_128": ": its float32 scales are not powers of two, which kernels fold into E4M3 values",
+        "fp8_128": ": its scales need be no powers of two, which kernels fold into values",
         "bf16": ": tokens are quantized when they are dispatched",
     }
     is_known = format in FORMATS and "bf16" not in allowed

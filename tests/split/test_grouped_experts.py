@@ -175,7 +175,7 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
         ({"hidden": 320}, "hidden must be a positive multiple of 128"),
         ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
         ({"weights": "nvfp4"}, "weights must be one of"),
-        ({"format": "fp8_128"}, "format must be 'fp8_32' or .*not powers of two"),
+        ({"format": "fp8_128"}, "format must be 'fp8_32' or .*no powers of two"),
         ({"format": "bf16"}, "format must be .*quantized when they are dispatched"),
         ({"format": "fp7"}, "got 'fp7'"),
         ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),

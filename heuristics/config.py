@@ -325,6 +325,7 @@ def choose_config(
         weights=shape.weights,
         biases=shape.biases,
         token_scales=shape.token_scales,
+        local_tokens=None,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 

@@ -24,9 +24,9 @@ from deep_moe.fused.call_plan import (
     EMULATED_NUM_SMS,
     CallCaches,
     CallPlan,
+    args_of_weights,
     built_kernel,
     cuda_launcher,
-    args_of_weights,
 )
 from deep_moe.fused.checks import (
     Biases,

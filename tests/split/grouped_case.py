@@ -50,7 +50,7 @@ class Case:
     def expert_of_row(self) -> torch.Tensor:
         return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
 
-    def bounds(self, **more: Any) -> Bounds:
+    def bounds(self, *, on_gpu: bool = False, **more: Any) -> Bounds:
         numerics = target_of(self.arch).weights_of(self.shape.weights).numerics
         return reference_bounds(
             self.x,
@@ -60,7 +60,7 @@ class Case:
             self.layer.l1,
             self.layer.l2,
             numerics=numerics,
-            sum_bits=FP32_SUM_BITS,
+            sum_bits=numerics.sum_bits if on_gpu else FP32_SUM_BITS,
             **self.layer.biases,
             **more,
         )

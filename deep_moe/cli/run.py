@@ -280,6 +280,8 @@ def run(
         inputs = [[trial.model_inputs(own)[1] for own in of_call] for of_call in inputs]
 
     call["schedule_seed"] = schedule_seed or 0
+    if is_split:
+        del call["accumulate"]  # refused above
     started = time.perf_counter()
     with stderr().status(f"running the {_PATHS[path]}") as status:
         if domains > 1:

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.emulated_throughput import EmulatedThroughputAllToAll
+    from .split.grouped_experts import (
+        GroupedExperts,
+        grouped_experts,
+        grouped_experts_workspace_size,
+    )
     from .split.handle import Dispatched, DispatchHandle
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
@@ -71,6 +76,7 @@ _MODULES = {
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
     "ForeignTokensError": "errors",
+    "GroupedExperts": "split.grouped_experts",
     "LostDomainError": "errors",
     "EmulatedThroughputAllToAll": "split.emulated_throughput",
     "LowLatencyAllToAll": "split.low_latency",
@@ -91,6 +97,8 @@ _MODULES = {
     "fp8_fp4_mega_moe": "fused.mega_moe",
     "fp8_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
+    "grouped_experts": "split.grouped_experts",
+    "grouped_experts_workspace_size": "split.grouped_experts",
     "inverse_transform_biases": "formats.biases",
     "inverse_transform_weights": "formats.weights",
     "make_domain_groups": "split.domain_groups",
@@ -118,6 +126,7 @@ __all__ = [
     "EmulatedRanks",
     "EmulatedThroughputAllToAll",
     "ForeignTokensError",
+    "GroupedExperts",
     "LostDomainError",
     "LowLatencyAllToAll",
     "MegaMoEBiases",
@@ -140,6 +149,8 @@ __all__ = [
     "fp8_fp4_mega_moe",
     "fp8_mega_moe",
     "get_symm_buffer_for_mega_moe",
+    "grouped_experts",
+    "grouped_experts_workspace_size",
     "integrations",
     "inverse_transform_biases",
     "inverse_transform_weights",

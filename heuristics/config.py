@@ -16,7 +16,7 @@ from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
 
 from .segments import Layout, align_up
 from .shape import MAX_TOPK, MoEShape, require_int
-from .symm_buffer_layout import symm_buffer_layout
+from .symm_buffer_layout import symm_buffer_layout, work_space_layout
 from .tuning import TunedLayerKey, Tuning, TuningResult
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ class MegaMoEConfig:
     weights: str = field(kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
+    # Of tokens that are here when the kernel starts, their format (deep_moe/split); None: of tokens
+    # that ranks send each other.
+    local_tokens: str | None = field(default=None, kw_only=True)
     # not rendered
     decision: Decision | None = field(default=None, kw_only=True, compare=False, repr=False)
 
@@ -117,7 +120,10 @@ class MegaMoEConfig:
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""
-        not_numbers = ("activation", "arch", "weights", "biases", "token_scales", "decision")
+        not_numbers = (
+            *("activation", "arch", "weights", "biases", "token_scales"),
+            *("local_tokens", "decision"),
+        )
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
@@ -152,7 +158,10 @@ class MegaMoEConfig:
 
     @property
     def symm_buffer_layout(self) -> Layout:
-        """Segments of a rank's symmetric buffer, rendered as `Config::Symm`."""
+        """Segments of a rank's symmetric buffer, or of the work space of local tokens, rendered as
+        `Config::Symm`."""
+        if self.local_tokens is not None:
+            return work_space_layout(self.shape)
         return symm_buffer_layout(self.shape)
 
     @property
@@ -316,6 +325,7 @@ def choose_config(
         weights=shape.weights,
         biases=shape.biases,
         token_scales=shape.token_scales,
+        local_tokens=None,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )
 

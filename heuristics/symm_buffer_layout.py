@@ -28,23 +28,14 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     shape = shape.padded
     num_ranks, num_topk = shape.num_ranks, shape.num_topk
     num_experts_per_rank = shape.num_experts_per_rank
-    max_tokens = shape.num_max_tokens_per_rank
-    hidden, intermediate = shape.hidden, shape.intermediate_hidden
-    pool_tokens, pool_blocks = shape.num_pool_rows, shape.num_max_pool_blocks
-    sf_pool_tokens = shape.num_padded_sf_pool_tokens
+    max_tokens, hidden = shape.num_max_tokens_per_rank, shape.hidden
 
-    builder = LayoutBuilder()
-
-    def control(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
-        builder.add(name, dtype, dims, purpose, alignment=SEGMENT_ALIGNMENT)
-
-    def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
-        builder.add(name, dtype, dims, purpose, alignment=TMA_ALIGNMENT)
-
+    parts = _Parts(shape)
+    control, data = parts.control, parts.data
     control("grid_gather_counter", "u32", (1,), "CTAs that have come; bit 31: the rank gave up")
     control("rank_barrier_counter", "u32", (1,), "low two bits: phase and sign of the barrier")
     control("rank_barrier_signals", "i32", (2,), "one signal per phase: 0, ranks, 0, ...")
-    builder.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)
+    parts.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)
     control(
         "expert_send_count",
         "u64",
@@ -63,28 +54,19 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         (num_experts_per_rank,),
         "high word: CTAs of all ranks that reported; low word: tokens",
     )
-    control("l1_arrival_count", "u32", (pool_blocks,), "tokens of the block already in the pool")
-    control(
-        "l2_arrival_mask",
-        "u64",
-        (pool_blocks, shape.num_l2_mask_words),
-        "one bit per finished Linear1 n-block",
-    )
-    control("num_claimed_blocks", "u32", (1,), "SM90: blocks that CTAs took beyond their first")
-    if shape.is_bounded:
-        control("release_count", "u32", (pool_blocks,), "Linear2 blocks that have read the rows")
-    builder.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
+    parts.add_block_words()
+    parts.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
     control(
         "src_token_topk_idx",
         "u32",
         (num_experts_per_rank, num_ranks, max_tokens * num_topk),
         "token * num_topk + slot on the source rank; a token may name an expert in every slot",
     )
-    control("token_src_metadata", "u32", (pool_tokens, 3), "rank, token, slot: the way back")
-    builder.mark("control_bytes", alignment=TMA_ALIGNMENT)
+    parts.add_sources("rank, token, slot: the way back")
+    parts.mark("control_bytes", alignment=TMA_ALIGNMENT)
 
     tokens = shape.token_format
-    row_bytes, l2_row_bytes = hidden * tokens.value_bytes, intermediate * tokens.value_bytes
+    row_bytes = hidden * tokens.value_bytes
     data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.words}")
     if tokens.has_float_scales:
         data("input_x_sf", "f32", (max_tokens, hidden // K_BLOCK), "their scales")
@@ -92,24 +74,99 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
-    data("l1_tokens", "u8", (pool_tokens, row_bytes), f"tokens of local experts, {tokens.words}")
-    if tokens.has_scales:
-        data("l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major")
-    data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
-    data(
-        "l2_tokens",
-        "u8",
-        (pool_tokens, l2_row_bytes),
-        f"Linear1's output after SwiGLU, {tokens.words}",
-    )
-    if tokens.has_scales:
-        data(
-            "l2_token_sf", "u32", (intermediate // K_BLOCK, sf_pool_tokens), "its scales, MN-major"
-        )
+    parts.add_pools()
     data(
         "combine",
         "bf16",
         (shape.num_slots, max_tokens, hidden),
         "contributions of each slot, then of each shared expert",
     )
-    return builder.build(alignment=TMA_ALIGNMENT)
+    return parts.build(alignment=TMA_ALIGNMENT)
+
+
+def work_space_layout(shape: MoEShape) -> Layout:
+    """What of it is left where the tokens are here when a kernel starts, and their results stay: as
+    much of the pool, in the same words. shape: of one rank and one slot, with as many tokens as
+    there may be rows.
+
+    >>> [s.name for s in work_space_layout(MoEShape(1, 8, 1, 256, 128, 16)).segments][-3:]
+    ['l1_topk_weights', 'l2_tokens', 'l2_token_sf']
+    """
+    shape = shape.padded
+    parts = _Parts(shape)
+    parts.control("grid_gather_counter", "u32", (1,), "CTAs that have come; bit 31: a call gave up")
+    parts.mark("zeroed_begin", alignment=SEGMENT_ALIGNMENT)
+    parts.add_block_words()
+    parts.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
+    parts.add_sources("0, row of x and y, 0")
+    parts.mark("control_bytes", alignment=TMA_ALIGNMENT)
+    parts.add_pools()
+    return parts.build(alignment=TMA_ALIGNMENT)
+
+
+class _Parts(LayoutBuilder):
+    """What both have in common."""
+
+    def __init__(self, shape: MoEShape) -> None:
+        super().__init__()
+        self._shape = shape
+
+    def control(self, name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        self.add(name, dtype, dims, purpose, alignment=SEGMENT_ALIGNMENT)
+
+    def data(self, name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
+        self.add(name, dtype, dims, purpose, alignment=TMA_ALIGNMENT)
+
+    def add_block_words(self) -> None:
+        """What blocks are waited for, claimed and released with."""
+        shape, control = self._shape, self.control
+        pool_blocks = shape.num_max_pool_blocks
+        control(
+            "l1_arrival_count", "u32", (pool_blocks,), "tokens of the block already in the pool"
+        )
+        control(
+            "l2_arrival_mask",
+            "u64",
+            (pool_blocks, shape.num_l2_mask_words),
+            "one bit per finished Linear1 n-block",
+        )
+        control("num_claimed_blocks", "u32", (1,), "SM90: blocks that CTAs took beyond their first")
+        if shape.is_bounded:
+            control(
+                "release_count", "u32", (pool_blocks,), "Linear2 blocks that have read the rows"
+            )
+
+    def add_sources(self, words: str) -> None:
+        """Where the pool's tokens came from."""
+        self.control("token_src_metadata", "u32", (self._shape.num_pool_rows, 3), words)
+
+    def add_pools(self) -> None:
+        """The inputs of both linear layers."""
+        shape, data = self._shape, self.data
+        tokens = shape.token_format
+        pool_tokens, sf_pool_tokens = shape.num_pool_rows, shape.num_padded_sf_pool_tokens
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        data(
+            "l1_tokens",
+            "u8",
+            (pool_tokens, hidden * tokens.value_bytes),
+            f"tokens of local experts, {tokens.words}",
+        )
+        if tokens.has_scales:
+            data(
+                "l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major"
+            )
+        data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
+        data(
+            "l2_tokens",
+            "u8",
+            (pool_tokens, intermediate * tokens.value_bytes),
+            f"Linear1's output after SwiGLU, {tokens.words}",
+        )
+        if tokens.has_scales:
+            data(
+                "l2_token_sf",
+                "u32",
+                (intermediate // K_BLOCK, sf_pool_tokens),
+                "its scales, MN-major",
+            )

@@ -38,6 +38,8 @@ WEIGHT_POINTER_NAMES = (
 )
 # Of layers that have biases.
 BIAS_POINTER_NAMES = ("l1_biases", "l2_biases")
+# Of tokens that are here when the kernel starts.
+LOCAL_POINTER_NAMES = ("local_x", "local_x_sf", "expert_begin", "expert_count")
 
 TensorMapImage = ctypes.c_ubyte * TENSOR_MAP_BYTES
 
@@ -50,7 +52,8 @@ class KernelArgs(ctypes.Structure):
     [num_tokens, hidden]. cumulative_local_expert_recv_stats: i32 [local experts] or null.
     status: this rank's WaitStatus. num_tokens: rows of y. trace: for a kernel with `trace`, its
     trace buffer (deep_moe/trial/trace.py) of trace_capacity records per track; else null.
-    l1_biases, l2_biases: as deep_moe/formats/biases.py lays them out, or null.
+    l1_biases, l2_biases: as deep_moe/formats/biases.py lays them out, or null. local_x and what
+    follows: of grouped experts (deep_moe/split/grouped_experts.py), else null and 0.
     """
 
     _fields_ = (
@@ -66,8 +69,10 @@ class KernelArgs(ctypes.Structure):
         ("trace", ctypes.c_uint64),
         ("trace_capacity", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in BIAS_POINTER_NAMES),
+        *((name, ctypes.c_uint64) for name in LOCAL_POINTER_NAMES),
+        ("max_expert_rows", ctypes.c_uint32),
         # C++ pads to its alignment of 64, which ctypes cannot express before Python 3.13.
-        ("_padding", ctypes.c_ubyte * 24),
+        ("_padding", ctypes.c_ubyte * 52),
     )
 
 

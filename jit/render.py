@@ -36,6 +36,13 @@ KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.
 _BIAS_POLICIES = {False: ("none", "NoBiases"), True: ("per_expert", "PerExpertBiases")}
 PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
+# Of tokens that are here, by their format: how their scales lie, in deep_moe/formats/token_scales.
+_LOCAL_SCALES = {
+    "bf16": "NoTokenScales",
+    "fp8_32": "ByteScalesPer32",
+    "fp8_128_ue8m0": "ByteScalesPer128",
+    "fp8_128_pow2": "FloatPowersPer128",
+}
 
 # As the header library names them, which the translation unit includes first.
 _CPP_TYPES = {
@@ -67,6 +74,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the Mega MoE kernel for `config`."""
     target, weights = config.target, config.target_weights
     bias_header, bias_policy = _BIAS_POLICIES[config.biases]
+    token_header, token_policy = _token_policy(config)
     layouts = [
         _layout_struct("Symm", config.symm_buffer_layout, "unsigned long long"),
         _layout_struct("Smem", config.smem_layout, "unsigned int"),
@@ -79,10 +87,12 @@ def render_kernel(config: MegaMoEConfig) -> str:
         policy_headers=[
             f"deep_moe/formats/{target.kernel}_{weights.format}.cuh",
             f"deep_moe/biases/{bias_header}.cuh",
+            f"deep_moe/tokens/{token_header}.cuh",
         ],
         types={
             "Weights": f"deep_moe::{target.kernel}::{weights.policy_of(config.token_scales)}",
             "Biases": f"deep_moe::{bias_policy}",
+            "Tokens": token_policy,
         },
         namespace=target.kernel,
         kernel=KERNEL_NAME,
@@ -95,6 +105,13 @@ def render_kernel(config: MegaMoEConfig) -> str:
             layout_checks(KernelArgs, WaitStatus, TraceRecord, TraceAnchor, TraceCta)
         ),
     )
+
+
+def _token_policy(config: MegaMoEConfig) -> tuple[str, str]:
+    """The header in deep_moe/tokens, and the type."""
+    if config.local_tokens is None:
+        return "routed", "deep_moe::RoutedTokens"
+    return "local", f"deep_moe::LocalTokens<deep_moe::{_LOCAL_SCALES[config.local_tokens]}>"
 
 
 def render_prepare_inputs(config: PrepareInputsConfig) -> str:

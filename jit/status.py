@@ -29,6 +29,8 @@ class StatusCode(IntEnum):
     REFUSED_BY_PEER = 3
     STALE_HANDLE = 4
     RECV_OVERFLOW = 5
+    TOO_MANY_ROWS = 6
+    ROWS_OUTSIDE = 7
 
 
 def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
@@ -60,6 +62,16 @@ def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
         return MegaMoEError(
             f"{where}: the experts of rank {status.peer_rank} would get {status.seen} rows, "
             f"padding included; max_recv_rows is {status.expected}"
+        )
+    if status.code == StatusCode.TOO_MANY_ROWS:
+        return MegaMoEError(
+            f"{where}: expert_count must be at most max_rows ({status.expected}) of all experts "
+            f"together; got {status.seen} or more"
+        )
+    if status.code == StatusCode.ROWS_OUTSIDE:
+        return MegaMoEError(
+            f"{where}: expert_count and expert_begin must name rows of x; those of local expert "
+            f"{status.seen}, {status.expected} rows, do not"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

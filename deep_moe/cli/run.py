@@ -1,4 +1,5 @@
-"""`deep-moe run`: run a layer through the fused kernel and compare it with the reference."""
+"""`deep-moe run`: run a layer, by the fused kernel or the split path, and compare it with the
+reference."""
 
 from __future__ import annotations
 
@@ -53,6 +54,16 @@ class Device(str, Enum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+class LayerPath(str, Enum):
+    """Which kernels compute the layer."""
+
+    fused_path = "fused"
+    split_path = "split"
+
+
+_PATHS = {LayerPath.fused_path: "fused kernel", LayerPath.split_path: "split path"}
 
 
 def run(
@@ -129,6 +140,13 @@ def run(
             help="cpu: in the emulator; cuda: rank r on GPU r. Default: GPUs, if there are enough.",
         ),
     ] = None,
+    path: Annotated[
+        LayerPath,
+        typer.Option(
+            "--path",
+            help="fused: one kernel; split: low-latency dispatch, experts, combine.",
+        ),
+    ] = LayerPath.fused_path,
     processes: Annotated[
         bool, typer.Option("--processes", help="A process per rank, on a CPU too.")
     ] = False,
@@ -149,14 +167,26 @@ def run(
 
     from deep_moe.targets import TARGETS
     from deep_moe.trial import calls as trial
+    from deep_moe.trial import split_calls
     from deep_moe.trial.bounds import reference_bounds
     from deep_moe.trial.comparison import compare
     from deep_moe.trial.reference import FP32_SUM_BITS
     from deep_moe.trial.synthetic import received
     from deep_moe.trial.two_level import run_two_level, two_level_bounds
 
+    if path == LayerPath.split_path and shared_experts:
+        raise typer.BadParameter(
+            "--shared-experts must be 0 with --path split: no dispatch brings a rank its own "
+            f"tokens; got {shared_experts}"
+        )
+    if path == LayerPath.split_path and domains > 1:
+        raise typer.BadParameter(
+            f"--domains must be 1 with --path split, whose ranks write to each other; got {domains}"
+        )
     if domains == 1 and (chunks > 1 or exact_sizes):
         raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")
+    if path == LayerPath.split_path and accumulate:
+        raise typer.BadParameter("--accumulate needs --path fused: no other combine adds to y")
     if domains > 1 and accumulate:
         raise typer.BadParameter("--accumulate needs --domains of 1")
     if domains > 1 and ranks is None:
@@ -245,12 +275,15 @@ def run(
         for call_idx in range(calls)
     ]
 
-    if domains > 1:  # whose layer takes BF16
+    is_split = path == LayerPath.split_path
+    if domains > 1 or is_split:  # whose layers take BF16
         inputs = [[trial.model_inputs(own)[1] for own in of_call] for of_call in inputs]
 
     call["schedule_seed"] = schedule_seed or 0
+    if is_split:
+        del call["accumulate"]  # refused above
     started = time.perf_counter()
-    with stderr().status("running the fused kernel") as status:
+    with stderr().status(f"running the {_PATHS[path]}") as status:
         if domains > 1:
             outputs = run_two_level(
                 shape,
@@ -261,6 +294,12 @@ def run(
                 two_level={"num_chunks": chunks, "exact_sizes": exact_sizes},
                 **call,
             )
+        elif is_split and (processes or device == Device.cuda):
+            outputs = split_calls.run_split_processes(
+                shape, whole_layer, inputs, device=device.value, **call
+            )
+        elif is_split:
+            outputs = split_calls.run_emulated_split(shape, whole_layer, inputs, **call)
         elif processes or device == Device.cuda:
             outputs = trial.run_processes(shape, whole_layer, inputs, device=device.value, **call)
         else:
@@ -275,7 +314,8 @@ def run(
     rows = []
     with stderr().status("computing the reference"):
         for call_idx, (tokens_of_call, of_call) in enumerate(zip(inputs, outputs, strict=True)):
-            sent = received(shape, tokens_of_call).split(shape.num_experts_per_rank)
+            count_rows = split_calls.received_rows if is_split else received
+            sent = count_rows(shape, tokens_of_call).split(shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens_of_call, of_call, strict=True)):
                 how: dict[str, Any] = {
                     "activation": applied,
@@ -295,6 +335,7 @@ def run(
                         whole_layer.l2,
                         num_shared_experts=shape.num_shared_experts,
                         y=trial.initial_y(own.num_tokens, shape.hidden) if accumulate else None,
+                        weights_in_combine=is_split,
                         **whole_layer.biases,
                         **how,
                     )
@@ -318,6 +359,7 @@ def run(
                 "arch": arch,
                 "device": device.value,
                 "domains": domains,
+                "path": path.value,
                 "exact": exact,
                 "seconds": round(seconds, 3),
                 "ranks": rows,
@@ -332,7 +374,8 @@ def run(
             f"{shape.weights} weights{' with biases' if shape.biases else ''}, "
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
-        _print_rows(rows, demand="bit for bit" if exact else "within what rounding explains")
+        demand = "bit for bit" if exact else "within what rounding explains"
+        _print_rows(rows, path=path, demand=demand)
     if not passed:
         raise typer.Exit(1)
 
@@ -448,7 +491,7 @@ def _made_tokens(
     return put_nan(tokens, nan_tokens, seed=seed) if nan_tokens else tokens
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], *, demand: str) -> None:
+def _print_rows(rows: Sequence[dict[str, Any]], *, path: LayerPath, demand: str) -> None:
     numbers = (
         "tokens",
         "received",
@@ -459,7 +502,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, demand: str) -> None:
         "wrong",
     )
     table = new_table(
-        f"fused kernel against the reference: {demand}",
+        f"{_PATHS[path]} against the reference: {demand}",
         "call",
         "rank",
         *numbers,

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -38,6 +38,7 @@ from .bounded_cache import BoundedCache
 from .checks import (
     Y_ALIGNMENT,
     Biases,
+    LayerMemory,
     Pair,
     check_biases_form,
     check_expert_ids,
@@ -52,6 +53,7 @@ from .tuning_tables import find_tuning
 
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
+    from .symm_memory import DeviceMemory, HostMemory
 
 EMULATED_NUM_SMS = 4
 DEFAULT_TIMEOUT_S = 60.0
@@ -109,6 +111,19 @@ class KnownTensors:
         return True
 
 
+class CallMemory(LayerMemory, Protocol):
+    """What the standing part of a kernel's arguments is made from and kept with."""
+
+    @property
+    def caches(self) -> CallCaches: ...
+    @property
+    def memory(self) -> HostMemory | DeviceMemory: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def gpu(self) -> Gpu | None: ...
+
+
 @dataclass(frozen=True)
 class CallPlan:
     """What calls share that have the same options, expect as many tokens, and have y and statistics
@@ -159,7 +174,7 @@ def prepare_call(
     plan = buffer.caches.plans.get(key)
     if plan is None:
         plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
-    args = _args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
+    args = args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
@@ -244,7 +259,7 @@ def _make_plan(
         num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
-        launcher=None if gpu is None else _cuda_launcher(config, gpu),
+        launcher=None if gpu is None else cuda_launcher(config, gpu),
     )
     return buffer.caches.plans.put(key, plan)
 
@@ -299,7 +314,7 @@ def built_kernel(config: MegaMoEConfig) -> CompiledKernel:
 _launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(256)
 
 
-def _cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
+def cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
     launcher = _launchers.get((config, gpu))
     if launcher is not None:
         return launcher
@@ -329,8 +344,8 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
     return options.get("timeout_s") or default
 
 
-def _args_of_weights(
-    plan: CallPlan, buffer: SymmBuffer, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
+def args_of_weights(
+    plan: CallPlan, buffer: CallMemory, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
 ) -> KernelArgs:
     """The arguments with all that does not change from call to call, made once for all that this
     depends on, after a check of the weights."""
@@ -349,7 +364,7 @@ def _args_of_weights(
     return args
 
 
-def _args_of_forms(buffer: SymmBuffer, tensors: Sequence[torch.Tensor]) -> ArgsByTile:
+def _args_of_forms(buffer: CallMemory, tensors: Sequence[torch.Tensor]) -> ArgsByTile:
     """Of these addresses and forms, by the tile; empty for new ones."""
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     # Compared, not looked up: few addresses are used with two forms.
@@ -362,7 +377,7 @@ def _args_of_forms(buffer: SymmBuffer, tensors: Sequence[torch.Tensor]) -> ArgsB
 
 def _make_args(
     config: MegaMoEConfig,
-    buffer: SymmBuffer,
+    buffer: CallMemory,
     weights: Sequence[torch.Tensor],
     biases: Biases | None,
 ) -> KernelArgs:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from deep_moe.formats.biases import bias_blocks
 
 if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
+
     from .buffer import SymmBuffer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -17,6 +19,15 @@ Biases = tuple[torch.Tensor, torch.Tensor]  # of both layers
 
 Y_ALIGNMENT = BIAS_ALIGNMENT = 16  # bytes, of bulk copies
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
+
+
+class LayerMemory(Protocol):
+    """Memory of one rank for a layer's calls: a `SymmBuffer`, or a work space."""
+
+    @property
+    def shape(self) -> MoEShape: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
@@ -77,7 +88,7 @@ def transformed_pair(name: str, value: Any) -> Pair:
     return value[0], value[1]
 
 
-def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: SymmBuffer) -> Biases | None:
+def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: LayerMemory) -> Biases | None:
     """Both layers' biases, if the buffer is for calls with some."""
     given = {"l1_bias": l1_bias, "l2_bias": l2_bias}
     if not buffer.shape.biases:
@@ -94,7 +105,7 @@ def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: SymmBuffer) -> Biases
     return l1_bias, l2_bias
 
 
-def check_biases_form(biases: Biases, buffer: SymmBuffer) -> None:
+def check_biases_form(biases: Biases, buffer: LayerMemory) -> None:
     """As the kernel reads them."""
     shape = buffer.shape.padded
     num_rows = {"l1_bias": 2 * shape.intermediate_hidden, "l2_bias": shape.hidden}

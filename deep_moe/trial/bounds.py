@@ -86,9 +86,10 @@ class Interval(NamedTuple):
 class SlotBounds:
     """Of what slots add to their tokens, [slots, hidden]."""
 
-    y: torch.Tensor  # bfloat16: the reference's
-    low: torch.Tensor  # bfloat16
-    high: torch.Tensor  # bfloat16
+    # bfloat16, or float32 where combine multiplies by the routing weights.
+    y: torch.Tensor  # the reference's
+    low: torch.Tensor
+    high: torch.Tensor
     unrounded: torch.Tensor  # float64: y before it was rounded
     squares: torch.Tensor  # float64: of the moves of all candidates, added up
     sum_errors: torch.Tensor  # float64: of Linear2's sums
@@ -110,11 +111,14 @@ def reference_bounds(
     l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
     y: torch.Tensor | None = None,
+    weights_in_combine: bool = False,
 ) -> Bounds:
     """Bounds of the output [tokens, hidden] for inputs as `reference_mega_moe` takes them.
 
     sum_bits: what sums of products keep where the kernel ran: `numerics.sum_bits` on a GPU,
-    `FP32_SUM_BITS` in the emulator, unless it was asked for Hopper's sums.
+    `FP32_SUM_BITS` in the emulator, unless it was asked for Hopper's sums. weights_in_combine: of
+    the split path, whose experts' rows are rounded to BF16 without their routing weights; combine
+    multiplies by these in FP32.
     """
     applied = activation_of(activation, activation_clamp)
     num_experts = l1_weights[0].shape[0]
@@ -123,9 +127,9 @@ def reference_bounds(
     )
 
     def of_expert(expert_idx: int, token_idx: torch.Tensor, weights: torch.Tensor) -> SlotBounds:
-        return expert_bounds(
+        slots = expert_bounds(
             numerics.tokens(x[token_idx], x_sf[token_idx]),
-            weights,
+            torch.ones_like(weights) if weights_in_combine else weights,
             (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
             (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
             numerics=numerics,
@@ -133,6 +137,7 @@ def reference_bounds(
             activation=applied,
             biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
         )
+        return _weighted(slots, weights) if weights_in_combine else slots
 
     return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert, y)
 
@@ -149,7 +154,7 @@ def combined_bounds(
     [n]) is asked for each expert that is named, once. base: what the slots are added to, exact."""
     num_tokens, num_topk = topk_idx.shape
     device = topk_idx.device
-    ends = torch.zeros((3, num_tokens, num_topk, hidden), dtype=torch.bfloat16, device=device)
+    ends = torch.zeros((3, num_tokens, num_topk, hidden), dtype=torch.float32, device=device)
     sums = torch.zeros((3, num_tokens, hidden), dtype=torch.float64, device=device)
     center, squares, slack = sums
     rounding_squares = torch.zeros_like(center)
@@ -160,7 +165,7 @@ def combined_bounds(
         token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
         slots = of_expert(expert_idx, token_idx, topk_weights[token_idx, slot_idx])
         for which, values in enumerate((slots.y, slots.low, slots.high)):
-            ends[which, token_idx, slot_idx] = values
+            ends[which, token_idx, slot_idx] = values.float()
         reach = _FLIP_DEVIATIONS * slots.squares.sqrt() + slots.sum_errors
         rounding = _HALF_BF16_UNIT * (slots.unrounded.abs() + reach)
         center.index_add_(0, token_idx, slots.unrounded)
@@ -272,6 +277,22 @@ def expert_bounds(
         sums,
         squares,
         errors,
+    )
+
+
+def _weighted(slots: SlotBounds, weights: torch.Tensor) -> SlotBounds:
+    """Of slots whose rows combine multiplies by their routing weights [slots]."""
+    factor = weights.float().unsqueeze(1)
+    y, low, high = (end.float() * factor for end in (slots.y, slots.low, slots.high))
+    exact = factor.double()
+    unrounded = slots.unrounded * exact
+    return SlotBounds(
+        y,
+        torch.minimum(low, high),
+        torch.maximum(low, high),
+        unrounded,
+        slots.squares * exact**2,
+        slots.sum_errors * exact.abs() + _FP32_HALF_UNIT * unrounded.abs(),
     )
 
 

@@ -13,6 +13,7 @@ from deep_moe.checkpoint.experts import save_experts
 from deep_moe.cli import app
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial import calls as trial
+from deep_moe.trial import split_calls
 from deep_moe.trial.synthetic import random_layer
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
@@ -320,3 +321,44 @@ def test_what_two_domains_need():
     result = invoke(*TINY, "--chunks", "2")
     assert result.exit_code == 2
     assert "--exact-sizes need --domains of 2 or more" in " ".join(result.output.split())
+
+
+SPLIT = ["--path", "split", "--hidden", "256", "--intermediate", "128"]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_split_path_on_awkward_tokens(arch: str):
+    awkward = ["--duplicates", "--unused-slots", "1", "--nan-tokens", "1", "--calls", "2"]
+    document = ran(*SPLIT, *awkward, "--tokens", "9,17", "--topk", "3", "--arch", arch, "--biases")
+    assert document["path"] == "split"
+    assert [row["passed"] for row in document["ranks"]] == [True] * 4
+
+
+def test_the_split_path_of_an_exact_layer_is_equal():
+    document = ran(*SPLIT, "--exact", "--tokens", "5,0,17", "--ranks", "3", "--experts", "6")
+    assert [row["num_equal"] for row in document["ranks"]] == [5 * 256, 0, 17 * 256]
+
+
+def test_the_split_path_with_a_process_per_rank():
+    assert ran(*SPLIT, "--processes", "--weights", "bf16", "--num-sms", "2")["passed"]
+
+
+def test_a_difference_on_the_split_path_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    given = split_calls.transform_weights_for_mega_moe
+    monkeypatch.setattr(
+        split_calls,
+        "transform_weights_for_mega_moe",
+        lambda l1, l2, **options: given((l1[0].flip(0), l1[1].flip(0)), l2, **options),
+    )
+    assert invoke(*SPLIT).exit_code == 1
+
+
+def test_what_the_split_path_does_not_do_is_refused():
+    for options, words in (
+        (["--shared-experts", "1"], "--shared-experts must be 0 with --path split"),
+        (["--max-tokens", "2000"], "num_max_tokens_per_rank must be"),
+    ):
+        result = invoke(*SPLIT, *options)
+        assert result.exit_code != 0
+        said = f"{result.output} {result.exception}"
+        assert words in " ".join(said.replace("│", " ").split())

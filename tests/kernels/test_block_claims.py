@@ -28,7 +28,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
     Waiter waiter(args);
     ExpertCounts<Config> counts;
-    if (!counts.fetch(local, waiter)) return;
+    if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
     sm90::BlockClaims<Config> claims(local, blockIdx.x);
     uint32_t num_blocks = 0;

@@ -28,7 +28,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     auto* words = static_cast<uint32_t*>(args.y) + blockIdx.x * (1 + 7 * max_blocks);
     Waiter waiter(args);
     ExpertCounts<Config> counts;
-    if (!counts.fetch(RankBuffers<Config>(args).local(), waiter)) return;
+    if (!counts.fetch(args, RankBuffers<Config>(args).local(), waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
     uint32_t num_blocks = 0;
     for (Block block; walk.next(block); ++num_blocks) {

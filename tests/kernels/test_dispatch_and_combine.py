@@ -65,7 +65,7 @@ __device__ bool send_back(const RankBuffers<Config>& buffers, const Block& block
 __device__ void compute(const KernelArgs& args, uint32_t warp_idx, Waiter& waiter) {
     const RankBuffers<Config> buffers(args);
     ExpertCounts<Config> counts;
-    if (!counts.fetch(buffers.local(), waiter)) return;
+    if (!counts.fetch(args, buffers.local(), waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
     for (Block block; walk.next(block);) {
         if (block.phase == Phase::linear1 && block.n_block_idx == 0 &&

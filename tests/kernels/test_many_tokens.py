@@ -42,8 +42,8 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
     Waiter waiter(args);
     ExpertCounts<Config> counts;
-    if (!counts.acquire(local, waiter)) return;
-    PoolWalk<Config> walk(local, counts);
+    if (!counts.acquire(args, local, waiter)) return;
+    PoolWalk<Config> walk(RankBuffers<Config>(args), counts);
     for (uint32_t i = 0; i < args.num_tokens; ++i) {
         PulledToken token;
         if (!walk.find(words[i], token) || threadIdx.x != 0) continue;

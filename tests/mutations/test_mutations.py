@@ -31,6 +31,7 @@ from ..kernels.conftest import Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
 from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
+from .grouped_catalogue import GROUPED_MUTATIONS
 from .marks import find_marks
 from .split_catalogue import SPLIT_MUTATIONS
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
@@ -266,7 +267,12 @@ def test_every_mark_stands_once_and_is_used() -> None:
     marks = find_marks(INCLUDE)
     used = {
         mark
-        for mutation in MUTATIONS + SPLIT_MUTATIONS + THROUGHPUT_MUTATIONS
+        for mutation in (
+            *MUTATIONS,
+            *SPLIT_MUTATIONS,
+            *THROUGHPUT_MUTATIONS,
+            *GROUPED_MUTATIONS,
+        )
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)
         if mark is not None

@@ -44,6 +44,26 @@ __device__ void stop_later_calls(const SymmBuffer<Config>& local) {
     ptx::red_or_relaxed_sys(local.expert_recv_sum(0), SymmBuffer<Config>::rank_gave_up);
 }
 
+// What blocks were waited for and claimed with. All dispatch threads of a CTA, when every role on
+// this rank has finished with these words.
+template <class Config>
+__device__ void clean_up_blocks(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts,
+                                uint32_t num_pool_blocks, uint32_t thread_idx) {
+    constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
+    //~ l1_arrivals_zeroed
+    zero(local.l1_arrival_count(0), num_pool_blocks, thread_idx, num_threads);
+    zero(local.l2_arrival_mask(0), num_pool_blocks * Config::Symm::l2_arrival_mask_dim1, thread_idx,
+         num_threads);  //~ l2_arrivals_zeroed
+
+    zero(local.num_claimed_blocks(), 1, thread_idx, num_threads);  //~ claims_zeroed
+    if constexpr (PoolRing<Config>::wraps) {
+        if (counts.num_reused_blocks() != 0) {
+            //~ releases_zeroed
+            zero(local.release_count(0), num_pool_blocks, thread_idx, num_threads);
+        }
+    }
+}
+
 // All dispatch threads of the CTA that came last to the gather before combine: every role on this
 // rank has finished with these words (compute_done), and no peer writes them before the rank
 // barrier after clean-up.
@@ -62,18 +82,7 @@ __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local
          thread_idx, num_threads);  //~ recv_counts_zeroed
     //~ recv_sums_zeroed
     zero_relaxed(local.expert_recv_sum(0), Config::num_experts_per_rank, thread_idx, num_threads);
-    //~ l1_arrivals_zeroed
-    zero(local.l1_arrival_count(0), num_pool_blocks, thread_idx, num_threads);
-    zero(local.l2_arrival_mask(0), num_pool_blocks * Config::Symm::l2_arrival_mask_dim1, thread_idx,
-         num_threads);  //~ l2_arrivals_zeroed
-
-    zero(local.num_claimed_blocks(), 1, thread_idx, num_threads);  //~ claims_zeroed
-    if constexpr (PoolRing<Config>::wraps) {
-        if (counts.num_reused_blocks() != 0) {
-            //~ releases_zeroed
-            zero(local.release_count(0), num_pool_blocks, thread_idx, num_threads);
-        }
-    }
+    clean_up_blocks(local, counts, num_pool_blocks, thread_idx);
 
     int32_t* const stats = args.cumulative_local_expert_recv_stats;
     if (stats == nullptr || thread_idx >= warp_size) return;  //~ stats_once

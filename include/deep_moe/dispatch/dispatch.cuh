@@ -9,6 +9,7 @@
 #include "deep_moe/dispatch/dispatch_barriers.cuh"
 #include "deep_moe/dispatch/publish_counts.cuh"
 #include "deep_moe/dispatch/pull_tokens.cuh"
+#include "deep_moe/dispatch/tell_host.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
@@ -18,15 +19,6 @@
 #include "deep_moe/trace/tracer.cuh"
 
 namespace deep_moe {
-
-// One warp of the grid: what came, from which the host picks the tile of a later call.
-// The store needs no order, and has all of the call's time to cross to the host's memory.
-template <class Config>
-__device__ void tell_host(const KernelArgs& args, const ExpertCounts<Config>& counts) {
-    uint32_t received = counts.num_received_tokens();
-    if (counts.is_uneven(received)) received |= received_unevenly;
-    if (ptx::lane_idx() == 0) ptx::st_relaxed_sys(&args.status->received, received);
-}
 
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
@@ -87,7 +79,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
             waiter);
     }
     trace.mark(TraceStep::await_counts);
-    if (counts.acquire(local, waiter)) {  //~ counts_acquired
+    if (counts.acquire(args, local, waiter)) {  //~ counts_acquired
         if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, counts);
         trace.mark(TraceStep::pull);
         pull_tokens<Config, PullPolicy>(buffers, counts, cta_idx, warp_idx,

@@ -10,7 +10,8 @@ namespace deep_moe {
 
 template <class Config>
 struct PlainPullPolicy {
-    __device__ void store_scales(const SymmBuffer<Config>&, const SymmBuffer<Config>&,
+    template <class Source>
+    __device__ void store_scales(const SymmBuffer<Config>&, const Source&,
                                  const PulledToken&) const {}
     __device__ void rewrite_token(const PulledToken&, uint32_t) const {}
 };

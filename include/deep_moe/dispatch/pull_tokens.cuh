@@ -14,6 +14,7 @@
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
@@ -29,7 +30,8 @@ namespace deep_moe {
 //
 // A policy has two members, called by all 32 lanes:
 //   store_scales(local, source, token): while the token's bytes travel. Loads the scales from
-//       `source` and stores them to the pool of `local`, with ordinary instructions.
+//       `source`, a SymmBuffer or what LocalRows::of gives, and stores them to the pool of `local`,
+//       with ordinary instructions.
 //   rewrite_token(token, bytes): when they have arrived at shared address `bytes`, before they are
 //       stored to the pool. They may be read and written as they are; every lane that did runs
 //       fence.proxy.async.shared::cta afterwards.
@@ -61,21 +63,52 @@ __device__ __forceinline__ void set_destination(PulledToken& token, uint32_t poo
 }
 
 // Tokens in pool order: expert by expert as expert_order.cuh has them, each starting on a block.
-// A shared expert's are the rank's own, in order; their slot is behind the routed ones. All members
-// uniform but for the ranks' counts.
+// All members uniform.
 template <class Config>
-class PoolWalk {
-    static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
+class ExpertRuns {
+ protected:
     using Order = ExpertOrder<Config>;
 
- public:
-    __device__ PoolWalk(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
+    __device__ ExpertRuns(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts)
         : local_(local), counts_(counts) {}
+
+    // The expert of the token at `token_idx`, counted over all entries of the list, unless the walk
+    // is there already; only upwards. False past the last token.
+    __device__ bool enter_expert_of(uint32_t token_idx) {
+        uint32_t idx_in_expert = token_idx - expert_begin_;
+        const bool exists = counts_.pass_experts(
+            place_, Order::num_entries, idx_in_expert,
+            [](const ExpertTiles<Config>&, uint32_t num_tokens) { return num_tokens; });
+        if (!exists) return false;
+        expert_begin_ = token_idx - idx_in_expert;
+        expert_end_ = expert_begin_ + counts_.num_tokens(place_.expert_idx);
+        return true;
+    }
+
+    SymmBuffer<Config> local_;
+    const ExpertCounts<Config>& counts_;
+    ExpertPlace place_;
+    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of the expert there
+    uint32_t expert_end_ = 0;
+};
+
+// The tokens that ranks have sent. A shared expert's are the rank's own, in order; their slot is
+// behind the routed ones. All members uniform but for the ranks' counts.
+template <class Config>
+class PoolWalk : ExpertRuns<Config> {
+    static constexpr uint32_t num_ranks_per_lane = ceil_div(Config::num_ranks, warp_size);
+    using Runs = ExpertRuns<Config>;
+    using Runs::local_, Runs::counts_, Runs::expert_begin_, Runs::expert_end_, Runs::place_;
+    using typename Runs::Order;
+
+ public:
+    __device__ PoolWalk(const RankBuffers<Config>& buffers, const ExpertCounts<Config>& counts)
+        : Runs(buffers.local(), counts) {}
 
     // The token at `token_idx`, counted over all entries of the list; only upwards. False past the
     // last.
     __device__ bool find(uint32_t token_idx, PulledToken& token) {
-        if (token_idx >= expert_end_ && !enter_expert_of(token_idx)) return false;
+        if (token_idx >= expert_end_ && !enter(token_idx)) return false;
         const uint32_t idx_in_expert = token_idx - expert_begin_;
         const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
         set_destination(token, place_.pool_block_idx, tiles, idx_in_expert);
@@ -97,14 +130,8 @@ class PoolWalk {
     }
 
  private:
-    __device__ bool enter_expert_of(uint32_t token_idx) {
-        uint32_t idx_in_expert = token_idx - expert_begin_;
-        const bool exists = counts_.pass_experts(
-            place_, Order::num_entries, idx_in_expert,
-            [](const ExpertTiles<Config>&, uint32_t num_tokens) { return num_tokens; });
-        if (!exists) return false;
-        expert_begin_ = token_idx - idx_in_expert;
-        expert_end_ = expert_begin_ + counts_.num_tokens(place_.expert_idx);
+    __device__ bool enter(uint32_t token_idx) {
+        if (!this->enter_expert_of(token_idx)) return false;
         if (!Order::is_shared(place_.expert_idx)) load_counts();
         return true;
     }
@@ -121,11 +148,6 @@ class PoolWalk {
         }
     }
 
-    SymmBuffer<Config> local_;
-    const ExpertCounts<Config>& counts_;
-    ExpertPlace place_;
-    uint32_t expert_begin_ = 0;  // tokens [begin, end) are those of the expert there
-    uint32_t expert_end_ = 0;
     uint32_t num_tokens_[num_ranks_per_lane];  // [i] of lane l: from rank 32 * i + l
 };
 
@@ -159,7 +181,7 @@ __device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& t
 template <class Config>
 class FirstTokenWalk {
  public:
-    __device__ FirstTokenWalk(const SymmBuffer<Config>&, const ExpertOrder<Config>& order)
+    __device__ FirstTokenWalk(const RankBuffers<Config>&, const ExpertOrder<Config>& order)
         : order_(order) {}
 
     // As that of PoolWalk.
@@ -179,19 +201,19 @@ class FirstTokenWalk {
     const ExpertOrder<Config>& order_;
 };
 
-// All dispatch warps of the grid: the tokens that Walk(local, counts) finds, but for num_pulled
-// that this warp has. With a PoolWalk, after ExpertCounts::acquire. `pull_buffer`: a token's
-// bytes of this warp's own in shared memory; `pull_barrier`: one arrival plus these bytes per
-// token, first phase 0.
+// All dispatch warps of the grid: the tokens that Walk(places, counts) finds, but for num_pulled
+// that this warp has. `places`: of Config::Tokens, where sources are found. With a PoolWalk, after
+// ExpertCounts::acquire. `pull_buffer`: a token's bytes of this warp's own in shared memory;
+// `pull_barrier`: one arrival plus these bytes per token, first phase 0.
 template <class Config, class PullPolicy, class Walk = PoolWalk<Config>, class Counts>
-__device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Counts& counts,
+__device__ bool pull_tokens(const TokenPlaces<Config>& places, const Counts& counts,
                             uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
                             uint32_t pull_barrier, Waiter& waiter, uint32_t num_pulled = 0) {
     constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
     constexpr uint32_t token_bytes = SymmBuffer<Config>::token_bytes;
     using Order = ExpertOrder<Config>;
-    const SymmBuffer<Config> local = buffers.local();
-    Walk walk(local, counts);
+    const SymmBuffer<Config> local = places.local();
+    Walk walk(places, counts);
     PulledToken token;
     uint32_t parity = num_pulled % 2;  //~ pulled_parity
 
@@ -203,20 +225,23 @@ __device__ bool pull_tokens(const RankBuffers<Config>& buffers, const Counts& co
     for (uint32_t token_idx =
              cta_idx * Config::num_dispatch_warps + warp_idx + num_pulled * num_warps;
          walk.find(token_idx, token); token_idx += num_warps) {
-        const SymmBuffer<Config> source = buffers.of(token.source.rank_idx);
+        const auto source = places.of(token.source.rank_idx);
         // Read before anything is waited for, so that it is under way with the rest.
         float topk_weight = 0.0f;
         if (ptx::lane_idx() == 0) {
             ptx::mbarrier_arrive_expect_tx(pull_barrier, token_bytes);  //~ pull_bytes
             ptx::cp_async_bulk_shared_global(pull_buffer, source.input_x(token.source.token_idx),
                                              token_bytes, pull_barrier);
-            const uint32_t slot = token.source.token_idx * Config::num_topk + token.source.topk_idx;
+            [[maybe_unused]] const uint32_t slot =
+                token.source.token_idx * Config::num_topk + token.source.topk_idx;
             if constexpr (Order::has_shared) {
                 topk_weight = 1.0f;
                 //~ shared_weight
                 if (token.source.topk_idx < Config::num_topk) {
                     topk_weight = *source.input_topk_weights(slot);
                 }
+            } else if constexpr (Config::Tokens::are_here) {
+                topk_weight = 1.0f;  // whoever combines the rows applies the weights
             } else {
                 topk_weight = *source.input_topk_weights(slot);
             }

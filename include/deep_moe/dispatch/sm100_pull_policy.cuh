@@ -14,9 +14,10 @@ namespace deep_moe::sm100 {
 
 template <class Config>
 struct PullPolicy {
-    __device__ void store_scales(const SymmBuffer<Config>& local, const SymmBuffer<Config>& source,
+    template <class Source>
+    __device__ void store_scales(const SymmBuffer<Config>& local, const Source& source,
                                  const PulledToken& token) const {
-        const uint32_t* words = source.input_x_sf(token.source.token_idx);
+        const auto words = source.input_x_sf(token.source.token_idx);
         const uint32_t column = sf_pool_token_idx<Config>(token.pool_block_idx, token.row_idx);
         for (uint32_t i = ptx::lane_idx(); i < Config::hidden / 128; i += warp_size) {
             *local.l1_token_sf(i, column) = words[i];

@@ -21,9 +21,10 @@ class FloatScalePullPolicy {
     static constexpr uint32_t num_blocks = Config::hidden / 128;
 
  public:
-    __device__ void store_scales(const SymmBuffer<Config>& local, const SymmBuffer<Config>& source,
+    template <class Source>
+    __device__ void store_scales(const SymmBuffer<Config>& local, const Source& source,
                                  const PulledToken& token) const {
-        const float* scales = source.input_x_sf(token.source.token_idx);
+        const auto scales = source.input_x_sf(token.source.token_idx);
 #pragma unroll 2
         for (uint32_t block_idx = ptx::lane_idx(); block_idx < num_blocks; block_idx += warp_size) {
             //~ float_scale_column

@@ -52,9 +52,10 @@ class PullPolicy {
     static constexpr uint32_t num_words_per_lane = ceil_div(num_blocks, warp_size);
 
  public:
-    __device__ void store_scales(const SymmBuffer<Config>& local, const SymmBuffer<Config>& source,
+    template <class Source>
+    __device__ void store_scales(const SymmBuffer<Config>& local, const Source& source,
                                  const PulledToken& token) {
-        const uint32_t* words = source.input_x_sf(token.source.token_idx);
+        const auto words = source.input_x_sf(token.source.token_idx);
         uint32_t largest = 0;
 #pragma unroll
         for (uint32_t i = 0; i < num_words_per_lane; ++i) {

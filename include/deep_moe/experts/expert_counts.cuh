@@ -1,6 +1,6 @@
-// How many tokens each local expert receives: what every rank tells the owner of an expert, for
-// shared ones the rank's own number. The list of blocks, the pool and the work of dispatch follow
-// from it.
+// How many tokens each local expert has: what every rank tells the owner of an expert, for shared
+// ones the rank's own number; or what the caller says, whose tokens are here. The list of blocks,
+// the pool and the work of dispatch follow from it.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -8,12 +8,14 @@
 #include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/layout/local_rows.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/grid_gather.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -50,12 +52,14 @@ class ExpertCounts : public ExpertOrder<Config> {
 
     // Waits until every rank has published its counts, and keeps them in registers. False once the
     // rank has given up; also, before anything is written, if the tokens do not fit into the pool.
-    __device__ bool fetch(const SymmBuffer<Config>& local, Waiter& waiter);
+    // Where the tokens are here there is nothing to wait for, and the counts are those in `args`.
+    __device__ bool fetch(const KernelArgs& args, const SymmBuffer<Config>& local, Waiter& waiter);
 
     // The same for who needs more than the numbers: what every rank wrote before it published, its
     // inputs too, happens before what any lane does after.
-    __device__ bool acquire(const SymmBuffer<Config>& local, Waiter& waiter) {
-        const bool arrived = fetch(local, waiter);
+    __device__ bool acquire(const KernelArgs& args, const SymmBuffer<Config>& local,
+                            Waiter& waiter) {
+        const bool arrived = fetch(args, local, waiter);
         // Each lane has read the sums of its own experts only, with relaxed loads.
         ptx::fence_acquire_sys();  //~ counts_fence
         __syncwarp();
@@ -107,6 +111,9 @@ class ExpertCounts : public ExpertOrder<Config> {
                                  const AmountOf& amount_of) const;
 
  private:
+    __device__ bool read_given(const KernelArgs& args, const SymmBuffer<Config>& local,
+                               Waiter& waiter);
+
     // num_tokens_[idx], for an index that is not known when compiling.
     __device__ uint32_t kept_count(uint32_t idx) const;
 
@@ -127,47 +134,52 @@ class ExpertCounts : public ExpertOrder<Config> {
 };
 
 template <class Config>
-__device__ bool ExpertCounts<Config>::fetch(const SymmBuffer<Config>& local, Waiter& waiter) {
-    constexpr uint32_t num_reports = Config::num_sms * Config::num_ranks;
-    const auto load_sum = [&](uint32_t expert_idx) {
-        return ptx::ld_relaxed_sys(local.expert_recv_sum(expert_idx));
-    };
+__device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBuffer<Config>& local,
+                                            Waiter& waiter) {
+    if constexpr (Config::Tokens::are_here) {
+        if (!read_given(args, local, waiter)) return false;
+    } else {
+        constexpr uint32_t num_reports = Config::num_sms * Config::num_ranks;
+        const auto load_sum = [&](uint32_t expert_idx) {
+            return ptx::ld_relaxed_sys(local.expert_recv_sum(expert_idx));
+        };
 
-    // Some warps of every CTA wait here. Each polls one word only, by one lane, and not all CTAs
-    // the same one, so that the peers' additions to these words need not queue behind hundreds of
-    // polls for all of them.
-    const uint32_t sample_idx = blockIdx.x / Config::cluster_size % Config::num_experts_per_rank;
-    if (!waiter.warp_until(
-            WaitSite::expert_counts, num_reports, [&] { return load_sum(sample_idx) >> 32; },
-            [&] { return silent_ranks(local, sample_idx); })) {
-        return false;
-    }
-
-    // The other experts' are there too, or on their way. Their loads are under way together.
-    uint64_t sums[num_experts_per_lane];
-#pragma unroll
-    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
-        const uint32_t entry = i * warp_size + ptx::lane_idx();
-        sums[i] = entry < num_experts && !Order::is_shared(entry)
-                      ? load_sum(Order::routed_expert(entry))
-                      : uint64_t{num_reports} << 32 | num_tokens_[i];
-    }
-    bool arrived = true;
-#pragma unroll
-    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
-        if (sums[i] >> 32 != num_reports) {
-            const uint32_t expert_idx = Order::routed_expert(i * warp_size + ptx::lane_idx());
-            const auto poll = [&] {
-                sums[i] = load_sum(expert_idx);
-                return sums[i] >> 32;
-            };
-            arrived &= waiter.until(WaitSite::expert_counts, num_reports, poll,
-                                    [&] { return silent_ranks(local, expert_idx); });
+        // Some warps of every CTA wait here. Each polls one word only, by one lane, and not all
+        // CTAs the same one, so that the peers' additions to these words need not queue behind
+        // hundreds of polls for all of them.
+        const uint32_t sample_idx =
+            blockIdx.x / Config::cluster_size % Config::num_experts_per_rank;
+        if (!waiter.warp_until(
+                WaitSite::expert_counts, num_reports, [&] { return load_sum(sample_idx) >> 32; },
+                [&] { return silent_ranks(local, sample_idx); })) {
+            return false;
         }
-        num_tokens_[i] = static_cast<uint32_t>(sums[i]);  //~ kept_count
-    }
-    if (!waiter.warp_agrees(arrived)) return false;
 
+        // The other experts' are there too, or on their way. Their loads are under way together.
+        uint64_t sums[num_experts_per_lane];
+#pragma unroll
+        for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+            const uint32_t entry = i * warp_size + ptx::lane_idx();
+            sums[i] = entry < num_experts && !Order::is_shared(entry)
+                          ? load_sum(Order::routed_expert(entry))
+                          : uint64_t{num_reports} << 32 | num_tokens_[i];
+        }
+        bool arrived = true;
+#pragma unroll
+        for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+            if (sums[i] >> 32 != num_reports) {
+                const uint32_t expert_idx = Order::routed_expert(i * warp_size + ptx::lane_idx());
+                const auto poll = [&] {
+                    sums[i] = load_sum(expert_idx);
+                    return sums[i] >> 32;
+                };
+                arrived &= waiter.until(WaitSite::expert_counts, num_reports, poll,
+                                        [&] { return silent_ranks(local, expert_idx); });
+            }
+            num_tokens_[i] = static_cast<uint32_t>(sums[i]);  //~ kept_count
+        }
+        if (!waiter.warp_agrees(arrived)) return false;
+    }
     if constexpr (PoolRing<Config>::wraps) return true;
     // All warps of the rank see the same counts, so all of them stop here together.
     const uint32_t num_pool_tokens = num_pool_blocks_in_use() * Config::block_m_step;
@@ -177,6 +189,33 @@ __device__ bool ExpertCounts<Config>::fetch(const SymmBuffer<Config>& local, Wai
                     num_pool_tokens);
     }
     return waiter.warp_agrees(fits);
+}
+
+// They were written before the kernel started. Counts that would lead out of the caller's rows, or
+// out of the pool's counters, stop the rank; so does an earlier call that did, whose counters
+// nobody has cleaned.
+template <class Config>
+__device__ bool ExpertCounts<Config>::read_given(const KernelArgs& args,
+                                                 const SymmBuffer<Config>& local, Waiter& waiter) {
+    constexpr uint32_t max_rows = Config::num_max_tokens_per_rank;
+    bool lies_inside = true;
+#pragma unroll
+    for (uint32_t i = 0; i < num_experts_per_lane; ++i) {
+        const uint32_t expert_idx = i * warp_size + ptx::lane_idx();
+        if (expert_idx >= num_experts) continue;
+        const LocalRowRange rows(args, expert_idx);
+        num_tokens_[i] = min(rows.count, max_rows + 1);  // so that the sum does not overflow
+        if (rows.is_inside(args)) continue;              //~ rows_inside
+        waiter.fail(WaitCode::rows_outside, WaitSite::none, rows.count, expert_idx);
+        lies_inside = false;
+    }
+    if (!waiter.warp_agrees(lies_inside && !has_given_up(local.grid_gather_counter())))
+        return false;
+    const uint32_t num_rows = num_received_tokens();
+    if (num_rows > max_rows && ptx::lane_idx() == 0) {
+        waiter.fail(WaitCode::too_many_rows, WaitSite::none, max_rows, num_rows);
+    }
+    return waiter.warp_agrees(num_rows <= max_rows);
 }
 
 template <class Config>

@@ -7,8 +7,6 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/combine/combine.cuh"
-#include "deep_moe/dispatch/dispatch.cuh"
 #include "deep_moe/experts/sm100/activation_loader.cuh"
 #include "deep_moe/experts/sm100/epilogue.cuh"
 #include "deep_moe/experts/sm100/mma.cuh"
@@ -17,6 +15,7 @@
 #include "deep_moe/kernels/registers.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -34,7 +33,9 @@ namespace deep_moe::sm100 {
 //   0 .. 3                dispatch             num_dispatch_registers
 //   4, 5, 6, 7            activation loader, weight loader, MMA, idle
 //                                              num_loader_registers
-//   8 .. 8 + epilogue     epilogue             num_epilogue_registers
+//   8 .. 8 + epilogue     epilogue, combine    num_epilogue_registers
+//
+// Where tokens come from, and what comes behind the epilogues, Config::Tokens says (tokens/).
 template <class Config>
 struct WarpRoles {
     static constexpr uint32_t activation_loader = Config::num_dispatch_warps;
@@ -101,8 +102,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
 
     if (warp_idx < Roles::activation_loader) {
         set_registers<Config, Config::num_dispatch_registers>();
-        dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args,
-                                                                                shared_memory);
+        Config::Tokens::template bring<Config>(args, shared_memory);
     } else if (warp_idx < Roles::first_epilogue) {
         set_registers<Config, Config::num_loader_registers>();
         const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
@@ -117,12 +117,12 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         sync_compute_done<Config>(waiter);
     } else {
         set_registers<Config, Config::num_epilogue_registers>();
-        const RankBuffers<Config> ranks(args);
+        const TokenPlaces<Config> places(args);
         const uint32_t epilogue_warp_idx = warp_idx - Roles::first_epilogue;
         Waiter waiter(args);
-        run_epilogues(args, smem, ranks, epilogue_warp_idx, tmem, waiter);
+        run_epilogues(args, smem, places, epilogue_warp_idx, tmem, waiter);
         sync_compute_done<Config>(waiter);
-        combine<Config>(args, shared_memory, epilogue_warp_idx, waiter);
+        Config::Tokens::template finish<Config>(args, shared_memory, epilogue_warp_idx, waiter);
     }
 
     // A CTA must not exit, nor free its tensor memory, while its peer may still reach into it.

@@ -7,8 +7,6 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/combine/combine.cuh"
-#include "deep_moe/dispatch/dispatch.cuh"
 #include "deep_moe/experts/sm90/activation_loader.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/math_warps.cuh"
@@ -31,9 +29,11 @@ namespace deep_moe::sm90 {
 // The role table. A warpgroup (four warps) shares one register budget.
 //
 //   warps       role                                           registers per thread
-//   0, 1        dispatch                                       num_dispatch_registers
+//   0, 1        bring tokens: dispatch                         num_dispatch_registers
 //   2, 3        activation loader, weight loader               num_dispatch_registers
 //   4 .. 11     math: products, epilogues, and combine         num_math_registers
+//
+// Where tokens come from, and what comes behind the epilogues, Config::Tokens says (tokens/).
 template <class Config>
 struct WarpRoles {
     static constexpr uint32_t activation_loader = Config::num_dispatch_warps;
@@ -93,8 +93,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     if (warp_idx < Roles::first_math) {
         set_registers<Config, Config::num_dispatch_registers>();  //~ loader_registers
         if (warp_idx < Roles::activation_loader) {                //~ role_split
-            dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args,
-                                                                                    shared_memory);
+            Config::Tokens::template bring<Config>(args, shared_memory);
         } else {
             const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
             Waiter waiter(args);
@@ -119,7 +118,8 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
         Waiter waiter(args);
         MathWarps<Config>(args, smem, waiter).run();
         sync_compute_done<Config>(waiter);
-        combine<Config>(args, shared_memory, warp_idx - Roles::first_math, waiter);
+        Config::Tokens::template finish<Config>(args, shared_memory, warp_idx - Roles::first_math,
+                                                waiter);
     }
     if constexpr (Config::cluster_size > 1) leave_cluster();
 }

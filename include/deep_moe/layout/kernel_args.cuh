@@ -21,6 +21,8 @@ enum class WaitCode : uint32_t {
     // 3 is the host's, jit/status.py
     stale_handle = 4,
     recv_overflow = 5,
+    too_many_rows = 6,
+    rows_outside = 7,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.
@@ -75,6 +77,13 @@ struct alignas(64) KernelArgs {
     // With Config::Biases::exist only, see biases/per_expert.cuh. Else null.
     const float* l1_biases;  // [E_local][num_l1_n_blocks * block_n / 256][256]
     const float* l2_biases;  // [E_local][ceil(hidden / 256)][256]
+    // Where the tokens are here when the kernel starts (tokens/local.cuh). Else null and 0.
+    // num_tokens is then the number of rows of local_x, and of y.
+    const uint8_t* local_x;       // [num_tokens][hidden]
+    const uint32_t* local_x_sf;   // of each row, as LocalTokens' Scales says
+    const int32_t* expert_begin;  // [E_local], first row; or null: expert * max_expert_rows
+    const int32_t* expert_count;  // [E_local], rows
+    uint32_t max_expert_rows;     // of one expert
 };
 
 }  // namespace deep_moe

@@ -6,6 +6,7 @@
 
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/layout/token_source.cuh"
 
 namespace deep_moe {
 
@@ -24,6 +25,11 @@ class RankBuffers {
     __device__ SymmBuffer<Config> local() const { return of(args_.rank_idx); }
     __device__ SymmBuffer<Config> of(uint32_t rank_idx) const {
         return SymmBuffer<Config>(args_.rank_buffers[rank_idx]);
+    }
+
+    // Where a token's result goes: a row of the combine buffer of the rank that it came from.
+    __device__ uint16_t* result_row(const TokenSource& source) const {
+        return of(source.rank_idx).combine(source.topk_idx, source.token_idx);
     }
 
  private:

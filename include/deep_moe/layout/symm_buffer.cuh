@@ -81,7 +81,7 @@ class SymmBuffer {
     }
 
     // Data part: the caller's inputs. Of tokens without scales there are no scale words.
-    static constexpr uint32_t token_bytes = Symm::input_x_dim1;
+    static constexpr uint32_t token_bytes = Symm::l1_tokens_dim1;
     __device__ uint8_t* input_x(uint32_t token_idx) const {
         return at<typename Symm::input_x_element>(Symm::input_x_offset) +
                uint64_t{token_idx} * Symm::input_x_dim1;  // [T][H] of e4m3 or bf16

@@ -9,6 +9,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/wait.cuh"
 
@@ -36,6 +37,11 @@ __device__ __forceinline__ bool grid_gather(uint32_t* counter, const Waiter& wai
 // the host zeroes the counter.
 __device__ __forceinline__ void end_gathers(uint32_t* counter) {
     ptx::red_or_relaxed_gpu(counter, 0x80000000);
+}
+
+// Any thread: whether that has been said, in this call or in one before it.
+__device__ __forceinline__ bool has_given_up(const uint32_t* counter) {
+    return (ptx::ld_relaxed_gpu(counter) & 0x80000000) != 0;  //~ earlier_call_failed
 }
 
 }  // namespace deep_moe

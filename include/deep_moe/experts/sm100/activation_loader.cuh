@@ -30,7 +30,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
     trace.first_anchor();
     ExpertCounts<Config> counts;
     counts.count_shared(args);
-    if (!counts.fetch(local, waiter)) return;
+    if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
     RingPosition<Config::num_stages> ring;

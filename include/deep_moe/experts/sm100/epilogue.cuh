@@ -13,7 +13,7 @@
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
-#include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
 #include "deep_moe/sync/ring_position.cuh"
@@ -24,12 +24,12 @@ namespace deep_moe::sm100 {
 
 template <class Config>
 __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>& smem,
-                              const RankBuffers<Config>& ranks, uint32_t epilogue_warp_idx,
+                              const TokenPlaces<Config>& places, uint32_t epilogue_warp_idx,
                               uint32_t tmem, Waiter& waiter) {
-    const SymmBuffer<Config> local = ranks.local();
+    const SymmBuffer<Config> local = places.local();
     const EpilogueWarp<Config> warp{epilogue_warp_idx, ptx::lane_idx()};
     const L1Epilogue<Config> l1_epilogue(args, smem, local, warp);
-    const L2Epilogue<Config> l2_epilogue(smem, ranks, warp);
+    const L2Epilogue<Config> l2_epilogue(smem, places, warp);
 
     // The warps meet on barriers inside a block, so they leave together or not at all. The vote
     // before a block is also what the staging tiles need: nobody reads the last block's any more.
@@ -43,7 +43,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
     counts.count_shared(args);
-    if (!all_arrived(counts.fetch(local, waiter))) return;
+    if (!all_arrived(counts.fetch(args, local, waiter))) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
     RingPosition<Config::num_tmem_stages> accumulators;

@@ -1,6 +1,6 @@
-// From a Linear2 accumulator to the combine buffers: bias and with it the routing weight, round to
-// BF16, turn weight rows into token rows through shared memory, and write each valid token's 128
-// values to the rank it came from.
+// From a Linear2 accumulator to where results go, for most the combine buffer of another rank: bias
+// and with it the routing weight, round to BF16, turn weight rows into token rows through shared
+// memory, and write each valid token's 128 values there.
 #pragma once
 
 #include "deep_moe/experts/linear.cuh"
@@ -8,8 +8,8 @@
 #include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
-#include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/layout/token_source.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -28,8 +28,8 @@ class L2Epilogue {
     static_assert(lanes_per_row == 16 && num_steps * rows_per_step == Config::store_block_m);
 
  public:
-    __device__ L2Epilogue(const Smem& smem, const RankBuffers<Config>& ranks, const Warp& warp)
-        : smem_(smem), ranks_(ranks), warp_(warp) {}
+    __device__ L2Epilogue(const Smem& smem, const TokenPlaces<Config>& places, const Warp& warp)
+        : smem_(smem), places_(places), warp_(warp) {}
 
     // All epilogue warps. Afterwards the staging tile may still be read by other warps: whoever
     // writes to it next syncs all epilogue warps first.
@@ -67,13 +67,11 @@ class L2Epilogue {
             const uint32_t row = token + row_of_step(i);
             destinations[i] = nullptr;
             if (row >= block.num_valid_rows) continue;  //~ l2_valid_row
-            const TokenSource source = *ranks_.local().token_src_metadata(
+            const TokenSource source = *places_.local().token_src_metadata(
                 PoolRing<Config>::first_row(block.pool_block_idx) + row);
-            uint16_t* token_row =
-                ranks_.of(source.rank_idx).combine(source.topk_idx, source.token_idx);
-            destinations[i] =
-                reinterpret_cast<uint4*>(token_row + block.n_block_idx * Config::block_n) +
-                warp_.lane_idx % lanes_per_row;
+            destinations[i] = reinterpret_cast<uint4*>(places_.result_row(source) +
+                                                       block.n_block_idx * Config::block_n) +
+                              warp_.lane_idx % lanes_per_row;
         }
     }
 
@@ -119,7 +117,7 @@ class L2Epilogue {
     __device__ float2 load_weights(const Block& block, uint32_t token) const {
         const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) + token;
         return *reinterpret_cast<const float2*>(
-            ranks_.local().l1_topk_weights(row + 2 * (warp_.lane_idx % 4)));
+            places_.local().l1_topk_weights(row + 2 * (warp_.lane_idx % 4)));
     }
 
     __device__ void write_tile(uint4* const (&destinations)[num_steps]) const {
@@ -132,7 +130,7 @@ class L2Epilogue {
     }
 
     const Smem& smem_;
-    const RankBuffers<Config>& ranks_;
+    const TokenPlaces<Config>& places_;
     const Warp& warp_;
 };
 

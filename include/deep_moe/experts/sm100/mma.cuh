@@ -83,7 +83,7 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
     counts.count_shared(args);
-    if (!counts.fetch(local, waiter)) return;
+    if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
     RingPosition<Config::num_stages> ring;

@@ -25,7 +25,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
     counts.count_shared(args);
-    if (!counts.fetch(local, waiter)) return;
+    if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
     RingPosition<Config::num_stages> ring;

@@ -13,8 +13,8 @@
 #include "deep_moe/formats/sm90_linear2_scale.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
-#include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -25,11 +25,11 @@
 
 namespace deep_moe::sm90 {
 
-// What Linear2's epilogue needs of each token: where its result goes, a row of the combine buffer
-// of the rank that it came from, and its scale; with biases its routing weight, too. All lanes; a
+// What Linear2's epilogue needs of each token: where its result goes, a row somewhere, and its
+// scale; with biases its routing weight, too. All lanes; a
 // __syncwarp and an arrival must follow.
 template <class Config>
-__device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t first_row,
+__device__ void store_destinations(const TokenPlaces<Config>& places, uint32_t first_row,
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
                                    uint32_t slot) {
     using Biases = typename Config::Biases;
@@ -41,11 +41,10 @@ __device__ void store_destinations(const RankBuffers<Config>& ranks, uint32_t fi
         [[maybe_unused]] uint32_t scale = 0;
         [[maybe_unused]] float topk_weight = 0.0f;
         if (row < num_valid_rows) {  //~ has_destination
-            const TokenSource source = *ranks.local().token_src_metadata(first_row + row);
-            destination = reinterpret_cast<uint64_t>(
-                ranks.of(source.rank_idx).combine(source.topk_idx, source.token_idx));
+            const TokenSource source = *places.local().token_src_metadata(first_row + row);
+            destination = reinterpret_cast<uint64_t>(places.result_row(source));
             if constexpr (has_scales || Biases::exist) {
-                topk_weight = *ranks.local().l1_topk_weights(first_row + row);
+                topk_weight = *places.local().l1_topk_weights(first_row + row);
             }
             if constexpr (has_scales) {
                 scale = token_scale_byte(Biases::linear1_weight(topk_weight)) << 23;
@@ -107,7 +106,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             const bool is_last = k_block_idx + 1 == num_k_blocks;
             if (!is_linear1 && is_last) {
                 // Math is stages behind, so there is time for what this reads.
-                store_destinations(RankBuffers<Config>(args), first_row, block.num_valid_rows, smem,
+                store_destinations(TokenPlaces<Config>(args), first_row, block.num_valid_rows, smem,
                                    slots.stage);
             }
             //~ sm90_token_stage_free

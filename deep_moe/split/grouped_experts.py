@@ -1,0 +1,621 @@
+"""`GroupedExperts`: the experts of one rank on tokens that are there, as a kernel of its own.
+
+The kernel is the fused call's. It differs in where tokens come from, rows of the caller's, and in
+where results go, the same rows of y (include/deep_moe/tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, K_BLOCK, WEIGHT_FORMATS
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.buffer import device_for, memory_for
+from deep_moe.fused.call_plan import (
+    DEFAULT_EMULATED_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    EMULATED_NUM_SMS,
+    CallCaches,
+    CallPlan,
+    args_of_weights,
+    built_kernel,
+    cuda_launcher,
+)
+from deep_moe.fused.checks import (
+    Biases,
+    Pair,
+    check_biases_given,
+    check_contiguous,
+    check_start,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+    transformed_pair,
+)
+from deep_moe.fused.emulated_call import run_rank
+from deep_moe.fused.options import MAX_TIMEOUT_S, check_overrides
+from deep_moe.fused.rank_buffer import RankBuffer, used
+from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
+from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
+from deep_moe.heuristics.low_latency import FORMATS
+from deep_moe.heuristics.shape import MoEShape, require_int
+from deep_moe.heuristics.symm_buffer_layout import work_space_layout
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
+from deep_moe.jit.launch import MemoryRegion, RankLaunch
+from deep_moe.targets import EMULATED, target_of
+
+MAX_ROWS = 1 << 21
+_ALIGNMENT = 16  # bytes, of bulk copies
+# Of E4M3 tokens: dtype of scales, and values of a word of them.
+_SCALES = {
+    "fp8_32": (torch.int32, 128),
+    "fp8_128_ue8m0": (torch.int32, 512),
+    "fp8_128_pow2": (torch.float32, 128),
+}
+
+
+def formats_for(weights: str) -> tuple[str, ...]:
+    """The tokens' formats that experts with weights of a format take; the first is the default.
+
+    >>> formats_for("mxfp4"), formats_for("bf16")
+    (('fp8_32', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
+    """
+    return tuple(_SCALES) if WEIGHT_FORMATS[weights].has_scales else ("bf16",)
+
+
+def grouped_experts_workspace_size(
+    max_rows: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_local_experts: int,
+    *,
+    weights: str = DEFAULT_WEIGHTS,
+    num_pool_tokens: int | None = None,
+) -> int:
+    """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
+
+    Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
+
+    >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
+    145
+    """
+    shape = _shape_of(
+        max_rows, hidden, intermediate_hidden, num_local_experts, weights, num_pool_tokens, False
+    )
+    return work_space_layout(shape).num_bytes
+
+
+class GroupedExperts:
+    """Linear1, activation and Linear2 of one rank's experts, on rows that are there.
+
+    max_rows: most rows of all experts together in a call; beyond it the call fails. hidden: a
+    multiple of 128. intermediate_hidden: as in checkpoints. num_local_experts: experts of this
+    rank.
+    weights: format of the weights. biases: whether both layers have biases. activation,
+    activation_clamp, fast_math: as of `fp8_fp4_mega_moe`.
+    format: of the tokens, as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "fp8_32"
+        (the default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
+        or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With bf16 weights
+        "bf16".
+    num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
+        they are used again within a call. By default as many as a call may bring.
+    device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
+        there is one.
+    num_sms: CTAs; by default all SMs of the GPU, 4 on a CPU. arch: "sm_100a" and so on; by default
+        that of the GPU, sm_100a on a CPU. overrides: config fields by name, as of a fused call.
+    timeout_s: limit of the kernel's waits; by default 60 on GPUs and 600 in the emulator. Nothing
+        waits for other ranks.
+    checked: look at what a call is given beyond its form, which on a GPU means to wait for it, and,
+        on a CPU, for races in the kernel. By default only on CPUs.
+    schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
+
+    The host waits for nothing, and calls may be captured in a CUDA graph after one outside. The
+    calls of one object share its work space, so they must run one after the other: on one stream,
+    or on streams that wait for each other.
+
+    nbytes: size of the work space.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_local_experts: int,
+        *,
+        weights: str = DEFAULT_WEIGHTS,
+        biases: bool = False,
+        format: str | None = None,
+        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        num_pool_tokens: int | None = None,
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        arch: str | None = None,
+        overrides: Mapping[str, int] | None = None,
+        timeout_s: float | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+    ) -> None:
+        require_type("biases", biases, bool, "a bool")
+        require_type("fast_math", fast_math, bool, "a bool")
+        require_int("schedule_seed", schedule_seed, "at least 0")
+        if overrides is not None:
+            check_overrides(overrides)
+        self.shape = _shape_of(
+            max_rows,
+            hidden,
+            intermediate_hidden,
+            num_local_experts,
+            weights,
+            num_pool_tokens,
+            biases,
+        )
+        self.format = _checked_format(weights, format)
+        self._activation = activation_of(activation, activation_clamp)
+        layout = work_space_layout(self.shape)
+        chosen_device = device_for(None, device)
+        self._work_space = _WorkSpace(self.shape, memory_for(layout, None, chosen_device))
+        gpu = self._work_space.gpu
+        own = EMULATED if gpu is None else gpu.target
+        target = own if arch is None else target_of(arch)
+        if target is not own and gpu is not None:
+            raise ValueError(
+                f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
+            )
+        most = EMULATED_NUM_SMS if gpu is None else gpu.num_sms
+        num_ctas = most if num_sms is None else require_int("num_sms", num_sms, "at least 1")
+        if gpu is not None and num_ctas > most:
+            # Its CTAs wait for each other, so all must be resident.
+            raise ValueError(
+                f"num_sms must be at most {most}, the SMs of {gpu.name}; got {num_sms}"
+            )
+        if timeout_s is None:
+            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
+        require_type("timeout_s", timeout_s, (int, float), "a number or None")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
+                f"got {timeout_s}"
+            )
+        self._wait_timeout_ns = max(1, round(1e9 * timeout_s))
+        self._checked = gpu is None if checked is None else checked
+        self._schedule_seed = schedule_seed
+        self._kernel_options: tuple[Any, ...] = (
+            target.name,
+            num_ctas,
+            self._activation,
+            fast_math,
+            tuple((overrides or {}).items()),
+            self.format,
+        )
+        self._plan: CallPlan | None = None  # of the newest call
+        # What is wrong with the options, a caller shall hear now.
+        _choose_config(self.shape, self.shape.num_max_tokens_per_rank, False, *self._kernel_options)
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"GroupedExperts({shape.num_experts} experts on {self.device}, hidden {shape.hidden}, "
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, {self.format} "
+            f"tokens, up to {self.max_rows} rows, {self.nbytes / 2**20:.1f} MiB, "
+            f"{self._work_space.state})"
+        )
+
+    @property
+    def max_rows(self) -> int:
+        return self.shape.num_max_tokens_per_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._work_space.device
+
+    @property
+    def nbytes(self) -> int:
+        return self._work_space.nbytes
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        l1_weights: Pair,
+        l2_weights: Pair,
+        expert_count: torch.Tensor,
+        expert_begin: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        l1_bias: torch.Tensor | None = None,
+        l2_bias: torch.Tensor | None = None,
+        expected_rows: int | None = None,
+    ) -> torch.Tensor:
+        """The experts' outputs, bfloat16, of the shape of x: row by row, without routing weights.
+
+        x: either [local experts, N, hidden], of which expert e has the first expert_count[e] rows
+        at x[e], as `LowLatencyAllToAll.dispatch` gives it; or [rows, hidden] with expert_begin,
+        where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with format
+        "bf16". scales: [.., hidden/128] int32 or float32, or [.., hidden/512] int32, as the format
+        says; None with "bf16".
+        l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias:
+        what `transform_biases_for_mega_moe` returned, with biases=True.
+        expert_count, expert_begin: int32 [local experts], on the device. Experts' rows may lie
+        anywhere in x, with gaps between them.
+        out: where to write the result, by default a new tensor. Rows that no expert has are not
+        written.
+        expected_rows: of all experts together in this call, if the caller knows it; it decides how
+        fast the call is, not what it computes. By default what the last call had of which the host
+        knows, and max_rows before.
+
+        Counts that do not fit x or max_rows are a MegaMoEError; on a GPU the next call or
+        `check()` raises it, and `reset()` is needed.
+        """
+        self._work_space.raise_if_unusable()
+        biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
+        l1_weights = transformed_pair("l1_weights", l1_weights)
+        l2_weights = transformed_pair("l2_weights", l2_weights)
+        if out is None:
+            out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)
+        else:
+            require_type("out", out, torch.Tensor, "a tensor or None")
+            check_tensor("out", out, torch.bfloat16, x.shape, self.device)
+            check_contiguous("out", out)
+            check_start("out", out, _ALIGNMENT)
+        num_rows = x.numel() // self.shape.hidden
+        if num_rows == 0:
+            return out
+        with used([self._work_space]):
+            plan = self._find_plan(expected_rows, num_rows)
+            args = KernelArgs.from_buffer_copy(
+                args_of_weights(plan, self._work_space, l1_weights, l2_weights, biases)
+            )
+            args.y = out.data_ptr()
+            args.wait_timeout_ns = self._wait_timeout_ns
+            args.num_tokens = num_rows
+            args.local_x = x.data_ptr()
+            args.local_x_sf = 0 if scales is None else scales.data_ptr()
+            args.expert_begin = 0 if expert_begin is None else expert_begin.data_ptr()
+            args.expert_count = expert_count.data_ptr()
+            args.max_expert_rows = num_rows if expert_begin is not None else x.shape[1]
+            gpu = self._work_space.gpu
+            if gpu is not None:
+                assert plan.launcher is not None
+                plan.launcher.launch(args, plan.config.num_sms, gpu.current_stream())
+                return out
+            read = {
+                "x": x,
+                "scales": scales,
+                "expert_count": expert_count,
+                "expert_begin": expert_begin,
+                "l1_weights[0]": l1_weights[0],
+                "l1_weights[1]": l1_weights[1],
+                "l2_weights[0]": l2_weights[0],
+                "l2_weights[1]": l2_weights[1],
+                "l1_bias": l1_bias,
+                "l2_bias": l2_bias,
+            }
+            self._emulate(plan.config, args, read, out)
+        return out
+
+    def check(self) -> None:
+        """Raise what the last call reported, if it gave up. Does not wait for a GPU."""
+        self._work_space.raise_if_closed()
+        self._work_space.raise_if_failed()
+
+    def reset(self) -> None:
+        """Make the object usable again after a failed call."""
+        self._work_space.reset()
+
+    def close(self) -> None:
+        """Give the work space back. The object cannot be used after this."""
+        self._work_space.close()
+
+    def __enter__(self) -> GroupedExperts:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        expert_count: torch.Tensor,
+        expert_begin: torch.Tensor | None,
+        l1_bias: torch.Tensor | None,
+        l2_bias: torch.Tensor | None,
+        expected_rows: int | None,
+    ) -> Biases | None:
+        """Raise for what is not allowed; both layers' biases, if there are some."""
+        shape, device = self.shape, self.device
+        num_experts, hidden = shape.num_experts, shape.hidden
+        require_type("x", x, torch.Tensor, "a tensor")
+        if x.ndim not in (2, 3):
+            raise ValueError(
+                "x must be [local experts, N, hidden], or [rows, hidden] with expert_begin; got "
+                f"shape {tuple(x.shape)}"
+            )
+        if (x.ndim == 2) != (expert_begin is not None):
+            needed = "given" if x.ndim == 2 else "None"
+            raise ValueError(
+                f"expert_begin must be {needed} with x of shape {tuple(x.shape)}: only experts "
+                "whose rows lie one behind the other have beginnings of their own"
+            )
+        values = torch.bfloat16 if self.format == "bf16" else torch.float8_e4m3fn
+        rows = (num_experts, x.shape[1]) if x.ndim == 3 else (x.shape[0],)
+        check_tensor("x", x, values, (*rows, hidden), device)
+        check_contiguous("x", x)
+        check_start("x", x, _ALIGNMENT)
+        if self.format == "bf16":
+            if scales is not None:
+                raise ValueError(
+                    f'scales must be None with format "bf16"; got {type(scales).__name__}'
+                )
+        else:
+            require_type("scales", scales, torch.Tensor, f"a tensor with format {self.format!r}")
+            assert scales is not None
+            dtype, num_values = _SCALES[self.format]
+            if scales.dtype is torch.float32 and dtype is not torch.float32:
+                raise TypeError(
+                    f"scales must be {dtype} with format {self.format!r}; got torch.float32, which "
+                    'only format="fp8_128_pow2" has, for powers of two'
+                )
+            check_tensor("scales", scales, dtype, (*rows, hidden // num_values), device)
+            check_contiguous("scales", scales)
+            if self._checked and dtype is torch.float32:
+                self._check_powers(scales, expert_count, expert_begin)
+        for name, tensor in (("expert_count", expert_count), ("expert_begin", expert_begin)):
+            if tensor is not None:
+                require_type(name, tensor, torch.Tensor, "a tensor")
+                check_tensor(name, tensor, torch.int32, (num_experts,), device)
+                check_contiguous(name, tensor)
+        if expected_rows is not None:
+            require_int("expected_rows", expected_rows, f"0 to max_rows ({self.max_rows})")
+            if not 0 <= expected_rows <= self.max_rows:
+                raise ValueError(
+                    f"expected_rows must be 0 to max_rows ({self.max_rows}); got {expected_rows}"
+                )
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x)
+        return check_biases_given(l1_bias, l2_bias, self._work_space)
+
+    @staticmethod
+    def _check_powers(
+        scales: torch.Tensor, expert_count: torch.Tensor, expert_begin: torch.Tensor | None
+    ) -> None:
+        """Raise if a scale of a row that an expert has is no power of two. Waits for them."""
+        flat = scales.flatten(0, -2)
+        for expert, count in enumerate(expert_count.tolist()):
+            begin = expert * scales.shape[1] if expert_begin is None else int(expert_begin[expert])
+            bits = flat[begin : begin + max(count, 0)].view(torch.int32)
+            wrong = ((bits & 0x807FFFFF) != 0).nonzero()
+            if wrong.numel():
+                row, column = wrong[0].tolist()
+                raise ValueError(
+                    'scales must be powers of two with format "fp8_128_pow2": kernels fold them '
+                    f"into E4M3 values; got {float(flat[begin + row, column])} for row {row} of "
+                    f"local expert {expert}"
+                )
+
+    def _find_plan(self, expected_rows: int | None, num_rows: int) -> CallPlan:
+        received = self._work_space.memory.status.received
+        is_uneven = received >= RECEIVED_UNEVENLY
+        if expected_rows is None:
+            last = received & (RECEIVED_UNEVENLY - 1)
+            expected_rows = expected_tokens_per_rank(self.shape, 0, last)
+            if last == 0:
+                expected_rows = min(num_rows, self.max_rows)
+        config = _choose_config(self.shape, expected_rows, is_uneven, *self._kernel_options)
+        plan = self._plan
+        if plan is not None and plan.config is config:
+            return plan
+        gpu = self._work_space.gpu
+        if gpu is not None and plan is not None and gpu.is_capturing():
+            return plan  # a capture compiles and loads nothing if there is a kernel that can do it
+        self._plan = CallPlan(
+            config=config,
+            tile=(
+                config.arch,
+                config.block_m,
+                config.block_m_step,
+                config.block_n,
+                config.block_k,
+                config.store_block_m,
+            ),
+            num_tokens=0,
+            is_checked=self._checked,
+            wait_timeout_ns=self._wait_timeout_ns,
+            launcher=None if gpu is None else cuda_launcher(config, gpu),
+        )
+        return self._plan
+
+    def _emulate(
+        self,
+        config: MegaMoEConfig,
+        args: KernelArgs,
+        read: Mapping[str, torch.Tensor | None],
+        out: torch.Tensor,
+    ) -> None:
+        work_space, memory = self._work_space, self._work_space.memory
+        regions = [
+            MemoryRegion("work space", memory.addresses[0], self.nbytes, True, work_space.layout),
+            MemoryRegion("wait status", memory.status_address, 64, True),
+            MemoryRegion.of_tensor("out", out, is_writable=True),
+            *(
+                MemoryRegion.of_tensor(name, tensor, is_writable=False)
+                for name, tensor in read.items()
+                if tensor is not None
+            ),
+        ]
+        launch = RankLaunch(
+            0,
+            built_kernel(config),
+            config.num_sms,
+            config.num_threads,
+            config.smem_bytes,
+            args,
+            tuple(region for region in regions if region.num_bytes),
+            smem_layout=config.smem_layout,
+            warp_roles=config.warp_roles,
+        )
+        run_rank(
+            launch,
+            work_space,
+            {},
+            num_ranks=1,
+            seed=self._schedule_seed,
+            checked=self._checked,
+        )
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    expert_count: torch.Tensor,
+    expert_begin: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    intermediate_hidden: int,
+    max_rows: int | None = None,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
+    expected_rows: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`GroupedExperts` without an object: one is made for each kind of arguments, device and
+    stream, and kept. The arguments are those of its call and, in `options`, of its constructor.
+
+    max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more than
+    ever come; then say how many. Each kept object has a work space of
+    `grouped_experts_workspace_size` bytes.
+    """
+    require_type("x", x, torch.Tensor, "a tensor")
+    require_type("expert_count", expert_count, torch.Tensor, "a tensor")
+    hidden = x.shape[-1] if x.ndim else 0
+    num_rows = x.numel() // max(hidden, 1)
+    if max_rows is None:
+        max_rows = max(num_rows, 1)
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    given = {**options, "biases": l1_bias is not None or l2_bias is not None}
+    hashable = {
+        name: frozenset(value.items()) if isinstance(value, Mapping) else value
+        for name, value in given.items()
+    }
+    sizes = (max_rows, hidden, intermediate_hidden, expert_count.numel())
+    key = (*sizes, x.device, stream, frozenset(hashable.items()))
+    experts = _kept.get(key)
+    if experts is None:
+        experts = _kept.put(key, GroupedExperts(*sizes, device=x.device, **given))
+    return experts(
+        x,
+        scales,
+        l1_weights,
+        l2_weights,
+        expert_count,
+        expert_begin,
+        out,
+        l1_bias=l1_bias,
+        l2_bias=l2_bias,
+        expected_rows=expected_rows,
+    )
+
+
+_kept: BoundedCache[tuple[Any, ...], GroupedExperts] = BoundedCache(16)
+
+
+class _WorkSpace(RankBuffer):
+    """What calls share; `args_of_weights` takes it for a symmetric buffer of one rank."""
+
+    def __init__(self, shape: MoEShape, memory: HostMemory | DeviceMemory) -> None:
+        super().__init__("GroupedExperts", work_space_layout(shape), memory, None)
+        self.shape = shape
+        self.caches = CallCaches()
+
+
+def _shape_of(
+    max_rows: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_local_experts: int,
+    weights: str,
+    num_pool_tokens: int | None,
+    biases: bool,
+) -> MoEShape:
+    """The experts as a layer of one rank, whose tokens have one slot."""
+    allowed = f"1 to {MAX_ROWS}"
+    require_int("max_rows", max_rows, allowed)
+    if not 1 <= max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows must be {allowed}; got {max_rows}")
+    require_int("hidden", hidden, f"a positive multiple of {K_BLOCK}")
+    if hidden <= 0 or hidden % K_BLOCK:
+        raise ValueError(
+            f"hidden must be a positive multiple of {K_BLOCK}, since rows are the caller's and "
+            f"cannot be padded; got {hidden}"
+        )
+    require_int("num_local_experts", num_local_experts, "at least 1")
+    return MoEShape(
+        num_ranks=1,
+        num_experts=num_local_experts,
+        num_topk=1,
+        hidden=hidden,
+        intermediate_hidden=intermediate_hidden,
+        num_max_tokens_per_rank=max_rows,
+        num_pool_tokens=num_pool_tokens,
+        weights=weights,
+        biases=biases,
+    )
+
+
+def _checked_format(weights: str, format: str | None) -> str:
+    allowed = formats_for(weights)
+    if format is None:
+        return allowed[0]
+    require_type("format", format, str, "a str or None")
+    if format in allowed:
+        return format
+    words = f"format must be {' or '.join(map(repr, allowed))} with {weights} weights"
+    reason = {
+        "fp8_128": ": its scales need be no powers of two, which kernels fold into values",
+        "bf16": ": tokens are quantized when they are dispatched",
+    }
+    is_known = format in FORMATS and "bf16" not in allowed
+    raise ValueError(f"{words}; got {format!r}{reason.get(format, '') if is_known else ''}")
+
+
+@lru_cache(maxsize=1024)
+def _choose_config(
+    shape: MoEShape,
+    expected_rows: int,
+    is_uneven: bool,
+    arch: str,
+    num_sms: int,
+    activation: Activation,
+    fast_math: bool,
+    overrides: tuple[tuple[str, int], ...],
+    format: str,
+) -> MegaMoEConfig:
+    config = choose_config(
+        shape,
+        expected_rows,
+        is_uneven=is_uneven,
+        arch=arch,
+        num_sms=num_sms,
+        activation=activation,
+        fast_math=fast_math,
+        overrides=dict(overrides),
+    )
+    return replace(config, local_tokens=format)

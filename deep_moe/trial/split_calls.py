@@ -1,0 +1,192 @@
+"""Calls of a layer by the split path: a low-latency dispatch, the experts, and a combine, on all
+ranks; emulated in this process, or with a process for each. As calls.py has it for the fused one.
+
+Tokens are quantized by the dispatch, so that ranks bring the tokens' values in BF16: see
+`model_inputs` for what becomes of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
+from deep_moe.heuristics import MoEShape
+from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
+from deep_moe.split.grouped_experts import GroupedExperts, formats_for
+from deep_moe.split.handle import Dispatched
+from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.targets import target_of_device
+
+from .calls import Calls, RankOutput, bias_arguments, model_inputs
+from .rank_processes import run_on_ranks
+from .synthetic import Layer, Tokens
+
+# What both kinds of kernels are told; the others are the experts'.
+_OF_BOTH = ("arch", "num_sms", "schedule_seed")
+
+
+def max_received_rows(shape: MoEShape) -> int:
+    """Rows of all experts of a rank: a token comes once to each of them that it names."""
+    per_token = min(shape.num_topk, shape.num_experts_per_rank)
+    return shape.num_ranks * shape.num_max_tokens_per_rank * per_token
+
+
+def received_rows(shape: MoEShape, tokens: Sequence[Tokens]) -> torch.Tensor:
+    """int32 [experts]: tokens of all ranks that name each, however often."""
+    counts = torch.zeros(shape.num_experts, dtype=torch.int32)
+    for own in tokens:
+        for expert in range(shape.num_experts):
+            counts[expert] += int((own.topk_idx == expert).any(dim=1).sum())
+    return counts
+
+
+def run_emulated_split(
+    shape: MoEShape, layer: Layer, calls: Calls, **options: Any
+) -> list[list[RankOutput]]:
+    """All ranks in this process, one call after the other. What each rank got, call by call.
+    options: arch, num_sms, schedule_seed, and of `GroupedExperts`."""
+    how = _all_to_all_options(shape, options)
+    with EmulatedAllToAll(*_all_to_all_sizes(shape), **how) as all_to_all:
+        ranks = [
+            _RankExperts(shape, layer, rank, torch.device("cpu"), options)
+            for rank in range(shape.num_ranks)
+        ]
+        try:
+            return [_call_emulated(all_to_all, ranks, tokens) for tokens in calls]
+        finally:
+            for rank in ranks:
+                rank.experts.close()
+
+
+def run_split_processes(
+    shape: MoEShape, layer: Layer, calls: Calls, *, device: str, **options: Any
+) -> list[list[RankOutput]]:
+    """What `run_emulated_split` does, with one process per rank: rank r on GPU r ("cuda") or
+    emulated ("cpu")."""
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus < shape.num_ranks:
+        raise ValueError(
+            f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
+        )
+    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
+        run_on_ranks(
+            _rank_process,
+            shape.num_ranks,
+            device,
+            shape,
+            layer,
+            [list(tokens) for tokens in calls],
+            options,
+            folder,
+        )
+        of_ranks = [
+            torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False)
+            for rank in range(shape.num_ranks)
+        ]
+    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+
+
+class _RankExperts:
+    """One rank's experts, with their weights."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        layer: Layer,
+        rank: int,
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> None:
+        arch = options.get("arch") or target_of_device(device).name
+        l1, l2 = (
+            (pair.weight.to(device), pair.sf.to(device))
+            for pair in layer.of_rank(rank, shape.num_ranks)
+        )
+        self.weights: MegaMoEWeights = transform_weights_for_mega_moe(
+            l1, l2, arch=arch, weights=shape.weights
+        )
+        self.biases: dict[str, Any] = {
+            name: bias.to(device)
+            for name, bias in bias_arguments(layer.biases_of_rank(rank, shape, arch)).items()
+        }
+        self.experts = GroupedExperts(
+            max_received_rows(shape),
+            shape.hidden,
+            shape.intermediate_hidden,
+            shape.num_experts_per_rank,
+            weights=shape.weights,
+            biases=shape.biases,
+            num_pool_tokens=shape.num_pool_tokens,
+            device=device,
+            **options,
+        )
+
+    def __call__(self, dispatched: Dispatched) -> torch.Tensor:
+        return self.experts(
+            dispatched.recv_x,
+            dispatched.scales,
+            *self.weights,
+            dispatched.recv_count,
+            **self.biases,
+        )
+
+
+def _call_emulated(
+    all_to_all: EmulatedAllToAll, ranks: Sequence[_RankExperts], tokens: Sequence[Tokens]
+) -> list[RankOutput]:
+    ids = [own.topk_idx for own in tokens]
+    weights = [own.topk_weights for own in tokens]
+    dispatched = all_to_all.dispatch([model_inputs(own)[0] for own in tokens], ids)
+    ys = [rank(result) for rank, result in zip(ranks, dispatched, strict=True)]
+    outs = all_to_all.combine(ys, ids, weights, [result.handle for result in dispatched])
+    return [
+        RankOutput(out, result.recv_count) for out, result in zip(outs, dispatched, strict=True)
+    ]
+
+
+def _rank_process(
+    device: torch.device,
+    shape: MoEShape,
+    layer: Layer,
+    calls: Calls,
+    options: Mapping[str, Any],
+    folder: str,
+) -> None:
+    """Saves what this rank got, call by call."""
+    rank = dist.get_rank()
+    how = _all_to_all_options(shape, options)
+    all_to_all = LowLatencyAllToAll(dist.group.WORLD, *_all_to_all_sizes(shape)[1:], **how)
+    own_experts = _RankExperts(shape, layer, rank, device, options)
+    outputs = []
+    for tokens in calls:
+        own = tokens[rank]
+        ids, weights = own.topk_idx.to(device), own.topk_weights.to(device)
+        result = all_to_all.dispatch(model_inputs(own)[0].to(device), ids)
+        out = all_to_all.combine(own_experts(result), ids, weights, result.handle)
+        outputs.append(RankOutput(out.cpu(), result.recv_count.cpu()))
+        all_to_all.check()
+        own_experts.experts.check()
+    torch.save(outputs, Path(folder, f"rank{rank}.pt"))
+    dist.barrier()  # no rank takes its memory away while another still reads it
+
+
+def _all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:
+    return (
+        shape.num_ranks,
+        shape.num_max_tokens_per_rank,
+        shape.hidden,
+        shape.num_experts,
+        shape.num_topk,
+    )
+
+
+def _all_to_all_options(shape: MoEShape, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens as the experts take them, and what both kinds of kernels are told."""
+    of_both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
+    return {"format": formats_for(shape.weights)[0], **of_both}

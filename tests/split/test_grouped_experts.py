@@ -1,0 +1,233 @@
+"""Experts on rows that are there: both layouts, all formats, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe import GroupedExperts
+from deep_moe.activations import Situ
+from deep_moe.errors import MegaMoEError
+from deep_moe.split.grouped_experts import formats_for
+from deep_moe.trial.comparison import compare
+
+from .grouped_case import (
+    COUNTS,
+    UNTOUCHED,
+    Case,
+    exact_case,
+    random_case,
+    run_behind_each_other,
+    run_padded,
+)
+
+ARCHS = ("sm_90a", "sm_100a")
+WEIGHTS = ("mxfp4", "fp8", "bf16")
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_of_each_expert_are_right(arch: str, weights: str) -> None:
+    case = random_case(arch, weights=weights)
+    assert compare(run_padded(case), case.bounds()).is_right
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_both_layouts_give_the_same_bits(arch: str) -> None:
+    case = random_case(arch)
+    assert torch.equal(run_padded(case), run_behind_each_other(case))
+
+
+@pytest.mark.parametrize("format", formats_for("mxfp4")[1:])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_scales_of_128_values(arch: str, format: str) -> None:
+    # Of four blocks, so that there are whole words of bytes.
+    case = random_case(arch, (9, 40), format=format, hidden=512)
+    assert compare(run_padded(case, format=format), case.bounds()).is_right
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_biases_and_another_activation(arch: str) -> None:
+    case = random_case(arch, biases=True)
+    activation = Situ()
+    bounds = case.bounds(activation=activation)
+    assert compare(run_padded(case, activation=activation), bounds).is_right
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_small_pool_is_used_again(arch: str, weights: str) -> None:
+    case = exact_case(arch, (310, 0, 190, 70), weights=weights, num_pool_tokens=384)
+    y = run_behind_each_other(case, num_pool_tokens=384)
+    assert compare(y, case.exact()).is_exact
+
+
+def test_sm_103a() -> None:
+    case = exact_case("sm_103a", (3, 20))
+    assert compare(run_padded(case), case.exact()).is_exact
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_call_finds_nothing_of_the_one_before(arch: str) -> None:
+    cases = [exact_case(arch, counts) for counts in (COUNTS, (0, 108, 0, 0), (1, 1, 1, 1), COUNTS)]
+    with cases[0].experts() as experts:
+        for case in cases:
+            assert compare(run_padded(case, 120, experts), case.exact()).is_exact
+            assert compare(run_behind_each_other(case, 16, experts), case.exact()).is_exact
+
+
+def test_no_rows_at_all() -> None:
+    case = exact_case("sm_90a", (0, 0))
+    assert run_padded(case).shape == (0, case.shape.hidden)
+    empty = torch.empty(0, case.shape.hidden, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(0, case.shape.hidden // 128, dtype=torch.int32)
+    none = torch.zeros(2, dtype=torch.int32)
+    with case.experts() as experts:
+        y = experts(empty, scales, expert_count=none, expert_begin=none, **case.weights())
+    assert y.shape == empty.shape
+
+
+def test_as_a_function() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    x, scales = case.padded(12)
+    y = deep_moe.grouped_experts(
+        x,
+        scales,
+        expert_count=torch.tensor(case.counts, dtype=torch.int32),
+        intermediate_hidden=case.shape.intermediate_hidden,
+        max_rows=14,
+        arch="sm_100a",
+        **case.weights(),
+    )
+    assert compare(torch.cat([y[0, :5], y[1, :9]]), case.exact()).is_exact
+
+
+def given(case: Case) -> dict[str, Any]:
+    x, scales = case.padded(20)
+    counts = torch.tensor(case.counts, dtype=torch.int32)
+    return {"x": x, "scales": scales, "expert_count": counts, **case.weights()}
+
+
+def check_rows_outside(arch: str) -> None:
+    """Counts that name rows behind an expert's, or behind x, stop the call in words."""
+    case = exact_case(arch, (5, 9))
+    arguments = given(case)
+    x, scales, begin = case.behind_each_other(8)
+    counts = arguments.pop("expert_count")
+    for more in (
+        {"expert_count": counts + torch.tensor([16, 0])},
+        {"expert_count": counts - torch.tensor([0, 10])},
+        {"x": x, "scales": scales, "expert_count": counts, "expert_begin": begin + len(x) - 12},
+    ):
+        with case.experts() as experts:
+            out = torch.full((more.get("x", arguments["x"])).shape, UNTOUCHED).bfloat16()
+            more = {name: t.int() if name.startswith("expert") else t for name, t in more.items()}
+            with pytest.raises(MegaMoEError, match="must name rows of x; those of local expert"):
+                experts(**{**arguments, **more}, out=out)
+            assert (out == UNTOUCHED).all()
+            with pytest.raises(MegaMoEError, match="call its reset"):
+                experts(**arguments, expert_count=counts)
+            experts.reset()
+            y = experts(**arguments, expert_count=counts)
+        assert compare(torch.cat([y[0, :5], y[1, :9]]), case.exact()).is_exact
+
+
+def test_rows_outside() -> None:
+    check_rows_outside("sm_90a")
+
+
+def test_more_rows_than_there_is_room_for() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    arguments = given(case)
+    arguments["expert_count"] = torch.tensor([7, 9], dtype=torch.int32)
+    with (
+        case.experts() as experts,
+        pytest.raises(MegaMoEError, match=r"at most max_rows \(14\) .*; got 1[56]"),
+    ):
+        experts(**arguments)
+
+
+def check_call_behind_a_failed_one(arch: str) -> None:
+    """It was launched before the host knew, and must not compute with what that one has left."""
+    case = exact_case(arch, (5, 9))
+    arguments = given(case)
+    wrong = {**arguments, "expert_count": torch.tensor([21, 9], dtype=torch.int32)}
+    with case.experts() as experts:
+        with pytest.raises(MegaMoEError, match="must name rows"):
+            experts(**wrong)
+        experts._work_space.raise_if_unusable = lambda: None
+        out = torch.full(arguments["x"].shape, UNTOUCHED, dtype=torch.bfloat16)
+        with pytest.raises(MegaMoEError, match="must name rows"):
+            experts(**arguments, out=out)
+    assert (out == UNTOUCHED).all()
+
+
+def test_a_call_behind_a_failed_one_computes_nothing() -> None:
+    check_call_behind_a_failed_one("sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 320}, "hidden must be a positive multiple of 128"),
+        ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
+        ({"weights": "nvfp4"}, "weights must be one of"),
+        ({"format": "fp8_128"}, "format must be 'fp8_32' or .*no powers of two"),
+        ({"format": "bf16"}, "format must be .*quantized when they are dispatched"),
+        ({"format": "fp7"}, "got 'fp7'"),
+        ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
+        ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),
+        ({"overrides": {"block_q": 1}}, "overrides must name one of"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number"),
+    ],
+)
+def test_sizes_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    sizes = {"max_rows": 8, "hidden": 256, "intermediate_hidden": 128, "num_local_experts": 2}
+    with pytest.raises(ValueError, match=words):
+        GroupedExperts(**{**sizes, "device": "cpu", **changes})
+
+
+def test_arguments_that_are_refused() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    arguments = given(case)
+    begin = torch.zeros(2, dtype=torch.int32)
+    floats = torch.ones(arguments["scales"].shape)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"x": arguments["x"].flatten(0, 1)}, ValueError, "expert_begin must be given"),
+        ({"expert_begin": begin}, ValueError, "expert_begin must be None"),
+        ({"x": arguments["x"].bfloat16()}, TypeError, "x must be torch.float8_e4m3fn"),
+        ({"x": arguments["x"][..., :256]}, ValueError, "x must have shape"),
+        ({"scales": floats}, TypeError, "only format=.fp8_128_pow2. has, for powers of two"),
+        ({"scales": None}, TypeError, "scales must be a tensor with format 'fp8_32'"),
+        ({"scales": arguments["scales"].mT.contiguous().mT}, ValueError, "scales must be contig"),
+        ({"expert_count": begin.long()}, TypeError, "expert_count must be torch.int32"),
+        ({"out": torch.empty(3)}, TypeError, "out must be torch.bfloat16"),
+        ({"expected_rows": 15}, ValueError, r"expected_rows must be 0 to max_rows \(14\)"),
+        ({"l1_bias": floats}, ValueError, "l1_bias must be None"),
+    ]
+    with case.experts() as experts:
+        for changes, error, words in refused:
+            with pytest.raises(error, match=words):
+                experts(**{**arguments, **changes})
+    with pytest.raises(ValueError, match="this one is closed"):
+        experts(**arguments)
+
+
+def test_scales_that_are_no_powers_of_two() -> None:
+    case = random_case("sm_90a", (5, 9), format="fp8_128_pow2")
+    arguments = given(case)
+    arguments["scales"][1, 8, 2] *= 1.5
+    with (
+        case.experts(format="fp8_128_pow2") as experts,
+        pytest.raises(ValueError, match=r"must be powers of two .* row 8 of local expert 1"),
+    ):
+        experts(**arguments)
+
+
+def test_size_is_known_before() -> None:
+    case = exact_case("sm_90a", (5, 9))
+    with case.experts() as experts:
+        assert experts.nbytes == deep_moe.grouped_experts_workspace_size(14, 384, 256, 2)

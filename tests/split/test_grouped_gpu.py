@@ -1,0 +1,115 @@
+"""Grouped experts on a GPU: what the emulator's tests say, there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe import GroupedExperts
+from deep_moe.errors import MegaMoEError
+from deep_moe.targets import target_of_device
+from deep_moe.trial.comparison import compare
+
+from .grouped_case import Case, random_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+COUNTS = (37, 0, 300, 66)
+NUM_ROWS = 320
+
+
+def case_here(weights: str = "mxfp4", **more: Any) -> Case:
+    arch = target_of_device(torch.device("cuda")).name
+    return random_case(arch, COUNTS, weights, hidden=1024, intermediate_hidden=512, **more)
+
+
+def on_gpu(case: Case, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
+    x, scales = case.padded(NUM_ROWS)
+    weights = {
+        name: tuple(t.cuda() for t in value) if isinstance(value, tuple) else value.cuda()
+        for name, value in case.weights().items()
+    }
+    return {
+        "x": x.cuda(),
+        "scales": None if scales is None else scales.cuda(),
+        "expert_count": torch.tensor(counts, dtype=torch.int32, device="cuda"),
+        **weights,
+    }
+
+
+def experts_of(case: Case) -> GroupedExperts:
+    shape = case.shape
+    return GroupedExperts(
+        shape.num_max_tokens_per_rank,
+        shape.hidden,
+        shape.intermediate_hidden,
+        shape.num_experts,
+        weights=shape.weights,
+        biases=shape.biases,
+        num_pool_tokens=shape.num_pool_tokens,
+        device="cuda",
+    )
+
+
+def rows_of(y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part[:count] for part, count in zip(y.cpu(), COUNTS, strict=True)])
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+def test_rows_are_right(weights: str, biases: bool) -> None:
+    case = case_here(weights, biases=biases)
+    bounds = case.bounds(on_gpu=True)
+    with experts_of(case) as experts:
+        arguments = on_gpu(case)
+        ys = [experts(**arguments) for _ in range(3)]
+        torch.cuda.synchronize()
+        experts.check()
+    assert compare(rows_of(ys[0]), bounds).is_right
+    assert torch.equal(rows_of(ys[0]), rows_of(ys[2]))
+
+
+def test_a_small_pool_is_used_again() -> None:
+    whole = case_here()
+    bounded = replace(whole, shape=replace(whole.shape, num_pool_tokens=768))
+    with experts_of(whole) as one, experts_of(bounded) as other:
+        arguments = on_gpu(whole)
+        y, again = one(**arguments), other(**arguments)
+        torch.cuda.synchronize()
+    assert torch.equal(rows_of(y), rows_of(again))
+
+
+def test_a_graph_with_other_counts() -> None:
+    case = case_here()
+    arguments = on_gpu(case)
+    with experts_of(case) as experts:
+        y = experts(**arguments)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        out = torch.zeros_like(y)
+        with torch.cuda.graph(graph):
+            experts(**arguments, out=out)
+        arguments["expert_count"].zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not out.any()
+        arguments["expert_count"].copy_(torch.tensor(COUNTS))
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(rows_of(out), rows_of(y))
+
+
+def test_counts_that_do_not_fit_are_an_error_at_the_next_call() -> None:
+    case = case_here()
+    with experts_of(case) as experts:
+        experts(**on_gpu(case, (37, 0, 330, 66)))
+        torch.cuda.synchronize()
+        with pytest.raises(MegaMoEError, match="must name rows of x; those of local expert 2"):
+            experts(**on_gpu(case))
+        experts.reset()
+        assert compare(rows_of(experts(**on_gpu(case))), case.bounds(on_gpu=True)).is_right

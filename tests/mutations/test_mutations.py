@@ -34,6 +34,7 @@ from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
 from .marks import find_marks
 from .split_catalogue import SPLIT_MUTATIONS
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
+from .training_catalogue import TRAINING_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include" / "deep_moe"
@@ -267,6 +268,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
     used = {
         mark
         for mutation in MUTATIONS + SPLIT_MUTATIONS + THROUGHPUT_MUTATIONS
+        for mutation in MUTATIONS + SPLIT_MUTATIONS + TRAINING_MUTATIONS
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)
         if mark is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -14,6 +14,9 @@ from deep_moe.targets import target_of
 
 from .experts import Precision
 from .operators import encode_activation, moe_op
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _DTYPES = (torch.bfloat16, torch.float64)
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
@@ -31,10 +34,13 @@ def moe(
     b1: torch.Tensor | None = None,
     b3: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
+    group: ProcessGroup | None = None,
     precision: Precision = "bf16",
     recompute: bool = False,
     activation: str | Activation = "swiglu",
     activation_clamp: float | None = None,
+    max_recv_slots: int | None = None,
+    keep_received: bool = False,
     arch: str | None = None,
 ) -> torch.Tensor:
     """A mixture-of-experts layer, differentiable in x, topk_weights, weights and biases.
@@ -43,14 +49,16 @@ def moe(
     h = activation(x @ w1 + b1, x @ w3 + b3), each with the slot's expert.
 
     x: bfloat16 [tokens, hidden]. Tokens may be 0 and differ from rank to rank.
-    topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids. -1, and whatever else names
-        no expert, is an unused slot: it adds nothing, and its gradient is zero.
+    topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. -1, and whatever
+        else names no expert, is an unused slot: it adds nothing, and its gradient is zero.
     topk_weights: float32 [tokens, topk].
     w1, w3: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
         [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
     w2: bfloat16 [experts, intermediate, hidden].
     b1, b3: float32 or bfloat16 [experts, intermediate]; b2: [experts, hidden]. All
         three or none.
+    group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it makes
+        the same calls, forward and backward, also without tokens. None: this rank has all of them.
     precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per 32
         values along the sums holds of tokens, weights and the activation's output. The backward
         pass is that of "bf16": gradients pass through the rounding as if it were not there. Rounded
@@ -58,11 +66,18 @@ def moe(
     recompute: keep nothing but x and the routing for the backward pass, and compute Linear1 again.
         Otherwise its output is kept, too. No other activations are.
     activation, activation_clamp: as in `fp8_fp4_mega_moe`.
+    max_recv_slots: with a group, most slots that a rank may receive in a call, those of its own
+        tokens included. If one would get more, every rank gets a RuntimeError that names it; None
+        for no bound.
+    keep_received: with a group, keep the received tokens for the backward pass, too, which then
+        need not be sent again.
     arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels then
         run in the emulator; on a GPU its own target or None. Products are PyTorch's everywhere.
 
     Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
-    at most 1024 experts. No host waits for a GPU, in either pass, and CUDA graphs capture both.
+    at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA
+    graphs capture both. With a group the host waits once in a forward pass, for the numbers of
+    slots to send, and a compiler's graph breaks there.
 
     float64 in place of bfloat16 and float32 (precision "bf16") is for checking gradients: it runs
     in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
@@ -73,6 +88,15 @@ def moe(
     kind = activation_of(activation, activation_clamp)
     parameters = (w1, w3, w2, b1, b3, b2)
     options = (encode_activation(kind), precision, arch)
+    if group is not None:
+        from .exchange import ProcessGroupExchange
+        from .expert_parallel import Options, expert_parallel_moe
+
+        exchange = ProcessGroupExchange(group, max_recv_slots)
+        kept = Options(*options, recompute=recompute, keep_received=keep_received)
+        return expert_parallel_moe(exchange, kept, x, topk_idx, topk_weights, parameters)
+    if max_recv_slots is not None or keep_received:
+        raise ValueError("max_recv_slots and keep_received go with a group; got no group")
     out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, recompute)[0]
     return out
 

@@ -256,6 +256,8 @@ class KernelSteps:
         written: dict[str, torch.Tensor],
     ) -> None:
         """On the current stream, or now. The emulator refuses to touch any other tensor."""
+        if num_ctas == 0:
+            return
         if self.gpu is not None:
             launcher = _launcher(config, self.gpu)
             launcher.launch(args, num_ctas, self.gpu.current_stream())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from deep_moe.activations import Activation, activation_of
 from .experts import Precision
 from .functional import moe
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class MoELayer(nn.Module):
     """The experts of a mixture-of-experts layer; the router is the caller's.
@@ -20,7 +24,9 @@ class MoELayer(nn.Module):
     fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate first,
         and `w3` is None: fewer and larger products.
     biases: three more parameters, float32, zero at first.
-    precision, recompute, activation, activation_clamp, arch: as in `deep_moe.moe`.
+    group: ranks that share the experts; this module has the parameters of its rank's part.
+    precision, recompute, activation, activation_clamp, max_recv_slots, keep_received, arch: as in
+        `deep_moe.moe`.
     device, dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
 
     Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
@@ -38,12 +44,15 @@ class MoELayer(nn.Module):
         intermediate: int,
         num_experts: int,
         *,
+        group: ProcessGroup | None = None,
         fuse_w1_w3: bool = False,
         biases: bool = False,
         precision: Precision = "bf16",
         recompute: bool = False,
         activation: str | Activation = "swiglu",
         activation_clamp: float | None = None,
+        max_recv_slots: int | None = None,
+        keep_received: bool = False,
         arch: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -56,9 +65,19 @@ class MoELayer(nn.Module):
         self.recompute = recompute
         self.activation = activation_of(activation, activation_clamp)
         self.arch = arch
+        self.group = group
+        self.max_recv_slots = max_recv_slots
+        self.keep_received = keep_received
+        num_ranks = 1 if group is None else group.size()
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"num_experts must be a multiple of the group's {num_ranks} ranks; "
+                f"got {num_experts}"
+            )
+        num_local_experts = num_experts // num_ranks
 
         def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))
 
         width = 2 * intermediate if fuse_w1_w3 else intermediate
         self.w1 = parameter(hidden, width)
@@ -95,9 +114,12 @@ class MoELayer(nn.Module):
             b1=self.b1,
             b3=self.b3,
             b2=self.b2,
+            group=self.group,
             precision=self.precision,
             recompute=self.recompute,
             activation=self.activation,
+            max_recv_slots=self.max_recv_slots,
+            keep_received=self.keep_received,
             arch=self.arch,
         )
         return out.view(x.shape)

@@ -1,7 +1,7 @@
 """A small language model whose layers are mixtures of experts learns this project's documents.
 
-It learns them letter by letter, three times from the same start: with deep_moe's layer in BF16, with
-an MXFP8 forward pass, and with a layer in plain PyTorch. On a CPU that takes about two minutes.
+It learns them letter by letter, three times from the same start: with deep_moe's layer in BF16,
+with an MXFP8 forward pass, and with a layer in plain PyTorch. On a CPU it takes about two minutes.
 
     python -m examples.train                        # loss every ten steps; draws train-out/loss.svg
     python -m examples.train --steps 20 --layers bf16
@@ -193,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=Sizes.batch)
     parser.add_argument("--out", type=Path, default=Path("train-out"), help="a folder")
     options = parser.parse_args(arguments)
+    if options.device.type == "cpu":
+        torch.set_num_threads(1)  # more only wait for each other, so small are the products
     sizes = Sizes(width=options.width, num_experts=options.experts, batch=options.batch)
     losses = {kind: train(kind, options.steps, sizes, options.device) for kind in options.layers}
     options.out.mkdir(parents=True, exist_ok=True)

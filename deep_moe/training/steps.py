@@ -100,9 +100,12 @@ def steps_for(x: torch.Tensor, arch: str | None) -> Steps:
     from .kernel_steps import KernelSteps
     from .plain_steps import PlainSteps
 
-    gpu = gpu_of(x.device)
-    if x.dtype != torch.bfloat16 or (gpu is None and arch is None):
+    if x.dtype != torch.bfloat16:
         return PlainSteps()
-    own = arch if gpu is None else gpu.target.name
-    assert own is not None
-    return KernelSteps(own, gpu)
+    gpu = gpu_of(x.device)
+    if gpu is not None:
+        own = gpu.target.name
+        if arch not in (None, own):
+            raise ValueError(f"arch must be {own}, that of {x.device}, or None; got {arch!r}")
+        return KernelSteps(own, gpu)
+    return PlainSteps() if arch is None else KernelSteps(arch, None)

@@ -7,10 +7,8 @@
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`build_prepare_inputs`, `build_low_latency` and `build_throughput` do the same for the other
-kernels, `compile_cached` for any other source that includes the header library.
-`build_prepare_inputs`, `build_low_latency` and `build_training` do the same for the other kernels,
-`compile_cached` for any other source that includes the header library.
+`build_prepare_inputs`, `build_low_latency`, `build_throughput` and `build_training` do the same for
+the other kernels, `compile_cached` for any other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
@@ -38,8 +36,8 @@ from .render import (
     render_low_latency,
     render_prepare_inputs,
     render_throughput,
-    throughput_name,
     render_training,
+    throughput_name,
     training_name,
 )
 
@@ -71,8 +69,8 @@ __all__ = [
     "render_low_latency",
     "render_prepare_inputs",
     "render_throughput",
-    "throughput_name",
     "render_training",
+    "throughput_name",
     "training_name",
 ]
 
@@ -107,6 +105,8 @@ def build_throughput(
     """A kernel of the throughput all-to-all; otherwise as `build`."""
     source, name = render_throughput(config), throughput_name(config)
     return _build(source, name, config.arch, config.kernel_fields(), cache)
+
+
 def build_training(config: TrainingConfig, *, cache: KernelCache | None = None) -> CompiledKernel:
     """A step of the differentiable layer; otherwise as `build`."""
     fields: dict[str, Any] = dict(config.kernel_fields())

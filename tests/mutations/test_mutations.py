@@ -267,8 +267,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
     marks = find_marks(INCLUDE)
     used = {
         mark
-        for mutation in MUTATIONS + SPLIT_MUTATIONS + THROUGHPUT_MUTATIONS
-        for mutation in MUTATIONS + SPLIT_MUTATIONS + TRAINING_MUTATIONS
+        for mutation in (MUTATIONS + SPLIT_MUTATIONS + THROUGHPUT_MUTATIONS + TRAINING_MUTATIONS)
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)
         if mark is not None

@@ -9,7 +9,7 @@ from .catalogue import Mutation, removed, replaced
 M = Mutation
 TRAINING_MUTATIONS = (
     # ---- sorting slots by expert
-    M("counts_not_cleared_first", removed("slot_counts_cleared"), "race|misuse"),
+    M("counts_not_cleared_first", removed("segment_cleared"), "race|misuse"),
     M("counts_read_before_counted", removed("segment_counted"), "race"),
     M("rows_not_aligned", replaced("rows_aligned", "align_up(num_slots, Config::alignment)", "num_slots"), "result"),
     M("warps_sums_read_early", removed("rows_of_warps_known"), "race|misuse"),

@@ -23,7 +23,7 @@ __device__ __forceinline__ void count_slots(const RouteSlotsArgs& args) {
          row += args.num_segments * Config::num_threads) {
         args.slot_of_row[row] = -1;
     }
-    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ slot_counts_cleared
+    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ segment_cleared
 #pragma unroll
     for (uint32_t round = 0; round < Config::num_rounds; ++round) {
         const uint32_t slot_idx = Segment<Config>::slot_idx(round);

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from .split.low_latency import LowLatencyAllToAll
     from .split.throughput import AllToAll, AllToAllHandle, Received
     from .split.two_level import TwoLevelMoE
+    from .training.functional import moe
+    from .training.layer import MoELayer
 
 __version__ = "0.1.0"
 
@@ -84,6 +86,7 @@ _MODULES = {
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
     "MegaMoEWeights": "formats.weights",
+    "MoELayer": "training.layer",
     "MissingPackageError": "errors",
     "Received": "split.throughput",
     "RequantizationWarning": "errors",
@@ -102,6 +105,7 @@ _MODULES = {
     "inverse_transform_biases": "formats.biases",
     "inverse_transform_weights": "formats.weights",
     "make_domain_groups": "split.domain_groups",
+    "moe": "training.functional",
     "prepare_inputs": "fused.input_preparation",
     "quantize_mxfp4": "formats.mx",
     "quantize_mxfp8": "formats.mx",
@@ -134,6 +138,7 @@ __all__ = [
     "MegaMoETimeoutError",
     "MegaMoEWeights",
     "MissingPackageError",
+    "MoELayer",
     "Received",
     "RequantizationWarning",
     "SymmBuffer",
@@ -155,6 +160,7 @@ __all__ = [
     "inverse_transform_biases",
     "inverse_transform_weights",
     "make_domain_groups",
+    "moe",
     "prepare_inputs",
     "quantize_mxfp4",
     "quantize_mxfp8",

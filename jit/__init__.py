@@ -7,8 +7,8 @@
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`build_prepare_inputs`, `build_low_latency` and `build_throughput` do the same for the other
-kernels, `compile_cached` for any other source that includes the header library.
+`build_prepare_inputs`, `build_low_latency`, `build_throughput` and `build_training` do the same for
+the other kernels, `compile_cached` for any other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources`,
@@ -36,7 +36,9 @@ from .render import (
     render_low_latency,
     render_prepare_inputs,
     render_throughput,
+    render_training,
     throughput_name,
+    training_name,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.throughput import ThroughputConfig
+    from deep_moe.heuristics.training import TrainingConfig
 
 __all__ = [
     "KERNEL_NAME",
@@ -56,6 +59,7 @@ __all__ = [
     "build_low_latency",
     "build_prepare_inputs",
     "build_throughput",
+    "build_training",
     "compile_cached",
     "compile_source",
     "compile_to_ptx",
@@ -65,7 +69,9 @@ __all__ = [
     "render_low_latency",
     "render_prepare_inputs",
     "render_throughput",
+    "render_training",
     "throughput_name",
+    "training_name",
 ]
 
 
@@ -99,6 +105,14 @@ def build_throughput(
     """A kernel of the throughput all-to-all; otherwise as `build`."""
     source, name = render_throughput(config), throughput_name(config)
     return _build(source, name, config.arch, config.kernel_fields(), cache)
+
+
+def build_training(config: TrainingConfig, *, cache: KernelCache | None = None) -> CompiledKernel:
+    """A step of the differentiable layer; otherwise as `build`."""
+    fields: dict[str, Any] = dict(config.kernel_fields())
+    if config.activation is not None:
+        fields |= config.activation.to_dict()
+    return _build(render_training(config), training_name(config), config.arch, fields, cache)
 
 
 def _build(

@@ -22,6 +22,7 @@ from .kernel_args import (
     WaitStatus,
     layout_checks,
 )
+from .training_args import ARGS_OF_STEP, RowsArgs
 
 if TYPE_CHECKING:
     import jinja2
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.throughput import ThroughputConfig
+    from deep_moe.heuristics.training import TrainingConfig
 
 KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.
@@ -164,7 +166,33 @@ def _render_split(
     )
 
 
-@lru_cache(maxsize=3)
+def training_name(config: TrainingConfig) -> str:
+    """The entry of a step of the differentiable layer."""
+    return f"{config.step}_kernel"
+
+
+def render_training(config: TrainingConfig) -> str:
+    """CUDA C++ source of a step of the differentiable layer."""
+    args, activation = ARGS_OF_STEP[config.step], config.activation
+    types, activation_constants = {}, []
+    if activation is not None:
+        accurate = "false"  # these kernels wait for memory, not for exponentials
+        types["Activation"] = f"deep_moe::{activation.struct}<ActivationParameters, {accurate}>"
+        activation_constants = _constants(activation.parameters)
+    return _template("training.cu.j2").render(
+        arch=config.arch,
+        step=config.step,
+        kernel=training_name(config),
+        args=args.__name__,
+        constants=_constants(config.kernel_fields()),
+        types=types,
+        activation=activation,
+        activation_constants=activation_constants,
+        layout_checks=list(layout_checks(args, RowsArgs)),
+    )
+
+
+@lru_cache(maxsize=4)
 def _template(name: str) -> jinja2.Template:
     import jinja2
 

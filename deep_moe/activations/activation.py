@@ -62,6 +62,14 @@ class Activation(ABC):
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:
         """The function of up. It never falls."""
 
+    @abstractmethod
+    def gate_slope(self, gate: torch.Tensor) -> torch.Tensor:
+        """The derivative of `gate_factor`; 0 beyond a limit, NaN for NaN."""
+
+    @abstractmethod
+    def up_slope(self, up: torch.Tensor) -> torch.Tensor:
+        """The derivative of `up_factor`; 0 beyond a limit."""
+
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """In the tensors' own precision. NaN stays NaN."""
         return self.gate_factor(gate) * self.up_factor(up)
@@ -75,6 +83,12 @@ class Activation(ABC):
         """
         named = {f"activation_{name}": value for name, value in self.parameters.items()}
         return {"activation": self.name, **named}
+
+
+def sigmoid_linear_slope(x: torch.Tensor, slope: float) -> torch.Tensor:
+    """The derivative of x / (1 + e^(-slope*x))."""
+    sigma = 1 / (1 + (-slope * x).exp())
+    return sigma * (1 + slope * x * (1 - sigma))
 
 
 def positive_float(

@@ -38,6 +38,14 @@ class Situ(Activation):
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:
         return _bounded(up, self.linear_beta)
 
+    def gate_slope(self, gate: torch.Tensor) -> torch.Tensor:
+        sigma = 1 / (1 + (-gate).exp())
+        bounded = _bounded(gate, self.beta)
+        return sigma * (_bounded_slope(gate, self.beta) + bounded * (1 - sigma))
+
+    def up_slope(self, up: torch.Tensor) -> torch.Tensor:
+        return _bounded_slope(up, self.linear_beta)
+
 
 def _bounded(x: torch.Tensor, bound: float) -> torch.Tensor:
     """bound * tanh(x / bound), also where a large bound makes the quotient subnormal."""
@@ -46,6 +54,12 @@ def _bounded(x: torch.Tensor, bound: float) -> torch.Tensor:
     quotient = x / bound
     is_argument = quotient.abs() < torch.finfo(x.dtype).eps ** 0.5  # then tanh rounds to it
     return x.where(is_argument, bound * quotient.tanh())
+
+
+def _bounded_slope(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """The derivative of bound * tanh(x / bound)."""
+    tanh = _bounded(x, bound) / bound
+    return (1 - tanh) * (1 + tanh)
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .activation import LOWEST_OF_SILU, Activation, positive_float
+from .activation import LOWEST_OF_SILU, Activation, positive_float, sigmoid_linear_slope
 
 if TYPE_CHECKING:
     import torch
@@ -44,3 +44,10 @@ class Swiglu(Activation):
 
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:
         return up.clamp(min=-self.clamp, max=self.clamp)
+
+    def gate_slope(self, gate: torch.Tensor) -> torch.Tensor:
+        slope = sigmoid_linear_slope(gate.clamp(max=self.clamp), 1.0)
+        return slope.masked_fill(gate > self.clamp, 0.0)
+
+    def up_slope(self, up: torch.Tensor) -> torch.Tensor:
+        return up.new_ones(up.shape).masked_fill(up.abs() > self.clamp, 0.0)

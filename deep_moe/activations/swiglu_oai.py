@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .activation import LOWEST_OF_SILU, Activation
+from .activation import LOWEST_OF_SILU, Activation, sigmoid_linear_slope
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +42,10 @@ class SwigluOai(Activation):
 
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:
         return up.clamp(min=-self.limit, max=self.limit) + 1
+
+    def gate_slope(self, gate: torch.Tensor) -> torch.Tensor:
+        slope = sigmoid_linear_slope(gate.clamp(max=self.limit), self.alpha)
+        return slope.masked_fill(gate > self.limit, 0.0)
+
+    def up_slope(self, up: torch.Tensor) -> torch.Tensor:
+        return up.new_ones(up.shape).masked_fill(up.abs() > self.limit, 0.0)

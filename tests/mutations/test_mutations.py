@@ -35,6 +35,7 @@ from .grouped_catalogue import GROUPED_MUTATIONS
 from .marks import find_marks
 from .split_catalogue import SPLIT_MUTATIONS
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
+from .training_catalogue import TRAINING_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include" / "deep_moe"
@@ -272,6 +273,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
             *SPLIT_MUTATIONS,
             *THROUGHPUT_MUTATIONS,
             *GROUPED_MUTATIONS,
+            *TRAINING_MUTATIONS,
         )
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)

@@ -1,7 +1,9 @@
 // What all activations have in common: how they are applied to FP32 accumulators of Linear1.
 //
-// An activation is a struct `Config::Activation` with `static float apply(float gate, float up)`,
-// one per file of this folder. Its parameters and `fast_math` are compile-time constants.
+// An activation is a struct `Config::Activation` with `static float apply(float gate, float up)`
+// and, for training, `static ActivationFactors factors(float gate, float up)`: its two factors with
+// their derivatives. One per file of this folder. Its parameters and `fast_math` are compile-time
+// constants.
 #pragma once
 
 #include <cuda/std/cstdint>

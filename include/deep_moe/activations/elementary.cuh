@@ -6,6 +6,18 @@
 
 namespace deep_moe {
 
+// A function's value and its derivative.
+struct ValueAndSlope {
+    float value;
+    float slope;
+};
+
+// An activation is a product of a function of gate and one of up; so are its two derivatives.
+struct ActivationFactors {
+    ValueAndSlope gate;
+    ValueAndSlope up;
+};
+
 template <bool fast>
 __device__ __forceinline__ float exponential(float x) {
     if constexpr (fast) {
@@ -57,6 +69,27 @@ __device__ __forceinline__ float bounded_linear(float x, float bound) {
         constexpr float tanh_is_its_argument_below = 0x1p-13f;
         return fabsf(t) < tanh_is_its_argument_below ? x : bound * tanhf(t);
     }
+}
+
+// Of x * sigmoid(slope * x). Where the sigmoid is 0, so is the derivative, for every finite x.
+template <bool fast>
+__device__ __forceinline__ ValueAndSlope sigmoid_linear_and_slope(float x, float slope) {
+    const float sigma = sigmoid<fast>(slope * x);
+    return {sigmoid_linear<fast>(x, slope), sigma * (1.0f + slope * x * (1.0f - sigma))};
+}
+
+// Of bounded_linear: the derivative of bound * tanh(x / bound) is 1 - tanh^2.
+template <bool fast>
+__device__ __forceinline__ ValueAndSlope bounded_linear_and_slope(float x, float bound) {
+    const float value = bounded_linear<fast>(x, bound);
+    const float tanh = value / bound;
+    return {value, (1.0f - tanh) * (1.0f + tanh)};
+}
+
+// x within its limits, where a derivative passes on whole, and beyond them 0. NaN passes it on,
+// too.
+__device__ __forceinline__ float slope_within(float slope, bool is_beyond) {
+    return is_beyond ? 0.0f : slope;
 }
 
 }  // namespace deep_moe

@@ -17,6 +17,15 @@ struct Situ {
         const float bounded_up = bounded_linear<fast_math>(up, linear_beta);  //~ situ_up_bounded
         return bounded_gate * sigmoid<fast_math>(gate) * bounded_up;
     }
+
+    static __device__ __forceinline__ ActivationFactors factors(float gate, float up) {
+        const ValueAndSlope bounded = bounded_linear_and_slope<fast_math>(gate, beta);
+        const float sigma = sigmoid<fast_math>(gate);
+        const float slope =
+            sigma * (bounded.slope + bounded.value * (1.0f - sigma));  //~ situ_gate_slope
+        return {{bounded.value * sigma, slope},
+                bounded_linear_and_slope<fast_math>(up, linear_beta)};
+    }
 };
 
 }  // namespace deep_moe

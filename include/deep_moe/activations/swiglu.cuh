@@ -20,6 +20,19 @@ struct Swiglu {
         }
         return sigmoid_linear<fast_math>(gate, 1.0f) * up;
     }
+
+    static __device__ __forceinline__ ActivationFactors factors(float gate, float up) {
+        constexpr float largest_float = 3.40282347e38f;
+        if constexpr (clamp <= largest_float) {
+            const float bounded_up = ptx::max_nan_f32(ptx::min_nan_f32(up, clamp), -clamp);
+            ValueAndSlope of_gate =
+                sigmoid_linear_and_slope<fast_math>(ptx::min_nan_f32(gate, clamp), 1.0f);
+            of_gate.slope = slope_within(of_gate.slope, gate > clamp);  //~ swiglu_gate_slope
+            return {of_gate, {bounded_up, slope_within(1.0f, fabsf(up) > clamp)}};
+        } else {
+            return {sigmoid_linear_and_slope<fast_math>(gate, 1.0f), {up, 1.0f}};
+        }
+    }
 };
 
 }  // namespace deep_moe

@@ -18,6 +18,14 @@ struct SwigluOai {
         up = ptx::max_nan_f32(ptx::min_nan_f32(up, limit), -limit);   //~ oai_up_limited
         return sigmoid_linear<fast_math>(gate, alpha) * (up + 1.0f);  //~ oai_product
     }
+
+    static __device__ __forceinline__ ActivationFactors factors(float gate, float up) {
+        ValueAndSlope of_gate =
+            sigmoid_linear_and_slope<fast_math>(ptx::min_nan_f32(gate, limit), alpha);
+        of_gate.slope = slope_within(of_gate.slope, gate > limit);
+        const float bounded_up = ptx::max_nan_f32(ptx::min_nan_f32(up, limit), -limit);
+        return {of_gate, {bounded_up + 1.0f, slope_within(1.0f, fabsf(up) > limit)}};
+    }
 };
 
 }  // namespace deep_moe

@@ -27,6 +27,13 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t packed) {
     return halves;
 }
 
+// F16 to a float, exactly.
+__device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
 // Two F16 to E4M3, as from floats.
 __device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t halves) {
     uint16_t packed;

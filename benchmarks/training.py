@@ -1,0 +1,267 @@
+"""Forward and backward of deep_moe.moe beside a plain layer, and beside its products alone.
+
+    python -m benchmarks.training --json training.json
+    python -m benchmarks.training --models fine-grained --tokens 8192
+
+One GPU. In each round all paths take their turn, so that a clock that changes meets them alike; the
+medians of the rounds are reported. Paths:
+
+    ours        deep_moe.moe, W1 and W3 in one tensor
+    separate    deep_moe.moe, W1 and W3 apart
+    recompute   ours with recompute=True
+    mxfp8       ours with precision="mxfp8"
+    plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
+    products    the six grouped products alone, on rows that are there
+
+Before anything is timed, the plain layer's results are compared with ours. `tflops` counts the
+products of routed slots, without padding. `peak_gib` is what a path allocates beyond its inputs,
+parameters and gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import deep_moe
+from deep_moe.training.products import grouped_product, grouped_weight_gradient
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a layer; num_experts are those of this GPU."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    num_topk: int
+
+
+MODELS = {
+    "qwen3-235b": Model(4096, 1536, 128, 8),
+    "deepseek-v3, 32 experts": Model(7168, 2048, 32, 8),
+    "fine-grained": Model(1536, 256, 128, 8),
+}
+TOKENS = (8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs. w13: W1 and W3 in one tensor."""
+
+    model: Model
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    w13: torch.Tensor
+    w1: torch.Tensor
+    w3: torch.Tensor
+    w2: torch.Tensor
+    d_out: torch.Tensor
+
+    @classmethod
+    def random(cls, model: Model, num_tokens: int, device: str = "cuda") -> Case:
+        generator = torch.Generator(device).manual_seed(0)
+        hidden, intermediate, num_experts = model.hidden, model.intermediate, model.num_experts
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            values = torch.empty(shape, device=device, dtype=torch.bfloat16)
+            return values.normal_(0, scale, generator=generator)
+
+        scores = torch.rand(num_tokens, num_experts, device=device, generator=generator)
+        topk_weights, topk_idx = scores.softmax(-1).topk(model.num_topk)
+        w13 = normal(num_experts, hidden, 2 * intermediate, scale=hidden**-0.5)
+        return cls(
+            model,
+            normal(num_tokens, hidden).requires_grad_(),
+            topk_idx,
+            topk_weights.detach().requires_grad_(),
+            w13.requires_grad_(),
+            w13[..., :intermediate].detach().contiguous().requires_grad_(),
+            w13[..., intermediate:].detach().contiguous().requires_grad_(),
+            normal(num_experts, intermediate, hidden, scale=intermediate**-0.5).requires_grad_(),
+            normal(num_tokens, hidden),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return self.topk_idx.numel()
+
+    @property
+    def flop(self) -> float:
+        """Of the products of both passes: three times the forward pass's."""
+        model = self.model
+        return 3 * 2 * 3 * self.num_slots * model.hidden * model.intermediate
+
+    def step(
+        self, layer: Callable[..., torch.Tensor], *weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Forward and backward: the output and all gradients."""
+        leaves = [self.x, self.topk_weights, *weights]
+        out = layer(self.x, self.topk_idx, self.topk_weights, *weights)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out)]
+
+
+def plain_layer(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """As one writes it in PyTorch, with its grouped GEMM and its autograd."""
+    num_topk, num_experts = topk_idx.shape[1], w2.shape[0]
+    experts = topk_idx.reshape(-1)
+    order = experts.argsort(stable=True)
+    offs = torch.searchsorted(
+        experts[order], torch.arange(num_experts, device=x.device), right=True
+    ).int()
+    rows = x[order // num_topk]
+    gate, up = _grouped_mm(rows, w13, offs).chunk(2, dim=-1)
+    y = _grouped_mm(F.silu(gate) * up, w2, offs)
+    weighted = y * topk_weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
+    slots = torch.empty_like(weighted).index_copy(0, order, weighted)
+    return slots.view(*topk_idx.shape, -1).sum(1)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(a, b, offs=offs)
+
+
+def products_alone(case: Case) -> Callable[[], Any]:
+    """The six, on rows that are sorted and padded already."""
+    from deep_moe.training.steps import steps_for
+
+    steps = steps_for(case.x, None)
+    w13, w2 = case.w13.detach(), case.w2.detach()
+    rows = steps.route(case.topk_idx, case.model.num_experts)
+    gathered = steps.gather(case.x.detach(), rows)
+    d_rows = steps.gather(case.d_out, rows)
+    linear1 = grouped_product(gathered, w13, rows.offs)
+    gate, up = linear1.chunk(2, dim=1)
+    activated = F.silu(gate) * up
+    offs = rows.offs
+
+    def run() -> None:
+        grouped_product(gathered, w13, offs)
+        grouped_product(activated, w2, offs)
+        grouped_product(d_rows, w2.transpose(1, 2), offs)
+        grouped_weight_gradient(activated, d_rows, offs)
+        grouped_weight_gradient(gathered, linear1, offs)
+        grouped_product(linear1, w13.transpose(1, 2), offs)
+
+    return run
+
+
+def paths_of(case: Case) -> dict[str, Callable[[], Any]]:
+    def ours(**options: Any) -> Callable[[], Any]:
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            x, topk_idx, topk_weights, w13, w2 = tensors
+            return deep_moe.moe(x, topk_idx, topk_weights, w13, None, w2, **options)
+
+        return lambda: case.step(layer, case.w13, case.w2)
+
+    compiled = torch.compile(plain_layer)
+    return {
+        "ours": ours(),
+        "separate": lambda: case.step(deep_moe.moe, case.w1, case.w3, case.w2),
+        "recompute": ours(recompute=True),
+        "mxfp8": ours(precision="mxfp8"),
+        "plain": lambda: case.step(compiled, case.w13, case.w2),
+        "products": products_alone(case),
+    }
+
+
+def check(case: Case, paths: dict[str, Callable[[], Any]]) -> None:
+    """Ours against the plain layer, as norms: BF16 rounds both a few times."""
+    for name, a, b in zip(
+        ("out", "x", "topk_weights", "w13", "w2"), paths["ours"](), paths["plain"](), strict=True
+    ):
+        error = (a.float() - b.float()).norm() / b.float().norm()
+        if not error < 0.02:
+            raise RuntimeError(f"{name} differs from the plain layer's by {error:.3f}")
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By path: milliseconds (median), tflops, peak_gib."""
+    paths = paths_of(case)
+    check(case, paths)
+    paths = {name: paths[name] for name in wanted}
+    results: dict[str, dict[str, float]] = {}
+    for name, call in paths.items():
+        call()  # compiles, and fills caches
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        peak = torch.cuda.max_memory_allocated() - held
+        results[name] = {"peak_gib": round(peak / GIB, 3)}
+    times: dict[str, list[float]] = {name: [] for name in paths}
+    for _ in range(num_rounds):
+        for name, call in paths.items():
+            times[name].append(milliseconds(call))
+    for name, values in times.items():
+        median = statistics.median(values)
+        results[name] |= {"ms": round(median, 4), "tflops": round(case.flop / median / 1e9, 1)}
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    paths = ("ours", "separate", "recompute", "mxfp8", "plain", "products")
+    parser.add_argument("--paths", nargs="+", choices=paths, default=list(paths))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.training needs a GPU", file=sys.stderr)
+        return 1
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+        "results": [],
+    }
+    for name in options.models:
+        for num_tokens in options.tokens:
+            model = MODELS[name]
+            torch._dynamo.reset()
+            results = measure(Case.random(model, num_tokens), options.rounds, options.paths)
+            entry = {"model": name, **asdict(model), "tokens": num_tokens, "paths": results}
+            report["results"].append(entry)
+            for path, result in results.items():
+                print(
+                    f"{name:24} {num_tokens:6} {path:10} {result['ms']:9.3f} ms "
+                    f"{result['tflops']:7.1f} TFLOPS  {result['peak_gib']:7.2f} GiB",
+                    flush=True,
+                )
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

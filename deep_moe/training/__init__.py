@@ -1,0 +1,14 @@
+"""The differentiable layer. docs/training.md explains it; the call is `deep_moe.moe`, the module
+`deep_moe.MoELayer`.
+
+    functional   the call, its checks, and who does it
+    layer        the module
+    operators    PyTorch's operators: forward, backward, shapes for compilers
+    experts      the order of steps and products, of both passes
+    rows         tokens, slots, and the rows that experts read
+    steps        what happens between products: plain_steps in PyTorch, kernel_steps in our kernels
+    products     what PyTorch multiplies
+    weight_cache weights as MXFP8 holds them, made anew when they change
+    exchange     rows to the ranks that own their experts, and back
+    expert_parallel  the layer over a group of ranks
+"""

@@ -1,0 +1,211 @@
+"""The layer on one rank: the order of steps and products, forward and backward.
+
+    forward                                             backward
+    X   = gather(x)                    [R, H]           dY  = gather(d_out)                  [R, H]
+    H1  = X W1, H3 = X W3              [R, I]           dA  = dY W2^T                        [R, I]
+    A   = activation(H1, H3)           [R, I]           gA, dH1, dH3, d_weight
+    Y   = A W2                         [R, H]           dW2 = gA^T dY
+    out = scatter(weight * Y)          [T, H]           X   = gather(x)
+                                                        dW1 = X^T dH1, dW3 = X^T dH3
+                                                        d_x = scatter(dH1 W1^T + dH3 W3^T)
+
+Besides x and the routing, H1 and H3 are all that the backward pass gets from the forward pass; or
+not even they (`recompute`), then it makes them again. dY and dA are those of a slot whose weight is
+1: the weight is multiplied in behind them, where its own gradient is A . dA too, so that Linear2's
+output need not be kept, and a weight of zero divides nothing.
+
+With W1 and W3 in one tensor [experts, H, 2I] their products are one, and its halves are H1 and H3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from deep_moe.activations import Activation
+
+from .products import expert_sums, grouped_product, grouped_weight_gradient
+from .rows import Rows
+from .steps import Biases, Steps
+from .weight_cache import ROUNDED_WEIGHTS
+
+Precision = Literal["bf16", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """gate: [experts, H, I], or gate and up in one [experts, H, 2I], then up is None. up:
+    [experts, H, I]. down: [experts, I, H]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    down: torch.Tensor
+
+    def rounded(self, round_weights: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
+        """As MXFP8 holds them."""
+
+        def of(weights: torch.Tensor) -> torch.Tensor:
+            return ROUNDED_WEIGHTS.rounded(weights, round_weights)
+
+        return Weights(of(self.gate), None if self.up is None else of(self.up), of(self.down))
+
+
+@dataclass(frozen=True)
+class Linear1:
+    """Linear1's output. gate: [R, I], or both halves in [R, 2I], then up is None."""
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate, up: [R, I], maybe views."""
+        if self.up is not None:
+            return self.gate, self.up
+        gate, up = self.gate.chunk(2, dim=1)
+        return gate, up
+
+    def empty_like(self) -> Linear1:
+        return Linear1(
+            torch.empty_like(self.gate), None if self.up is None else torch.empty_like(self.up)
+        )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """None where nobody wants one. topk_weights: [tokens, topk]."""
+
+    x: torch.Tensor | None
+    topk_weights: torch.Tensor
+    weights: Weights | None
+    biases: Biases | None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A rank's experts and how they compute."""
+
+    weights: Weights
+    biases: Biases | None
+    activation: Activation
+    precision: Precision
+    steps: Steps
+
+    def forward(
+        self, x: torch.Tensor, rows: Rows, topk_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Linear1]:
+        """The layer's output [tokens, H] and Linear1's. topk_weights: None for 1 everywhere."""
+        used = self._forward_weights()
+        is_mxfp8 = self.precision == "mxfp8"
+        linear1 = self._linear1(x, rows, used)
+        activated = self.steps.activate(
+            *linear1.halves(), self.biases, self.activation, rows, rounds_to_mxfp8=is_mxfp8
+        )
+        product = grouped_product(activated, used.down, rows.offs)
+        bias = None if self.biases is None else self.biases.down
+        out = self.steps.scatter(product, None, rows, topk_weights=topk_weights, bias=bias)
+        return out, linear1
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        x: torch.Tensor,
+        rows: Rows,
+        topk_weights: torch.Tensor,
+        linear1: Linear1 | None,
+        *,
+        needs_x: bool = True,
+        needs_weights: bool = True,
+        needs_biases: bool = True,
+    ) -> Gradients:
+        """linear1: what `forward` returned, or None to make it again. Products are those of the
+        weights as they are, whatever the forward pass rounded them to."""
+        weights, steps, offs = self.weights, self.steps, rows.offs
+        if linear1 is None:
+            linear1 = self._linear1(x, rows, self._forward_weights())
+        d_rows = steps.gather(d_out, rows)
+        d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
+        d_linear1 = linear1.empty_like()
+        d_gate, d_up = d_linear1.halves()
+        weighted, d_topk_weights = steps.activate_backward(
+            *linear1.halves(),
+            self.biases,
+            self.activation,
+            rows,
+            d_activated=d_activated,
+            d_rows=d_rows,
+            topk_weights=topk_weights,
+            d_gate=d_gate,
+            d_up=d_up,
+        )
+        # Each is freed before the next large one is made.
+        del d_activated, linear1
+        d_biases = None
+        if self.biases is not None and needs_biases:
+            d_biases = self._bias_gradients(d_rows, d_gate, d_up, rows, topk_weights)
+        d_weights = None
+        if needs_weights:
+            d_down = grouped_weight_gradient(weighted, d_rows, offs)
+            del weighted, d_rows
+            gathered = steps.gather(x, rows)
+            d_weights = Weights(
+                grouped_weight_gradient(gathered, d_linear1.gate, offs),
+                None
+                if d_linear1.up is None
+                else grouped_weight_gradient(gathered, d_linear1.up, offs),
+                d_down,
+            )
+            del gathered
+        else:
+            del weighted, d_rows
+        d_x = None
+        if needs_x:
+            first = grouped_product(d_linear1.gate, weights.gate.transpose(1, 2), offs)
+            second = None
+            if weights.up is not None:
+                assert d_linear1.up is not None
+                second = grouped_product(d_linear1.up, weights.up.transpose(1, 2), offs)
+            d_x = steps.scatter(first, second, rows)
+        return Gradients(d_x, d_topk_weights, d_weights, d_biases)
+
+    def _forward_weights(self) -> Weights:
+        if self.precision == "bf16":
+            return self.weights
+        return self.weights.rounded(self.steps.round_weights)
+
+    def _linear1(self, x: torch.Tensor, rows: Rows, used: Weights) -> Linear1:
+        gathered = self.steps.gather(x, rows, rounds_to_mxfp8=self.precision == "mxfp8")
+        return Linear1(
+            grouped_product(gathered, used.gate, rows.offs),
+            None if used.up is None else grouped_product(gathered, used.up, rows.offs),
+        )
+
+    def _bias_gradients(
+        self,
+        d_rows: torch.Tensor,
+        d_gate: torch.Tensor,
+        d_up: torch.Tensor,
+        rows: Rows,
+        topk_weights: torch.Tensor,
+    ) -> Biases:
+        """Sums over each expert's rows; of Linear2's bias times the slots' weights."""
+        slots = rows.slot_of_row.long()
+        weights = topk_weights.reshape(-1)[slots.clamp(min=0)].masked_fill(slots < 0, 0)
+        return Biases(
+            expert_sums(d_gate, rows.offs),
+            expert_sums(d_up, rows.offs),
+            expert_sums(d_rows, rows.offs, weights),
+        )
+
+
+def widened(biases: Biases, dtype: torch.dtype) -> Biases:
+    """As the steps take them: float32, or float64 for a layer in it."""
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    return replace(
+        biases,
+        gate=biases.gate.to(wide).contiguous(),
+        up=biases.up.to(wide).contiguous(),
+        down=biases.down.to(wide).contiguous(),
+    )

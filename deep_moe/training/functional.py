@@ -1,0 +1,186 @@
+"""`moe`: the differentiable layer as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from deep_moe.activations import Activation, activation_of
+from deep_moe.formats.block_scaled import GROUP_SIZE
+from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
+from deep_moe.targets import target_of
+
+from .experts import Precision
+from .operators import encode_activation, moe_op
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_DTYPES = (torch.bfloat16, torch.float64)
+_TOPK_IDX_DTYPES = (torch.int64, torch.int32)
+_BIAS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def moe(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    *,
+    b1: torch.Tensor | None = None,
+    b3: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    group: ProcessGroup | None = None,
+    precision: Precision = "bf16",
+    recompute: bool = False,
+    activation: str | Activation = "swiglu",
+    activation_clamp: float | None = None,
+    max_recv_slots: int | None = None,
+    keep_received: bool = False,
+    arch: str | None = None,
+) -> torch.Tensor:
+    """A mixture-of-experts layer, differentiable in x, topk_weights, weights and biases.
+
+    For each token the sum over its slots of topk_weight * (h @ w2 + b2) with
+    h = activation(x @ w1 + b1, x @ w3 + b3), each with the slot's expert.
+
+    x: bfloat16 [tokens, hidden]. Tokens may be 0 and differ from rank to rank.
+    topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. -1, and whatever
+        else names no expert, is an unused slot: it adds nothing, and its gradient is zero.
+    topk_weights: float32 [tokens, topk].
+    w1, w3: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
+        [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
+    w2: bfloat16 [experts, intermediate, hidden].
+    b1, b3: float32 or bfloat16 [experts, intermediate]; b2: [experts, hidden]. All
+        three or none.
+    group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it makes
+        the same calls, forward and backward, also without tokens. None: this rank has all of them.
+    precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per 32
+        values along the sums holds of tokens, weights and the activation's output. The backward
+        pass is that of "bf16": gradients pass through the rounding as if it were not there. Rounded
+        weights are kept until the weights change.
+    recompute: keep nothing but x and the routing for the backward pass, and compute Linear1 again.
+        Otherwise its output is kept, too. No other activations are.
+    activation, activation_clamp: as in `fp8_fp4_mega_moe`.
+    max_recv_slots: with a group, most slots that a rank may receive in a call, those of its own
+        tokens included. If one would get more, every rank gets a RuntimeError that names it; None
+        for no bound.
+    keep_received: with a group, keep the received tokens for the backward pass, too, which then
+        need not be sent again.
+    arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels then
+        run in the emulator; on a GPU its own target or None. Products are PyTorch's everywhere.
+
+    Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
+    at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA
+    graphs capture both. With a group the host waits once in a forward pass, for the numbers of
+    slots to send, and a compiler's graph breaks there.
+
+    float64 in place of bfloat16 and float32 (precision "bf16") is for checking gradients: it runs
+    in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
+
+    Raises TypeError and ValueError that name the argument, what is allowed, and what was given.
+    """
+    _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
+    kind = activation_of(activation, activation_clamp)
+    parameters = (w1, w3, w2, b1, b3, b2)
+    options = (encode_activation(kind), precision, arch)
+    if group is not None:
+        from .exchange import ProcessGroupExchange
+        from .expert_parallel import Options, expert_parallel_moe
+
+        exchange = ProcessGroupExchange(group, max_recv_slots)
+        kept = Options(*options, recompute=recompute, keep_received=keep_received)
+        return expert_parallel_moe(exchange, kept, x, topk_idx, topk_weights, parameters)
+    if max_recv_slots is not None or keep_received:
+        raise ValueError("max_recv_slots and keep_received go with a group; got no group")
+    out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, recompute)[0]
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    precision: str,
+    arch: str | None,
+) -> None:
+    """Types, shapes and layouts. Nothing here looks at a value."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be 'bf16' or 'mxfp8'; got {precision!r}")
+    _require_tensor("x", x)
+    _require("x", x, _DTYPES if precision == "bf16" else (torch.bfloat16,), x.device)
+    if x.ndim != 2:
+        raise ValueError(f"x must be [tokens, hidden]; got shape {tuple(x.shape)}")
+    device, is_double = x.device, x.dtype == torch.float64
+    if topk_idx.ndim != 2 or topk_idx.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_idx must be [{x.shape[0]} tokens, topk]; got shape {tuple(topk_idx.shape)}"
+        )
+    if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
+        raise ValueError(f"topk_idx must have 1 to {MAX_TOPK} columns; got {topk_idx.shape[1]}")
+    _require("topk_idx", topk_idx, _TOPK_IDX_DTYPES, device)
+    weight_dtype = torch.float64 if is_double else torch.float32
+    _require("topk_weights", topk_weights, (weight_dtype,), device, topk_idx.shape)
+    if w1.ndim != 3:
+        raise ValueError(f"w1 must be [experts, hidden, intermediate]; got {tuple(w1.shape)}")
+    num_experts, hidden, width = w1.shape[0], x.shape[1], w1.shape[2]
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"w1 must have 1 to {MAX_EXPERTS} experts; got {num_experts}")
+    intermediate = width
+    if w3 is None:
+        if width % 2:
+            raise ValueError(f"w1 without w3 must hold gate and up side by side; got {width}")
+        intermediate = width // 2
+    else:
+        _require("w3", w3, (x.dtype,), device, (num_experts, hidden, width))
+    _require("w1", w1, (x.dtype,), device, (num_experts, hidden, width))
+    _require("w2", w2, (x.dtype,), device, (num_experts, intermediate, hidden))
+    multiple = GROUP_SIZE if precision == "mxfp8" else VALUES_PER_CHUNK
+    if not is_double:
+        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+            if size % multiple or size == 0:
+                raise ValueError(
+                    f"{name} must be a multiple of {multiple} with precision {precision!r}; "
+                    f"got {size}"
+                )
+    if any(bias is not None for bias in biases):
+        sizes = {"b1": intermediate, "b3": intermediate, "b2": hidden}
+        bias_dtypes = (torch.float64,) if is_double else _BIAS_DTYPES
+        for bias, (name, size) in zip(biases, sizes.items(), strict=True):
+            if bias is None:
+                raise ValueError(f"{name} must be a tensor where another bias is; got None")
+            _require(name, bias, bias_dtypes, device, (num_experts, size))
+    if arch is not None:
+        target_of(arch)
+
+
+def _require_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
+def _require(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    shape: Sequence[int] | None = None,
+) -> None:
+    """One of these types, this shape, contiguous, there."""
+    _require_tensor(name, tensor)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}; got {tensor.dtype}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, as x is; got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")

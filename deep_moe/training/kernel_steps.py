@@ -1,0 +1,312 @@
+"""The steps by our kernels: on a GPU, or in the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from deep_moe import jit
+from deep_moe.activations import Activation
+from deep_moe.formats.block_scaled import GROUP_SIZE
+from deep_moe.fused.gpu import Gpu
+from deep_moe.heuristics.training import (
+    VALUES_PER_CHUNK,
+    ActivateRowsBackwardConfig,
+    ActivateRowsConfig,
+    CountSlotsConfig,
+    GatherRowsConfig,
+    PlaceSlotsConfig,
+    RoundWeightsConfig,
+    ScanCountsConfig,
+    ScatterRowsConfig,
+    TrainingConfig,
+    num_padded_rows,
+)
+from deep_moe.jit.cache import CompiledKernel
+from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
+from deep_moe.jit.training_args import (
+    ActivateRowsArgs,
+    ActivateRowsBackwardArgs,
+    GatherRowsArgs,
+    RoundWeightsArgs,
+    RouteSlotsArgs,
+    RowsArgs,
+    ScatterRowsArgs,
+)
+
+from .rows import Rows
+from .steps import Biases
+
+
+@dataclass(frozen=True)
+class KernelSteps:
+    """arch: a target's name. gpu: None in the emulator. All tensors are BF16 and contiguous, but
+    for gate, up and their gradients, which may be halves of longer rows."""
+
+    arch: str
+    gpu: Gpu | None
+
+    def route(self, topk_idx: torch.Tensor, num_experts: int) -> Rows:
+        num_slots = topk_idx.numel()
+        count, place = (
+            kind(
+                num_experts=num_experts,
+                has_int32_topk_idx=topk_idx.dtype == torch.int32,
+                arch=self.arch,
+            )
+            for kind in (CountSlotsConfig, PlaceSlotsConfig)
+        )
+        num_segments = count.num_segments(num_slots)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=topk_idx.device)
+
+        counts = ints(num_segments, num_experts)
+        rows = Rows(
+            ints(num_experts),
+            ints(*topk_idx.shape),
+            ints(num_padded_rows(num_slots, num_experts)),
+        )
+        args = RouteSlotsArgs(
+            topk_idx.data_ptr(),
+            counts.data_ptr(),
+            rows.offs.data_ptr(),
+            rows.row_of_slot.data_ptr(),
+            rows.slot_of_row.data_ptr(),
+            num_slots,
+            rows.num_rows,
+            num_segments,
+        )
+        read = {"topk_idx": topk_idx}
+        written = {
+            "segment_counts": counts,
+            "offs": rows.offs,
+            "row_of_slot": rows.row_of_slot,
+            "slot_of_row": rows.slot_of_row,
+        }
+        self._launch(count, args, num_segments, read, written)
+        self._launch(ScanCountsConfig.of_experts(num_experts, self.arch), args, 1, read, written)
+        self._launch(place, args, num_segments, read, written)
+        return rows
+
+    def gather(
+        self, tokens: torch.Tensor, rows: Rows, *, rounds_to_mxfp8: bool = False
+    ) -> torch.Tensor:
+        hidden = tokens.shape[1]
+        gathered = tokens.new_empty(rows.num_rows, hidden)
+        args = GatherRowsArgs(
+            _rows_args(rows),
+            tokens.data_ptr(),
+            gathered.data_ptr(),
+            rows.num_topk,
+            hidden // VALUES_PER_CHUNK,
+        )
+        config = GatherRowsConfig(rounds_to_mxfp8=rounds_to_mxfp8, arch=self.arch)
+        read = {"tokens": tokens, **_row_tensors(rows)}
+        self._launch(config, args, config.num_ctas(rows.num_rows), read, {"gathered": gathered})
+        return gathered
+
+    def activate(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        rounds_to_mxfp8: bool = False,
+    ) -> torch.Tensor:
+        intermediate = gate.shape[1]
+        activated = gate.new_empty(rows.num_rows, intermediate)
+        args = ActivateRowsArgs(
+            _rows_args(rows),
+            gate.data_ptr(),
+            up.data_ptr(),
+            0 if biases is None else biases.gate.data_ptr(),
+            0 if biases is None else biases.up.data_ptr(),
+            activated.data_ptr(),
+            intermediate // VALUES_PER_CHUNK,
+            gate.stride(0) // VALUES_PER_CHUNK,
+        )
+        config = ActivateRowsConfig(
+            applied=activation,
+            has_biases=biases is not None,
+            rounds_to_mxfp8=rounds_to_mxfp8,
+            arch=self.arch,
+        )
+        read = {"gate": gate, "up": up, **_row_tensors(rows), **_bias_tensors(biases)}
+        self._launch(config, args, config.num_ctas(rows.num_rows), read, {"activated": activated})
+        return activated
+
+    def activate_backward(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        d_activated: torch.Tensor,
+        d_rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        d_gate: torch.Tensor,
+        d_up: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        activated = torch.empty_like(d_activated)
+        d_topk_weights = torch.zeros_like(topk_weights)
+        args = ActivateRowsBackwardArgs(
+            _rows_args(rows),
+            gate.data_ptr(),
+            up.data_ptr(),
+            0 if biases is None else biases.gate.data_ptr(),
+            0 if biases is None else biases.up.data_ptr(),
+            d_activated.data_ptr(),
+            topk_weights.data_ptr(),
+            0 if biases is None else d_rows.data_ptr(),
+            0 if biases is None else biases.down.data_ptr(),
+            activated.data_ptr(),
+            d_gate.data_ptr(),
+            d_up.data_ptr(),
+            d_topk_weights.data_ptr(),
+            gate.shape[1] // VALUES_PER_CHUNK,
+            d_rows.shape[1] // VALUES_PER_CHUNK,
+            gate.stride(0) // VALUES_PER_CHUNK,
+            d_gate.stride(0) // VALUES_PER_CHUNK,
+        )
+        config = ActivateRowsBackwardConfig(
+            applied=activation, has_biases=biases is not None, arch=self.arch
+        )
+        read = {
+            "gate": gate,
+            "up": up,
+            "d_activated": d_activated,
+            "topk_weights": topk_weights,
+            **_row_tensors(rows),
+            **_bias_tensors(biases),
+        }
+        if biases is not None:
+            read["d_rows"] = d_rows
+        written = {
+            "activated": activated,
+            "d_gate": d_gate,
+            "d_up": d_up,
+            "d_topk_weights": d_topk_weights,
+        }
+        self._launch(config, args, config.num_ctas(rows.num_rows), read, written)
+        return activated, d_topk_weights
+
+    def scatter(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+        rows: Rows,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden = first.shape[1]
+        num_chunks = hidden // VALUES_PER_CHUNK
+        tokens = first.new_empty(rows.num_tokens, hidden)
+        args = ScatterRowsArgs(
+            rows.offs.data_ptr(),
+            rows.row_of_slot.data_ptr(),
+            first.data_ptr(),
+            0 if second is None else second.data_ptr(),
+            0 if topk_weights is None else topk_weights.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            tokens.data_ptr(),
+            rows.offs.shape[0],
+            rows.num_tokens,
+            rows.num_topk,
+            num_chunks,
+        )
+        config = ScatterRowsConfig(
+            num_sources=1 if second is None else 2,
+            has_topk_weights=topk_weights is not None,
+            has_biases=bias is not None,
+            arch=self.arch,
+        )
+        given = {"second": second, "topk_weights": topk_weights, "bias": bias}
+        read = {"first": first, "offs": rows.offs, "row_of_slot": rows.row_of_slot}
+        read |= {name: tensor for name, tensor in given.items() if tensor is not None}
+        warps_per_token = -(-num_chunks // 32)
+        num_ctas = config.num_ctas(rows.num_tokens * warps_per_token)
+        self._launch(config, args, num_ctas, read, {"tokens": tokens})
+        return tokens
+
+    def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        rounded = torch.empty_like(weights)
+        num_groups = weights.shape[0] * weights.shape[1] // GROUP_SIZE
+        num_pairs = weights.shape[2] // 2
+        args = RoundWeightsArgs(weights.data_ptr(), rounded.data_ptr(), num_groups, num_pairs)
+        config = RoundWeightsConfig(arch=self.arch)
+        num_ctas = -(-num_groups * num_pairs // config.num_threads)
+        self._launch(config, args, num_ctas, {"weights": weights}, {"rounded": rounded})
+        return rounded
+
+    def _launch(
+        self,
+        config: TrainingConfig,
+        args: ctypes.Structure,
+        num_ctas: int,
+        read: dict[str, torch.Tensor],
+        written: dict[str, torch.Tensor],
+    ) -> None:
+        """On the current stream, or now. The emulator refuses to touch any other tensor."""
+        if num_ctas == 0:
+            return
+        if self.gpu is not None:
+            launcher = _launcher(config, self.gpu)
+            launcher.launch(args, num_ctas, self.gpu.current_stream())
+            return
+        regions = [
+            *(MemoryRegion.of_tensor(name, t, is_writable=False) for name, t in read.items()),
+            *(MemoryRegion.of_tensor(name, t, is_writable=True) for name, t in written.items()),
+        ]
+        memory = tuple(_joined(regions))
+        launch = RankLaunch(0, _kernel(config), num_ctas, config.num_threads, 0, args, memory)
+        run_emulated([launch], seed=0, checks=True, clock="virtual")
+
+
+def _joined(regions: list[MemoryRegion]) -> list[MemoryRegion]:
+    """Two halves of the same rows overlap; the emulator wants memory once."""
+    joined: list[MemoryRegion] = []
+    for region in sorted((r for r in regions if r.num_bytes), key=lambda r: r.address):
+        if joined and region.address < joined[-1].address + joined[-1].num_bytes:
+            last = joined.pop()
+            end = max(last.address + last.num_bytes, region.address + region.num_bytes)
+            name = f"{last.name}, {region.name}"
+            is_writable = last.is_writable or region.is_writable
+            region = MemoryRegion(name, last.address, end - last.address, is_writable)
+        joined.append(region)
+    return joined
+
+
+def _rows_args(rows: Rows) -> RowsArgs:
+    return RowsArgs(
+        rows.offs.data_ptr(), rows.slot_of_row.data_ptr(), rows.offs.shape[0], rows.num_rows
+    )
+
+
+def _row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
+    return {"offs": rows.offs, "slot_of_row": rows.slot_of_row}
+
+
+def _bias_tensors(biases: Biases | None) -> dict[str, torch.Tensor]:
+    if biases is None:
+        return {}
+    return {"gate_bias": biases.gate, "up_bias": biases.up, "down_bias": biases.down}
+
+
+@lru_cache(maxsize=256)
+def _kernel(config: TrainingConfig) -> CompiledKernel:
+    return jit.build_training(config)
+
+
+@lru_cache(maxsize=256)
+def _launcher(config: TrainingConfig, gpu: Gpu) -> CudaLauncher:
+    """One per kernel and device: a module belongs to the device's context."""
+    return gpu.load(_kernel(config), num_threads=config.num_threads)

@@ -1,0 +1,154 @@
+"""`MoELayer`: the differentiable layer as a module."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from deep_moe.activations import Activation, activation_of
+
+from .experts import Precision
+from .functional import moe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class MoELayer(nn.Module):
+    """The experts of a mixture-of-experts layer; the router is the caller's.
+
+    hidden, intermediate: of each expert. num_experts: of all of them.
+    fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate first,
+        and `w3` is None: fewer and larger products.
+    biases: three more parameters, float32, zero at first.
+    group: ranks that share the experts; this module has the parameters of its rank's part.
+    precision, recompute, activation, activation_clamp, max_recv_slots, keep_received, arch: as in
+        `deep_moe.moe`.
+    device, dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
+
+    Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
+    maybe b1, b3 [experts, intermediate], b2 [experts, hidden].
+    """
+
+    w3: nn.Parameter | None
+    b1: nn.Parameter | None
+    b3: nn.Parameter | None
+    b2: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        *,
+        group: ProcessGroup | None = None,
+        fuse_w1_w3: bool = False,
+        biases: bool = False,
+        precision: Precision = "bf16",
+        recompute: bool = False,
+        activation: str | Activation = "swiglu",
+        activation_clamp: float | None = None,
+        max_recv_slots: int | None = None,
+        keep_received: bool = False,
+        arch: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.num_experts = num_experts
+        self.precision: Precision = precision
+        self.recompute = recompute
+        self.activation = activation_of(activation, activation_clamp)
+        self.arch = arch
+        self.group = group
+        self.max_recv_slots = max_recv_slots
+        self.keep_received = keep_received
+        num_ranks = 1 if group is None else group.size()
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"num_experts must be a multiple of the group's {num_ranks} ranks; "
+                f"got {num_experts}"
+            )
+        num_local_experts = num_experts // num_ranks
+
+        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_local_experts, *shape, device=device, dtype=dtype))
+
+        width = 2 * intermediate if fuse_w1_w3 else intermediate
+        self.w1 = parameter(hidden, width)
+        self.w3 = None if fuse_w1_w3 else parameter(hidden, width)
+        self.w2 = parameter(intermediate, hidden)
+        bias_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.b1 = parameter(intermediate, dtype=bias_dtype) if biases else None
+        self.b3 = parameter(intermediate, dtype=bias_dtype) if biases else None
+        self.b2 = parameter(hidden, dtype=bias_dtype) if biases else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights as in `nn.Linear`, biases zero."""
+        with torch.no_grad():
+            for weight in (self.w1, self.w3, self.w2):
+                if weight is not None:
+                    bound = 1 / math.sqrt(weight.shape[1])
+                    weight.uniform_(-bound, bound)
+            for bias in (self.b1, self.b3, self.b2):
+                if bias is not None:
+                    bias.zero_()
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[..., hidden] for x [..., hidden], topk_idx and topk_weights [..., topk]."""
+        out = moe(
+            x.reshape(-1, self.hidden),
+            topk_idx.reshape(-1, topk_idx.shape[-1]),
+            topk_weights.reshape(-1, topk_weights.shape[-1]),
+            self.w1,
+            self.w3,
+            self.w2,
+            b1=self.b1,
+            b3=self.b3,
+            b2=self.b2,
+            group=self.group,
+            precision=self.precision,
+            recompute=self.recompute,
+            activation=self.activation,
+            max_recv_slots=self.max_recv_slots,
+            keep_received=self.keep_received,
+            arch=self.arch,
+        )
+        return out.view(x.shape)
+
+    @torch.no_grad()
+    def load_transposed(self, l1: torch.Tensor, l2: torch.Tensor) -> None:
+        """Take the weights of a checkpoint, whose matrices are [out, in], of any float type.
+
+        l1: [experts, 2 * intermediate, hidden], gate's rows above up's; l2: [experts, hidden,
+        intermediate]; both as `deep_moe.checkpoint.load_experts` gives BF16 weights.
+        """
+        intermediate, hidden = self.intermediate, self.hidden
+        shapes = {
+            "l1": (l1, (self.w1.shape[0], 2 * intermediate, hidden)),
+            "l2": (l2, (self.w1.shape[0], hidden, intermediate)),
+        }
+        for name, (tensor, shape) in shapes.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
+        if self.w3 is None:
+            self.w1.copy_(l1.transpose(1, 2))
+        else:
+            self.w1.copy_(l1[:, :intermediate].transpose(1, 2))
+            self.w3.copy_(l1[:, intermediate:].transpose(1, 2))
+        self.w2.copy_(l2.transpose(1, 2))
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, "
+            f"num_experts={self.num_experts}, precision={self.precision!r}, "
+            f"activation={self.activation}"
+        )

@@ -1,0 +1,279 @@
+"""PyTorch's operators: the forward pass, which has the backward pass as its gradient, and what a
+compiler has to know of both.
+
+Optional results are empty tensors where there are none: an operator returns the same number always.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from deep_moe.activations import ACTIVATIONS, Activation
+from deep_moe.heuristics.training import num_padded_rows
+
+from .experts import Experts, Linear1, Weights, widened
+from .rows import Rows
+from .steps import Biases, steps_for
+
+_PARAMETERS = (
+    "Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
+    "str activation, str precision, str? arch"
+)
+torch.library.define(
+    "deep_moe::moe",
+    f"(Tensor x, Tensor topk_idx, Tensor topk_weights, {_PARAMETERS}, bool recompute) -> "
+    "(Tensor out, Tensor gate, Tensor up, Tensor offs, Tensor row_of_slot, Tensor slot_of_row)",
+)
+torch.library.define(
+    "deep_moe::moe_backward",
+    "(Tensor d_out, Tensor x, Tensor topk_weights, Tensor gate, Tensor up, Tensor offs, "
+    f"Tensor row_of_slot, Tensor slot_of_row, {_PARAMETERS}, bool needs_x, bool needs_weights, "
+    "bool needs_biases) -> (Tensor d_x, Tensor d_topk_weights, Tensor d_w1, Tensor d_w3, "
+    "Tensor d_w2, Tensor d_b1, Tensor d_b3, Tensor d_b2)",
+)
+moe_op = torch.ops.deep_moe.moe.default
+_moe_backward_op = torch.ops.deep_moe.moe_backward.default
+
+
+def encode_activation(activation: Activation) -> str:
+    """For an operator: name and parameters, bit for bit.
+
+    >>> from deep_moe.activations import Swiglu
+    >>> encode_activation(Swiglu(clamp=10.0))
+    'swiglu 0x1.4000000000000p+3'
+    """
+    return " ".join([activation.name, *(v.hex() for v in activation.parameters.values())])
+
+
+@lru_cache(maxsize=256)
+def decode_activation(text: str) -> Activation:
+    """The inverse."""
+    name, *values = text.split()
+    return ACTIVATIONS[name](*map(float.fromhex, values))
+
+
+def experts_of(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    precision: Any,
+    arch: str | None,
+) -> Experts:
+    """The operators' parameters as one object."""
+    biases = None
+    if b1 is not None:
+        assert b3 is not None
+        assert b2 is not None
+        biases = widened(Biases(b1, b3, b2), x.dtype)
+    weights = Weights(w1, w3, w2)
+    steps = steps_for(x, arch)
+    return Experts(weights, biases, decode_activation(activation), precision, steps)
+
+
+def _moe(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    precision: str,
+    arch: str | None,
+    recompute: bool,
+) -> tuple[torch.Tensor, ...]:
+    parameters = (w1, w3, w2, b1, b3, b2)
+    if topk_idx.numel() == 0:
+        options = (activation, precision, arch, recompute)
+        results = _moe_fake(x, topk_idx, topk_weights, *parameters, *options)
+        return tuple(result.zero_() for result in results)
+    experts = experts_of(x, *parameters, activation, precision, arch)
+    rows = experts.steps.route(topk_idx, w1.shape[0])
+    out, linear1 = experts.forward(x, rows, topk_weights)
+    gate, up = linear1.gate, linear1.up
+    if recompute:
+        gate, up = x.new_empty(0), None
+    if up is None:
+        up = x.new_empty(0)
+    return out, gate, up, rows.offs, rows.row_of_slot, rows.slot_of_row
+
+
+def _moe_fake(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    precision: str,
+    arch: str | None,
+    recompute: bool,
+) -> tuple[torch.Tensor, ...]:
+    num_experts, _hidden, width = w1.shape
+    num_rows = num_padded_rows(topk_idx.shape[0] * topk_idx.shape[1], num_experts)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=x.device)
+
+    return (
+        torch.empty_like(x),
+        x.new_empty(0) if recompute else x.new_empty(num_rows, width),
+        x.new_empty(0) if recompute or w3 is None else x.new_empty(num_rows, width),
+        ints(num_experts),
+        ints(*topk_idx.shape),
+        ints(num_rows),
+    )
+
+
+def _moe_backward(
+    d_out: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    offs: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    slot_of_row: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    precision: str,
+    arch: str | None,
+    needs_x: bool,
+    needs_weights: bool,
+    needs_biases: bool,
+) -> tuple[torch.Tensor, ...]:
+    parameters = (w1, w3, w2, b1, b3, b2)
+    if row_of_slot.numel() == 0:
+        wanted = (needs_x, needs_weights, needs_biases)
+        return tuple(t.zero_() for t in _gradient_shapes(x, topk_weights, parameters, wanted))
+    experts = experts_of(x, *parameters, activation, precision, arch)
+    linear1 = None
+    if gate.numel():
+        linear1 = Linear1(gate, None if w3 is None else up)
+    gradients = experts.backward(
+        d_out.contiguous(),
+        x,
+        Rows(offs, row_of_slot, slot_of_row),
+        topk_weights,
+        linear1,
+        needs_x=needs_x,
+        needs_weights=needs_weights,
+        needs_biases=needs_biases,
+    )
+    d_weights, d_biases = gradients.weights, gradients.biases
+    nothing: tuple[None, ...] = (None, None, None)
+    found = (
+        gradients.x,
+        gradients.topk_weights,
+        *(nothing if d_weights is None else (d_weights.gate, d_weights.up, d_weights.down)),
+        *(nothing if d_biases is None else (d_biases.gate, d_biases.up, d_biases.down)),
+    )
+    of = (x, topk_weights, *parameters)
+    return tuple(
+        x.new_empty(0) if gradient is None or value is None else gradient.to(value.dtype)
+        for gradient, value in zip(found, of, strict=True)
+    )
+
+
+def _gradient_shapes(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor, ...]:
+    """Empty tensors of the gradients' shapes. parameters: three weights, three biases."""
+    needs_x, needs_weights, needs_biases = wanted
+    needs = (needs_x, True, *[needs_weights] * 3, *[needs_biases] * 3)
+    return tuple(
+        # Contiguous: a parameter may be anything dense.
+        value.new_empty(value.shape) if is_needed and value is not None else x.new_empty(0)
+        for value, is_needed in zip((x, topk_weights, *parameters), needs, strict=True)
+    )
+
+
+def _moe_backward_fake(
+    d_out: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    offs: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    slot_of_row: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor | None,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    precision: str,
+    arch: str | None,
+    needs_x: bool,
+    needs_weights: bool,
+    needs_biases: bool,
+) -> tuple[torch.Tensor, ...]:
+    wanted = (needs_x, needs_weights, needs_biases)
+    return _gradient_shapes(x, topk_weights, (w1, w3, w2, b1, b3, b2), wanted)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, _topk_idx, topk_weights, *parameters, activation, precision, arch, _recompute = inputs
+    _out, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    # Not even zeros for the gradients of what is kept for this pass only.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, topk_weights, *kept, *parameters)
+    ctx.options = (activation, precision, arch)
+
+
+def _backward(ctx: Any, d_out: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    num_inputs = 13
+    if d_out is None:
+        return (None,) * num_inputs
+    needs_x, _idx, needs_topk_weights, *needs_parameters = ctx.needs_input_grad[:9]
+    needs_weights, needs_biases = any(needs_parameters[:3]), any(needs_parameters[3:])
+    d_x, d_topk_weights, *d_parameters = _moe_backward_op(
+        d_out, *ctx.saved_tensors, *ctx.options, needs_x, needs_weights, needs_biases
+    )
+    return (
+        d_x if needs_x else None,
+        None,
+        d_topk_weights if needs_topk_weights else None,
+        *(d if n else None for d, n in zip(d_parameters, needs_parameters, strict=True)),
+        *(None,) * 4,
+    )
+
+
+torch.library.impl("deep_moe::moe", "CompositeExplicitAutograd", _moe)
+torch.library.impl("deep_moe::moe_backward", "CompositeExplicitAutograd", _moe_backward)
+torch.library.register_fake("deep_moe::moe", _moe_fake)
+torch.library.register_fake("deep_moe::moe_backward", _moe_backward_fake)
+torch.library.register_autograd("deep_moe::moe", _backward, setup_context=_setup_context)
+
+
+def _no_second_derivative(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    raise RuntimeError("deep_moe.moe has no second derivative: its backward pass has no gradient")
+
+
+torch.library.register_autograd("deep_moe::moe_backward", _no_second_derivative)

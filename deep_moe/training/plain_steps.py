@@ -1,0 +1,165 @@
+"""The steps in PyTorch: for CPUs and for float64."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.activations import Activation
+from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
+from deep_moe.heuristics.training import ROW_ALIGNMENT, num_padded_rows
+
+from .rows import Rows
+from .steps import Biases
+
+
+class PlainSteps:
+    """BF16 is computed with in float32 and rounded at the end of each step; float64 as it is."""
+
+    def route(self, topk_idx: torch.Tensor, num_experts: int) -> Rows:
+        experts = topk_idx.reshape(-1).long()
+        is_used = (experts >= 0) & (experts < num_experts)
+        experts = experts.where(is_used, num_experts)
+        order = experts.argsort(stable=True)
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+        counts.scatter_add_(0, experts, torch.ones_like(experts))
+        padded = (counts[:-1] + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+        offs = padded.cumsum(0)
+        # Place of each slot among its expert's; slots without an expert are sorted last.
+        sorted_experts = experts[order]
+        place = torch.arange(len(order), device=order.device)
+        place -= (counts.cumsum(0) - counts)[sorted_experts]
+        begin = torch.cat([offs - padded, offs.new_full((1,), 0)])
+        row = (begin[sorted_experts] + place).where(sorted_experts < num_experts, -1)
+        row_of_slot = torch.empty_like(row).scatter_(0, order, row)
+        num_rows = num_padded_rows(len(order), num_experts)
+        # One row more takes the slots that have none.
+        slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=order.device)
+        slot_of_row[row_of_slot] = torch.arange(len(order), device=order.device)
+        return Rows(
+            offs.int(), row_of_slot.view(topk_idx.shape).int(), slot_of_row[:num_rows].int()
+        )
+
+    def gather(
+        self, tokens: torch.Tensor, rows: Rows, *, rounds_to_mxfp8: bool = False
+    ) -> torch.Tensor:
+        slots = rows.slot_of_row.long()
+        gathered = tokens[slots.clamp(min=0) // rows.num_topk]
+        gathered = gathered.masked_fill((slots < 0).unsqueeze(1), 0)
+        return mxfp8_rounded(gathered) if rounds_to_mxfp8 else gathered
+
+    def activate(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        rounds_to_mxfp8: bool = False,
+    ) -> torch.Tensor:
+        wide_gate, wide_up = _with_biases(gate, up, biases, rows)
+        activated = activation(wide_gate, wide_up).to(gate.dtype)
+        activated = activated.masked_fill((rows.slot_of_row < 0).unsqueeze(1), 0)
+        return mxfp8_rounded(activated) if rounds_to_mxfp8 else activated
+
+    def activate_backward(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        d_activated: torch.Tensor,
+        d_rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        d_gate: torch.Tensor,
+        d_up: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide_gate, wide_up = _with_biases(gate, up, biases, rows)
+        wide = wide_gate.dtype
+        slots = rows.slot_of_row.long()
+        is_padding = (slots < 0).unsqueeze(1)
+        weight = topk_weights.reshape(-1)[slots.clamp(min=0)].unsqueeze(1)
+        gate_factor, up_factor = activation.gate_factor(wide_gate), activation.up_factor(wide_up)
+        activated = gate_factor * up_factor
+        d_wide = d_activated.to(wide)
+        d_weight = (activated * d_wide).sum(1)
+        if biases is not None:
+            experts = _expert_of_row(rows)
+            d_weight = d_weight + (biases.down[experts] * d_rows.to(wide)).sum(1)
+        d_weighted = d_wide * weight
+        d_gate.copy_(
+            (d_weighted * activation.gate_slope(wide_gate) * up_factor).masked_fill(is_padding, 0)
+        )
+        d_up.copy_(
+            (d_weighted * activation.up_slope(wide_up) * gate_factor).masked_fill(is_padding, 0)
+        )
+        # One more takes what padding would give.
+        d_topk_weights = topk_weights.new_zeros(topk_weights.numel() + 1)
+        d_topk_weights[slots] = d_weight.to(topk_weights.dtype)
+        weighted = (activated * weight).masked_fill(is_padding, 0).to(gate.dtype)
+        return weighted, d_topk_weights[:-1].view(topk_weights.shape)
+
+    def scatter(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+        rows: Rows,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        wide = _wide(first.dtype)
+        total = first.new_zeros(rows.num_tokens, first.shape[1], dtype=wide)
+        experts = _expert_of_row(rows) if bias is not None else None
+        for k in range(rows.num_topk):
+            row = rows.row_of_slot[:, k].long()
+            is_used = (row >= 0).unsqueeze(1)
+            row = row.clamp(min=0)
+            value = first[row].to(wide)
+            if second is not None:
+                value = value + second[row].to(wide)
+            if bias is not None:
+                assert experts is not None
+                value = value + bias[experts[row]]
+            if topk_weights is not None:
+                value = topk_weights[:, k : k + 1] * value
+            total = (total + value).where(is_used, total)
+        return total.to(first.dtype)
+
+    def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        rounded = torch.empty_like(weights)
+        for expert, values in enumerate(weights):  # one at a time: each is widened
+            rounded[expert] = mxfp8_rounded(values.t().contiguous()).t()
+        return rounded
+
+
+def mxfp8_rounded(values: torch.Tensor) -> torch.Tensor:
+    """BF16 [..., K] as E4M3 with a UE8M0 scale for every 32, and back."""
+    groups = values.float().unflatten(-1, (-1, GROUP_SIZE))
+    quantized, sf = quantize_e4m3_groups(groups)
+    scales = ue8m0_to_float(sf, torch.float32).unsqueeze(-1)
+    return (quantized.float() * scales).flatten(-2).to(values.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def _with_biases(
+    gate: torch.Tensor, up: torch.Tensor, biases: Biases | None, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = _wide(gate.dtype)
+    gate, up = gate.to(wide), up.to(wide)
+    if biases is None:
+        return gate, up
+    experts = _expert_of_row(rows)
+    return gate + biases.gate[experts], up + biases.up[experts]
+
+
+def _expert_of_row(rows: Rows) -> torch.Tensor:
+    """Of rows behind the last expert's end any."""
+    row = torch.arange(rows.num_rows, dtype=torch.int32, device=rows.offs.device)
+    experts = torch.searchsorted(rows.offs, row, right=True)
+    return experts.clamp(max=rows.offs.shape[0] - 1)

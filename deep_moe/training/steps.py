@@ -1,0 +1,111 @@
+"""What happens between the products, as an interface with two implementations.
+
+`KernelSteps` launches our kernels: on a GPU, or, for tensors on a CPU and a target's name, in the
+emulator. `PlainSteps` says the same in PyTorch, for CPUs and for float64; with BF16 it rounds where
+the kernels round. Only their exponentials differ, and the order of the gate gradient's sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from deep_moe.activations import Activation
+from deep_moe.fused.gpu import gpu_of
+
+from .rows import Rows
+
+
+@dataclass(frozen=True)
+class Biases:
+    """gate, up: [experts, intermediate]; down: [experts, hidden]. In float32, or float64 if the
+    layer runs in it."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+class Steps(Protocol):
+    """R: rows, H: hidden, I: intermediate size. Weights of slots are float32 [tokens, topk]."""
+
+    def route(self, topk_idx: torch.Tensor, num_experts: int) -> Rows:
+        """Slots sorted by expert; ids outside of 0 to num_experts - 1 are no experts."""
+        ...
+
+    def gather(
+        self, tokens: torch.Tensor, rows: Rows, *, rounds_to_mxfp8: bool = False
+    ) -> torch.Tensor:
+        """[R, H]: each row its slot's token, padding zero."""
+        ...
+
+    def activate(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        rounds_to_mxfp8: bool = False,
+    ) -> torch.Tensor:
+        """[R, I]: activation(gate + bias, up + bias), padding zero. gate and up: [R, I], rows of
+        the same stride."""
+        ...
+
+    def activate_backward(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: Biases | None,
+        activation: Activation,
+        rows: Rows,
+        *,
+        d_activated: torch.Tensor,
+        d_rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        d_gate: torch.Tensor,
+        d_up: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fills d_gate and d_up [R, I]; returns the activation's output times the slots' weights
+        [R, I] and the gradient of these [tokens, topk].
+
+        d_activated [R, I], d_rows [R, H]: gradients of the activation's output and of the layer's,
+        both without the slots' weights.
+        """
+        ...
+
+    def scatter(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+        rows: Rows,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[tokens, H]: for each token the sum of weight * (first + second + bias) over its used
+        slots, in their order. first, second: [R, H]; bias: [experts, H]."""
+        ...
+
+    def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """[experts, K, N] as MXFP8 would hold them, a scale for 32 neighbours along K."""
+        ...
+
+
+def steps_for(x: torch.Tensor, arch: str | None) -> Steps:
+    """Who does the steps for a layer whose tokens are these. arch: a target's name, or None."""
+    from .kernel_steps import KernelSteps
+    from .plain_steps import PlainSteps
+
+    if x.dtype != torch.bfloat16:
+        return PlainSteps()
+    gpu = gpu_of(x.device)
+    if gpu is not None:
+        own = gpu.target.name
+        if arch not in (None, own):
+            raise ValueError(f"arch must be {own}, that of {x.device}, or None; got {arch!r}")
+        return KernelSteps(own, gpu)
+    return PlainSteps() if arch is None else KernelSteps(arch, None)

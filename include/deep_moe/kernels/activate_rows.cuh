@@ -1,0 +1,51 @@
+// Linear2's input: the activation of Linear1's two outputs, with biases added first, in FP32;
+// padding rows zero. With `rounds_to_mxfp8` as MXFP8 would hold it.
+//
+// Grid: a warp per row.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/training/chunk_values.cuh"
+#include "deep_moe/training/expert_rows.cuh"
+#include "deep_moe/training/mxfp8_rounding.cuh"
+
+namespace deep_moe {
+
+template <class Config>
+__device__ __forceinline__ void activate_rows(const ActivateRowsArgs& args) {
+    const uint32_t row = warp_in_grid<Config>();
+    if (!is_used_row(args.rows, row)) return;
+    const bool is_padding = args.rows.slot_of_row[row] < 0;
+    uint64_t bias = 0;  // where the expert's begin
+    if constexpr (Config::has_biases) {
+        const uint64_t expert = expert_of_row(args.rows.offs, args.rows.num_experts, row);
+        bias = expert * args.num_chunks * 8;
+    }
+    const uint64_t input = uint64_t{row} * args.stride_chunks;
+    const uint4* const gate_row = static_cast<const uint4*>(args.gate) + input;
+    const uint4* const up_row = static_cast<const uint4*>(args.up) + input;
+    uint4* const activated = static_cast<uint4*>(args.activated) + uint64_t{row} * args.num_chunks;
+    for (uint32_t first = 0; first < args.num_chunks; first += warp_size) {
+        const uint32_t chunk_idx = first + ptx::lane_idx();
+        const bool is_valid = chunk_idx < args.num_chunks;
+        uint4 chunk = {};
+        if (is_valid && !is_padding) {  //~ padding_not_activated
+            ChunkValues gate = ChunkValues::of(gate_row[chunk_idx]);
+            ChunkValues up = ChunkValues::of(up_row[chunk_idx]);
+            if constexpr (Config::has_biases) {
+                gate.add(args.gate_bias + bias + chunk_idx * 8);  //~ gate_bias_added
+                up.add(args.up_bias + bias + chunk_idx * 8);
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i) {
+                gate.values[i] = Config::Activation::apply(gate.values[i], up.values[i]);
+            }
+            chunk = gate.chunk();
+        }
+        if constexpr (Config::rounds_to_mxfp8) chunk = mxfp8_rounded(chunk);
+        if (is_valid) activated[chunk_idx] = chunk;
+    }
+}
+
+}  // namespace deep_moe

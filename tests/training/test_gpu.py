@@ -1,0 +1,131 @@
+"""The layer on a GPU: our kernels and PyTorch's grouped GEMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe.training.kernel_steps import KernelSteps
+from deep_moe.training.plain_steps import PlainSteps
+from deep_moe.training.steps import steps_for
+
+from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
+
+pytestmark = pytest.mark.gpu
+BF16_ERROR = 4 * 2.0**-9
+KINDS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "biases": {"activation": "swiglu_oai", "biases": True},
+    "one tensor": {"activation": "situ", "fused": True},
+    "mxfp8": {"precision": "mxfp8", "biases": True},
+}
+
+
+def on_gpu(layer: Layer) -> Layer:
+    tensors = {
+        name: None if t is None else t.detach().cuda().requires_grad_()
+        for name, t in layer.tensors.items()
+    }
+    return Layer(layer.topk_idx.cuda(), tensors, layer.options)
+
+
+def on_cpu(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_it_is_what_a_cpu_makes(kind: str, num_tokens: int) -> None:
+    """Experts without a token among them: the last one's gradients are zero."""
+    layer = Layer.random(
+        num_tokens=num_tokens, num_experts=9, hidden=256, intermediate=96, **KINDS[kind]
+    )
+    d_out = random_like(layer())
+    ours = on_cpu(on_gpu(layer).run(d_out.cuda()))
+    assert_close(ours, layer.run(d_out), BF16_ERROR)
+    assert (ours["w1"][-1] == 0).all()
+    assert (ours["w2"][-1] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_are_bit_equal(kind: str) -> None:
+    layer = on_gpu(
+        Layer.random(num_tokens=2000, num_experts=9, hidden=256, intermediate=96, **KINDS[kind])
+    )
+    expected = layer.run()
+    for _ in range(5):
+        assert_equal_bits(layer.run(), expected)
+    assert_equal_bits(layer.run(recompute=True), expected)
+
+
+def test_many_slots_are_sorted() -> None:
+    topk_idx = torch.randint(-1, 128, (32768, 8), generator=torch.Generator().manual_seed(0))
+    steps = steps_for(torch.empty(1, 8, dtype=torch.bfloat16, device="cuda"), None)
+    assert isinstance(steps, KernelSteps)
+    ours, plain = steps.route(topk_idx.cuda(), 128), PlainSteps().route(topk_idx, 128)
+    assert torch.equal(ours.offs.cpu(), plain.offs)
+    assert torch.equal(ours.row_of_slot.cpu(), plain.row_of_slot)
+    assert torch.equal(ours.slot_of_row.cpu(), plain.slot_of_row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_host_waits(kind: str) -> None:
+    layer = on_gpu(Layer.random(num_tokens=40, hidden=64, intermediate=64, **KINDS[kind]))
+    d_out = random_like(layer()).cuda().bfloat16()
+    layer.run(d_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.run(d_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_sees_other_routing_and_weights(kind: str) -> None:
+    layer = on_gpu(Layer.random(num_tokens=40, hidden=64, intermediate=64, **KINDS[kind]))
+    d_out = random_like(layer()).cuda().bfloat16()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer.run(d_out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer.run(d_out)
+    with torch.no_grad():
+        layer.topk_idx.copy_(layer.topk_idx.roll(5, 0).clamp(max=2))
+        layer.tensors["w2"].mul_(1.5)  # type: ignore[union-attr]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal_bits(on_cpu(captured), on_cpu(layer.run(d_out)))
+
+
+def test_compiled_without_a_break() -> None:
+    module = deep_moe.MoELayer(64, 64, 5, device="cuda")
+    layer = on_gpu(Layer.random(num_tokens=40, hidden=64, intermediate=64))
+    x, weights = layer.tensors["x"], layer.tensors["topk_weights"]
+    compiled = torch.compile(module, fullgraph=True)
+    out = compiled(x, layer.topk_idx, weights)
+    assert torch.equal(out, module(x, layer.topk_idx, weights))
+    out.float().square().sum().backward()
+    assert module.w1.grad is not None
+
+
+def test_gradcheck() -> None:
+    layer = on_gpu(Layer.random(dtype=torch.float64, biases=True))
+    names = [name for name, tensor in layer.tensors.items() if tensor is not None]
+
+    def call(*leaves: torch.Tensor) -> torch.Tensor:
+        return Layer(layer.topk_idx, {**layer.tensors, **dict(zip(names, leaves, strict=True))})()
+
+    assert torch.autograd.gradcheck(call, [layer.tensors[name] for name in names], fast_mode=True)
+
+
+def test_another_architectures_kernels_are_refused() -> None:
+    layer = on_gpu(Layer.random())
+    own = torch.cuda.get_device_capability()
+    with pytest.raises(ValueError, match="arch must be"):
+        layer(arch="sm_100a" if own[0] == 9 else "sm_90a")

@@ -1,0 +1,100 @@
+"""The compiled kernels: no spills on any architecture, arguments that agree on both sides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deep_moe import jit
+from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.errors import CompileError
+from deep_moe.heuristics.training import (
+    ActivateRowsBackwardConfig,
+    ActivateRowsConfig,
+    CountSlotsConfig,
+    GatherRowsConfig,
+    PlaceSlotsConfig,
+    RoundWeightsConfig,
+    ScanCountsConfig,
+    ScatterRowsConfig,
+    TrainingConfig,
+)
+from deep_moe.jit import training_args
+from deep_moe.jit.kernel_args import layout_checks
+
+HEADER = Path(__file__).parents[2] / "include/deep_moe/training/args.cuh"
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+def configs(arch: str) -> list[TrainingConfig]:
+    """Each kernel, and of what can be chosen the largest."""
+    return [
+        CountSlotsConfig(num_experts=1024, arch=arch),
+        ScanCountsConfig.of_experts(1024, arch),
+        PlaceSlotsConfig(num_experts=1024, arch=arch),
+        GatherRowsConfig(rounds_to_mxfp8=True, arch=arch),
+        *(
+            config
+            for activation in (Swiglu(), SwigluOai(), Situ())
+            for config in (
+                ActivateRowsConfig(
+                    applied=activation, has_biases=True, rounds_to_mxfp8=True, arch=arch
+                ),
+                ActivateRowsBackwardConfig(applied=activation, has_biases=True, arch=arch),
+            )
+        ),
+        ScatterRowsConfig(num_sources=2, has_biases=True, arch=arch),
+        RoundWeightsConfig(arch=arch),
+    ]
+
+
+def compile_kernel(config: TrainingConfig):
+    return jit.compile_source(
+        jit.render_training(config),
+        arch=config.arch,
+        include_paths=jit.find_headers().include_paths,
+        kernel=jit.training_name(config),
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spills(arch: str) -> None:
+    for config in configs(arch):
+        compilation = compile_kernel(config)
+        resources = compilation.resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0, config
+        assert resources.stack_bytes == 0, config
+        assert resources.static_smem_bytes <= 48 << 10, config
+        assert "warning" not in compilation.log.lower(), compilation.log
+
+
+def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GatherRowsConfig(arch="sm_90a")
+    for check in layout_checks(training_args.GatherRowsArgs):
+        wrong = replace(check, value=check.value + 8)
+        monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_, w=wrong: iter([w]))
+        with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
+            compile_kernel(config)
+
+
+@pytest.mark.parametrize(
+    "args", {training_args.RowsArgs, *training_args.ARGS_OF_STEP.values()}, ids=str
+)
+def test_every_member_of_the_header_is_mirrored_in_order(args: type) -> None:
+    pattern = rf"struct {args.__name__} \{{\n(.*?)\n\}};"
+    body = re.search(pattern, HEADER.read_text(), re.DOTALL)
+    assert body is not None
+    members = re.findall(r"^\s+(?:const )?\w+\*? (\w+);", body.group(1), re.MULTILINE)
+    assert members == [name for name, *_ in args._fields_]
+
+
+def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
+    config = ActivateRowsConfig(applied=Situ(beta=3.0), arch="sm_90a")
+    kernel = jit.build_training(config, cache=jit.KernelCache(tmp_path))
+    assert kernel.name == "activate_rows_kernel"
+    assert f".entry {kernel.name}" in kernel.ptx
+    assert kernel.manifest["config"]["activation_beta"] == 3.0
+    assert kernel.manifest["config"]["arch"] == "sm_90a"

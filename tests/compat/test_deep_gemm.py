@@ -567,7 +567,7 @@ class TestPreDispatch:
         ],
     )
     def test_refusals(self, buffer, options, message):
-        rows = SimpleNamespace(shape=(5, HIDDEN))
+        rows = SimpleNamespace(shape=(5, HIDDEN), dtype=torch.int32)
         with pytest.raises(ValueError, match=message):
             deep_gemm.mega_moe_pre_dispatch(*[rows] * 7, **{"num_tokens": 5, **options})
 

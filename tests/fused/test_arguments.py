@@ -269,7 +269,7 @@ def test_a_warm_calls_options_are_of_the_right_types_too(example, monkeypatch) -
         ({"num_experts": 0}, "num_experts must be"),
         ({"num_topk": 0}, "num_topk must be 1 to 32"),
         ({"num_topk": 5}, r"num_topk must be at most num_experts \(4\)"),
-        ({"hidden": 200}, "hidden must be a positive multiple of 32 with mxfp4 weights; got 200"),
+        ({"hidden": 200}, "hidden must be a positive multiple of 32; got 200"),
         ({"intermediate_hidden": 48}, "intermediate_hidden must be a positive multiple of 32"),
         ({"num_max_tokens_per_rank": 0}, "num_max_tokens_per_rank must be at least 1"),
         ({"device": "meta"}, "device must be a CPU or a CUDA device; got meta"),

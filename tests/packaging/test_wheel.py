@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# A wheel and its source are built: a minute, unless the machine is loaded.
+pytestmark = pytest.mark.timeout(3600)
+
 ROOT = Path(__file__).parent.parent.parent
 # Where the packages of the wheel come from.
 FOLDERS = {

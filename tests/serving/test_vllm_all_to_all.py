@@ -10,9 +10,9 @@ import torch
 import deep_moe
 from deep_moe.trial.rank_processes import run_on_ranks
 
-from .test_vllm import EXPERTS, HIDDEN, INTERMEDIATE, MAX_TOKENS, TOPK, make_runner, route, world
-
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+from .test_vllm import EXPERTS, HIDDEN, INTERMEDIATE, MAX_TOKENS, TOPK, make_runner, route, world
 
 
 def weights() -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,7 +81,7 @@ def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "args", {training_args.RowsArgs, *training_args.ARGS_OF_STEP.values()}, ids=str
+    "args", dict.fromkeys([training_args.RowsArgs, *training_args.ARGS_OF_STEP.values()]), ids=str
 )
 def test_every_member_of_the_header_is_mirrored_in_order(args: type) -> None:
     pattern = rf"struct {args.__name__} \{{\n(.*?)\n\}};"

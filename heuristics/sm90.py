@@ -32,10 +32,8 @@ from .smem_layout import sm90_smem_layout
 
 SMEM_CAPACITY = 227 * 1024  # what one CTA of sm_90 may opt in to
 DEFAULT_NUM_SMS = 132  # H100 and H200
-# Measured on an H200 on 2026-11-20 with FP4 weights: sharing tokens or weights among 2 CTAs changed
-# the rate of prefill by -3 to 0 %, among 4 by -30 %. The chip is bound by power there, not by
-# copies. With 2, the CTAs of a cluster share weights.
-CLUSTER_SIZE = 1
+# A cluster's CTAs share copies of weights. Decoded weights do not gain from that: prefill is bound
+# by power there, not by copies (H200, 2026-11-20, and the whole kernel again on 2026-11-23).
 CLUSTER_SIZES = (1, 2)
 BLOCK_N = (
     256  # two math warpgroups of two 64-row products each; 128 rows read tokens twice as often
@@ -106,7 +104,8 @@ class WeightKind:
 
     block_bytes: of 256 rows x a k-block. has_row_factors: whether scales are a factor for each row.
     has_block_scales: whether there is one for every 128 x 128, so that the sums of every k-block
-    are added up in registers. tiles: block_m and block_m_step of those that there are registers
+    are added up in registers. shares_weights: whether it is faster where two CTAs share copies of
+    weights. tiles: block_m and block_m_step of those that there are registers
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
     spared_tiles: those of them that are not chosen unless they are asked for.
     """
@@ -114,6 +113,7 @@ class WeightKind:
     block_bytes: int
     has_row_factors: bool
     has_block_scales: bool
+    shares_weights: bool
     tiles: tuple[tuple[int, int], ...]
     costs: Callable[[float], tuple[float, float]]
     spared_tiles: tuple[tuple[int, int], ...] = ()
@@ -166,11 +166,11 @@ PROMOTED_ROWS = (*range(8, 120, 8), 128)
 MAX_ROWS_OF_TWO_SETS = 88
 PROMOTING_LOOP_REGISTERS = 40
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, False, TILES, decoded_costs, SPARED_TILES),
+    "mxfp4": WeightKind(17408, True, False, False, TILES, decoded_costs, SPARED_TILES),
     "fp8": WeightKind(
-        32768, False, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
+        32768, False, True, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
     ),
-    "bf16": WeightKind(32768, False, False, TILES, bf16_costs),
+    "bf16": WeightKind(32768, False, False, True, TILES, bf16_costs),
 }
 MMAS_PER_K_BLOCK = 4
 
@@ -468,21 +468,6 @@ def choose_fields(
     choose("num_sms", num_sms, "one CTA per SM of the device, all resident at once")
     if num_sms < 1:
         raise ValueError(f"num_sms must be at least 1; got {num_sms}")
-    cluster_size = choose(
-        "cluster_size", CLUSTER_SIZE, "sharing tiles among CTAs measured no faster"
-    )
-    if cluster_size not in CLUSTER_SIZES:
-        raise ValueError(f"cluster_size must be 1 or 2; got {cluster_size}")
-    if num_sms % cluster_size != 0:
-        raise ValueError(f"num_sms must be even with cluster_size 2; got {num_sms}")
-    choose(
-        "num_cluster_m_blocks",
-        cluster_size,
-        "CTAs share nothing"
-        if cluster_size == 1
-        else "CTAs of a cluster share an n-block's weights",
-    )
-
     expected = shape.expected_tokens_per_expert(num_tokens)
     kind = WEIGHTS[shape.weights]
     allowed_rows = sorted({rows for rows, _ in kind.tiles})
@@ -500,6 +485,7 @@ def choose_fields(
         raise ValueError(
             f"block_m must be one of {', '.join(map(str, allowed_rows))}; got {block_m}"
         )
+    _choose_clusters(choices, kind, has_two_m_blocks=expected >= block_m)
     default_step = chosen_step if block_m == chosen_block_m else block_m
     block_m_step = choose(
         "block_m_step",
@@ -589,6 +575,35 @@ def choose_fields(
         num_min_chunks=COMBINE_CHUNKS_OF_FEW_TOKENS if block_m == min(BLOCK_MS) else 1,
     )
     return choices.fields, choices.reasons
+
+
+def _choose_clusters(choices: FieldChoices, kind: WeightKind, *, has_two_m_blocks: bool) -> None:
+    """Needs num_sms. has_two_m_blocks: whether about half of the experts or more are expected to.
+
+    On an H200 (2026-11-23, benchmarks/LOG.md) clusters take 1 to 9 % less time from there on with
+    weights that come as they are, up to 1 % more below, and with decoded weights next to nothing.
+    """
+    num_sms = choices.fields["num_sms"]
+    if not kind.shares_weights:
+        chosen, reason = 1, "sharing decoded weights among CTAs measured no faster"
+    elif not has_two_m_blocks:
+        chosen, reason = 1, "most experts have one m-block, with nobody to share weights"
+    elif num_sms % 2:
+        chosen, reason = 1, "an odd number of SMs"
+    else:
+        chosen, reason = 2, "experts have two m-blocks and more, which share copies of weights"
+    cluster_size = choices.choose("cluster_size", chosen, reason)
+    if cluster_size not in CLUSTER_SIZES:
+        raise ValueError(f"cluster_size must be 1 or 2; got {cluster_size}")
+    if num_sms % cluster_size != 0:
+        raise ValueError(f"num_sms must be even with cluster_size 2; got {num_sms}")
+    choices.choose(
+        "num_cluster_m_blocks",
+        cluster_size,
+        "CTAs share nothing"
+        if cluster_size == 1
+        else "CTAs of a cluster share an n-block's weights",
+    )
 
 
 def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

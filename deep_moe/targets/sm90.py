@@ -18,7 +18,7 @@ class Sm90(Target):
     """The kernel whose warps decode weights for `wgmma`."""
 
     kernel = "sm90"
-    cluster_size = sm90.CLUSTER_SIZE
+    cluster_size = min(sm90.CLUSTER_SIZES)
     smem_capacity = sm90.SMEM_CAPACITY
     heeds_uneven = True
     overridable = sm90.OVERRIDABLE

@@ -127,7 +127,8 @@ class Target(ABC):
     which `gpus` names some. default_num_sms: SMs of such a GPU.
 
     kernel: namespace of the kernel in the header library, and the beginning of its file's name.
-    cluster_size: CTAs of a cluster. smem_capacity: bytes of shared memory that a CTA may ask for.
+    cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
+    ask for.
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
     callers may set. tunable: those of them whose best value differs from layer to layer. roles:
     what the warps do that have dispatch, loader and epilogue registers. weights: by format.

@@ -62,10 +62,7 @@ def test_what_the_library_refuses_is_one_line_on_stderr_and_a_failure():
     result = run("config", "--hidden", "100")
     assert result.returncode == 1
     assert result.stdout == ""
-    assert (
-        result.stderr
-        == "error: hidden must be a positive multiple of 32 with mxfp4 weights; got 100\n"
-    )
+    assert result.stderr == "error: hidden must be a positive multiple of 32; got 100\n"
 
 
 def test_the_version_is_printed(main):
@@ -99,7 +96,7 @@ REFUSED = {
     "config --ranks 0": "'--ranks'",
     "config --tokens 99999999999999": "must be at most 2147483647; got",
     "config --max-tokens 0": "'--max-tokens'",
-    "config --hidden 100": "hidden must be a positive multiple of 32 with mxfp4 weights; got 100",
+    "config --hidden 100": "hidden must be a positive multiple of 32; got 100",
     "config --gpu 'NVIDIA H2000'": "of, NVIDIA H200; got 'NVIDIA H2000'",
     "config --gpu ''": "--gpu must name a GPU",
     "config --gpu 'NVIDIA H200' --arch sm_100a": "--arch must be sm_90a with --gpu NVIDIA H200",

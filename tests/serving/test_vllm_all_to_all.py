@@ -12,7 +12,16 @@ from deep_moe.trial.rank_processes import run_on_ranks
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 
-from .test_vllm import EXPERTS, HIDDEN, INTERMEDIATE, MAX_TOKENS, TOPK, make_runner, route, world
+from .test_vllm import (  # noqa: E402
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    MAX_TOKENS,
+    TOPK,
+    make_runner,
+    route,
+    world,
+)
 
 
 def weights() -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,7 +156,7 @@ def test_they_are_walked_block_by_block(make_config: Any, make_ranks: Any, block
         hidden=128,
         overrides={"block_m": block_m},
     )
-    ranks = make_ranks(config, output_bytes=4 * (1 + 6 * MAX_BLOCKS))
+    ranks = make_ranks(config, output_bytes=4 * (1 + 7 * MAX_BLOCKS))
     publish(ranks, [3, NUM_TOKENS])
 
     ranks.run(WALK_KERNEL)

@@ -455,7 +455,7 @@ SM90_MUTATIONS = (
             ("token_scales_not_copied", removed("token_scales_copied"), "race|misuse|timeout"),
             (
                 "token_scales_not_counted",
-                replaced("token_scale_bytes", "(has_token_scales ? token_vector_bytes : 0)", "0"),
+                replaced("token_scale_bytes", "(promotes_scales ? token_vector_bytes : 0)", "0"),
                 "race|misuse",
             ),
             ("stage_released_before_its_scales_are_read", removed("token_scales_read"), "race"),

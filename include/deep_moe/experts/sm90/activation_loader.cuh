@@ -129,10 +129,9 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                 // What every stage has beside the tile.
-                const bool has_token_scales = promotes_scales && reads_pool;
                 const uint32_t num_stage_bytes =
                     copy.num_bytes +
-                    (has_token_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
+                    (promotes_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
                 if (is_linear1 && k_block_idx == 0 && reads_pool) {
                     // Scales, and the weights that go into Linear1's output.
                     constexpr bool has_weights = !Config::Biases::exist;
@@ -154,14 +153,13 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                     ptx::mbarrier_arrive_expect_tx(full, num_stage_bytes);
                 }
                 if constexpr (promotes_scales) {
-                    if (has_token_scales) {
-                        //~ token_scales_copied
-                        ptx::cp_async_bulk_shared_global(
-                            smem.token_scales(ring.stage),
-                            is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
-                                       : local.l2_token_sf(k_block_idx, first_row),
-                            token_vector_bytes, full);
-                    }
+                    const void* scales = is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
+                                                    : local.l2_token_sf(k_block_idx, first_row);
+                    // Of a block without results, any numbers that nobody writes to.
+                    if (!reads_pool) scales = linear.weight_blocks(args);
+                    //~ token_scales_copied
+                    ptx::cp_async_bulk_shared_global(smem.token_scales(ring.stage), scales,
+                                                     token_vector_bytes, full);
                 }
                 copy.start(smem.activations(ring.stage), k_block_idx, full);
             }

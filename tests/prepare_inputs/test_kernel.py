@@ -30,7 +30,9 @@ def compile_kernel(source: str, arch: str):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(("int32_idx", "bf16_weights"), list(product([False, True], repeat=2)))
 def test_no_spills_and_full_occupancy(arch: str, int32_idx: bool, bf16_weights: bool) -> None:
-    config = PrepareInputsConfig(int32_idx, bf16_weights, arch=arch)
+    config = PrepareInputsConfig(
+        has_int32_topk_idx=int32_idx, has_bf16_topk_weights=bf16_weights, arch=arch
+    )
     compilation = compile_kernel(jit.render_prepare_inputs(config), arch)
     resources = compilation.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0

@@ -216,9 +216,9 @@ def outcome(
     scale_block = target_of(arch).weights_of(weights).scale_block
     overrides = dict(setting.overrides)
     num_sms = setting.num_sms
-    if in_clusters:
-        overrides |= {"cluster_size": 2}
-        num_sms *= 2
+    if arch == "sm_90a":  # else the heuristics' choice would decide which path is tested
+        overrides |= {"cluster_size": 2 if in_clusters else 1}
+        num_sms *= 2 if in_clusters else 1
     if one_size:
         overrides |= {"block_m": one_size, "block_m_step": one_size}
     tokens = [

@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 FITTED = {"block_m": 128, "block_m_step": 32}
 
 
+def small_shape(weights: str, num_ranks: int = 1, **sizes: int) -> MoEShape:
+    """A layer of 4 experts for 50 tokens, with an odd number of k-blocks and of Linear2's blocks,
+    unless said otherwise."""
+    defaults = {
+        "num_experts": 4,
+        "num_topk": 2,
+        "hidden": 384,
+        "intermediate_hidden": 256,
+        "num_max_tokens_per_rank": 50,
+    }
+    return MoEShape(num_ranks=num_ranks, weights=weights, **{**defaults, **sizes})
+
+
 class LayerCase:
     """The ranks of one layer with their weights; `call` runs the kernel once on all of them."""
 

@@ -74,9 +74,15 @@ def test_every_target_has_tiles() -> None:
     assert TILES.keys() == TARGETS.keys()
 
 
-@pytest.mark.parametrize(("arch", "tile"), CASES)
-@pytest.mark.parametrize("num_pool_tokens", [None, 384])
-@pytest.mark.parametrize("num_experts_per_part", [1, 2])
+# Every tile with both pools, and with parts of one expert in one and of two in the other.
+PARTS = [
+    (arch, tile, num_pool_tokens, 1 + (i + has_ring) % 2)
+    for i, (arch, tile) in enumerate(CASES)
+    for has_ring, num_pool_tokens in enumerate((None, 384))
+]
+
+
+@pytest.mark.parametrize(("arch", "tile", "num_pool_tokens", "num_experts_per_part"), PARTS)
 def test_parts_between_experts(
     arch: str, tile: dict[str, int], num_pool_tokens: int | None, num_experts_per_part: int
 ) -> None:

@@ -65,9 +65,17 @@ def test_no_spills_with_biases(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
 
 
+def pairs() -> list[tuple[int, str, str]]:
+    """Every tile in every problem, with weights in turn, so that each format meets both."""
+    formats = ("mxfp4", "fp8", "bf16")
+    return [
+        (block_m, problem, formats[(i + j) % len(formats)])
+        for i, block_m in enumerate(TILES)
+        for j, problem in enumerate(MORE_PROBLEMS)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
-@pytest.mark.parametrize("problem", MORE_PROBLEMS)
-@pytest.mark.parametrize("block_m", TILES)
+@pytest.mark.parametrize(("block_m", "problem", "weights"), pairs())
 def test_no_spills_in_more_problems(block_m: int, problem: str, weights: str) -> None:
     check(block_m, MORE_PROBLEMS[problem], weights)

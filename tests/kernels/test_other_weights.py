@@ -1,0 +1,77 @@
+"""What each kernel of weights other than MXFP4 has to show, by every name that it has: exact layers
+bit for bit, random ones within what rounding explains. What only one of them has stands in
+test_sm90_fp8.py and its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_moe.targets import target_of
+from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
+
+from .layer_case import LayerCase, small_shape
+
+KERNELS = (("sm_90a", "fp8"), ("sm_90a", "bf16"), ("sm_100a", "fp8"), ("sm_100a", "bf16"))
+OTHER_NAMES = (("sm_103a", "fp8"), ("sm_103a", "bf16"))  # of the kernels of sm_100a
+each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
+
+
+def exact_case(arch: str, weights: str, num_ranks: int = 1, **sizes: int) -> LayerCase:
+    shape = small_shape(weights, num_ranks, **sizes)
+    scale_block = target_of(arch).weights_of(weights).scale_block
+    return LayerCase(shape, exact_layer(shape, scale_block=scale_block), arch=arch)
+
+
+def random_case(arch: str, weights: str, **sizes: int) -> LayerCase:
+    """FP32 scales are no powers of two."""
+    shape = small_shape(weights, **sizes)
+    scale_block = target_of(arch).weights_of(weights).scale_block
+    return LayerCase(shape, random_layer(shape, scale_block=scale_block), arch=arch)
+
+
+@each_kernel
+@pytest.mark.parametrize(("hidden", "intermediate_hidden"), [(128, 128), (384, 128), (128, 640)])
+def test_odd_numbers_of_blocks(
+    arch: str, weights: str, hidden: int, intermediate_hidden: int
+) -> None:
+    case = exact_case(arch, weights, hidden=hidden, intermediate_hidden=intermediate_hidden)
+    (result,) = case.compare_call([exact_tokens(case.shape, 24, seed=hidden)])
+    assert result.is_exact, result
+
+
+@pytest.mark.parametrize(("arch", "weights"), [*KERNELS, *OTHER_NAMES])
+def test_ranks_and_calls_in_a_row(arch: str, weights: str) -> None:
+    case = exact_case(arch, weights, num_ranks=2)
+    calls = [
+        [exact_tokens(case.shape, count, seed=10 * i + count) for count in counts]
+        for i, counts in enumerate([(17, 5), (0, 30)])
+    ]
+    for of_call in case.compare_calls_in_a_row(calls):
+        assert all(result.is_exact for result in of_call), of_call
+
+
+@each_kernel
+@pytest.mark.parametrize("activation_clamp", [None, 0.3])
+def test_random_layer_is_right(arch: str, weights: str, activation_clamp: float | None) -> None:
+    case = random_case(arch, weights, hidden=512)
+    tokens = random_tokens(case.shape, 50, seed=1)
+    (result,) = case.compare_call([tokens], activation_clamp=activation_clamp)
+    assert result.is_right, result
+    if weights == "bf16":  # off by a BF16 unit here and there, and hardly ever by more
+        assert result.num_near > 0.999 * result.num_values
+
+
+@each_kernel
+def test_nan_stays_in_its_token(arch: str, weights: str) -> None:
+    case = random_case(arch, weights)
+    tokens = random_tokens(case.shape, 30, seed=5)
+    (clean,) = case.call([tokens])
+    if weights == "bf16":
+        tokens.x[7, 100] = torch.nan
+    else:
+        tokens.x.view(torch.uint8)[7, 100] = 0x7F
+    (y,) = case.call([tokens])
+    assert y[7].isnan().all()
+    others = torch.arange(30) != 7
+    assert torch.equal(y[others], clean[others])

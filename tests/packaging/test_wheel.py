@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # A wheel and its source are built: a minute, unless the machine is loaded.
 pytestmark = pytest.mark.timeout(3600)
@@ -56,15 +57,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and the wheel that was built from it alone."""
-    output = tmp_path_factory.mktemp("dist")
-    result = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(source)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    """A folder with the source distribution and the wheel that was built from it alone. A minute's
+    work, which the workers of one run do once."""
+    of_this_run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_this_run = of_this_run.parent
+    output, unfinished = of_this_run / "dist", of_this_run / "dist-unfinished"
+    with FileLock(of_this_run / "dist.lock"):
+        if output.exists():
+            return output
+        result = subprocess.run(
+            [sys.executable, "-m", "build", "--no-isolation", "--outdir", unfinished, source],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        unfinished.rename(output)
     return output
 
 

@@ -6,6 +6,7 @@ that they exist once.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from enum import IntEnum
 from functools import lru_cache
@@ -69,9 +70,10 @@ def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
             f"together; got {status.seen} or more"
         )
     if status.code == StatusCode.ROWS_OUTSIDE:
+        num_rows = ctypes.c_int32(status.expected).value  # as the caller's int32 has it
         return MegaMoEError(
             f"{where}: expert_count and expert_begin must name rows of x; those of local expert "
-            f"{status.seen}, {status.expected} rows, do not"
+            f"{status.seen}, {num_rows} rows, do not"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

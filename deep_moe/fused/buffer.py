@@ -314,9 +314,21 @@ def device_for(group: ProcessGroup | None, device: torch.device | str | int | No
         else:
             uses_gpu = "nccl" in str(dist.get_backend(group))
         device = "cuda" if uses_gpu else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except TypeError as error:
+        raise TypeError(f"device must be a CPU or a CUDA device; got {device!r}") from error
+    except RuntimeError as error:
+        raise ValueError(f"device must be a CPU or a CUDA device; got {device!r}") from error
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device; got {chosen}")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
+    if chosen.type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if num_devices <= (chosen.index or 0):
+            raise ValueError(
+                f"device must be a CPU or one of the {num_devices} CUDA devices of this machine; "
+                f"got {chosen}"
+            )
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

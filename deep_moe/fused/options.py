@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from deep_moe.activations import ACTIVATIONS, Activation
+from deep_moe.heuristics.shape import require_int
 
 from .checks import require_type
 
@@ -138,9 +139,18 @@ def check_values(arguments: CallArguments) -> None:
         raise ValueError(
             f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; got {timeout_s}"
         )
-    seed = arguments.get("schedule_seed") or 0
-    if seed < 0:
-        raise ValueError(f"schedule_seed must be at least 0; got {seed}")
+    check_seed(arguments.get("schedule_seed") or 0)
+
+
+def check_seed(schedule_seed: int) -> None:
+    require_int("schedule_seed", schedule_seed, "at least 0")
+    if schedule_seed < 0:
+        raise ValueError(f"schedule_seed must be at least 0; got {schedule_seed}")
+
+
+def check_checked(checked: bool | None) -> None:
+    if checked is not None:
+        require_type("checked", checked, bool, "a bool or None")
 
 
 def call_key(arguments: CallArguments) -> Hashable:

@@ -40,7 +40,7 @@ from deep_moe.fused.checks import (
     transformed_pair,
 )
 from deep_moe.fused.emulated_call import run_rank
-from deep_moe.fused.options import MAX_TIMEOUT_S, check_overrides
+from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_overrides, check_seed
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.config import MegaMoEConfig, choose_config
@@ -148,7 +148,8 @@ class GroupedExperts:
     ) -> None:
         require_type("biases", biases, bool, "a bool")
         require_type("fast_math", fast_math, bool, "a bool")
-        require_int("schedule_seed", schedule_seed, "at least 0")
+        check_checked(checked)
+        check_seed(schedule_seed)
         if overrides is not None:
             check_overrides(overrides)
         self.shape = _shape_of(
@@ -353,6 +354,13 @@ class GroupedExperts:
                 f"expert_begin must be {needed} with x of shape {tuple(x.shape)}: only experts "
                 "whose rows lie one behind the other have beginnings of their own"
             )
+        for name, tensor in (("expert_count", expert_count), ("expert_begin", expert_begin)):
+            if tensor is None and name == "expert_begin":
+                continue
+            require_type(name, tensor, torch.Tensor, "a tensor")
+            assert tensor is not None
+            check_tensor(name, tensor, torch.int32, (num_experts,), device)
+            check_contiguous(name, tensor)
         values = torch.bfloat16 if self.format == "bf16" else torch.float8_e4m3fn
         rows = (num_experts, x.shape[1]) if x.ndim == 3 else (x.shape[0],)
         check_tensor("x", x, values, (*rows, hidden), device)
@@ -376,11 +384,6 @@ class GroupedExperts:
             check_contiguous("scales", scales)
             if self._checked and dtype is torch.float32:
                 self._check_powers(scales, expert_count, expert_begin)
-        for name, tensor in (("expert_count", expert_count), ("expert_begin", expert_begin)):
-            if tensor is not None:
-                require_type(name, tensor, torch.Tensor, "a tensor")
-                check_tensor(name, tensor, torch.int32, (num_experts,), device)
-                check_contiguous(name, tensor)
         if expected_rows is not None:
             require_int("expected_rows", expected_rows, f"0 to max_rows ({self.max_rows})")
             if not 0 <= expected_rows <= self.max_rows:
@@ -505,6 +508,8 @@ def grouped_experts(
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")
+    if "device" in options:
+        raise TypeError(f"device must not be given, it is that of x; got {options['device']!r}")
     hidden = x.shape[-1] if x.ndim else 0
     num_rows = x.numel() // max(hidden, 1)
     if max_rows is None:
@@ -516,8 +521,12 @@ def grouped_experts(
         for name, value in given.items()
     }
     sizes = (max_rows, hidden, intermediate_hidden, expert_count.numel())
-    key = (*sizes, x.device, stream, frozenset(hashable.items()))
-    experts = _kept.get(key)
+    try:
+        key = (*sizes, x.device, stream, frozenset(hashable.items()))
+        experts = _kept.get(key)
+    except TypeError:  # no argument may be what cannot be hashed: the constructor names it
+        GroupedExperts(*sizes, device=x.device, **given)
+        raise
     if experts is None:
         experts = _kept.put(key, GroupedExperts(*sizes, device=x.device, **given))
     return experts(

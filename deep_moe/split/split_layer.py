@@ -21,7 +21,7 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.fused.emulated_call import run_rank
-from deep_moe.fused.options import MAX_TIMEOUT_S
+from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_seed
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.segments import Layout
@@ -177,7 +177,8 @@ class SplitLayer:
                 f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
                 f"got {timeout_s}"
             )
-        require_int("schedule_seed", schedule_seed, "at least 0")
+        check_checked(checked)
+        check_seed(schedule_seed)
         return {
             "num_sms": num_ctas,
             "arch": own.name if arch is None else arch,

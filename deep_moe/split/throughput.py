@@ -305,6 +305,8 @@ class AllToAll(SplitLayer):
         self._buffer.raise_if_unusable()
         shape = self.shape
         require_type("x", x, torch.Tensor, "a tensor")
+        if topk_idx is not None:
+            require_type("topk_idx", topk_idx, torch.Tensor, "a tensor or None")
         if (topk_idx is None) == (handle is None):
             raise ValueError(
                 "dispatch must have either topk_idx or the handle of an earlier dispatch; got "

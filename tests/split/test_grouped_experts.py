@@ -117,15 +117,19 @@ def check_rows_outside(arch: str) -> None:
     arguments = given(case)
     x, scales, begin = case.behind_each_other(8)
     counts = arguments.pop("expert_count")
-    for more in (
-        {"expert_count": counts + torch.tensor([16, 0])},
-        {"expert_count": counts - torch.tensor([0, 10])},
-        {"x": x, "scales": scales, "expert_count": counts, "expert_begin": begin + len(x) - 12},
+    for more, words in (
+        ({"expert_count": counts + torch.tensor([16, 0])}, "0, 21 rows"),
+        ({"expert_count": counts - torch.tensor([0, 10])}, "1, -1 rows"),
+        (
+            {"x": x, "scales": scales, "expert_count": counts, "expert_begin": begin + len(x) - 12},
+            r"\d, \d rows",
+        ),
     ):
         with case.experts() as experts:
             out = torch.full((more.get("x", arguments["x"])).shape, UNTOUCHED).bfloat16()
             more = {name: t.int() if name.startswith("expert") else t for name, t in more.items()}
-            with pytest.raises(MegaMoEError, match="must name rows of x; those of local expert"):
+            match = f"must name rows of x; those of local expert {words}, do not"
+            with pytest.raises(MegaMoEError, match=match):
                 experts(**{**arguments, **more}, out=out)
             assert (out == UNTOUCHED).all()
             with pytest.raises(MegaMoEError, match="call its reset"):
@@ -182,6 +186,9 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
         ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),
         ({"overrides": {"block_q": 1}}, "overrides must name one of"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
+        ({"schedule_seed": -1}, "schedule_seed must be at least 0; got -1"),
+        ({"device": "gpu"}, "device must be a CPU or a CUDA device; got 'gpu'"),
+        ({"device": "cuda:99"}, "device must be a CPU or one of the .* got cuda:99"),
     ],
 )
 def test_sizes_that_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -204,6 +211,7 @@ def test_arguments_that_are_refused() -> None:
         ({"scales": None}, TypeError, "scales must be a tensor with format 'fp8_32'"),
         ({"scales": arguments["scales"].mT.contiguous().mT}, ValueError, "scales must be contig"),
         ({"expert_count": begin.long()}, TypeError, "expert_count must be torch.int32"),
+        ({"expert_count": None}, TypeError, "expert_count must be a tensor; got NoneType"),
         ({"out": torch.empty(3)}, TypeError, "out must be torch.bfloat16"),
         ({"expected_rows": 15}, ValueError, r"expected_rows must be 0 to max_rows \(14\)"),
         ({"l1_bias": floats}, ValueError, "l1_bias must be None"),
@@ -214,6 +222,42 @@ def test_arguments_that_are_refused() -> None:
                 experts(**{**arguments, **changes})
     with pytest.raises(ValueError, match="this one is closed"):
         experts(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"checked": "yes"}, "checked must be a bool or None; got str"),
+        ({"device": 0.5}, "device must be a CPU or a CUDA device; got 0.5"),
+    ],
+)
+def test_types_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        GroupedExperts(8, 256, 128, 2, **{"device": "cpu", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation": ["swiglu"]}, "activation must be 'swiglu'.*got list"),
+        ({"intermediate_hidden": []}, "intermediate_hidden must be an int"),
+        ({"device": "cpu"}, "device must not be given, it is that of x; got 'cpu'"),
+    ],
+)
+def test_options_of_the_function_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    arguments = given(exact_case("sm_100a", (5, 9)))
+    with pytest.raises(TypeError, match=words):
+        deep_moe.grouped_experts(**{**arguments, "intermediate_hidden": 256, **changes})
+
+
+def test_counts_are_looked_at_before_scales() -> None:
+    """Whose rows' powers are checked."""
+    case = random_case("sm_90a", (5, 9), format="fp8_128_pow2")
+    with (
+        case.experts(format="fp8_128_pow2") as experts,
+        pytest.raises(TypeError, match="expert_count must be a tensor; got NoneType"),
+    ):
+        experts(**{**given(case), "expert_count": None})
 
 
 def test_scales_that_are_no_powers_of_two() -> None:

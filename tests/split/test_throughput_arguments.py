@@ -41,6 +41,8 @@ def make(**changes: Any) -> AllToAll:
         ({"tokens": "fp8_128_ue8m0"}, "hidden must be a multiple of 512 for tokens"),
         ({"num_sms": 0}, "num_sms must be at least 1; got 0"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
+        ({"schedule_seed": -1}, "schedule_seed must be at least 0; got -1"),
+        ({"tokens": ["bf16"]}, r"tokens must be one of .*got \['bf16'\]"),
     ],
 )
 def test_sizes_are_checked(changes: dict[str, Any], text: str) -> None:
@@ -79,6 +81,10 @@ CALLS: dict[str, tuple[Callable[[AllToAll, Any], object], str]] = {
             tokens(), topk_weights=weights(), tokens="fp8_32", handle=handle
         ),
         "only such rows are multiplied; got tokens 'fp8_32'",
+    ),
+    "no_tensor_of_ids": (
+        lambda layer, handle: layer.dispatch(tokens(), [[0, 1]]),
+        "topk_idx must be a tensor or None; got list",
     ),
     "ids_of_other_type": (
         lambda layer, handle: layer.dispatch(tokens(), ids().short()),

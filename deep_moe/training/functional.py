@@ -9,6 +9,7 @@ import torch
 
 from deep_moe.activations import Activation, activation_of
 from deep_moe.formats.block_scaled import GROUP_SIZE
+from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
 from deep_moe.targets import target_of
 
@@ -85,6 +86,8 @@ def moe(
     Raises TypeError and ValueError that name the argument, what is allowed, and what was given.
     """
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
+    require_type("recompute", recompute, bool, "a bool")
+    require_type("keep_received", keep_received, bool, "a bool")
     kind = activation_of(activation, activation_clamp)
     parameters = (w1, w3, w2, b1, b3, b2)
     options = (encode_activation(kind), precision, arch)
@@ -120,6 +123,8 @@ def _check(
     if x.ndim != 2:
         raise ValueError(f"x must be [tokens, hidden]; got shape {tuple(x.shape)}")
     device, is_double = x.device, x.dtype == torch.float64
+    _require_tensor("topk_idx", topk_idx)
+    _require_tensor("w1", w1)
     if topk_idx.ndim != 2 or topk_idx.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_idx must be [{x.shape[0]} tokens, topk]; got shape {tuple(topk_idx.shape)}"

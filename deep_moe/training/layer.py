@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from deep_moe.activations import Activation, activation_of
+from deep_moe.fused.checks import require_type
+from deep_moe.heuristics.shape import require_int
 
 from .experts import Precision
 from .functional import moe
@@ -58,6 +60,14 @@ class MoELayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
+        for name, size in sizes.items():
+            if require_int(name, size, "at least 1") < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        for name, value in {"fuse_w1_w3": fuse_w1_w3, "biases": biases}.items():
+            require_type(name, value, bool, "a bool")
+        if dtype not in (torch.bfloat16, torch.float64):
+            raise ValueError(f"dtype must be torch.bfloat16 or torch.float64; got {dtype}")
         self.hidden = hidden
         self.intermediate = intermediate
         self.num_experts = num_experts
@@ -104,6 +114,14 @@ class MoELayer(nn.Module):
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """[..., hidden] for x [..., hidden], topk_idx and topk_weights [..., topk]."""
+        given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        for name, tensor in given.items():
+            require_type(name, tensor, torch.Tensor, "a tensor")
+            # Flattened, rows of other lengths could pass for as many values in other rows.
+            last = self.hidden if name == "x" else None
+            if tensor.ndim < 1 or tensor.shape[-1] < 1 or last not in (None, tensor.shape[-1]):
+                columns = "topk" if last is None else f"hidden ({last})"
+                raise ValueError(f"{name} must be [..., {columns}]; got {tuple(tensor.shape)}")
         out = moe(
             x.reshape(-1, self.hidden),
             topk_idx.reshape(-1, topk_idx.shape[-1]),
@@ -137,6 +155,9 @@ class MoELayer(nn.Module):
             "l2": (l2, (self.w1.shape[0], hidden, intermediate)),
         }
         for name, (tensor, shape) in shapes.items():
+            require_type(name, tensor, torch.Tensor, "a tensor")
+            if not tensor.is_floating_point():
+                raise TypeError(f"{name} must be of a float type; got {tensor.dtype}")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
         if self.w3 is None:

@@ -34,11 +34,13 @@ def bf16(*shape: int) -> torch.Tensor:
         ("x", torch.zeros(7, 16), TypeError, "x must be torch.bfloat16 or torch.float64"),
         ("x", bf16(7, 2, 8), ValueError, r"x must be \[tokens, hidden\]"),
         ("x", bf16(16, 7).t(), ValueError, "x must be contiguous"),
+        ("topk_idx", [[1]], TypeError, "topk_idx must be a tensor; got list"),
         ("topk_idx", torch.zeros(7, 3), TypeError, "topk_idx must be torch.int64 or torch.int32"),
         ("topk_idx", torch.zeros(6, 3).long(), ValueError, r"topk_idx must be \[7 tokens, topk\]"),
         ("topk_idx", torch.zeros(7, 33).long(), ValueError, "topk_idx must have 1 to 32 columns"),
         ("topk_weights", bf16(7, 3), TypeError, "topk_weights must be torch.float32; got"),
         ("topk_weights", torch.zeros(7, 2), ValueError, r"topk_weights must have shape \(7, 3\)"),
+        ("w1", None, TypeError, "w1 must be a tensor; got NoneType"),
         ("w1", bf16(5, 24, 16), ValueError, r"w3 must have shape \(5, 16, 16\)"),
         ("w1", bf16(5, 24, 16).mT, ValueError, "w1 must be contiguous; got strides"),
         ("w1", bf16(5, 16), ValueError, r"w1 must be \[experts, hidden, intermediate\]"),
@@ -51,6 +53,8 @@ def bf16(*shape: int) -> torch.Tensor:
         ("precision", "mxfp8", ValueError, "hidden must be a multiple of 32 with precision"),
         ("activation", "gelu", ValueError, "activation must be one of"),
         ("arch", "sm_70", ValueError, "sm_70"),
+        ("recompute", "yes", TypeError, "recompute must be a bool; got str"),
+        ("keep_received", 1, TypeError, "keep_received must be a bool; got int"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(name: str, value: Any, error: type, words: str) -> None:
@@ -80,3 +84,51 @@ def test_a_checkpoint_of_other_sizes_is_refused() -> None:
     layer = deep_moe.MoELayer(16, 24, 3)
     with pytest.raises(ValueError, match=r"l1 must have shape \(3, 48, 16\); got \(3, 24, 16\)"):
         layer.load_transposed(bf16(3, 24, 16), bf16(3, 16, 24))
+
+
+def test_a_checkpoint_of_codes_is_refused() -> None:
+    layer = deep_moe.MoELayer(16, 24, 3)
+    with pytest.raises(TypeError, match=r"l1 must be of a float type; got torch.int8"):
+        layer.load_transposed(bf16(3, 48, 16).char(), bf16(3, 16, 24))
+    with pytest.raises(TypeError, match="l2 must be a tensor; got NoneType"):
+        layer.load_transposed(bf16(3, 48, 16), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"hidden": 0}, ValueError, "hidden must be at least 1; got 0"),
+        ({"intermediate": -8}, ValueError, "intermediate must be at least 1; got -8"),
+        ({"num_experts": 0}, ValueError, "num_experts must be at least 1; got 0"),
+        ({"num_experts": "8"}, TypeError, "num_experts must be an int, at least 1; got '8'"),
+        ({"biases": 3}, TypeError, "biases must be a bool; got int"),
+        ({"dtype": torch.float32}, ValueError, "dtype must be .*; got torch.float32"),
+    ],
+)
+def test_a_module_names_what_it_cannot_be(changes: Any, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        deep_moe.MoELayer(**{"hidden": 16, "intermediate": 24, "num_experts": 3, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("x", bf16(14, 8), ValueError, r"x must be \[..., hidden \(16\)\]; got \(14, 8\)"),
+        ("x", bf16(16, 7).t().contiguous().t(), ValueError, r"got \(16, 7\)"),
+        ("x", None, TypeError, "x must be a tensor; got NoneType"),
+        ("topk_idx", torch.tensor(1), ValueError, r"topk_idx must be \[..., topk\]; got \(\)"),
+        ("topk_weights", torch.zeros(7, 0), ValueError, r"topk_weights must be \[..., topk\]"),
+    ],
+)
+def test_rows_of_another_length_do_not_pass_for_other_tokens(
+    name: str, value: Any, error: type, words: str
+) -> None:
+    layer = deep_moe.MoELayer(16, 24, 3)
+    given = {
+        "x": bf16(7, 16),
+        "topk_idx": torch.zeros(7, 2, dtype=torch.int64),
+        "topk_weights": torch.ones(7, 2),
+    }
+    layer(**given)
+    with pytest.raises(error, match=words):
+        layer(**{**given, name: value})

@@ -12,7 +12,7 @@ from functools import cached_property
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, K_BLOCK, WEIGHT_FORMATS, TokenFormat
 
 from .segments import align_up, ceil_div
-from .shape import MoEShape, require_int
+from .shape import MAX_SHARED_EXPERTS, MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
 
 MAX_DOMAINS = 1024
@@ -114,6 +114,10 @@ class TwoLevelShape:
             or num_experts // self.num_domains < self.num_topk
         ):
             raise ValueError(f"num_experts must be {allowed}; got {num_experts}")
+        allowed = f"0 to {MAX_SHARED_EXPERTS}"
+        num_shared = require_int("num_shared_experts", self.num_shared_experts, allowed)
+        if not 0 <= num_shared <= MAX_SHARED_EXPERTS:
+            raise ValueError(f"num_shared_experts must be {allowed}; got {num_shared}")
         _ = self.domain_shape, self.own_shape  # or an error
 
     @property

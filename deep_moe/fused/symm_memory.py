@@ -159,9 +159,15 @@ class HostMemory:
 
 def private_host_memories(num_ranks: int, num_bytes: int) -> list[HostMemory]:
     """Memory of `num_ranks` ranks that all live in this process."""
-    blocks = [
-        HostBlock(mmap.mmap(-1, _block_bytes(num_bytes)), num_bytes) for _ in range(num_ranks)
-    ]
+    try:
+        blocks = [
+            HostBlock(mmap.mmap(-1, _block_bytes(num_bytes)), num_bytes) for _ in range(num_ranks)
+        ]
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"a buffer of {num_bytes} bytes, what the given sizes take, is more than this machine "
+            f"has memory for: {error}"
+        ) from error
     for block in blocks:
         block.fill_guards()
     return [HostMemory(blocks, rank, is_shared=False) for rank in range(num_ranks)]

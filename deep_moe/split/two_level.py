@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.errors import ForeignTokensError, LostDomainError, MegaMoEError
+from deep_moe.errors import DeepMoEError, ForeignTokensError, LostDomainError, MegaMoEError
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, E4M3_TOKENS
 from deep_moe.fused.buffer import (
     SymmBuffer,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _COUNT_BITS = 32  # of a number of tokens, beside where it was met
+_Call = TypeVar("_Call", bound=Callable[..., torch.Tensor])
 
 
 class _Exchange(NamedTuple):
@@ -117,6 +119,26 @@ class _DomainCall:
         options = {**self.options, "expected_tokens_per_rank": expected}
         biases = {"l1_bias": l1_bias, "l2_bias": l2_bias}
         self.function(y, (w1, sf1), (w2, sf2), buffer, self.stats, **biases, **options)
+
+
+def _in_turn(call: _Call) -> _Call:
+    """Refuses a second thread: it would stage its tokens over those of the first."""
+
+    @wraps(call)
+    def call_in_turn(self: TwoLevelMoE, *arguments: Any, **options: Any) -> torch.Tensor:
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise DeepMoEError(
+                "TwoLevelMoE is in use by another thread; let one thread at a time call it: ranks "
+                "go through its calls one after the other, all in the same order"
+            ) from None
+        try:
+            return call(self, *arguments, **options)
+        finally:
+            self._turn.append(None)
+
+    return cast("_Call", call_in_turn)
 
 
 class TwoLevelMoE:
@@ -217,6 +239,7 @@ class TwoLevelMoE:
             groups, device, self._timeout_s, RollCall(self._place, groups)
         )
         self.device = device
+        self._turn = [None]  # who calls has it, as a buffer's
         shape = self.shape
         self._buffer = self._make_buffer(shape.domain_shape, domain_group)
         self._own_buffer = self._buffer
@@ -245,6 +268,7 @@ class TwoLevelMoE:
         return self._place.domain
 
     @with_call_options
+    @_in_turn
     def call(
         self,
         x: torch.Tensor,
@@ -454,6 +478,12 @@ class TwoLevelMoE:
         given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         for name, tensor in given.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} must be on {self.device}; got {tensor.device}")
+        if x.ndim != 2:
+            raise ValueError(
+                f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}"
+            )
         if torch.is_grad_enabled():
             refuse_gradients(x=x, topk_weights=topk_weights)
         if out is not None:

@@ -3,6 +3,7 @@ emulator inside them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_moe
-from deep_moe.errors import ForeignTokensError, LostDomainError, MegaMoETimeoutError
+from deep_moe.errors import DeepMoEError, ForeignTokensError, LostDomainError, MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.path_costs import CALL_STEPS, CHUNK_STEPS
 from deep_moe.split.domain_groups import make_domain_groups
@@ -342,6 +343,51 @@ def test_what_is_refused(run_ranks) -> None:
         moe.close()
 
     run_ranks(4, work)
+
+
+def test_what_a_rank_alone_is_refused() -> None:
+    with pytest.raises(TypeError, match="num_shared_experts must be an int, 0 to 4; got '1'"):
+        TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu", num_shared_experts="1")
+    with pytest.raises(ValueError, match="num_shared_experts must be 0 to 4; got -1"):
+        TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu", num_shared_experts=-1)
+    with pytest.raises(MemoryError, match="what the given sizes take, is more than this machine"):
+        TwoLevelMoE(None, None, 4, 2**60, 2, 256, 128, device="cpu")
+    moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu")
+    pair = (torch.zeros(1), torch.zeros(1))
+    given = {"x": torch.zeros(2, 256).bfloat16(), "topk_idx": torch.full((2, 2), -1)}
+    given["topk_weights"] = torch.ones(2, 2)
+    for name, tensor in given.items():  # on another device an operator has shapes and no values
+        with pytest.raises(ValueError, match=f"{name} must be on cpu; got meta"):
+            moe.call(*{**given, name: tensor.to("meta")}.values(), pair, pair)
+    with pytest.raises(ValueError, match=r"x must be 2-dimensional .*; got shape \(\)"):
+        moe.call(**{**given, "x": torch.tensor(1.0)}, l1_weights=pair, l2_weights=pair)
+    moe.close()
+
+
+def test_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stage its tokens over those of the first."""
+    moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu")
+    pair = (torch.zeros(1), torch.zeros(1))
+    given = (torch.zeros(2, 256).bfloat16(), torch.full((2, 2), -1), torch.ones(2, 2), pair, pair)
+    found: list[BaseException] = []
+
+    def call_too() -> None:
+        with pytest.raises(DeepMoEError, match="TwoLevelMoE is in use by another thread") as raised:
+            moe.call(*given)
+        found.append(raised.value)
+
+    def stage(*_: object) -> None:
+        thread = threading.Thread(target=call_too)
+        thread.start()
+        thread.join()
+        raise KeyError("staged")
+
+    monkeypatch.setattr(moe, "_stage", stage)
+    for num_found in (1, 2):  # a call that fails gives its turn back
+        with pytest.raises(KeyError):
+            moe.call(*given)
+        assert len(found) == num_found
+    moe.close()
 
 
 def test_a_rank_alone_is_one_domain() -> None:

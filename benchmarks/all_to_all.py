@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float
-from deep_moe.heuristics.low_latency import FORMATS
+from deep_moe.heuristics.low_latency import CONTROL_BYTES, FORMATS, PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput import AllToAll, AllToAllHandle
@@ -72,6 +72,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--format", choices=sorted(MAX_RELATIVE_ERROR), default="fp8_128")
+    parser.add_argument(
+        "--placement", choices=PLACEMENTS, default="ranks", help="of the low-latency path's tokens"
+    )
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--sms", type=int, help="CTAs of a kernel; default: all SMs")
     parser.add_argument("--calls", type=int, default=40, help="of each step, at least")
@@ -96,13 +99,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Problem:
-    """What both paths are asked. format: how tokens travel."""
+    """What both paths are asked. format: how tokens travel. placement: where the low-latency path's
+    go; the library's go once to each rank in either case."""
 
     num_ranks: int
     num_experts: int
     num_topk: int
     hidden: int
     format: str
+    placement: str = "ranks"
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -162,7 +167,13 @@ def link_bytes(routes: Sequence[Routes], problem: Problem) -> dict[str, int]:
     >>> stays = Routes(torch.ones(2, 1), [0, 2], [0, 2])
     >>> link_bytes([away, stays], Problem(2, 2, 1, 128, "bf16"))
     {'dispatch': 768, 'combine': 768}
+    >>> several = Routes(torch.ones(3, 2), [0, 3], [0, 6])
+    >>> link_bytes([several, stays], Problem(2, 4, 2, 128, "bf16", "experts"))
+    {'dispatch': 1632, 'combine': 1536}
     """
+    by_expert = problem.placement == "experts"
+    sent = [r.rows_to if by_expert else r.tokens_to for r in routes]
+    message_bytes = problem.token_bytes + (CONTROL_BYTES if by_expert else 0)
 
     def busiest(counts: Sequence[Sequence[int]]) -> int:
         ranks = range(len(counts))
@@ -171,7 +182,7 @@ def link_bytes(routes: Sequence[Routes], problem: Problem) -> dict[str, int]:
         return max(*leaving, *coming)
 
     return {
-        "dispatch": busiest([r.tokens_to for r in routes]) * problem.token_bytes,
+        "dispatch": busiest(sent) * message_bytes,
         "combine": busiest([r.rows_to for r in routes]) * 2 * problem.hidden,
     }
 
@@ -308,7 +319,12 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(arguments.seed + rank)
     problem = Problem(
-        num_ranks, arguments.experts, arguments.topk, arguments.hidden, arguments.format
+        num_ranks,
+        arguments.experts,
+        arguments.topk,
+        arguments.hidden,
+        arguments.format,
+        arguments.placement,
     )
     layer = make_layer(problem, device, arguments)
     report: dict[str, Any] = {
@@ -346,6 +362,7 @@ def make_layer(
             problem.num_experts,
             problem.num_topk,
             format=problem.format,
+            placement=problem.placement,
             zero_copy=arguments.zero_copy,
             device=device,
             num_sms=arguments.sms,

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TOKEN_SCALES
 from deep_moe.heuristics import PRESETS, MoEShape, preset_shape
 from deep_moe.heuristics.low_latency import MAX_TOKENS_PER_RANK
-from deep_moe.split.grouped_experts import GroupedExperts, formats_for
+from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.trial.calls import model_inputs
@@ -68,6 +69,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}; default: the model's")
     parser.add_argument("--weights", choices=["mxfp4", "fp8", "bf16"], default="mxfp4")
+    parser.add_argument("--token-scales", choices=TOKEN_SCALES, default=DEFAULT_TOKEN_SCALES)
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--sms", type=int, help="CTAs of a kernel; default: all SMs")
     parser.add_argument("--calls", type=int, default=40, help="of each step, at least")
@@ -99,6 +101,7 @@ def shape_of(arguments: argparse.Namespace, num_ranks: int) -> MoEShape:
         num_ranks=num_ranks,
         num_max_tokens_per_rank=most,
         weights=arguments.weights,
+        token_scales=arguments.token_scales,
         biases=model.biases,
         **sizes,
     )
@@ -117,7 +120,7 @@ class SplitLayer:
             shape.hidden,
             shape.num_experts,
             shape.num_topk,
-            format=formats_for(shape.weights)[0],
+            format=format_of_tokens(shape.weights, shape.token_scales),
             zero_copy=arguments.zero_copy,
             device=device,
             num_sms=arguments.sms,
@@ -129,6 +132,7 @@ class SplitLayer:
             shape.num_experts_per_rank,
             weights=shape.weights,
             biases=shape.biases,
+            format=format_of_tokens(shape.weights, shape.token_scales),
             device=device,
             num_sms=arguments.sms,
         )

@@ -20,7 +20,12 @@ DATA_ALIGNMENT = 1024
 CHUNK_BYTES = 16  # of a token, per thread
 MAX_THREADS = 512
 
+CONTROL_BYTES = 16  # of a message
+
 Step = Literal["dispatch", "combine"]
+# Where a token goes: once to each rank of its experts, into staging [source rank][slot]; or to each
+# of its experts, into [local expert][source rank][slot].
+PLACEMENTS = ("ranks", "experts")
 
 
 class TokenFormat(NamedTuple):
@@ -50,7 +55,7 @@ class LowLatencyShape:
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
     tokens of one call, 1 to 1024. format: a key of FORMATS. has_shared_rows: experts may write
     their rows into the buffer. any_format: there is room for each format, so that calls may have
-    others.
+    others. placement: one of PLACEMENTS.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -65,6 +70,7 @@ class LowLatencyShape:
     format: str
     has_shared_rows: bool = False
     any_format: bool = False
+    placement: str = "ranks"
 
     def __post_init__(self) -> None:
         limits = {
@@ -90,6 +96,10 @@ class LowLatencyShape:
             )
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {self.format!r}")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}"
+            )
         if FORMATS[self.format].packs_scales and self.hidden % (4 * K_BLOCK):
             raise ValueError(
                 f"hidden must be a multiple of {4 * K_BLOCK} for format {self.format!r}, which has "
@@ -122,6 +132,16 @@ class LowLatencyShape:
         return self.hidden // K_BLOCK if self.values_per_scale else 0
 
     @property
+    def stages_by_expert(self) -> bool:
+        return self.placement == "experts"
+
+    @property
+    def num_count_words(self) -> int:
+        """Counts that a rank tells another one: of each expert there, and, where a token goes there
+        once for all of them, of tokens."""
+        return self.num_experts_per_rank + (0 if self.stages_by_expert else 1)
+
+    @property
     def num_received_scale_words(self) -> int:
         """The same as it is given to the experts."""
         return self.num_scale_words // (4 if FORMATS[self.format].packs_scales else 1)
@@ -134,6 +154,9 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     >>> layout = low_latency_buffer_layout(LowLatencyShape(2, 8, 2, 256, 16, "fp8_32"))
     >>> layout["staged_values"].shape, layout["combine"].shape
     ((2, 2, 16, 256), (2, 2, 16, 256))
+    >>> shape = LowLatencyShape(2, 8, 2, 256, 16, "fp8_32", placement="experts")
+    >>> low_latency_buffer_layout(shape)["messages"].shape
+    (2, 4, 2, 16, 288)
     """
     num_ranks, num_topk = shape.num_ranks, shape.num_topk
     max_tokens = shape.num_max_tokens_per_rank
@@ -153,8 +176,8 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     control(
         "recv_counts",
         "u32",
-        (NUM_HALVES, num_ranks, shape.num_experts_per_rank + 1),
-        "tokens of a source rank for each local expert, and for all; -n-1",
+        (NUM_HALVES, num_ranks, shape.num_count_words),
+        "tokens of a source rank for each local expert, and for all that go there; -n-1",
     )
     control(
         "dispatch_arrivals",
@@ -169,18 +192,33 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         "CTAs of an experts' rank whose rows are here",
     )
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
-    data(
-        "staged_headers",
-        "u32",
-        (num_ranks, max_tokens, 1 + num_topk),
-        "a token's index on its source rank; local expert and row of each slot",
-    )
-    formats = FORMATS.values() if shape.any_format else [FORMATS[shape.format]]
-    row_bytes = shape.hidden * max(format.element_bytes for format in formats)
-    data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")
-    if any(format.values_per_scale for format in formats):
-        num_words = shape.hidden // K_BLOCK
-        data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
+    formats = list(FORMATS.values()) if shape.any_format else [FORMATS[shape.format]]
+    num_words = shape.hidden // K_BLOCK
+    if shape.stages_by_expert:
+        token_bytes = max(
+            shape.hidden * format.element_bytes + (4 * num_words if format.values_per_scale else 0)
+            for format in formats
+        )
+        data(
+            "messages",
+            "u8",
+            (
+                *(shape.num_experts_per_rank, num_ranks, max_tokens),
+                align_up(CONTROL_BYTES + token_bytes, CHUNK_BYTES),
+            ),
+            "by expert and source rank: a token's index there and its slot, values, scales",
+        )
+    else:
+        data(
+            "staged_headers",
+            "u32",
+            (num_ranks, max_tokens, 1 + num_topk),
+            "a token's index on its source rank; local expert and row of each slot",
+        )
+        row_bytes = shape.hidden * max(format.element_bytes for format in formats)
+        data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")
+        if any(format.values_per_scale for format in formats):
+            data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
     data("combine", "bf16", (num_topk, max_tokens, shape.hidden), "rows of each slot")
     if shape.has_shared_rows:
         data("row_of_slot", "u32", (max_tokens * num_topk,), "its expert's row, on that one's rank")
@@ -255,9 +293,12 @@ class LowLatencyConfig:
                 add("token_counts", (num_words,), "tokens before one, by expert and by rank")
                 add("destinations", (1 + shape.num_topk,), "how many ranks, and where there")
             if self.receives:
-                dims = (shape.num_experts_per_rank, shape.num_ranks)
+                # By expert: with the end of the last rank's.
+                num_words = shape.num_ranks + shape.stages_by_expert
+                dims = (shape.num_experts_per_rank, num_words)
                 add("first_rows", dims, "first row of a rank's tokens")
-                add("first_tokens", (shape.num_ranks + 1,), "tokens of the ranks before")
+                if not shape.stages_by_expert:
+                    add("first_tokens", (shape.num_ranks + 1,), "tokens of the ranks before")
         return builder.build(alignment=16)
 
     @property
@@ -267,7 +308,7 @@ class LowLatencyConfig:
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         shape = asdict(self.shape)
-        del shape["format"], shape["any_format"]  # which the layout tells
+        del shape["format"], shape["any_format"], shape["placement"]  # which the layout tells
         format = FORMATS[self.shape.format]
         return {
             **shape,
@@ -275,6 +316,7 @@ class LowLatencyConfig:
             "values_per_scale": format.values_per_scale,
             "rounds_scales": format.rounds_scales,
             "packs_scales": format.packs_scales,
+            "stages_by_expert": self.shape.stages_by_expert,
             "num_ctas": self.num_ctas,
             "num_threads": self.num_threads,
             "sends": self.sends,

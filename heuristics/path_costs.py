@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from deep_moe.formats.weight_formats import BF16_TOKENS, SCALE_GROUP
 
-from .low_latency import LowLatencyShape, low_latency_buffer_layout
+from .low_latency import CONTROL_BYTES, LowLatencyShape, low_latency_buffer_layout
 from .segments import ceil_div
 from .shape import MoEShape
 from .symm_buffer_layout import symm_buffer_layout
@@ -238,17 +238,24 @@ def fused_cost(shape: MoEShape, num_tokens: int, rates: GpuRates = H200) -> Path
 
 def low_latency_link_bytes(shape: LowLatencyShape, num_tokens: int) -> dict[str, float]:
     """Each step's, over a rank's links in one direction: tokens once to every other rank of their
-    experts, and a row back from every slot there.
+    experts, or, where that is their placement, once to each expert there; and a row back from every
+    slot there.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> {step: round(size / 1e6, 2) for step, size in low_latency_link_bytes(shape, 128).items()}
     {'dispatch': 4.38, 'combine': 12.85}
+    >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128", placement="experts")
+    >>> round(low_latency_link_bytes(shape, 128)["dispatch"] / 1e6, 2)
+    6.64
     """
-    ranks = parts_of_a_token(shape.num_ranks, shape.num_experts, shape.num_topk)
+    times = float(shape.num_topk)  # that a token is sent
+    if not shape.stages_by_expert:
+        times = parts_of_a_token(shape.num_ranks, shape.num_experts, shape.num_topk)
     to_others = (shape.num_ranks - 1) / shape.num_ranks
     token_bytes = shape.row_bytes + 4 * shape.num_scale_words
+    token_bytes += CONTROL_BYTES if shape.stages_by_expert else 0
     return {
-        "dispatch": num_tokens * ranks * to_others * token_bytes,
+        "dispatch": num_tokens * times * to_others * token_bytes,
         "combine": num_tokens * shape.num_topk * to_others * BF16_BYTES * shape.hidden,
     }
 

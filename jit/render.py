@@ -44,6 +44,7 @@ _LOCAL_SCALES = {
     "fp8_32": "ByteScalesPer32",
     "fp8_128_ue8m0": "ByteScalesPer128",
     "fp8_128_pow2": "FloatPowersPer128",
+    "fp8_128": "FloatsPer128",
 }
 
 # As the header library names them, which the translation unit includes first.

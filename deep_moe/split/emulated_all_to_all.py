@@ -36,6 +36,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         format: str = "fp8_128",
         any_format: bool = False,
         zero_copy: bool = False,
+        placement: str = "ranks",
         **options: Any,
     ) -> None:
         self.shape = LowLatencyShape(
@@ -47,6 +48,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
             format=format,
             has_shared_rows=zero_copy,
             any_format=any_format,
+            placement=placement,
         )
         memories = private_host_memories(num_ranks, low_latency_buffer_layout(self.shape).num_bytes)
         self.layers = [

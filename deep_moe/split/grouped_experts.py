@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, K_BLOCK, WEIGHT_FORMATS
+from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
+    DEFAULT_WEIGHTS,
+    FLOAT_TOKEN_SCALES,
+    K_BLOCK,
+    WEIGHT_FORMATS,
+)
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import device_for, memory_for
 from deep_moe.fused.call_plan import (
@@ -50,25 +56,54 @@ from deep_moe.heuristics.shape import MoEShape, require_int
 from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
-from deep_moe.targets import EMULATED, target_of
+from deep_moe.targets import EMULATED, Target, target_of, target_of_device
 
 MAX_ROWS = 1 << 21
 _ALIGNMENT = 16  # bytes, of bulk copies
-# Of E4M3 tokens: dtype of scales, and values of a word of them.
+
+
+class _Scales(NamedTuple):
+    """Of E4M3 tokens in one format. num_values: of which a word is the scale, or has the scales.
+    kind: what kernels make of them, of `TOKEN_SCALES`."""
+
+    dtype: torch.dtype
+    num_values: int
+    kind: str = DEFAULT_TOKEN_SCALES
+
+
 _SCALES = {
-    "fp8_32": (torch.int32, 128),
-    "fp8_128_ue8m0": (torch.int32, 512),
-    "fp8_128_pow2": (torch.float32, 128),
+    "fp8_32": _Scales(torch.int32, 128),
+    "fp8_128_ue8m0": _Scales(torch.int32, 512),
+    "fp8_128_pow2": _Scales(torch.float32, 128),
+    "fp8_128": _Scales(torch.float32, 128, FLOAT_TOKEN_SCALES),
 }
 
 
-def formats_for(weights: str) -> tuple[str, ...]:
+def formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
     """The tokens' formats that experts with weights of a format take; the first is the default.
+    arch: where; by default what a CPU emulates.
 
     >>> formats_for("mxfp4"), formats_for("bf16")
     (('fp8_32', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
+    >>> formats_for("fp8", "sm_90a")
+    ('fp8_32', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128')
     """
-    return tuple(_SCALES) if WEIGHT_FORMATS[weights].has_scales else ("bf16",)
+    if not WEIGHT_FORMATS[weights].has_scales:
+        return ("bf16",)
+    target = EMULATED if arch is None else target_of(arch)
+    allowed = target.weights_of(weights).allowed_token_scales
+    return tuple(name for name, scales in _SCALES.items() if scales.kind in allowed)
+
+
+def format_of_tokens(weights: str, token_scales: str = DEFAULT_TOKEN_SCALES) -> str:
+    """The format for tokens with such scales, where weights have a format.
+
+    >>> format_of_tokens("fp8", "float32_per_128"), format_of_tokens("bf16")
+    ('fp8_128', 'bf16')
+    """
+    if not WEIGHT_FORMATS[weights].has_scales:
+        return "bf16"
+    return next(name for name, scales in _SCALES.items() if scales.kind == token_scales)
 
 
 def grouped_experts_workspace_size(
@@ -103,8 +138,8 @@ class GroupedExperts:
     activation_clamp, fast_math: as of `fp8_fp4_mega_moe`.
     format: of the tokens, as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "fp8_32"
         (the default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
-        or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With bf16 weights
-        "bf16".
+        or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
+        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights "bf16".
     num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
         they are used again within a call. By default as many as a call may bring.
     device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
@@ -152,7 +187,7 @@ class GroupedExperts:
         check_seed(schedule_seed)
         if overrides is not None:
             check_overrides(overrides)
-        self.shape = _shape_of(
+        shape = _shape_of(
             max_rows,
             hidden,
             intermediate_hidden,
@@ -161,14 +196,17 @@ class GroupedExperts:
             num_pool_tokens,
             biases,
         )
-        self.format = _checked_format(weights, format)
+        chosen_device = device_for(None, device)
+        own = target_of_device(chosen_device)
+        target = own if arch is None else target_of(arch)
+        self.format = _checked_format(weights, format, target)
+        if self.format in _SCALES:
+            shape = replace(shape, token_scales=_SCALES[self.format].kind)
+        self.shape = shape
         self._activation = activation_of(activation, activation_clamp)
         layout = work_space_layout(self.shape)
-        chosen_device = device_for(None, device)
         self._work_space = _WorkSpace(self.shape, memory_for(layout, None, chosen_device))
         gpu = self._work_space.gpu
-        own = EMULATED if gpu is None else gpu.target
-        target = own if arch is None else target_of(arch)
         if target is not own and gpu is not None:
             raise ValueError(
                 f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
@@ -374,15 +412,15 @@ class GroupedExperts:
         else:
             require_type("scales", scales, torch.Tensor, f"a tensor with format {self.format!r}")
             assert scales is not None
-            dtype, num_values = _SCALES[self.format]
+            dtype, num_values, _ = _SCALES[self.format]
             if scales.dtype is torch.float32 and dtype is not torch.float32:
                 raise TypeError(
                     f"scales must be {dtype} with format {self.format!r}; got torch.float32, which "
-                    'only format="fp8_128_pow2" has, for powers of two'
+                    'format="fp8_128_pow2" has, for powers of two, and "fp8_128"'
                 )
             check_tensor("scales", scales, dtype, (*rows, hidden // num_values), device)
             check_contiguous("scales", scales)
-            if self._checked and dtype is torch.float32:
+            if self._checked and self.format == "fp8_128_pow2":
                 self._check_powers(scales, expert_count, expert_begin)
         if expected_rows is not None:
             require_int("expected_rows", expected_rows, f"0 to max_rows ({self.max_rows})")
@@ -589,16 +627,18 @@ def _shape_of(
     )
 
 
-def _checked_format(weights: str, format: str | None) -> str:
-    allowed = formats_for(weights)
+def _checked_format(weights: str, format: str | None, target: Target) -> str:
+    allowed = formats_for(weights, target.name)
     if format is None:
         return allowed[0]
     require_type("format", format, str, "a str or None")
     if format in allowed:
         return format
-    words = f"format must be {' or '.join(map(repr, allowed))} with {weights} weights"
+    where = f" on {target.name}" if format in _SCALES and "bf16" not in allowed else ""
+    words = f"format must be {' or '.join(map(repr, allowed))} with {weights} weights{where}"
     reason = {
-        "fp8_128": ": its scales need be no powers of two, which kernels fold into values",
+        "fp8_128": ": its scales need be no powers of two, which kernels fold into values but for "
+        "fp8 weights on sm_90a",
         "bf16": ": tokens are quantized when they are dispatched",
     }
     is_known = format in FORMATS and "bf16" not in allowed

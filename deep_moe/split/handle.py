@@ -47,9 +47,8 @@ class DispatchHandle:
     num_tokens: int
     call_idx: torch.Tensor
     recv_count: torch.Tensor
-    src_info: torch.Tensor
+    src_slots: torch.Tensor  # int32 [local experts, N], token * num_topk + slot on the source rank
     layout_range: torch.Tensor
-    src_tokens: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"DispatchHandle(call {self.call.number}: {self.call.progress.value})"
@@ -65,7 +64,7 @@ class Dispatched(NamedTuple):
     scales: [local experts, N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest
         group in the lowest byte; for "fp8_128_ue8m0" [.., hidden/512], for "bf16" None.
     recv_count: int32 [local experts], rows of each.
-    src_info: int32 [local experts, N], token * num_topk + slot on the source rank.
+    src_info: int32 [local experts, N], a row's token on its source rank.
     layout_range: int64 [local experts, ranks], rows from a rank in the low half, the first of them
         in the high half.
     handle: for `combine`.

@@ -27,8 +27,8 @@ _FORMATS = {128: "fp8_128"}
 class DispatchMetaInfo:
     """What `EPLowLatencyAllToAllLayer.combine` needs of a dispatch.
 
-    recv_token_source_indices: int32 [experts per rank, world_size * max_m], token * topk + slot on
-        the source rank of each row.
+    recv_token_source_indices: int32 [experts per rank, world_size * max_m], each row's token on its
+        source rank.
     recv_token_source_count_and_start: int64 [experts per rank, world_size], rows from a rank in the
         low half, the first of them in the high half.
     """
@@ -46,7 +46,8 @@ class EPLowLatencyAllToAllLayer:
         only world_size. fp8_gsize: values per scale; only 128. dtype: only bfloat16.
     enable_profiling: let the kernels stamp their phases.
     group: the process group, by default all ranks; with world_size 1, none is needed.
-    device, timeout_s: as of `LowLatencyAllToAll`.
+    zero_copy: make room for the experts' rows in symmetric memory, for `get_combine_buffer`.
+    placement, device, timeout_s: as of `LowLatencyAllToAll`.
 
     phase: of the next dispatch, 0 and 1 in turn; call_count: dispatches so far.
     """
@@ -66,6 +67,8 @@ class EPLowLatencyAllToAllLayer:
         enable_profiling: bool = False,
         *,
         group: ProcessGroup | None = None,
+        zero_copy: bool = False,
+        placement: str = "ranks",
         device: torch.device | str | int | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -100,6 +103,8 @@ class EPLowLatencyAllToAllLayer:
             num_experts,
             topk,
             format=_FORMATS[fp8_gsize],
+            zero_copy=zero_copy,
+            placement=placement,
             device=device,
             timeout_s=timeout_s,
             enable_profiling=enable_profiling,
@@ -135,6 +140,13 @@ class EPLowLatencyAllToAllLayer:
         meta = DispatchMetaInfo(result.src_info, result.layout_range, result.handle)
         return result.recv_x, result.scales, result.recv_count, meta
 
+    def get_combine_buffer(self, dispatch_meta: DispatchMetaInfo) -> torch.Tensor:
+        """The communication buffer, for a `combine` with zero_copy: bfloat16 [experts per rank,
+        world_size * max_m, hidden], in which the experts write their rows. It is there once, for
+        the newest dispatch. The layer must have been made with zero_copy=True."""
+        require_type("dispatch_meta", dispatch_meta, DispatchMetaInfo, "what a dispatch returned")
+        return self._all_to_all.get_combine_buffer(dispatch_meta.handle)
+
     def combine(
         self,
         send_tokens: torch.Tensor,
@@ -146,17 +158,12 @@ class EPLowLatencyAllToAllLayer:
         """The weighted sum of what the experts made of each token: bfloat16 [tokens, hidden].
 
         send_tokens: bfloat16 [experts per rank, world_size * max_m, hidden]. topk_indices: as given
-        to the dispatch. topk_weights: float32 [tokens, topk]. zero_copy: only False; rows go
-        straight to their tokens' ranks from wherever they are.
+        to the dispatch. topk_weights: float32 [tokens, topk]. zero_copy: send_tokens is what
+        `get_combine_buffer` gave, on all ranks; without it rows are sent from wherever they are.
         """
-        if zero_copy:
-            raise ValueError(
-                "zero_copy must be False: rows are sent from wherever they are, without a copy to "
-                "a buffer; LowLatencyAllToAll has a zero_copy that also spares the way back"
-            )
         require_type("dispatch_meta", dispatch_meta, DispatchMetaInfo, "what a dispatch returned")
         return self._all_to_all.combine(
-            send_tokens, topk_indices, topk_weights, dispatch_meta.handle
+            send_tokens, topk_indices, topk_weights, dispatch_meta.handle, zero_copy=zero_copy
         )
 
     def dump_dispatch_trace(self) -> None:

@@ -45,7 +45,6 @@ class Settings(KernelSettings):
     """How the kernels of a layer run; see LowLatencyAllToAll."""
 
     scales_by_column: bool = False
-    tells_tokens: bool = False
     enable_profiling: bool = False
 
 
@@ -64,6 +63,9 @@ class LowLatencyAllToAll(SplitLayer):
     zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
     scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128, N]
         transposed, not those of one row.
+    placement: "ranks": a token goes once to each rank of its experts, which spreads it there.
+        "experts": once to each of its experts, into memory that is kept for it and the source rank;
+        more bytes over the links and more memory. Results are the same.
     device: where the calls run. A CPU runs them in the emulator. By default the current GPU for a
         group with NCCL and, if there is a GPU, for None; otherwise the CPU.
     num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
@@ -99,6 +101,7 @@ class LowLatencyAllToAll(SplitLayer):
         any_format: bool = False,
         zero_copy: bool = False,
         scales_by_column: bool = False,
+        placement: str = "ranks",
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -111,6 +114,7 @@ class LowLatencyAllToAll(SplitLayer):
         require_type("any_format", any_format, bool, "a bool")
         require_type("zero_copy", zero_copy, bool, "a bool")
         require_type("scales_by_column", scales_by_column, bool, "a bool")
+        require_type("placement", placement, str, "a str")
         sizes = {
             "num_experts": num_experts,
             "num_topk": num_topk,
@@ -119,6 +123,7 @@ class LowLatencyAllToAll(SplitLayer):
             "format": format,
             "has_shared_rows": zero_copy,
             "any_format": any_format,
+            "placement": placement,
         }
         num_ranks = ranks_of(group)
         device = device_for(group, device)
@@ -161,7 +166,6 @@ class LowLatencyAllToAll(SplitLayer):
         checked: bool | None = None,
         schedule_seed: int = 0,
         scales_by_column: bool = False,
-        tells_tokens: bool = False,
         enable_profiling: bool = False,
     ) -> None:
         require_type("enable_profiling", enable_profiling, bool, "a bool")
@@ -170,7 +174,6 @@ class LowLatencyAllToAll(SplitLayer):
         self._settings = Settings(
             **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed),
             scales_by_column=scales_by_column,
-            tells_tokens=tells_tokens,
             enable_profiling=enable_profiling,
         )
         self._profile = Profile()
@@ -397,6 +400,7 @@ class LowLatencyAllToAll(SplitLayer):
         args = self._args(num_tokens, topk_idx, handle)
         args.x = x.data_ptr()
         args.recv_x = result.recv_x.data_ptr()
+        args.src_info = result.src_info.data_ptr()
         if result.scales is not None:
             args.recv_scales = result.scales.data_ptr()
             strides = result.scales.stride()
@@ -409,14 +413,14 @@ class LowLatencyAllToAll(SplitLayer):
         sent = {"call_idx": handle.call_idx}
         optional = {
             "scales": result.scales,
-            "src_tokens": handle.src_tokens,
             "expert_totals": expert_totals,
             "wait_cycles": wait_cycles,
         }
         written = {
             "recv_x": result.recv_x,
             "recv_count": handle.recv_count,
-            "src_info": handle.src_info,
+            "src_slots": handle.src_slots,
+            "src_info": result.src_info,
             "layout_range": handle.layout_range,
             **{name: tensor for name, tensor in optional.items() if tensor is not None},
         }
@@ -505,7 +509,7 @@ class LowLatencyAllToAll(SplitLayer):
             **({} if zero_copy else {"y": y}),
             "call_idx": handle.call_idx,
             "recv_count": handle.recv_count,
-            "src_info": handle.src_info,
+            "src_slots": handle.src_slots,
             "layout_range": handle.layout_range,
         }
         received = {"topk_idx": topk_idx, "topk_weights": topk_weights}
@@ -608,10 +612,8 @@ class LowLatencyAllToAll(SplitLayer):
         args.topk_idx = topk_idx.data_ptr()
         args.call_idx = handle.call_idx.data_ptr()
         args.recv_count = handle.recv_count.data_ptr()
-        args.src_info = handle.src_info.data_ptr()
+        args.src_slots = handle.src_slots.data_ptr()
         args.layout_range = handle.layout_range.data_ptr()
-        if handle.src_tokens is not None:
-            args.src_tokens = handle.src_tokens.data_ptr()
         return args
 
     def _empty_result(self, shape: LowLatencyShape, call: Call, num_tokens: int) -> Dispatched:
@@ -633,18 +635,15 @@ class LowLatencyAllToAll(SplitLayer):
             num_tokens=num_tokens,
             call_idx=empty((1,), torch.int32),
             recv_count=empty((num_experts,), torch.int32),
-            src_info=empty((num_experts, num_rows), torch.int32),
+            src_slots=empty((num_experts, num_rows), torch.int32),
             layout_range=empty((num_experts, shape.num_ranks), torch.int64),
-            src_tokens=(
-                empty((num_experts, num_rows), torch.int32) if self._settings.tells_tokens else None
-            ),
         )
         values = torch.float8_e4m3fn if shape.num_scale_words else torch.bfloat16
         return Dispatched(
             empty((num_experts, num_rows, shape.hidden), values),
             scales,
             handle.recv_count,
-            handle.src_info,
+            empty((num_experts, num_rows), torch.int32),
             handle.layout_range,
             handle,
         )

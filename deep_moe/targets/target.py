@@ -69,9 +69,14 @@ class TargetWeights(ABC):
         """The kernel's struct for tokens with such scales, which `check_token_scales` has seen."""
         return self.token_policies.get(token_scales, self.policy)
 
+    @property
+    def allowed_token_scales(self) -> tuple[str, ...]:
+        """Of tokens that there is a kernel for."""
+        return (DEFAULT_TOKEN_SCALES, *self.token_policies)
+
     def check_token_scales(self, token_scales: str, arch: str) -> None:
         """Raise unless there is a kernel for tokens with such scales. arch: the target's name."""
-        allowed = (DEFAULT_TOKEN_SCALES, *self.token_policies)
+        allowed = self.allowed_token_scales
         if token_scales not in allowed:
             raise ValueError(
                 f"token_scales must be {' or '.join(allowed)} with {self.format} weights on "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
-from deep_moe.split.grouped_experts import GroupedExperts, formats_for
+from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.targets import target_of_device
@@ -122,6 +122,7 @@ class _RankExperts:
             shape.num_experts_per_rank,
             weights=shape.weights,
             biases=shape.biases,
+            format=format_of_tokens(shape.weights, shape.token_scales),
             num_pool_tokens=shape.num_pool_tokens,
             device=device,
             **options,
@@ -189,4 +190,4 @@ def _all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:
 def _all_to_all_options(shape: MoEShape, options: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens as the experts take them, and what both kinds of kernels are told."""
     of_both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
-    return {"format": formats_for(shape.weights)[0], **of_both}
+    return {"format": format_of_tokens(shape.weights, shape.token_scales), **of_both}

@@ -339,6 +339,14 @@ def test_the_split_path_of_an_exact_layer_is_equal():
     assert [row["num_equal"] for row in document["ranks"]] == [5 * 256, 0, 17 * 256]
 
 
+def test_the_split_path_with_float_scales_of_any_size():
+    """As the fused call has them there, and refused where it has not."""
+    options = [*SPLIT, "--weights", "fp8", "--token-scales", "float32_per_128"]
+    assert ran(*options, "--arch", "sm_90a", "--tokens", "9,3", "--calls", "2")["passed"]
+    refused = invoke(*options, "--arch", "sm_100a")
+    assert "token_scales must be ue8m0_per_32 with fp8 weights on sm_100a" in str(refused.exception)
+
+
 def test_the_split_path_with_a_process_per_rank():
     assert ran(*SPLIT, "--processes", "--weights", "bf16", "--num-sms", "2")["passed"]
 

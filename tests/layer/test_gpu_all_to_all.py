@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ import pytest
 import torch
 
 from deep_moe import jit
-from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
+from deep_moe.heuristics.low_latency import (
+    FORMATS,
+    PLACEMENTS,
+    LowLatencyConfig,
+    LowLatencyShape,
+)
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.profile import phases
@@ -24,8 +30,8 @@ from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
 from tests.split.reference import Inputs, bits, check_dispatched, expected_out, random_inputs
 
-NUM_REPLAYS = 1000
-NUM_INPUTS = 4
+NUM_CALLS = 10_000
+NUM_INPUTS = 4  # that come in turn
 SIZES = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 4}
 
 
@@ -57,8 +63,9 @@ def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
     combine = replace(dispatch, step="combine")
     for sends, receives in ((True, True), (True, False), (False, True)):
         parts = {"sends": sends, "receives": receives}
-        for format in FORMATS:
-            yield replace(dispatch, shape=replace(shape, format=format), **parts)
+        for format, placement in product(FORMATS, PLACEMENTS):
+            of_call = replace(shape, format=format, placement=placement)
+            yield replace(dispatch, shape=of_call, **parts)
         for fetches_rows in (False, True):
             yield replace(combine, fetches_rows=fetches_rows, **parts)
     yield replace(combine, repeats=True)
@@ -95,8 +102,8 @@ def expected(layer: LowLatencyAllToAll, rank: Rank, inputs: Inputs) -> torch.Ten
     return expected_out(layer.shape, rank.idx, inputs.topk_idxs, weights, inputs.ys)
 
 
-def every_kind_of_call(rank: Rank) -> None:
-    layer = make(rank, scales_by_column=True)
+def every_kind_of_call(rank: Rank, placement: str = "ranks") -> None:
+    layer = make(rank, scales_by_column=True, placement=placement)
     seed = 0
     for format in FORMATS:
         for receive in (True, False):
@@ -140,8 +147,8 @@ def combined_again(rank: Rank) -> None:
 
 
 def repeats_differ(rank: Rank, num_calls: int, in_graph: bool) -> int:
-    """How many calls gave other bits than the first one with the same tokens. A graph has one call
-    of each kind of tokens, and no call waits for the host."""
+    """How many calls gave other bits than the first one with the same tokens, which change from
+    call to call. A graph has one call of each kind of tokens, and no call waits for the host."""
     layer = make(rank)
     parts = [own_part(inputs_of(layer, seed), rank) for seed in range(NUM_INPUTS)]
 
@@ -164,7 +171,7 @@ def repeats_differ(rank: Rank, num_calls: int, in_graph: bool) -> int:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outs = calls()
     num_different = torch.zeros((), dtype=torch.int64, device=rank.device)
-    for _ in range(num_calls):
+    for _ in range(-(-num_calls // NUM_INPUTS)):
         if graph is None:
             outs = calls()
         else:
@@ -238,6 +245,14 @@ def test_every_bit(run_ranks: RunRanks, compiled: None, num_ranks: int, work: An
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
+def test_every_bit_of_messages_for_each_expert(
+    run_ranks: RunRanks, compiled: None, num_ranks: int
+) -> None:
+    run_ranks(Place.GPUS, num_ranks, every_kind_of_call, "experts")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, 2], ids=["one_gpu", "two_gpus"])
 def test_deep_eps_calls(run_ranks: RunRanks, num_ranks: int) -> None:
     run_ranks(Place.GPUS, num_ranks, deep_ep)
@@ -246,10 +261,10 @@ def test_deep_eps_calls(run_ranks: RunRanks, num_ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["calls", "graph"])
-def test_calls_in_a_row(
+def test_ten_thousand_calls_in_a_row(
     run_ranks: RunRanks, compiled: None, num_ranks: int, in_graph: bool
 ) -> None:
-    found = run_ranks(Place.GPUS, num_ranks, repeats_differ, NUM_REPLAYS, in_graph)
+    found = run_ranks(Place.GPUS, num_ranks, repeats_differ, NUM_CALLS, in_graph)
     assert set(found) == {0}
 
 
@@ -263,6 +278,7 @@ def test_traces(run_ranks: RunRanks, num_ranks: int, tmp_path: Path) -> None:
 def test_the_same_in_the_emulator(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_traces(run_ranks(Place.CPU, 2, traces, str(tmp_path)))
     run_ranks(Place.CPU, 2, every_kind_of_call)
+    run_ranks(Place.CPU, 2, every_kind_of_call, "experts")
     run_ranks(Place.CPU, 2, combined_again)
     run_ranks(Place.CPU, 2, deep_ep)
-    assert run_ranks(Place.CPU, 2, repeats_differ, 2, False) == [0, 0]
+    assert run_ranks(Place.CPU, 2, repeats_differ, 8, False) == [0, 0]

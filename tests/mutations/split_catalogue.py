@@ -8,6 +8,7 @@ from .catalogue import Mutation, instead, removed, replaced
 
 M = Mutation
 LOW_LATENCY = "test_low_latency::"
+PLACEMENTS = "test_placements::"
 SPLIT_MUTATIONS = (
     # ---- which call it is
     M("one_half_only", replaced("half_in_turn", "call_idx % 2", "0u"), "race|timeout|result"),
@@ -63,6 +64,37 @@ SPLIT_MUTATIONS = (
         "race|result|misuse",
     ),
     M("scale_bytes_mixed", replaced("byte_place", "% 4", "% 2"), "result"),
+    # ---- dispatch, sending a message to each expert
+    M(
+        "message_slot_of_the_rank",
+        replaced("message_slot", "of_expert(slot.expert_idx)", "of_rank(slot.rank_idx)"),
+        "race|result|misuse",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
+    M(
+        "control_of_another_slot",
+        replaced("control_written", "slot.slot_idx", "0"),
+        "race|result",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
+    M(
+        "messages_of_the_other_half",
+        replaced("message_place", "half", "half ^ 1"),
+        "race|result|misuse",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
+    M(
+        "message_to_the_first_row",
+        replaced("message_row", "slot_idx", "0"),
+        "race|result|misuse",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
+    M(
+        "messages_not_awaited",
+        removed("staging_awaited"),
+        "race",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
     # ---- arrivals
     M("arrive_before_all_sent", removed("all_sent"), "race"),
     M(
@@ -118,9 +150,10 @@ SPLIT_MUTATIONS = (
     ),
     M(
         "source_slot_forgotten",
-        replaced("source_told", "token_topk_idx", "header[0] * Config::num_topk"),
+        replaced("source_told", "token_topk_idx", "token_idx * Config::num_topk"),
         "race|result",
     ),
+    M("source_is_the_slot", replaced("token_told", "token_idx", "token_topk_idx"), "result"),
     # ---- combine
     M("expert_rows_before_shared", removed("expert_rows_shared"), "race|misuse"),
     M("rows_into_the_other_half", replaced("row_sent", "half", "half ^ 1"), "race|result"),
@@ -132,7 +165,7 @@ SPLIT_MUTATIONS = (
     # ---- combine of rows that stay where they are
     M(
         "told_the_other_half",
-        replaced("row_told", "half_", "half_ ^ 1"),
+        replaced("row_told", "half", "half ^ 1"),
         "race|result|misuse",
         test=LOW_LATENCY + "test_rows_are_fetched_from_where_the_experts_wrote_them",
         arguments={"receive": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ from deep_moe.jit import headers
 from deep_moe.split import kernels
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 
-from ..split import test_low_latency
 from ..split.reference import bits, check_dispatched, expected_out, random_inputs
 from .catalogue import Mutation
 from .split_catalogue import SPLIT_MUTATIONS
@@ -82,11 +82,12 @@ def outcome(schedule: Any, seed: int) -> str:
 
 
 def outcome_of_test(mutation: Mutation) -> str:
-    _, _, name = mutation.test.partition("::")
+    module, _, name = mutation.test.partition("::")
+    test = getattr(importlib.import_module(f"tests.split.{module}"), name)
 
     def run() -> bool:
         try:
-            getattr(test_low_latency, name)(**mutation.arguments)
+            test(**mutation.arguments)
         except pytest.fail.Exception:
             return False
         return True

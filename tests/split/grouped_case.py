@@ -11,11 +11,12 @@ import deep_moe
 from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.mx import quantize_mxfp8
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 from deep_moe.heuristics import MoEShape
-from deep_moe.split.grouped_experts import GroupedExperts, formats_for
+from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import Bounds, reference_bounds
-from deep_moe.trial.reference import FP32_SUM_BITS, reference_mega_moe
+from deep_moe.trial.reference import FP32_SUM_BITS, Numerics, reference_mega_moe
 from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer
 
 COUNTS = (37, 0, 5, 66)
@@ -43,15 +44,20 @@ class Case:
     arch: str
     layer: Layer
     x: torch.Tensor
-    x_sf: torch.Tensor  # UE8M0 per 32, for the reference
+    x_sf: torch.Tensor  # for the reference: UE8M0 per 32, or float32 per 128 of any size
     scales: torch.Tensor | None  # as the format has them
 
     @property
     def expert_of_row(self) -> torch.Tensor:
         return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
 
+    @property
+    def numerics(self) -> Numerics:
+        shape = self.shape
+        return target_of(self.arch).weights_of(shape.weights).numerics_of(shape.token_scales)
+
     def bounds(self, *, on_gpu: bool = False, **more: Any) -> Bounds:
-        numerics = target_of(self.arch).weights_of(self.shape.weights).numerics
+        numerics = self.numerics
         return reference_bounds(
             self.x,
             self.x_sf,
@@ -74,7 +80,7 @@ class Case:
             torch.ones(len(self.x), 1),
             self.layer.l1,
             self.layer.l2,
-            numerics=target_of(self.arch).weights_of(self.shape.weights).numerics,
+            numerics=self.numerics,
             **self.layer.biases,
             **more,
         )
@@ -90,7 +96,7 @@ class Case:
             biases=shape.biases,
             arch=self.arch,
             device="cpu",
-            **options,
+            **{"format": format_of_tokens(shape.weights, shape.token_scales), **options},
         )
 
     def weights(self) -> dict[str, Any]:
@@ -143,18 +149,22 @@ def random_case(
     format: str = "",
     **more: Any,
 ) -> Case:
-    shape = shape_of(counts, weights, **more)
+    format = format or format_of_tokens(weights)
+    token_scales = FLOAT_TOKEN_SCALES if format == "fp8_128" else DEFAULT_TOKEN_SCALES
+    shape = shape_of(counts, weights, token_scales=token_scales, **more)
     scale_block = target_of(arch).weights_of(weights).scale_block
     layer = random_layer(shape, scale_block=scale_block)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(sum(counts), shape.hidden, generator=generator)
-    format = format or formats_for(weights)[0]
     if format == "bf16":
         x = values.bfloat16()
         return Case(shape, counts, arch, layer, x, torch.empty(len(x), 0, dtype=torch.int32), None)
     if format == "fp8_32":
         x, x_sf = quantize_mxfp8(values)
         return Case(shape, counts, arch, layer, x, x_sf, x_sf)
+    if format == "fp8_128":
+        x, floats = quantize_e4m3_float(values.bfloat16())
+        return Case(shape, counts, arch, layer, x, floats, floats)
     x, floats = quantize_e4m3_float(values.bfloat16(), powers_of_two=True)
     scale_bytes = (floats.log2().int() + 127).to(torch.uint8)
     scales = pack_ue8m0(scale_bytes) if format == "fp8_128_ue8m0" else floats

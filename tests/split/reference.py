@@ -88,7 +88,7 @@ def check_dispatched(
             assert packed >> 32 == sum(other < source for other in sources)
         for i, row in enumerate(rows):
             values, scales = tokens[row.source_rank]
-            assert int(result.src_info[local, i]) == row.token * shape.num_topk + row.slot
+            assert int(result.src_info[local, i]) == row.token
             assert torch.equal(bits(result.recv_x[local, i]), bits(values[row.token]))
             if scales is None:
                 assert result.scales is None

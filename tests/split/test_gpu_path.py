@@ -67,7 +67,15 @@ def test_launches_do_not_change_from_call_to_call(launched: Launched) -> None:
     layer = make()
     x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
     results = [layer.dispatch(x, ids) for _ in range(3)]
-    tensors = {"call_idx", "recv_count", "src_info", "layout_range", "recv_x", "recv_scales"}
+    tensors = {
+        "call_idx",
+        "recv_count",
+        "src_slots",
+        "src_info",
+        "layout_range",
+        "recv_x",
+        "recv_scales",
+    }
     for name, *_ in LowLatencyArgs._fields_:
         values = {str(bytes(memory_of(name, args))) for _, _, args in launched}
         assert len(values) == 1 or name in tensors

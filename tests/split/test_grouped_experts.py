@@ -49,6 +49,30 @@ def test_scales_of_128_values(arch: str, format: str) -> None:
     assert compare(run_padded(case, format=format), case.bounds()).is_right
 
 
+def test_float_scales_of_any_size() -> None:
+    case = random_case("sm_90a", weights="fp8", format="fp8_128")
+    assert case.scales is not None
+    assert (case.scales.view(torch.int32) & 0x7FFFFF != 0).float().mean() > 0.9
+    assert compare(run_padded(case), case.bounds()).is_right
+
+
+def test_float_scales_in_the_other_layout_and_a_small_pool() -> None:
+    """Where rows are neighbours' of another expert's, and places of the pool are used again."""
+    shape = {"weights": "fp8", "token_scales": "float32_per_128", "num_pool_tokens": 384}
+    case = exact_case("sm_90a", (310, 0, 190, 70), **shape)
+    y = run_behind_each_other(case, num_pool_tokens=384)
+    assert compare(y, case.exact()).is_exact
+
+
+@pytest.mark.parametrize(
+    ("arch", "weights"), [("sm_100a", "fp8"), ("sm_103a", "mxfp4"), ("sm_90a", "mxfp4")]
+)
+def test_who_does_not_take_float_scales_of_any_size(arch: str, weights: str) -> None:
+    words = rf"format must be 'fp8_32' or .* with {weights} weights on {arch}; got 'fp8_128': its"
+    with pytest.raises(ValueError, match=words):
+        GroupedExperts(8, 256, 128, 2, weights=weights, format="fp8_128", arch=arch, device="cpu")
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_biases_and_another_activation(arch: str) -> None:
     case = random_case(arch, biases=True)
@@ -207,7 +231,7 @@ def test_arguments_that_are_refused() -> None:
         ({"expert_begin": begin}, ValueError, "expert_begin must be None"),
         ({"x": arguments["x"].bfloat16()}, TypeError, "x must be torch.float8_e4m3fn"),
         ({"x": arguments["x"][..., :256]}, ValueError, "x must have shape"),
-        ({"scales": floats}, TypeError, "only format=.fp8_128_pow2. has, for powers of two"),
+        ({"scales": floats}, TypeError, "format=.fp8_128_pow2. has, for powers of two"),
         ({"scales": None}, TypeError, "scales must be a tensor with format 'fp8_32'"),
         ({"scales": arguments["scales"].mT.contiguous().mT}, ValueError, "scales must be contig"),
         ({"expert_count": begin.long()}, TypeError, "expert_count must be torch.int32"),

@@ -21,7 +21,12 @@ def run_case(seed: int) -> None:
     tiles = target_of(arch).weights_of(weights).fuzz_tiles
     num_experts = choose.choice([1, 2, 5, 33])
     pool = choose.choice([None, 384])
-    shape = {"biases": choose.random() < 0.3, "num_pool_tokens": pool}
+    token_scales = choose.choice(target_of(arch).weights_of(weights).allowed_token_scales)
+    shape = {
+        "biases": choose.random() < 0.3,
+        "num_pool_tokens": pool,
+        "token_scales": token_scales,
+    }
     most = 1 + choose.randrange(300 // num_experts)
     counts = [
         tuple(choose.choice([0, 1, most, choose.randint(0, most)]) for _ in range(num_experts))

@@ -10,6 +10,7 @@ import torch
 
 from deep_moe import GroupedExperts
 from deep_moe.errors import MegaMoEError
+from deep_moe.split.grouped_experts import format_of_tokens, formats_for
 from deep_moe.targets import target_of_device
 from deep_moe.trial.comparison import compare
 
@@ -51,6 +52,7 @@ def experts_of(case: Case) -> GroupedExperts:
         shape.num_experts,
         weights=shape.weights,
         biases=shape.biases,
+        format=format_of_tokens(shape.weights, shape.token_scales),
         num_pool_tokens=shape.num_pool_tokens,
         device="cuda",
     )
@@ -72,6 +74,19 @@ def test_rows_are_right(weights: str, biases: bool) -> None:
         experts.check()
     assert compare(rows_of(ys[0]), bounds).is_right
     assert torch.equal(rows_of(ys[0]), rows_of(ys[2]))
+
+
+def test_float_scales_of_any_size() -> None:
+    arch = target_of_device(torch.device("cuda")).name
+    if "fp8_128" not in formats_for("fp8", arch):
+        pytest.skip(f"there is no kernel for them on {arch}")
+    case = case_here("fp8", format="fp8_128")
+    bounds = case.bounds(on_gpu=True)
+    with experts_of(case) as experts:
+        y = experts(**on_gpu(case))
+        torch.cuda.synchronize()
+        experts.check()
+    assert compare(rows_of(y), bounds).is_right
 
 
 def test_a_small_pool_is_used_again() -> None:

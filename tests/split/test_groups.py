@@ -40,7 +40,14 @@ def test_ranks_in_processes_get_every_bit(run_ranks, receive: bool) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("hidden", 256), ("num_topk", 1), ("format", "bf16"), ("num_sms", 1), ("num_experts", 6)],
+    [
+        ("hidden", 256),
+        ("num_topk", 1),
+        ("format", "bf16"),
+        ("num_sms", 1),
+        ("num_experts", 6),
+        ("placement", "experts"),
+    ],
 )
 def test_layers_that_differ_are_an_error_on_every_rank(run_ranks, argument, value) -> None:
     def work(rank: int) -> str:

@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 
 import deep_moe
+from deep_moe.formats.float_scaled import quantize_e4m3_float
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
+from deep_moe.targets import target_of
+from deep_moe.trial.bounds import reference_bounds
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import FP32_SUM_BITS
+from deep_moe.trial.synthetic import random_layer
 
 from .reference import bits, check_dispatched, expected_out, random_inputs
 
@@ -31,7 +38,9 @@ def make(rank: int = 0, world_size: int = 1, **changes: Any) -> EPLowLatencyAllT
     return EPLowLatencyAllToAllLayer(**{**arguments, **changes})
 
 
-def check_calls(layer: EPLowLatencyAllToAllLayer, rank: int, num_ranks: int) -> None:
+def check_calls(
+    layer: EPLowLatencyAllToAllLayer, rank: int, num_ranks: int, zero_copy: bool = False
+) -> None:
     shape = LowLatencyShape(num_ranks, 4, 2, 256, 4, "fp8_128")
     for call in range(3):
         assert (layer.call_count, layer.phase) == (call, call % 2)
@@ -42,7 +51,10 @@ def check_calls(layer: EPLowLatencyAllToAllLayer, rank: int, num_ranks: int) -> 
         sources, ranges = meta.recv_token_source_indices, meta.recv_token_source_count_and_start
         result = Dispatched(tokens, scales, count, sources, ranges, meta.handle)
         check_dispatched(shape, result, rank, inputs.xs, inputs.topk_idxs)
-        out = layer.combine(inputs.ys[rank], ids, weights, meta)
+        rows = inputs.ys[rank]
+        if zero_copy:
+            rows = layer.get_combine_buffer(meta).copy_(rows)
+        out = layer.combine(rows, ids, weights, meta, zero_copy=zero_copy)
         expected = expected_out(shape, rank, inputs.topk_idxs, weights, inputs.ys)
         assert torch.equal(bits(out), bits(expected))
     layer.finalize()
@@ -50,6 +62,43 @@ def check_calls(layer: EPLowLatencyAllToAllLayer, rank: int, num_ranks: int) -> 
 
 def test_one_rank() -> None:
     check_calls(make(), 0, 1)
+
+
+def test_experts_that_write_into_the_communication_buffer() -> None:
+    check_calls(make(zero_copy=True), 0, 1, zero_copy=True)
+
+
+def test_a_message_for_each_expert() -> None:
+    check_calls(make(placement="experts"), 0, 1)
+
+
+def test_its_tokens_go_to_fp8_experts_as_they_are() -> None:
+    """Float32 scales of any size, and no quantization between dispatch and experts."""
+    shape = MoEShape(1, 4, 2, 256, 128, 4, weights="fp8", token_scales="float32_per_128")
+    weights = random_layer(shape, scale_block=(128, 128))
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(
+        weights.l1, weights.l2, arch="sm_90a", weights="fp8"
+    )
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0]], dtype=torch.int32)
+    topk_weights = torch.tensor([[0.5, 0.25]] * 4)
+    layer = make()
+    tokens, scales, count, meta = layer.dispatch(x, None, ids)
+    experts = deep_moe.GroupedExperts(
+        8, 256, 128, 4, weights="fp8", format="fp8_128", arch="sm_90a", device="cpu"
+    )
+    y = experts(tokens, scales, l1, l2, count)
+    out = layer.combine(y, ids, topk_weights, meta)
+    values, floats = quantize_e4m3_float(x)
+    bounds = reference_bounds(
+        *(values, floats, ids.long(), topk_weights, weights.l1, weights.l2),
+        numerics=target_of("sm_90a").weights_of("fp8").numerics_of(shape.token_scales),
+        sum_bits=FP32_SUM_BITS,
+        weights_in_combine=True,
+    )
+    assert compare(out, bounds).is_right
+    layer.finalize()
+    experts.close()
 
 
 def test_two_ranks(run_ranks) -> None:
@@ -80,7 +129,7 @@ def test_what_it_is_called_with() -> None:
         layer.dispatch(x, torch.ones(2, 2), ids)  # type: ignore[arg-type]
     _, _, _, meta = layer.dispatch(x, None, ids)
     y = torch.zeros(4, 4, 256, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="zero_copy must be False"):
+    with pytest.raises(ValueError, match=r"y must be what get_combine_buffer\(handle\) gave"):
         layer.combine(y, ids, torch.zeros(2, 2), meta, zero_copy=True)
     with pytest.raises(TypeError, match="dispatch_meta must be what a dispatch returned"):
         layer.combine(y, ids, torch.zeros(2, 2), meta.handle)  # type: ignore[arg-type]

@@ -68,6 +68,19 @@ def test_no_spills(arch: str, format: str, problem: str) -> None:
         assert "warning" not in compilation.log.lower(), compilation.log
 
 
+@pytest.mark.parametrize("problem", ["v3", "most_ranks"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_spills_with_a_message_for_each_expert(arch: str, problem: str) -> None:
+    shape = LowLatencyShape(*PROBLEMS[problem], "fp8_128", placement="experts")
+    for sends, receives in PARTS:
+        config = LowLatencyConfig(shape, "dispatch", 132, arch, sends=sends, receives=receives)
+        compilation = compile_kernel(config)
+        resources = compilation.resources
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+        assert resources.num_registers * config.num_threads <= 65536
+        assert "warning" not in compilation.log.lower(), compilation.log
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spills_with_stamps(arch: str, step: str) -> None:

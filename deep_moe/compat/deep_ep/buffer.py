@@ -13,7 +13,7 @@ from deep_moe.fused.rank_buffer import ClosedBufferError
 from deep_moe.heuristics.low_latency import LowLatencyShape, low_latency_buffer_layout
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MAX_TOPK, require_int
-from deep_moe.split.handle import DispatchHandle, Progress
+from deep_moe.split.handle import Dispatched, DispatchHandle, Progress
 from deep_moe.split.kernels import Launch
 from deep_moe.split.low_latency import LowLatencyAllToAll
 
@@ -47,10 +47,10 @@ class LowLatencyHandle(tuple[Any, ...]):
     dispatched: DispatchHandle
 
     @classmethod
-    def of(cls, dispatched: DispatchHandle, shape: LowLatencyShape) -> LowLatencyHandle:
+    def of(cls, result: Dispatched, shape: LowLatencyShape) -> LowLatencyHandle:
         sizes = (shape.num_max_tokens_per_rank, shape.hidden, shape.num_experts)
-        handle = cls((dispatched.src_tokens, dispatched.layout_range, *sizes))
-        handle.dispatched = dispatched
+        handle = cls((result.src_info, result.layout_range, *sizes))
+        handle.dispatched = result.handle
         return handle
 
 
@@ -238,7 +238,7 @@ class Buffer:
         )
         event = self._run(layer, launch, async_finish, return_recv_hook)
         recv_x = result.recv_x if result.scales is None else (result.recv_x, result.scales)
-        handle = LowLatencyHandle.of(result.handle, layer.shape)
+        handle = LowLatencyHandle.of(result, layer.shape)
         return recv_x, result.recv_count, handle, event, self._hook(handle, return_recv_hook)
 
     def low_latency_combine(
@@ -347,7 +347,7 @@ class Buffer:
                 f"get_low_latency_rdma_size_hint knows; got {self.num_rdma_bytes}"
             )
         layer = LowLatencyAllToAll.of_memory(
-            shape, memory, timeout_s=self._timeout_s, scales_by_column=True, tells_tokens=True
+            shape, memory, timeout_s=self._timeout_s, scales_by_column=True
         )
         self._begin(layer)
         self._layer = layer

@@ -1,11 +1,13 @@
 // Low-latency dispatch: tokens to the ranks of their experts, and into rows by expert there. In one
-// kernel, or in two: `sends` and `receives` say which parts this one has.
+// kernel, or in two: `sends` and `receives` say which parts this one has. A token goes once to each
+// rank of its experts, or, with `stages_by_expert`, to each of its experts.
 //
 // Grid: num_ctas CTAs, equal on all ranks; those that receive wait for all of them, so they are all
 // resident at once. docs/split.md has the protocol.
 #pragma once
 
 #include <cuda/std/cstdint>
+#include <cuda/std/type_traits>
 
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
@@ -19,6 +21,7 @@
 #include "deep_moe/split/receive_counts.cuh"
 #include "deep_moe/split/send_tokens.cuh"
 #include "deep_moe/split/token_counts.cuh"
+#include "deep_moe/split/unpack_messages.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -80,7 +83,9 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRan
     const ReceivedTokens<Config> received(shared_memory);
     if (!await_tokens(args, local, active, received, half, waiter)) return;
     const PhaseSpan<Config> span(args, SplitPhase::postprocess);
-    TokenExpansion<Config>(args, ranks, received, half).run();
+    using Unpacking = cuda::std::conditional_t<Config::stages_by_expert, MessageUnpacking<Config>,
+                                               TokenExpansion<Config>>;
+    Unpacking(args, ranks, received, half).run();
 }
 
 template <class Config>

@@ -8,14 +8,11 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/receive_counts.cuh"
+#include "deep_moe/split/received_row.cuh"
 #include "deep_moe/split/spread_row.cuh"
 #include "deep_moe/split/token_format.cuh"
 
 namespace deep_moe {
-
-// Rows of a local expert in the tensors of all of them.
-template <class Config>
-inline constexpr uint32_t rows_per_expert = Config::num_ranks * Config::num_max_tokens_per_rank;
 
 // All warps of the grid, when all tokens are here.
 template <class Config>
@@ -52,15 +49,7 @@ class TokenExpansion {
             row = local_expert_idx * rows_per_expert<Config> +
                   received_.first_row(local_expert_idx, rank_idx) +
                   RowOfExpert::row(row_of_expert);  //~ row_placed
-            const uint32_t token_topk_idx = header[0] * Config::num_topk + ptx::lane_idx();
-            args_.src_info[row] = static_cast<int32_t>(token_topk_idx);  //~ source_told
-            if (args_.src_tokens != nullptr) {
-                args_.src_tokens[row] = static_cast<int32_t>(header[0]);
-            }
-            if constexpr (Config::has_shared_rows) {
-                // Read behind this rank's arrival in combine.
-                *ranks_.of(rank_idx).row_of_slot(half_, token_topk_idx) = row;  //~ row_told
-            }
+            tell_source(args_, ranks_, half_, row, rank_idx, header[0], ptx::lane_idx());
         }
         const auto* const staged =
             reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx));
@@ -71,10 +60,7 @@ class TokenExpansion {
     __device__ void copy_scales(uint32_t rank_idx, uint32_t slot_idx, uint32_t slots,
                                 uint32_t row) const {
         const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
-            return args_.recv_scales +
-                   slot_row / rows_per_expert<Config> * args_.scale_expert_stride +
-                   slot_row % rows_per_expert<Config> * args_.scale_row_stride +
-                   column * args_.scale_column_stride;
+            return scale_word_of_row<Config>(args_, slot_row, column);
         };
         spread_scales<Config>(scale_word, local_.staged_scales(half_, rank_idx, slot_idx), slots,
                               row);

@@ -23,7 +23,7 @@ struct LowLatencyArgs {
     // What a dispatch gives to its combine.
     uint32_t* call_idx;     // [1]
     int32_t* recv_count;    // [E_local]
-    int32_t* src_info;      // [E_local, N]: token_idx * topk + slot on the source rank
+    int32_t* src_slots;     // [E_local, N]: token_idx * topk + slot on the source rank
     int64_t* layout_range;  // [E_local, ranks]: count in the low half, first row in the high one
 
     // Statistics, added to; null where nobody asks for them.
@@ -37,7 +37,7 @@ struct LowLatencyArgs {
     uint64_t scale_expert_stride;
     uint64_t scale_row_stride;
     uint64_t scale_column_stride;
-    int32_t* src_tokens;  // [E_local, N]: token_idx on the source rank; null where nobody asks
+    int32_t* src_info;  // [E_local, N]: token_idx on the source rank
 
     // Combine.
     const void* y;                // bf16 [E_local, N, hidden]

@@ -37,13 +37,14 @@ class LowLatencyBuffer {
                rank_idx;  // [ranks]
     }
 
-    // How many tokens a source rank has for each local expert, and behind them how many tokens it
-    // sends at all; encoded (EncodedCount), so that zero means "not yet".
-    static constexpr uint32_t num_count_words = Symm::recv_counts_dim2;  // E_local + 1
+    // How many tokens a source rank has for each local expert, and behind them, where a token comes
+    // once for all of its experts, how many it sends at all; encoded (EncodedCount), so that zero
+    // means "not yet".
+    static constexpr uint32_t num_count_words = Symm::recv_counts_dim2;  // E_local, or + 1
     __device__ uint32_t* recv_counts(uint32_t half, uint32_t rank_idx, uint32_t word_idx) const {
         return at<typename Symm::recv_counts_element>(Symm::recv_counts_offset) +
                (half * Symm::recv_counts_dim1 + rank_idx) * num_count_words +
-               word_idx;  // [2][ranks][E_local + 1]
+               word_idx;  // [2][ranks][num_count_words]
     }
     // CTAs of a source rank whose tokens are here.
     __device__ int32_t* dispatch_arrivals(uint32_t half, uint32_t rank_idx) const {
@@ -75,6 +76,17 @@ class LowLatencyBuffer {
             (half * Symm::staged_scales_dim1 + rank_idx) * Symm::staged_scales_dim2 + slot_idx;
         return at<typename Symm::staged_scales_element>(Symm::staged_scales_offset) +
                uint64_t{row} * Symm::staged_scales_dim3;  // [2][ranks][T][H/128]
+    }
+
+    // With Config::stages_by_expert, in place of these: for each local expert the messages of each
+    // source rank, a message for each of its tokens (split/message.cuh).
+    __device__ uint8_t* message(uint32_t half, uint32_t local_expert_idx, uint32_t rank_idx,
+                                uint32_t slot_idx) const {
+        const uint32_t expert = half * Symm::messages_dim1 + local_expert_idx;
+        const uint32_t row =
+            (expert * Symm::messages_dim2 + rank_idx) * Symm::messages_dim3 + slot_idx;
+        return at<typename Symm::messages_element>(Symm::messages_offset) +
+               uint64_t{row} * Symm::messages_dim4;  // [2][E_local][ranks][T][message bytes]
     }
 
     // What the experts made of this rank's tokens, one row per slot.

@@ -12,17 +12,22 @@
 
 namespace deep_moe {
 
-// In shared memory. An expert's rows lie by source rank, and by the source's order below that.
+// In shared memory. An expert's rows lie by source rank, and by the source's order below that. What
+// is said of the tokens of all ranks is there where a token comes once for all of its experts.
 template <class Config>
 class ReceivedTokens {
  public:
     __device__ explicit ReceivedTokens(uint32_t shared_memory)
         : first_rows_(shared_memory + Config::Smem::first_rows_offset),
-          first_tokens_(shared_memory + Config::Smem::first_tokens_offset) {}
+          first_tokens_(shared_memory + first_tokens_offset()) {}
 
     // The first row that an expert has from a rank.
     __device__ uint32_t first_row(uint32_t local_expert_idx, uint32_t rank_idx) const {
         return ptx::ld_shared_u32(row_word(local_expert_idx, rank_idx));
+    }
+    // With Config::stages_by_expert: how many it has from there.
+    __device__ uint32_t num_rows(uint32_t local_expert_idx, uint32_t rank_idx) const {
+        return first_row(local_expert_idx, rank_idx + 1) - first_row(local_expert_idx, rank_idx);
     }
     __device__ uint32_t num_tokens() const {
         return ptx::ld_shared_u32(token_word(Config::num_ranks));
@@ -64,8 +69,8 @@ class ReceivedTokens {
     // All threads of a CTA, behind `acquire`: from counts to what stands before. The others may
     // read it behind a barrier, such as that of `await_ranks`. One CTA tells the caller.
     __device__ void sum_up(const LowLatencyArgs& args, bool tells_caller) const {
-        for (uint32_t i = threadIdx.x; i <= Config::num_experts_per_rank;
-             i += Config::num_threads) {
+        constexpr uint32_t num_words = LowLatencyBuffer<Config>::num_count_words;
+        for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
             if (i < Config::num_experts_per_rank) {
                 sum_up_expert(args, i, tells_caller);
             } else {
@@ -105,6 +110,9 @@ class ReceivedTokens {
             }
             num_rows += count;
         }
+        if constexpr (Config::stages_by_expert) {
+            ptx::st_shared_u32(row_word(local_expert_idx, Config::num_ranks), num_rows);
+        }
         if (!tells_caller) return;
         args.recv_count[local_expert_idx] = static_cast<int32_t>(num_rows);
         if (args.expert_totals != nullptr) {
@@ -123,13 +131,24 @@ class ReceivedTokens {
     }
 
     __device__ uint32_t row_word(uint32_t local_expert_idx, uint32_t rank_idx) const {
-        return first_rows_ + (local_expert_idx * Config::num_ranks + rank_idx) * sizeof(uint32_t);
+        constexpr uint32_t num_words = Config::Smem::first_rows_dim1;
+        return first_rows_ + (local_expert_idx * num_words + rank_idx) * sizeof(uint32_t);
     }
     __device__ uint32_t token_word(uint32_t rank_idx) const {
         return first_tokens_ + rank_idx * sizeof(uint32_t);
     }
 
-    uint32_t first_rows_;    // u32[E_local][ranks]: first the counts, then what is before them
+    static constexpr uint32_t first_tokens_offset() {
+        if constexpr (Config::stages_by_expert) {
+            return 0;  // there are none
+        } else {
+            return Config::Smem::first_tokens_offset;
+        }
+    }
+
+    // u32[E_local][ranks], with Config::stages_by_expert [ranks + 1]: first the counts, then what
+    // is before them.
+    uint32_t first_rows_;
     uint32_t first_tokens_;  // u32[ranks + 1], the same
 };
 

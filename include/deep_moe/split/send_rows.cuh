@@ -9,9 +9,9 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/copy_row.cuh"
-#include "deep_moe/split/expand_tokens.cuh"
 #include "deep_moe/split/expert_rows.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/received_row.cuh"
 
 namespace deep_moe {
 
@@ -47,7 +47,7 @@ __device__ void send_rows(const LowLatencyArgs& args, const LowLatencyRanks<Conf
             source_rank<Config>(args.layout_range + local_expert_idx * Config::num_ranks, row);
         if (!active.contains(rank_idx)) continue;
         const uint64_t row_idx = uint64_t{local_expert_idx} * rows_per_expert<Config> + row;
-        const auto source = static_cast<uint32_t>(args.src_info[row_idx]);
+        const auto source = static_cast<uint32_t>(args.src_slots[row_idx]);
         copy_row<Config>(
             ranks.of(rank_idx).combine(half, source % Config::num_topk, source / Config::num_topk),
             static_cast<const uint16_t*>(args.y) + row_idx * Config::hidden);  //~ row_sent

@@ -1,0 +1,49 @@
+// What a token is on its way where each of its experts is sent one for itself: 16 bytes of control,
+// its values, its scales, one behind the other.
+#pragma once
+
+#include <cuda/std/cstdint>
+#include <cuda/std/type_traits>
+
+#include "deep_moe/split/token_format.cuh"
+
+namespace deep_moe {
+
+// The first bytes of a message.
+struct MessageControl {
+    uint32_t token_idx;  // on the source rank
+    uint32_t slot_idx;   // the first one of the token that names the expert
+    uint32_t unused[2];
+};
+static_assert(sizeof(MessageControl) == 16, "values behind it are loaded by 16 bytes");
+
+// `Byte`: const or not.
+template <class Config, class Byte>
+class Message {
+    using Format = TokenFormat<Config>;
+    static constexpr uint32_t scales_offset = sizeof(MessageControl) + Format::row_bytes;
+    static_assert(scales_offset + Format::num_scale_words * sizeof(uint32_t) <=
+                      Config::Symm::messages_dim4,
+                  "the layout has room for the format's messages");
+
+ public:
+    __device__ explicit Message(Byte* bytes) : bytes_(bytes) {}
+
+    __device__ auto* control() const { return at<MessageControl>(0); }
+    __device__ auto* values() const { return at<uint4>(sizeof(MessageControl)); }
+    __device__ auto* scales() const { return at<uint32_t>(scales_offset); }
+
+ private:
+    template <class T>
+    __device__ auto* at(uint32_t offset) const {
+        if constexpr (cuda::std::is_const_v<Byte>) {
+            return reinterpret_cast<const T*>(bytes_ + offset);
+        } else {
+            return reinterpret_cast<T*>(bytes_ + offset);
+        }
+    }
+
+    Byte* bytes_;
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,84 @@
+// Dispatch, sending: a token goes once to every rank that owns one of its experts, into the staging
+// of this rank there.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/split/token_counts.cuh"
+
+namespace deep_moe {
+
+// A token's place in the staging of its source rank.
+template <class Config>
+struct StagedToken {
+    LowLatencyBuffer<Config> buffer;
+    uint32_t half;
+    uint32_t source_rank_idx;
+    uint32_t slot_idx;
+
+    __device__ uint4* values() const {
+        return reinterpret_cast<uint4*>(buffer.staged_values(half, source_rank_idx, slot_idx));
+    }
+    __device__ uint32_t* scales() const {
+        return buffer.staged_scales(half, source_rank_idx, slot_idx);
+    }
+};
+
+// Where the CTA's token goes. In shared memory: how many places, then each as
+// rank_idx << 16 | slot in the staging.
+template <class Config>
+class RankDestinations {
+ public:
+    __device__ explicit RankDestinations(uint32_t shared_memory)
+        : words_(shared_memory + Config::Smem::destinations_offset) {}
+
+    __device__ uint32_t count() const { return ptx::ld_shared_u32(words_); }
+    // The i-th of them.
+    __device__ StagedToken<Config> get(const LowLatencyRanks<Config>& ranks, uint32_t half,
+                                       uint32_t i) const {
+        const uint32_t place = ptx::ld_shared_u32(words_ + (1 + i) * sizeof(uint32_t));
+        return {ranks.of(place >> 16), half, ranks.rank_idx(), place & 0xffff};
+    }
+
+    // A whole warp: finds them for a token, and writes its header to each. `counts`: of all tokens
+    // before it.
+    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                         const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
+                         uint32_t half, uint32_t token_idx) const {
+        const RoutedSlot slot =
+            route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
+        uint32_t row = RowOfExpert::none;
+        if (slot.is_first_of_expert()) {
+            row = RowOfExpert::pack(slot.expert_idx % Config::num_experts_per_rank,
+                                    counts.of_expert(slot.expert_idx));  //~ row_of_expert
+        }
+        const uint32_t firsts = __ballot_sync(full_warp, slot.is_first_of_rank());
+        if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, __popc(firsts));
+        uint32_t i = 0;
+        for (uint32_t left = firsts; left != 0; left &= left - 1) {
+            const uint32_t rank_idx = __shfl_sync(full_warp, slot.rank_idx, __ffs(left) - 1);
+            const uint32_t slot_idx = counts.of_rank(rank_idx);  //~ slot_of_rank
+            uint32_t* const header =
+                ranks.of(rank_idx).staged_headers(half, ranks.rank_idx(), slot_idx);
+            if (ptx::lane_idx() == 0) {
+                header[0] = token_idx;
+                ptx::st_shared_u32(words_ + ++i * sizeof(uint32_t), rank_idx << 16 | slot_idx);
+            }
+            if (slot.slot_idx < Config::num_topk) {
+                header[1 + slot.slot_idx] =
+                    slot.rank_idx == rank_idx ? row : RowOfExpert::none;  //~ header_written
+            }
+        }
+    }
+
+ private:
+    uint32_t words_;
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,146 @@
+"""A process that is killed in the middle of a call: the others name it, and go on without it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deep_moe.errors import MegaMoETimeoutError
+from deep_moe.split.handle import Dispatched
+from deep_moe.split.low_latency import LowLatencyAllToAll
+
+from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
+
+KILLED = 1
+
+
+class Survivor:
+    """One rank of a layer, and what it has to get."""
+
+    def __init__(self, layer: LowLatencyAllToAll) -> None:
+        self.layer = layer
+        self.rank, self.device = layer.rank, layer.device
+
+    def inputs(self, seed: int) -> Inputs:
+        return random_inputs(self.layer.shape, [4] * self.layer.shape.num_ranks, seed)
+
+    def send(self, inputs: Inputs) -> Dispatched:
+        x, ids = inputs.xs[self.rank], inputs.topk_idxs[self.rank]
+        return self.layer.dispatch(x.to(self.device), ids.to(self.device), receive=False)
+
+    def receive(self, result: Dispatched, inputs: Inputs, masked: list[int]) -> None:
+        self.layer.receive(result.handle)
+        on_host = [None if t is None else t.cpu() for t in result[:5]]
+        self.layer.check()
+        given = Dispatched(*on_host, result.handle)
+        shape = self.layer.shape
+        check_dispatched(shape, given, self.rank, inputs.xs, inputs.topk_idxs, masked)
+
+    def combine(self, result: Dispatched, inputs: Inputs) -> torch.Tensor:
+        parts = (inputs.ys, inputs.topk_idxs, inputs.topk_weights)
+        y, ids, weights = (of_ranks[self.rank].to(self.device) for of_ranks in parts)
+        out = self.layer.combine(y, ids, weights, result.handle).cpu()
+        self.layer.check()
+        return out
+
+    def check_call(self, seed: int, masked: list[int]) -> None:
+        inputs = self.inputs(seed)
+        result = self.send(inputs)
+        self.receive(result, inputs, masked)
+        out = self.combine(result, inputs)
+        weights = inputs.topk_weights[self.rank]
+        shape, ids = self.layer.shape, inputs.topk_idxs
+        expected = expected_out(shape, self.rank, ids, weights, inputs.ys, masked)
+        assert torch.equal(bits(out), bits(expected))
+
+
+def wait_and_be_killed(survivor: Survivor, result: Dispatched, has_sent: Path) -> None:
+    """While it waits for the others' tokens, which come later."""
+    if survivor.device.type == "cuda":
+        torch.cuda.synchronize()
+    has_sent.touch()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    survivor.layer.receive(result.handle)
+    time.sleep(600)
+
+
+def live_through_it(rank: int, num_ranks: int, device: str, has_sent: Path) -> None:
+    alive = dist.new_group([other for other in range(num_ranks) if other != KILLED])
+    layer = LowLatencyAllToAll(
+        dist.group.WORLD, 4, 128, 2 * num_ranks, 2, num_sms=2, timeout_s=3.0, device=device
+    )
+    survivor = Survivor(layer)
+    for seed in range(2):
+        survivor.check_call(seed, [])
+    inputs = survivor.inputs(2)
+    if rank == KILLED:
+        wait_and_be_killed(survivor, survivor.send(inputs), has_sent)
+    while not has_sent.exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    result = survivor.send(inputs)
+    survivor.receive(result, inputs, [])  # its tokens have come
+    with pytest.raises(MegaMoETimeoutError, match=f"missing: rank {KILLED}"):
+        survivor.combine(result, inputs)
+    layer.reset(alive)
+    layer.mask_ranks([KILLED])
+    for seed in range(3):
+        survivor.check_call(seed, [KILLED])
+
+
+def be_a_rank(rank: int, num_ranks: int, device: str, folder: Path, answers: Any) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = f"file://{folder / 'store'}"
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)
+    try:
+        live_through_it(rank, num_ranks, device, folder / "has_sent")
+        answers.put((rank, ""))
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # the group would wait for the dead
+
+
+def check_survivors(num_ranks: int, device: str, folder: Path) -> None:
+    # CUDA cannot be used in a forked process once its parent has used it.
+    context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=be_a_rank, args=(rank, num_ranks, device, folder, answers))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        given = [answers.get(timeout=300) for _ in range(num_ranks - 1)]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+    assert sorted(given) == [(rank, "") for rank in range(num_ranks) if rank != KILLED]
+    assert processes[KILLED].exitcode == -signal.SIGKILL
+
+
+def test_survivors_name_a_killed_rank_and_go_on(tmp_path: Path) -> None:
+    check_survivors(3, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
+def test_survivors_on_gpus(tmp_path: Path) -> None:
+    check_survivors(torch.cuda.device_count(), "cuda", tmp_path)

@@ -102,8 +102,20 @@ class ScanCountsConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class GatherRowsConfig(TrainingConfig):
+    """chunks_per_lane: of a token, that a lane has on their way at once."""
+
     step: ClassVar[str] = "gather_rows"
     rounds_to_mxfp8: bool = False
+    chunks_per_lane: int = 4
+
+    def num_ctas_of(self, num_tokens: int, num_chunks: int, num_rows: int) -> int:
+        """A warp for so many chunks of a token, and one for 32 rows.
+
+        >>> GatherRowsConfig(arch="sm_90a").num_ctas_of(num_tokens=100, num_chunks=192, num_rows=848)
+        57
+        """
+        num_parts = -(-num_chunks // (self.chunks_per_lane * WARP_SIZE))
+        return self.num_ctas(num_tokens * num_parts + -(-num_rows // WARP_SIZE))
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,10 @@ class GatherRowsArgs(ctypes.Structure):
 
     _fields_ = (
         ("rows", RowsArgs),
+        ("row_of_slot", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
         ("gathered", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_uint32),
         ("num_topk", ctypes.c_uint32),
         ("num_chunks", ctypes.c_uint32),
     )

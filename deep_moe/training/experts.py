@@ -14,6 +14,10 @@ not even they (`recompute`), then it makes them again. dY and dA are those of a 
 1: the weight is multiplied in behind them, where its own gradient is A . dA too, so that Linear2's
 output need not be kept, and a weight of zero divides nothing.
 
+`gather` and `scatter` are those of the call's `Ways`: over several ranks they travel. What the
+backward pass gathers there are the tokens that this rank *received*; its own belong to other ranks'
+experts.
+
 With W1 and W3 in one tensor [experts, H, 2I] their products are one, and its halves are H1 and H3.
 """
 
@@ -28,8 +32,9 @@ import torch
 from deep_moe.activations import Activation
 
 from .products import expert_sums, grouped_product, grouped_weight_gradient
-from .rows import Rows
+from .rows import Rows, aligned
 from .steps import Biases, Steps
+from .ways import Ways
 from .weight_cache import ROUNDED_WEIGHTS
 
 Precision = Literal["bf16", "mxfp8"]
@@ -75,7 +80,7 @@ class Linear1:
 
 @dataclass(frozen=True)
 class Gradients:
-    """None where nobody wants one. topk_weights: [tokens, topk]."""
+    """None where nobody wants one. x: [tokens, H]. topk_weights: [tokens, topk]."""
 
     x: torch.Tensor | None
     topk_weights: torch.Tensor
@@ -94,25 +99,25 @@ class Experts:
     steps: Steps
 
     def forward(
-        self, x: torch.Tensor, rows: Rows, topk_weights: torch.Tensor | None
+        self, received: torch.Tensor, ways: Ways, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, Linear1]:
-        """The layer's output [tokens, H] and Linear1's. topk_weights: None for 1 everywhere."""
-        used = self._forward_weights()
+        """The layer's output [tokens, H] and Linear1's. received: of x."""
+        used, rows = self._forward_weights(), ways.rows
         is_mxfp8 = self.precision == "mxfp8"
-        linear1 = self._linear1(x, rows, used)
+        linear1 = self._linear1(received, ways, used)
         activated = self.steps.activate(
             *linear1.halves(), self.biases, self.activation, rows, rounds_to_mxfp8=is_mxfp8
         )
         product = grouped_product(activated, used.down, rows.offs)
         bias = None if self.biases is None else self.biases.down
-        out = self.steps.scatter(product, None, rows, topk_weights=topk_weights, bias=bias)
-        return out, linear1
+        return ways.scatter(product, None, topk_weights=topk_weights, bias=bias), linear1
 
     def backward(
         self,
         d_out: torch.Tensor,
         x: torch.Tensor,
-        rows: Rows,
+        received: torch.Tensor | None,
+        ways: Ways,
         topk_weights: torch.Tensor,
         linear1: Linear1 | None,
         *,
@@ -120,23 +125,29 @@ class Experts:
         needs_weights: bool = True,
         needs_biases: bool = True,
     ) -> Gradients:
-        """linear1: what `forward` returned, or None to make it again. Products are those of the
+        """d_out, x, topk_weights: of this rank's tokens. received: of x, or None to receive it
+        again; linear1: what `forward` returned, or None to make it again. Products are those of the
         weights as they are, whatever the forward pass rounded them to."""
-        weights, steps, offs = self.weights, self.steps, rows.offs
+        weights, steps, rows = self.weights, self.steps, ways.rows
+        offs = rows.offs
+        if received is None and (linear1 is None or needs_weights):
+            received = ways.receive(x)
         if linear1 is None:
-            linear1 = self._linear1(x, rows, self._forward_weights())
-        d_rows = steps.gather(d_out, rows)
+            assert received is not None
+            linear1 = self._linear1(received, ways, self._forward_weights())
+        d_rows = ways.gather(ways.receive(d_out))
+        row_weights = ways.receive_weights(topk_weights)
         d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
         d_linear1 = linear1.empty_like()
         d_gate, d_up = d_linear1.halves()
-        weighted, d_topk_weights = steps.activate_backward(
+        weighted, d_row_weights = steps.activate_backward(
             *linear1.halves(),
             self.biases,
             self.activation,
             rows,
             d_activated=d_activated,
             d_rows=d_rows,
-            topk_weights=topk_weights,
+            topk_weights=row_weights,
             d_gate=d_gate,
             d_up=d_up,
         )
@@ -144,12 +155,14 @@ class Experts:
         del d_activated, linear1
         d_biases = None
         if self.biases is not None and needs_biases:
-            d_biases = self._bias_gradients(d_rows, d_gate, d_up, rows, topk_weights)
+            d_biases = self._bias_gradients(d_rows, d_gate, d_up, rows, row_weights)
         d_weights = None
         if needs_weights:
             d_down = grouped_weight_gradient(weighted, d_rows, offs)
             del weighted, d_rows
-            gathered = steps.gather(x, rows)
+            assert received is not None
+            gathered = ways.gather(received)
+            del received
             d_weights = Weights(
                 grouped_weight_gradient(gathered, d_linear1.gate, offs),
                 None
@@ -167,19 +180,20 @@ class Experts:
             if weights.up is not None:
                 assert d_linear1.up is not None
                 second = grouped_product(d_linear1.up, weights.up.transpose(1, 2), offs)
-            d_x = steps.scatter(first, second, rows)
-        return Gradients(d_x, d_topk_weights, d_weights, d_biases)
+            d_x = ways.scatter(first, second)
+        return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
 
     def _forward_weights(self) -> Weights:
         if self.precision == "bf16":
             return self.weights
         return self.weights.rounded(self.steps.round_weights)
 
-    def _linear1(self, x: torch.Tensor, rows: Rows, used: Weights) -> Linear1:
-        gathered = self.steps.gather(x, rows, rounds_to_mxfp8=self.precision == "mxfp8")
+    def _linear1(self, received: torch.Tensor, ways: Ways, used: Weights) -> Linear1:
+        gathered = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
+        offs = ways.rows.offs
         return Linear1(
-            grouped_product(gathered, used.gate, rows.offs),
-            None if used.up is None else grouped_product(gathered, used.up, rows.offs),
+            grouped_product(gathered, used.gate, offs),
+            None if used.up is None else grouped_product(gathered, used.up, offs),
         )
 
     def _bias_gradients(
@@ -205,7 +219,7 @@ def widened(biases: Biases, dtype: torch.dtype) -> Biases:
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     return replace(
         biases,
-        gate=biases.gate.to(wide).contiguous(),
-        up=biases.up.to(wide).contiguous(),
-        down=biases.down.to(wide).contiguous(),
+        gate=aligned(biases.gate.to(wide)),
+        up=aligned(biases.up.to(wide)),
+        down=aligned(biases.down.to(wide)),
     )

@@ -19,6 +19,8 @@ from .operators import encode_activation, moe_op
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.split.throughput import AllToAll
+
 _DTYPES = (torch.bfloat16, torch.float64)
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 _BIAS_DTYPES = (torch.bfloat16, torch.float32)
@@ -35,7 +37,7 @@ def moe(
     b1: torch.Tensor | None = None,
     b3: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | AllToAll | None = None,
     precision: Precision = "bf16",
     recompute: bool = False,
     activation: str | Activation = "swiglu",
@@ -60,6 +62,9 @@ def moe(
         three or none.
     group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it makes
         the same calls, forward and backward, also without tokens. None: this rank has all of them.
+        An `AllToAll` made for the layer's sizes where the ranks share an NVLink domain: its buffers
+        bound a call, and no host waits. Layers of a model may share one; its expert_alignment is a
+        multiple of 8, hidden one of 128. A process group of PyTorch's anywhere.
     precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per 32
         values along the sums holds of tokens, weights and the activation's output. The backward
         pass is that of "bf16": gradients pass through the rounding as if it were not there. Rounded
@@ -67,9 +72,10 @@ def moe(
     recompute: keep nothing but x and the routing for the backward pass, and compute Linear1 again.
         Otherwise its output is kept, too. No other activations are.
     activation, activation_clamp: as in `fp8_fp4_mega_moe`.
-    max_recv_slots: with a group, most slots that a rank may receive in a call, those of its own
-        tokens included. If one would get more, every rank gets a RuntimeError that names it; None
-        for no bound.
+    max_recv_slots: with a process group, most slots that a rank may receive in a call, those of
+        its own tokens included. If one would get more, every rank gets a RuntimeError that names
+        it; None for no bound. An AllToAll has a bound of its own, and a MegaMoEError for it, on a
+        GPU at the latest at its next call.
     keep_received: with a group, keep the received tokens for the backward pass, too, which then
         need not be sent again.
     arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels then
@@ -77,8 +83,8 @@ def moe(
 
     Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
     at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA
-    graphs capture both. With a group the host waits once in a forward pass, for the numbers of
-    slots to send, and a compiler's graph breaks there.
+    graphs capture both, over an AllToAll, too. With a process group the host waits once in a
+    forward pass, for the numbers of slots to send. With either a compiler's graph breaks there.
 
     float64 in place of bfloat16 and float32 (precision "bf16") is for checking gradients: it runs
     in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
@@ -92,12 +98,11 @@ def moe(
     parameters = (w1, w3, w2, b1, b3, b2)
     options = (encode_activation(kind), precision, arch)
     if group is not None:
-        from .exchange import ProcessGroupExchange
         from .expert_parallel import Options, expert_parallel_moe
 
-        exchange = ProcessGroupExchange(group, max_recv_slots)
         kept = Options(*options, recompute=recompute, keep_received=keep_received)
-        return expert_parallel_moe(exchange, kept, x, topk_idx, topk_weights, parameters)
+        inputs = (x, topk_idx, topk_weights, parameters)
+        return expert_parallel_moe(group, max_recv_slots, kept, *inputs)
     if max_recv_slots is not None or keep_received:
         raise ValueError("max_recv_slots and keep_received go with a group; got no group")
     out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, recompute)[0]

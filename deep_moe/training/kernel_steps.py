@@ -37,7 +37,7 @@ from deep_moe.jit.training_args import (
     ScatterRowsArgs,
 )
 
-from .rows import Rows
+from .rows import Rows, aligned
 from .steps import Biases
 
 
@@ -95,18 +95,23 @@ class KernelSteps:
     def gather(
         self, tokens: torch.Tensor, rows: Rows, *, rounds_to_mxfp8: bool = False
     ) -> torch.Tensor:
+        tokens = aligned(tokens)
         hidden = tokens.shape[1]
         gathered = tokens.new_empty(rows.num_rows, hidden)
+        num_chunks = hidden // VALUES_PER_CHUNK
         args = GatherRowsArgs(
             _rows_args(rows),
+            rows.row_of_slot.data_ptr(),
             tokens.data_ptr(),
             gathered.data_ptr(),
+            rows.num_tokens,
             rows.num_topk,
-            hidden // VALUES_PER_CHUNK,
+            num_chunks,
         )
         config = GatherRowsConfig(rounds_to_mxfp8=rounds_to_mxfp8, arch=self.arch)
-        read = {"tokens": tokens, **_row_tensors(rows)}
-        self._launch(config, args, config.num_ctas(rows.num_rows), read, {"gathered": gathered})
+        read = {"tokens": tokens, "row_of_slot": rows.row_of_slot, **_row_tensors(rows)}
+        num_ctas = config.num_ctas_of(rows.num_tokens, num_chunks, rows.num_rows)
+        self._launch(config, args, num_ctas, read, {"gathered": gathered})
         return gathered
 
     def activate(
@@ -206,10 +211,11 @@ class KernelSteps:
         *,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden = first.shape[1]
         num_chunks = hidden // VALUES_PER_CHUNK
-        tokens = first.new_empty(rows.num_tokens, hidden)
+        tokens = first.new_empty(rows.num_tokens, hidden) if out is None else out
         args = ScatterRowsArgs(
             rows.offs.data_ptr(),
             rows.row_of_slot.data_ptr(),

@@ -18,6 +18,8 @@ from .functional import moe
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.split.throughput import AllToAll
+
 
 class MoELayer(nn.Module):
     """The experts of a mixture-of-experts layer; the router is the caller's.
@@ -26,7 +28,8 @@ class MoELayer(nn.Module):
     fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate first,
         and `w3` is None: fewer and larger products.
     biases: three more parameters, float32, zero at first.
-    group: ranks that share the experts; this module has the parameters of its rank's part.
+    group: ranks that share the experts, a process group or an `AllToAll`; this module has the
+        parameters of its rank's part.
     precision, recompute, activation, activation_clamp, max_recv_slots, keep_received, arch: as in
         `deep_moe.moe`.
     device, dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
@@ -46,7 +49,7 @@ class MoELayer(nn.Module):
         intermediate: int,
         num_experts: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | AllToAll | None = None,
         fuse_w1_w3: bool = False,
         biases: bool = False,
         precision: Precision = "bf16",
@@ -78,7 +81,7 @@ class MoELayer(nn.Module):
         self.group = group
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received
-        num_ranks = 1 if group is None else group.size()
+        num_ranks = _num_ranks(group)
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts must be a multiple of the group's {num_ranks} ranks; "
@@ -173,3 +176,11 @@ class MoELayer(nn.Module):
             f"num_experts={self.num_experts}, precision={self.precision!r}, "
             f"activation={self.activation}"
         )
+
+
+def _num_ranks(group: ProcessGroup | AllToAll | None) -> int:
+    from deep_moe.split.throughput import AllToAll
+
+    if group is None:
+        return 1
+    return group.shape.num_ranks if isinstance(group, AllToAll) else group.size()

@@ -17,6 +17,7 @@ from deep_moe.heuristics.training import num_padded_rows
 from .experts import Experts, Linear1, Weights, widened
 from .rows import Rows
 from .steps import Biases, steps_for
+from .ways import LocalWays
 
 _PARAMETERS = (
     "Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
@@ -100,7 +101,7 @@ def _moe(
         return tuple(result.zero_() for result in results)
     experts = experts_of(x, *parameters, activation, precision, arch)
     rows = experts.steps.route(topk_idx, w1.shape[0])
-    out, linear1 = experts.forward(x, rows, topk_weights)
+    out, linear1 = experts.forward(x, LocalWays(rows, experts.steps), topk_weights)
     gate, up = linear1.gate, linear1.up
     if recompute:
         gate, up = x.new_empty(0), None
@@ -173,7 +174,8 @@ def _moe_backward(
     gradients = experts.backward(
         d_out.contiguous(),
         x,
-        Rows(offs, row_of_slot, slot_of_row),
+        x,
+        LocalWays(Rows(offs, row_of_slot, slot_of_row), experts.steps),
         topk_weights,
         linear1,
         needs_x=needs_x,

@@ -109,6 +109,7 @@ class PlainSteps:
         *,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         wide = _wide(first.dtype)
         total = first.new_zeros(rows.num_tokens, first.shape[1], dtype=wide)
@@ -126,7 +127,7 @@ class PlainSteps:
             if topk_weights is not None:
                 value = topk_weights[:, k : k + 1] * value
             total = (total + value).where(is_used, total)
-        return total.to(first.dtype)
+        return total.to(first.dtype) if out is None else out.copy_(total)
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

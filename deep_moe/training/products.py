@@ -15,6 +15,8 @@ import torch
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """rows [R, K] times each one's expert of weights [experts, K, N]: [R, N]. Rows behind the last
     end are not read, and hold anything in the result."""
+    if rows.shape[0] == 0:
+        return rows.new_empty(0, weights.shape[2])
     if _has_grouped_gemm(rows):
         return _grouped_mm(rows, weights, offs)
     product = rows.new_zeros(rows.shape[0], weights.shape[2])
@@ -28,6 +30,8 @@ def grouped_weight_gradient(
 ) -> torch.Tensor:
     """rows [R, K] transposed times d_rows [R, N], for each expert over its rows: [experts, K, N];
     zero for an expert without rows."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(offs.shape[0], rows.shape[1], d_rows.shape[1])
     if _has_grouped_gemm(rows):
         return _grouped_mm(rows.t(), d_rows, offs)
     gradient = rows.new_zeros(offs.shape[0], rows.shape[1], d_rows.shape[1])

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 import torch
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """As kernels load it, 16 bytes at once: a copy of a view that begins elsewhere."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 @dataclass(frozen=True)
 class Rows:
     """How slots and rows belong together; all int32, on the tokens' device.

@@ -85,9 +85,11 @@ class Steps(Protocol):
         *,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, H]: for each token the sum of weight * (first + second + bias) over its used
-        slots, in their order. first, second: [R, H]; bias: [experts, H]."""
+        slots, in their order. first, second: [R, H]; bias: [experts, H]; out: where to, or None
+        for a new tensor."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

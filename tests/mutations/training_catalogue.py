@@ -17,8 +17,9 @@ TRAINING_MUTATIONS = (
     M("rows_taken_early", removed("first_rows_known"), "race"),
     M("rank_among_all_lanes", replaced("rank_of_slot", "__popc(before)", "ptx::lane_idx()"), "result|misuse|race"),
     # ---- rows
-    M("token_is_slot", replaced("token_of_slot", "slot / args.num_topk", "slot"), "result|misuse"),
-    M("padding_is_a_token", replaced("padding_is_zero", "is_padding ||", "false ||"), "result"),
+    M("rows_of_another_token", replaced("rows_of_token", "token * args.num_topk", "token"), "result|misuse|race"),
+    M("unused_slot_gathered", replaced("used_slots_only", "row_of_lane >= 0", "true"), "result|misuse"),
+    M("padding_is_not_zero", replaced("padding_is_zero", "uint4{}", "uint4{1, 0, 0, 0}"), "result"),
     M("padding_activated", replaced("padding_not_activated", "!is_padding", "true"), "result"),
     M("bias_of_first_expert", replaced("gate_bias_added", "+ bias", "+ 0"), "result"),
     M("unused_slot_added", replaced("unused_slot_skipped", "rows[i] < 0", "false"), "result|misuse"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deep_moe
-from deep_moe.training import expert_parallel
+from deep_moe.training.process_group import ProcessGroupWays
 
 from ..fused.conftest import RunRanks, run_ranks
 from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
@@ -80,16 +80,16 @@ def test_the_backward_pass_multiplies_received_tokens(
 ) -> None:
     """The bug of the flow that this layer was built after: a rank's own tokens in the gradients of
     weights whose rows came from other ranks. Planted here, the comparison has to see it."""
-    real = expert_parallel._sent
-    calls: list[torch.Tensor] = []  # of a rank: x, then d_out, then x again
+    real = ProcessGroupWays.receive
+    calls: list[torch.Tensor] = []  # of a rank: x, then x again, then d_out
 
-    def local_tokens(tokens: torch.Tensor, exchange: Any, ways: Any) -> torch.Tensor:
-        received = real(tokens, exchange, ways)
+    def local_tokens(ways: ProcessGroupWays, tokens: torch.Tensor) -> torch.Tensor:
+        received = real(ways, tokens)
         calls.append(tokens)
-        is_again = len(calls) == 3
+        is_again = len(calls) == 2
         return tokens[torch.arange(len(received)) % len(tokens)] if is_again else received
 
-    monkeypatch.setattr(expert_parallel, "_sent", local_tokens)
+    monkeypatch.setattr(ProcessGroupWays, "receive", local_tokens)
     with pytest.raises(AssertionError, match="w1"):
         check_ranks(run_ranks, (5, 2), 1e-13, again=False, dtype=torch.float64)
 

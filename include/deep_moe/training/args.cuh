@@ -35,8 +35,10 @@ struct RowsArgs {
 
 struct GatherRowsArgs {
     RowsArgs rows;
-    const void* tokens;  // bf16 [num_tokens][num_chunks * 8]
-    void* gathered;      // bf16 [num_rows][num_chunks * 8]
+    const int32_t* row_of_slot;  // [num_tokens * num_topk]
+    const void* tokens;          // bf16 [num_tokens][num_chunks * 8]
+    void* gathered;              // bf16 [num_rows][num_chunks * 8]
+    uint32_t num_tokens;
     uint32_t num_topk;
     uint32_t num_chunks;
 };

@@ -41,6 +41,10 @@ def fuzz(
         int | None,
         typer.Option("--shared-experts", help="Cases with so many shared experts only: 0, 1 or 3."),
     ] = None,
+    training: Annotated[
+        bool,
+        typer.Option("--training", help="The differentiable layer instead, forward and backward."),
+    ] = False,
     grid: Annotated[
         bool,
         typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
@@ -58,12 +62,18 @@ def fuzz(
     """Run cases one after the other; each failure ends with the line that repeats it, and the whole
     with what the cases were."""
     from deep_moe.targets import target_of
-    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
+    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, axes, grid_size
+    from deep_moe.trial.training_fuzzing import TrainingCase, training_axes
 
     if not hours and not minutes and count is None and not grid:
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
+    if training and (grid or any(o is not None for o in (arch, weights, biases, shared_experts))):
+        raise typer.BadParameter(
+            "--training goes with --first, --count, --corpus, --hours, --minutes and --json only: "
+            "it has axes of its own"
+        )
     if arch is not None and arch not in ARCHS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}; got {arch!r}")
     if weights is not None:
@@ -76,24 +86,27 @@ def fuzz(
     known = [] if corpus is None else _numbers(corpus)
     ends = time.monotonic() + 3600 * hours + 60 * minutes
     failures: list[dict[str, Any]] = []
-    coverage = Coverage()
+    coverage = Coverage(training_axes if training else axes)
     later = iter(range(first, grid_size())) if grid else _without(first, known)
     for number in itertools.chain(known, later):
         if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
-        case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
-        if (
+        case: FuzzCase | TrainingCase
+        if training:
+            case = TrainingCase.of(number)
+        else:
+            case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
+        if isinstance(case, FuzzCase) and (
             arch not in (None, case.arch)
             or weights not in (None, case.shape.weights)
             or shared_experts not in (None, case.values["shared experts"])
+            or biases not in (None, case.shape.biases)
         ):
-            continue
-        if biases not in (None, case.shape.biases):
             continue
         failure = case.run()
         coverage.add(case, failure)
         if failure:
-            words = "fuzz --grid" if grid else "fuzz"
+            words = "fuzz" + " --grid" * grid + " --training" * training
             only = "".join(
                 f" {option} {value}"
                 for option, value in (

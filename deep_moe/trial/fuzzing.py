@@ -13,10 +13,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from .calls import (
 from .comparison import compare
 from .reference import FP32_SUM_BITS, reference_mega_moe
 from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
+
+if TYPE_CHECKING:
+    from .training_fuzzing import TrainingCase
 
 ARCHS = tuple(TARGETS)
 CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
@@ -273,15 +276,16 @@ class FuzzCase:
 
 @dataclass
 class Coverage:
-    """What cases have covered so far."""
+    """What cases have covered so far. axes_of: an architecture's."""
 
+    axes_of: Callable[[str], Mapping[str, tuple[Any, ...]]] = axes
     num_cases: int = 0
     num_failed: int = 0
     # Of each axis, and of "arch", how many cases had each value, in words.
     values: dict[str, Counter[str]] = field(default_factory=dict)
     _pairs: set[tuple[str, int, str, int, str]] = field(default_factory=set)
 
-    def add(self, case: FuzzCase, failure: str) -> None:
+    def add(self, case: FuzzCase | TrainingCase, failure: str) -> None:
         """A case that has run, and what `run` said."""
         self.num_cases += 1
         self.num_failed += bool(failure)
@@ -302,7 +306,7 @@ class Coverage:
         return sum(
             len(one) * len(other)
             for arch in self.values.get("arch", ())
-            for one, other in itertools.combinations(axes(arch).values(), 2)
+            for one, other in itertools.combinations(self.axes_of(arch).values(), 2)
         )
 
 

@@ -1,0 +1,266 @@
+"""Small calls of the differentiable layer, forward and backward, each judged by training_bounds.
+
+As in fuzzing.py a case is one value of each axis and follows from one integer, and in a round every
+two values of two axes meet. Ranks are threads of this process: their all-to-all's kernels run in
+one emulator, under a schedule, with all checks on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
+from deep_moe.split.kernels import Launch
+from deep_moe.split.throughput import AllToAll
+from deep_moe.training.functional import moe
+
+from .fuzzing import pairwise
+from .training_bounds import Formula, bounds_of_layer
+
+CASES_PER_ROUND = 48
+MAX_TOKENS = 24  # of a rank
+_WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
+_ALL_EXPERTS_SHARE = 8  # rows at a multiple of which an expert begins
+
+Tensors = dict[str, torch.Tensor | None]
+Result = TypeVar("Result")
+
+AXES: dict[str, tuple[Any, ...]] = {
+    # One, with all experts; or several over an all-to-all, which one alone may have, too.
+    "ranks": ("one", "one and an all-to-all", 2, 3),
+    # Experts of a rank, top-k, hidden, intermediate.
+    "shape": ((2, 2, 128, 32), (3, 3, 128, 96), (1, 1, 256, 64), (5, 4, 128, 64)),
+    "steps": (None, "sm_90a", "sm_100a"),  # PyTorch's, or a target's kernels
+    "precision": ("bf16", "mxfp8"),
+    "w1 and w3": ("apart", "in one"),
+    "activation": (Swiglu(), Swiglu(0.75), SwigluOai(limit=1.5), Situ(beta=1.0, linear_beta=2.0)),
+    "biases": (None, torch.float32, torch.bfloat16),
+    "kept": ("as usual", "nothing", "received tokens", "received tokens only"),
+    "tokens": ("any", "few", "one rank has none"),
+    "ids": (torch.int64, torch.int32),
+    "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
+    "gates": ("numbers", "some zero", "all zero"),
+    "schedule": SCHEDULES,
+}
+
+
+def training_axes(_arch: str) -> Mapping[str, tuple[Any, ...]]:
+    """As Coverage asks for them."""
+    return AXES
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One call of all ranks."""
+
+    number: int
+    values: Mapping[str, Any]  # of each axis
+
+    @classmethod
+    def of(cls, number: int) -> TrainingCase:
+        """The case with this number; they go through rounds."""
+        round_idx, row_idx = divmod(number, CASES_PER_ROUND)
+        sizes = tuple(map(len, AXES.values()))
+        row = pairwise(sizes, CASES_PER_ROUND, seed=round_idx)[row_idx]
+        pairs = zip(AXES.items(), row, strict=True)
+        return cls(number, {axis: values[i] for (axis, values), i in pairs})
+
+    @property
+    def arch(self) -> str:
+        """For who counts cases by it: here it is a value of an axis."""
+        return "any"
+
+    @property
+    def num_ranks(self) -> int:
+        ranks = self.values["ranks"]
+        return ranks if isinstance(ranks, int) else 1
+
+    @cached_property
+    def inputs(self) -> tuple[torch.Tensor, Tensors, torch.Tensor]:
+        """topk_idx, tensors and d_out of all ranks together."""
+        local_experts, num_topk, hidden, intermediate = self.values["shape"]
+        num_experts, num_tokens = local_experts * self.num_ranks, sum(self.num_tokens)
+        generator = torch.Generator().manual_seed(self.number)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * scale
+
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        topk_idx = scores.topk(num_topk).indices
+        self._change_slots(topk_idx)
+        topk_weights = normal(num_tokens, num_topk)
+        if self.values["gates"] != "numbers":
+            is_some = self.values["gates"] == "some zero"
+            topk_weights[:: 2 if is_some else 1] = 0
+        is_fused = self.values["w1 and w3"] == "in one"
+        sizes = {
+            "w1": (num_experts, hidden, intermediate * (1 + is_fused)),
+            "w3": (num_experts, hidden, intermediate),
+            "w2": (num_experts, intermediate, hidden),
+        }
+        tensors: Tensors = {
+            "x": normal(num_tokens, hidden).bfloat16(),
+            "topk_weights": topk_weights,
+            **{n: normal(*size, scale=size[1] ** -0.5).bfloat16() for n, size in sizes.items()},
+        }
+        if is_fused:
+            tensors["w3"] = None
+        dtype = self.values["biases"]
+        if dtype is not None:
+            for name, size in (("b1", intermediate), ("b3", intermediate), ("b2", hidden)):
+                tensors[name] = normal(num_experts, size).to(dtype)
+        d_out = normal(num_tokens, hidden).bfloat16()
+        return topk_idx.to(self.values["ids"]), tensors, d_out
+
+    @cached_property
+    def num_tokens(self) -> list[int]:
+        """Of each rank."""
+        choose = random.Random(self.number)
+        most = 3 if self.values["tokens"] == "few" else MAX_TOKENS
+        counts = [choose.randint(1, most) for _ in range(self.num_ranks)]
+        if self.values["tokens"] == "one rank has none":
+            counts[choose.randrange(self.num_ranks)] = 0
+        return counts
+
+    def run(self) -> str:
+        """What went wrong, "" if nothing."""
+        topk_idx, tensors, d_out = self.inputs
+        formula = Formula(
+            self.values["activation"],
+            is_mxfp8=self.values["precision"] == "mxfp8",
+            rounds_rows=self.values["ranks"] != "one",
+        )
+        try:
+            results = self.results()
+        except RuntimeError as error:  # the emulator's findings, and waits that ran out
+            return str(error)
+        for name, ball in bounds_of_layer(tensors, topk_idx, d_out, formula).items():
+            error = ball.error_of(results[name])
+            if not (error <= 1).all():
+                worst = error.nan_to_num(torch.inf).argmax()
+                value, center, radius = (
+                    float(t.reshape(-1)[worst]) for t in (results[name], ball.center, ball.radius)
+                )
+                return f"{name}[{worst}] is {value:.6g}; right is {center:.6g} +- {radius:.2g}"
+        return ""
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """The output and all gradients, ranks put together."""
+        if self.values["ranks"] == "one":
+            return self._result_of(0, None)
+        local_experts, num_topk, hidden, _ = self.values["shape"]
+        num_experts = local_experts * self.num_ranks
+        num_slots = self.num_ranks * MAX_TOKENS * num_topk
+        group = EmulatedThroughputAllToAll(
+            self.num_ranks,
+            MAX_TOKENS,
+            hidden,
+            num_experts,
+            num_topk,
+            num_slots + _ALL_EXPERTS_SHARE * local_experts,
+            expert_alignment=_ALL_EXPERTS_SHARE,
+            num_sms=2,
+            schedule_seed=self.number,
+        )
+        with group:
+            of_ranks = run_in_threads(group, self.values["schedule"], self._result_of)
+        return {name: torch.cat([own[name] for own in of_ranks]) for name in of_ranks[0]}
+
+    def _result_of(self, rank: int, group: AllToAll | None) -> dict[str, torch.Tensor]:
+        topk_idx, tensors, d_out = self.inputs
+        begin = sum(self.num_tokens[:rank])
+        tokens = slice(begin, begin + self.num_tokens[rank])
+        num_local = self.values["shape"][0]
+        experts = slice(rank * num_local, (rank + 1) * num_local)
+        own = {
+            name: tensor[experts if name in _WEIGHTS else tokens].clone().requires_grad_()
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        kept = self.values["kept"]
+        options: dict[str, Any] = {"recompute": kept in ("nothing", "received tokens only")}
+        if group is not None:
+            options["keep_received"] = kept.startswith("received")
+        out = moe(
+            own["x"],
+            topk_idx[tokens],
+            own["topk_weights"],
+            own["w1"],
+            own.get("w3"),
+            own["w2"],
+            b1=own.get("b1"),
+            b3=own.get("b3"),
+            b2=own.get("b2"),
+            group=group,
+            precision=self.values["precision"],
+            activation=self.values["activation"],
+            arch=self.values["steps"],
+            **options,
+        )
+        gradients = torch.autograd.grad(out, list(own.values()), d_out[tokens])
+        return {"out": out.detach(), **dict(zip(own, gradients, strict=True))}
+
+    def _change_slots(self, topk_idx: torch.Tensor) -> None:
+        slots = self.values["slots"]
+        if slots == "unused":
+            topk_idx[:, -1] = -1
+        elif slots == "named twice":
+            topk_idx[:, -1] = topk_idx[:, 0]
+        elif slots == "none in the last token":
+            topk_idx[-1:] = -1
+        elif slots == "all to one expert":
+            topk_idx[:] = 0
+
+
+def run_in_threads(
+    group: EmulatedThroughputAllToAll,
+    schedule: Any,
+    work: Callable[[int, AllToAll], Result],
+) -> list[Result]:
+    """work(rank, its AllToAll) of every rank, a thread each. A launch waits until all ranks have
+    one; then one emulator runs them together. If a rank raises, its error is raised here."""
+    launches: dict[int, Launch] = {}
+    failures: dict[int, BaseException] = {}
+    results: dict[int, Result] = {}
+
+    def run_all() -> None:
+        queues = [[launches[rank]] for rank in range(len(group.layers))]
+        group.run(queues, schedule=schedule)
+
+    meeting = threading.Barrier(len(group.layers), action=run_all)
+
+    def take_part(rank: int) -> None:
+        def run(launch: Launch) -> None:
+            launches[rank] = launch
+            meeting.wait()
+
+        layer = group.layers[rank]
+        layer.run = run  # type: ignore[method-assign]
+        try:
+            results[rank] = work(rank, layer)
+        except BaseException as error:
+            failures[rank] = error
+            meeting.abort()
+
+    threads = [
+        threading.Thread(target=take_part, args=(rank,)) for rank in range(len(group.layers))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [
+        error for error in failures.values() if not isinstance(error, threading.BrokenBarrierError)
+    ]
+    if failures:
+        raise (told or list(failures.values()))[0]
+    return [results[rank] for rank in range(len(group.layers))]

@@ -1,4 +1,4 @@
-"""A small language model whose layers are mixtures of experts learns this project's documents.
+"""A small language model whose layers are mixtures of experts learns the tales of train_text.py.
 
 It learns them letter by letter, three times from the same start: with deep_moe's layer in BF16,
 with an MXFP8 forward pass, and with a layer in plain PyTorch. On a CPU it takes about two minutes.
@@ -27,8 +27,8 @@ from torch import nn
 
 import deep_moe
 from benchmarks.chart import Curve, Panel, Style, chart
+from examples.train_text import tales
 
-ROOT = Path(__file__).parent.parent
 CONTEXT = 64
 STEPS_PER_POINT = 10
 STYLES = {
@@ -56,9 +56,8 @@ class Sizes:
 
 
 def text() -> torch.Tensor:
-    """The documents' bytes."""
-    pages = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "api.md")
-    return torch.tensor(list(b"\n".join(page.read_bytes() for page in pages)))
+    """The tales' bytes."""
+    return torch.tensor(list(tales()))
 
 
 def plain_moe(
@@ -179,7 +178,7 @@ def picture(losses: dict[str, list[float]]) -> str:
             for end in range(STEPS_PER_POINT, len(values) + 1, STEPS_PER_POINT)
         }
         curves.append(Curve(LABELS[kind], means, STYLES[kind]))
-    title = "A small mixture-of-experts model learns its own documents"
+    title = "A small mixture-of-experts model learns to tell tales"
     return chart(title, [Panel("", curves)], x_label="step", y_label="loss, nats per byte")
 
 

@@ -144,9 +144,9 @@ class TrainingCase:
         except RuntimeError as error:  # the emulator's findings, and waits that ran out
             return str(error)
         for name, ball in bounds_of_layer(tensors, topk_idx, d_out, formula).items():
-            error = ball.error_of(results[name])
-            if not (error <= 1).all():
-                worst = error.nan_to_num(torch.inf).argmax()
+            in_radii = ball.error_of(results[name])
+            if not (in_radii <= 1).all():
+                worst = in_radii.nan_to_num(torch.inf).argmax()
                 value, center, radius = (
                     float(t.reshape(-1)[worst]) for t in (results[name], ball.center, ball.radius)
                 )

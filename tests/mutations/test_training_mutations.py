@@ -38,10 +38,12 @@ def outcome() -> str:
         try:
             test_kernels.test_slots_are_sorted(700, 6, 40, torch.int64)
             test_kernels.test_gathered_rows_are_bit_equal(32, rounds=False)
+            test_kernels.test_gathered_rows_are_bit_equal(32, rounds=True)
             test_kernels.test_scattered_rows_are_bit_equal(3)
             test_kernels.test_what_is_added_to_rows("all")
             for activation in (Swiglu(clamp=0.75), Situ(beta=1.0, linear_beta=2.0)):
                 test_kernels.test_activation_and_its_gradients(activation, False, True)
+            test_kernels.test_activation_is_rounded_to_mxfp8()
             test_kernels.test_rounded_weights_are_bit_equal()
         except AssertionError:
             return False

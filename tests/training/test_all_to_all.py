@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import deep_moe
 from deep_moe.errors import MegaMoEError
-from deep_moe.training.all_to_all import AllToAllWays
+from deep_moe.training.all_to_all import AllToAllWays, _rows_of
 
 from ..fused.conftest import RunRanks, run_ranks
+from ..fused.test_groups import RankCall, make_buffer
 from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
 
 __all__ = ["run_ranks"]  # a fixture
@@ -177,6 +178,51 @@ def test_layers_of_a_model_share_one() -> None:
     assert torch.equal(group.combine(received.x, handle), 2 * x)
     for layer, out, own in zip((first, second), outs, expected, strict=True):
         assert_equal_bits({"out": out.detach(), **layer.gradients(out)}, own)
+
+
+def test_inference_calls_on_the_group_may_come_between(run_ranks: RunRanks) -> None:
+    """Between forward and backward passes, over the process group and over the all-to-all: the
+    fused call, and the layer without gradients."""
+    layer = random_layer(2, (5, 2))
+    expected = layer.run()
+    d_out = random_like(expected["out"])
+
+    def work(rank: int) -> None:
+        begin, end = ((0, 5), (5, 7))[rank]
+        buffer = make_buffer(2)
+        fused = RankCall(rank, 2)
+        groups = (all_to_all(dist.group.WORLD, 4), dist.group.WORLD)
+        layers = [part(layer, rank, (5, 2), group) for group in groups]
+        outs = [own() for own in layers]
+        fused.run(buffer)
+        with torch.no_grad():
+            again = layers[0]()
+        assert fused.is_right()
+        assert torch.equal(again, outs[0])
+        for own, out in zip(layers, outs, strict=True):
+            gradients = own.gradients(out, d_out[begin:end])
+            assert_close({"x": gradients["x"]}, {"x": expected["x"][begin:end]}, BF16_ERROR)
+            own_experts = slice(2 * rank, 2 * rank + 2)
+            assert torch.equal(gradients["w1"], expected["w1"][own_experts])
+
+    run_ranks(2, work)
+
+
+def test_ends_that_mean_nothing_stay_within_the_rows() -> None:
+    """What a failed dispatch leaves is read by what comes behind it on the stream."""
+    layer = random_layer(1, (7,))
+    group = all_to_all(None, 4)
+    x, weights = layer.tensors["x"], layer.tensors["topk_weights"]
+    assert x is not None
+    assert weights is not None
+    received, _ = group.dispatch(x.detach(), layer.topk_idx, topk_weights=weights.detach())
+    offs = _rows_of(received).offs
+    assert torch.equal(offs, received.expert_end)
+    received.expert_end.copy_(torch.tensor([-(2**31), 2**31 - 1, 13, 40]))
+    received.expert_begin.copy_(torch.tensor([2**31 - 1, -5, 77, -(2**31)]))
+    rows = _rows_of(received)
+    assert rows.offs.tolist() == [0, 96, 96, 96]
+    assert set(rows.slot_of_row.tolist()) <= set(range(-1, 96))
 
 
 def test_graphs_go_backward_again_if_they_are_retained() -> None:

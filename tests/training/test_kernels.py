@@ -9,7 +9,7 @@ import torch
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.training.kernel_steps import KernelSteps
-from deep_moe.training.plain_steps import PlainSteps
+from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
 from deep_moe.training.rows import Rows
 from deep_moe.training.steps import Biases
 
@@ -159,6 +159,27 @@ def test_activation_and_its_gradients(
         assert_last_place(ours[name][used(rows)], plain[name][used(rows)])
     torch.testing.assert_close(ours["d_weights"], plain["d_weights"], rtol=1e-5, atol=1e-5)
     assert (ours["d_weights"][rows.row_of_slot < 0] == 0).all()
+
+
+def test_activation_is_rounded_to_mxfp8() -> None:
+    """Bit for bit, of what it is in BF16."""
+    rows = routed()
+    gate, up = (random(rows.num_rows, 64, seed=seed).bfloat16() for seed in (0, 1))
+    plain, rounded = (
+        KERNELS.activate(gate, up, None, Swiglu(), rows, rounds_to_mxfp8=rounds)[used(rows)]
+        for rounds in (False, True)
+    )
+    assert torch.equal(bits(rounded), bits(mxfp8_rounded(plain)))
+    assert not torch.equal(rounded, plain)
+
+
+def test_a_view_that_begins_anywhere_is_gathered() -> None:
+    """Kernels load 16 bytes at once."""
+    rows = routed()
+    tokens = random(NUM_TOKENS * HIDDEN + 1).bfloat16()[1:].view(NUM_TOKENS, HIDDEN)
+    assert tokens.data_ptr() % 16 == 2
+    ours, plain = (steps.gather(tokens, rows)[used(rows)] for steps in (KERNELS, PLAIN))
+    assert torch.equal(bits(ours), bits(plain))
 
 
 def test_rounded_weights_are_bit_equal() -> None:

@@ -35,7 +35,7 @@ __device__ __forceinline__ void activate_rows(const ActivateRowsArgs& args) {
             ChunkValues up = ChunkValues::of(up_row[chunk_idx]);
             if constexpr (Config::has_biases) {
                 gate.add(args.gate_bias + bias + chunk_idx * 8);  //~ gate_bias_added
-                up.add(args.up_bias + bias + chunk_idx * 8);
+                up.add(args.up_bias + bias + chunk_idx * 8);      //~ up_bias_added
             }
 #pragma unroll
             for (uint32_t i = 0; i < 8; ++i) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void activate_rows(const ActivateRowsArgs& args) {
             }
             chunk = gate.chunk();
         }
-        if constexpr (Config::rounds_to_mxfp8) chunk = mxfp8_rounded(chunk);
+        if constexpr (Config::rounds_to_mxfp8) chunk = mxfp8_rounded(chunk);  //~ activated_rounded
         if (is_valid) activated[chunk_idx] = chunk;
     }
 }

@@ -21,7 +21,7 @@ namespace deep_moe {
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (uint32_t lane_mask = 1; lane_mask < warp_size; lane_mask *= 2) {
-        value += __shfl_xor_sync(full_warp, value, lane_mask);
+        value += __shfl_xor_sync(full_warp, value, lane_mask);  //~ lanes_summed
     }
     return value;
 }
@@ -59,8 +59,8 @@ __device__ __forceinline__ void activate_rows_backward(const ActivateRowsBackwar
         const ChunkValues d_activated = ChunkValues::of(d_activated_row[chunk_idx]);
         if constexpr (Config::has_biases) {
             const uint64_t bias = expert * args.num_chunks * 8 + chunk_idx * 8;
-            gate.add(args.gate_bias + bias);
-            up.add(args.up_bias + bias);
+            gate.add(args.gate_bias + bias);  //~ gate_bias_in_gradient
+            up.add(args.up_bias + bias);      //~ up_bias_in_gradient
         }
         ChunkValues activated;
 #pragma unroll
@@ -72,8 +72,8 @@ __device__ __forceinline__ void activate_rows_backward(const ActivateRowsBackwar
             d_weight += value * d_value;           //~ weight_gradient
             activated.values[i] = value * weight;  //~ activated_weighted
             const float d_weighted = d_value * weight;
-            gate.values[i] = d_weighted * factors.gate.slope * factors.up.value;
-            up.values[i] = d_weighted * factors.up.slope * factors.gate.value;
+            gate.values[i] = d_weighted * factors.gate.slope * factors.up.value;  //~ gate_gradient
+            up.values[i] = d_weighted * factors.up.slope * factors.gate.value;    //~ up_gradient
         }
         activated_row[chunk_idx] = activated.chunk();
         d_gate_row[chunk_idx] = gate.chunk();
@@ -88,7 +88,9 @@ __device__ __forceinline__ void activate_rows_backward(const ActivateRowsBackwar
             ChunkValues bias = {};
             bias.add(args.down_bias + (expert * args.num_hidden_chunks + chunk_idx) * 8);
 #pragma unroll
-            for (uint32_t i = 0; i < 8; ++i) d_weight += bias.values[i] * d_row.values[i];
+            for (uint32_t i = 0; i < 8; ++i) {
+                d_weight += bias.values[i] * d_row.values[i];  //~ down_bias_gradient
+            }
         }
     }
     d_weight = warp_sum(d_weight);

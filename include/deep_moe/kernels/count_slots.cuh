@@ -21,7 +21,7 @@ __device__ __forceinline__ void count_slots(const RouteSlotsArgs& args) {
     }
     for (uint32_t row = blockIdx.x * Config::num_threads + threadIdx.x; row < args.num_rows;
          row += args.num_segments * Config::num_threads) {
-        args.slot_of_row[row] = -1;
+        args.slot_of_row[row] = -1;  //~ rows_begin_unused
     }
     ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ segment_cleared
 #pragma unroll

@@ -37,7 +37,7 @@ __device__ __forceinline__ void spread_token(const GatherRowsArgs& args, uint32_
     if constexpr (Config::rounds_to_mxfp8) {
 #pragma unroll
         for (uint32_t i = 0; i < Config::chunks_per_lane; ++i) {
-            chunks[i] = mxfp8_rounded(chunks[i]);
+            chunks[i] = mxfp8_rounded(chunks[i]);  //~ gathered_rounded
         }
     }
     while (used_lanes != 0) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ void place_slots(const RouteSlotsArgs& args) {
          i += Config::num_threads) {
         next_row[i / Config::num_experts][i % Config::num_experts] = 0;
     }
-    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);
+    ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ counts_of_warps_cleared
 
     // How many each warp has of each expert. Only its own lanes touch a warp's counts.
     uint32_t experts[Config::num_rounds];
@@ -32,7 +32,7 @@ __device__ __forceinline__ void place_slots(const RouteSlotsArgs& args) {
         const uint32_t expert = experts[round];
         const bool is_first = __ffs(lanes[round]) - 1 == static_cast<int>(ptx::lane_idx());
         if (is_first) own_next_row[expert] += __popc(lanes[round]);
-        __syncwarp();
+        __syncwarp();  //~ round_counted
     }
     ptx::bar_sync(NamedBarrier::cta, Config::num_threads);  //~ slots_of_warps_counted
 
@@ -58,13 +58,13 @@ __device__ __forceinline__ void place_slots(const RouteSlotsArgs& args) {
             args.row_of_slot[slot_idx] = static_cast<int32_t>(row);
             args.slot_of_row[row] = static_cast<int32_t>(slot_idx);
         } else if (slot_idx < args.num_slots) {
-            args.row_of_slot[slot_idx] = -1;
+            args.row_of_slot[slot_idx] = -1;  //~ slot_without_row
         }
-        __syncwarp();
+        __syncwarp();  //~ rows_of_round_read
         if (lanes[round] != 0 && before == 0) {
             own_next_row[experts[round]] += __popc(lanes[round]);
         }
-        __syncwarp();
+        __syncwarp();  //~ rows_of_round_taken
     }
 }
 

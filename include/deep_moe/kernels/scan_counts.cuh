@@ -36,7 +36,8 @@ __device__ __forceinline__ void scan_counts(const RouteSlotsArgs& args) {
 #pragma unroll
             for (uint32_t i = 0; i < loads_at_once; ++i) {
                 if (first + i < args.num_segments) {
-                    counts[i * Config::num_experts] = static_cast<int32_t>(num_slots);
+                    counts[i * Config::num_experts] =
+                        static_cast<int32_t>(num_slots);  //~ earlier_segments_summed
                 }
                 num_slots += loaded[i];
             }

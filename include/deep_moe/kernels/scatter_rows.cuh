@@ -53,12 +53,16 @@ __device__ __forceinline__ void scatter_rows(const ScatterRowsArgs& args) {
                 const ChunkValues second = ChunkValues::of(chunks[i][1]);
 #pragma unroll
                 for (uint32_t j = 0; j < 8; ++j) {
-                    row.values[j] = __fadd_rn(row.values[j], second.values[j]);
+                    row.values[j] =
+                        __fadd_rn(row.values[j], second.values[j]);  //~ second_row_added
                 }
             }
             if constexpr (Config::has_biases) {
                 const uint64_t expert = expert_of_row(args.offs, args.num_experts, rows[i]);
-                if (is_valid) row.add(args.bias + (expert * args.num_chunks + chunk_idx) * 8);
+                if (is_valid) {
+                    row.add(args.bias +
+                            (expert * args.num_chunks + chunk_idx) * 8);  //~ bias_of_row
+                }
             }
 #pragma unroll
             for (uint32_t j = 0; j < 8; ++j) {

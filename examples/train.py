@@ -185,7 +185,7 @@ def picture(losses: dict[str, list[float]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", nargs="+", choices=list(STYLES), default=list(STYLES))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--width", type=int, default=Sizes.width)
     parser.add_argument("--experts", type=int, default=Sizes.num_experts)

@@ -290,6 +290,17 @@ def test_experts_at_odd_rows_are_refused() -> None:
         random_layer(1, (7,))(group=group)
 
 
+def test_a_compilers_graph_breaks_at_it() -> None:
+    module = deep_moe.MoELayer(HIDDEN, INTERMEDIATE, 4, group=all_to_all(None, 4))
+    layer = random_layer(1, (7,))
+    x, weights = layer.tensors["x"], layer.tensors["topk_weights"]
+    torch._dynamo.reset()
+    out = torch.compile(module, backend="aot_eager")(x, layer.topk_idx, weights)
+    assert torch.equal(out, module(x, layer.topk_idx, weights))
+    out.sum().backward()
+    assert module.w1.grad is not None
+
+
 def test_modules_have_their_ranks_experts() -> None:
     group = all_to_all(None, 4)
     module = deep_moe.MoELayer(HIDDEN, INTERMEDIATE, 4, group=group)

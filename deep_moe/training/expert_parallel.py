@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts, Gradients, Linear1
@@ -63,6 +64,11 @@ def exchange_over(group: ProcessGroup | AllToAll, max_recv_slots: int | None) ->
     from .process_group import ProcessGroupExchange
 
     if not isinstance(group, AllToAll):
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group must be a process group that this process belongs to, an AllToAll or None; "
+                f"got {group!r}"
+            )
         return ProcessGroupExchange(group, max_recv_slots)
     if max_recv_slots is not None:
         raise ValueError(

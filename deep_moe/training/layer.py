@@ -121,9 +121,13 @@ class MoELayer(nn.Module):
         for name, tensor in given.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
             # Flattened, rows of other lengths could pass for as many values in other rows.
-            last = self.hidden if name == "x" else None
-            if tensor.ndim < 1 or tensor.shape[-1] < 1 or last not in (None, tensor.shape[-1]):
-                columns = "topk" if last is None else f"hidden ({last})"
+            is_x = name == "x"
+            if (
+                tensor.ndim < 1
+                or tensor.shape[-1] < 1
+                or (is_x and tensor.shape[-1] != self.hidden)  # a compiler's sizes are no numbers
+            ):
+                columns = f"hidden ({self.hidden})" if is_x else "topk"
                 raise ValueError(f"{name} must be [..., {columns}]; got {tuple(tensor.shape)}")
         out = moe(
             x.reshape(-1, self.hidden),

@@ -55,6 +55,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ("arch", "sm_70", ValueError, "sm_70"),
         ("recompute", "yes", TypeError, "recompute must be a bool; got str"),
         ("keep_received", 1, TypeError, "keep_received must be a bool; got int"),
+        ("group", "all", TypeError, "group must be a process group that .*; got 'all'"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(name: str, value: Any, error: type, words: str) -> None:

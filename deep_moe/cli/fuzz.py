@@ -1,10 +1,11 @@
-"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while."""
+"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while: of the
+fused call and of the split path in turn."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,10 @@ def fuzz(
     ] = 0,
     count: Annotated[
         int | None, typer.Option("--count", min=1, help="Stop after this many cases.")
+    ] = None,
+    path: Annotated[
+        str | None,
+        typer.Option("--path", help="Cases of the fused call only, or of the split path: split."),
     ] = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Cases of this architecture only.")
@@ -59,11 +64,17 @@ def fuzz(
     with what the cases were."""
     from deep_moe.targets import target_of
     from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
+    from deep_moe.trial.split_fuzzing import SplitCase
 
     if not hours and not minutes and count is None and not grid:
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
+    kinds = {kind.path: kind for kind in (FuzzCase, SplitCase)}
+    if path not in (None, *kinds):
+        raise typer.BadParameter(f"--path must be one of {', '.join(kinds)}; got {path!r}")
+    if grid and path not in (None, FuzzCase.path):
+        raise typer.BadParameter(f"--grid must be without --path {path}: it is the fused call's")
     if arch is not None and arch not in ARCHS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}; got {arch!r}")
     if weights is not None:
@@ -73,19 +84,25 @@ def fuzz(
     if shared_experts not in (None, *NUMS_SHARED):
         allowed = ", ".join(map(str, NUMS_SHARED))
         raise typer.BadParameter(f"--shared-experts must be one of {allowed}; got {shared_experts}")
-    known = [] if corpus is None else _numbers(corpus)
+    known = [] if corpus is None else _numbers(corpus)  # and what fails later
     ends = time.monotonic() + 3600 * hours + 60 * minutes
     failures: list[dict[str, Any]] = []
     coverage = Coverage()
-    later = iter(range(first, grid_size())) if grid else _without(first, known)
-    for number in itertools.chain(known, later):
+    cases: Iterator[FuzzCase]
+    if grid:
+        cases = map(FuzzCase.of_grid, range(first, grid_size()))
+    else:
+        numbers = itertools.chain(tuple(known), _without(first, tuple(known)))
+        drawn = [kind for name, kind in kinds.items() if path in (None, name)]
+        cases = (kind.of(number) for number in numbers for kind in drawn)
+    for case in cases:
         if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
-        case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
+        number = case.number
         if (
             arch not in (None, case.arch)
             or weights not in (None, case.shape.weights)
-            or shared_experts not in (None, case.values["shared experts"])
+            or shared_experts not in (None, case.shape.num_shared_experts)
         ):
             continue
         if biases not in (None, case.shape.biases):
@@ -93,7 +110,7 @@ def fuzz(
         failure = case.run()
         coverage.add(case, failure)
         if failure:
-            words = "fuzz --grid" if grid else "fuzz"
+            words = "fuzz --grid" if grid else f"fuzz --path {case.path}"
             only = "".join(
                 f" {option} {value}"
                 for option, value in (
@@ -110,6 +127,7 @@ def fuzz(
             if not as_json:
                 stdout().print(f"{case}\n{failure}\nrepeat: {repeat}", markup=False)
             if corpus is not None and number not in known:
+                known.append(number)
                 with corpus.open("a") as file:
                     file.write(f"{number}\n")
     covered = {axis: dict(counts) for axis, counts in coverage.values.items()}
@@ -157,6 +175,6 @@ def _numbers(corpus: Path) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _without(first: int, known: list[int]) -> Iterator[int]:
+def _without(first: int, known: Sequence[int]) -> Iterator[int]:
     """All numbers from `first` on that are not known."""
     return (number for number in itertools.count(first) if number not in known)

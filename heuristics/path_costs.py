@@ -572,8 +572,8 @@ DEEPEP_LOW_LATENCY = (
     (256, 194.0, 360.0),
 )
 # One node of eight, the same sizes: who, dispatch and combine in us, or both together. The first
-# two as perplexityai/pplx-garden publishes them (docs/fabric-lib.md at 2446003), the last one of eight
-# H800s as ByteDance-Seed/Triton-distributed does, of its low-latency layer.
+# two as perplexityai/pplx-garden publishes them (docs/fabric-lib.md at 2446003), the last one, of
+# eight H800s, as ByteDance-Seed/Triton-distributed does of its low-latency layer.
 ONE_NODE = (
     ("DeepEP", (42.6, 72.0)),
     ("pplx-garden", (49.7, 64.2)),

@@ -141,7 +141,8 @@ class RankExperts:
         size = x.shape
         if behind_each_other:
             begin = torch.arange(0, size[0] * size[1], size[1], dtype=torch.int32, device=x.device)
-            x, scales, out = (None if t is None else t.flatten(0, 1) for t in (x, scales, out))
+            x = x.flatten(0, 1)
+            scales, out = (None if t is None else t.flatten(0, 1) for t in (scales, out))
         y = self.experts(x, scales, *self.weights, dispatched.recv_count, begin, out, **self.biases)
         return y.view(size)
 

@@ -121,6 +121,16 @@ TWO_GPU_STEPS = {
 }
 
 
+# Layers of other sizes, to which nothing was fitted, with fp8_32 there: sizes, tokens per rank,
+# dispatch and combine in us (benchmarks/LOG.md, 2026-11-23, benchmarks.split_path).
+TWO_GPU_OTHERS = (
+    (LowLatencyShape(2, 128, 6, 4096, 512, "fp8_32"), 1, 11.0, 10.6),
+    (LowLatencyShape(2, 128, 6, 4096, 512, "fp8_32"), 128, 14.0, 21.2),
+    (LowLatencyShape(2, 192, 6, 7168, 512, "fp8_32"), 128, 16.9, 28.3),
+    (LowLatencyShape(2, 128, 6, 4096, 512, "fp8_32"), 512, 29.1, 56.6),
+)
+
+
 @dataclass(frozen=True)
 class CostStep:
     """One part of a path's time, and how it was estimated."""
@@ -561,9 +571,14 @@ DEEPEP_LOW_LATENCY = (
     (128, 192.0, 369.0),
     (256, 194.0, 360.0),
 )
-# One node of eight, the same sizes: who, dispatch and combine in us, as perplexityai/pplx-garden
-# publishes them (docs/fabric-lib.md at 2446003).
-ONE_NODE = (("DeepEP", 42.6, 72.0), ("pplx-garden", 49.7, 64.2))
+# One node of eight, the same sizes: who, dispatch and combine in us, or both together. The first
+# two as perplexityai/pplx-garden publishes them (docs/fabric-lib.md at 2446003), the last one, of
+# eight H800s, as ByteDance-Seed/Triton-distributed does of its low-latency layer.
+ONE_NODE = (
+    ("DeepEP", (42.6, 72.0)),
+    ("pplx-garden", (49.7, 64.2)),
+    ("Triton-distributed", (202.0,)),
+)
 
 
 def deployment(

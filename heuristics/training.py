@@ -111,7 +111,7 @@ class GatherRowsConfig(TrainingConfig):
     def num_ctas_of(self, num_tokens: int, num_chunks: int, num_rows: int) -> int:
         """A warp for so many chunks of a token, and one for 32 rows.
 
-        >>> GatherRowsConfig(arch="sm_90a").num_ctas_of(num_tokens=100, num_chunks=192, num_rows=848)
+        >>> GatherRowsConfig(arch="sm_90a").num_ctas_of(100, num_chunks=192, num_rows=848)
         57
         """
         num_parts = -(-num_chunks // (self.chunks_per_lane * WARP_SIZE))

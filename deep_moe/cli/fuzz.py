@@ -1,10 +1,11 @@
-"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while."""
+"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while: of the
+fused call and of the split path in turn, or of one of them, or of training."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,14 @@ def fuzz(
     count: Annotated[
         int | None, typer.Option("--count", min=1, help="Stop after this many cases.")
     ] = None,
+    path: Annotated[
+        str | None,
+        typer.Option(
+            "--path",
+            help="Cases of this path only: fused, split or training (the differentiable layer, "
+            "forward and backward). Otherwise fused and split in turn.",
+        ),
+    ] = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Cases of this architecture only.")
     ] = None,
@@ -41,10 +50,6 @@ def fuzz(
         int | None,
         typer.Option("--shared-experts", help="Cases with so many shared experts only: 0, 1 or 3."),
     ] = None,
-    training: Annotated[
-        bool,
-        typer.Option("--training", help="The differentiable layer instead, forward and backward."),
-    ] = False,
     grid: Annotated[
         bool,
         typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
@@ -62,16 +67,25 @@ def fuzz(
     """Run cases one after the other; each failure ends with the line that repeats it, and the whole
     with what the cases were."""
     from deep_moe.targets import target_of
-    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, axes, grid_size
-    from deep_moe.trial.training_fuzzing import TrainingCase, training_axes
+    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
+    from deep_moe.trial.split_fuzzing import SplitCase
+    from deep_moe.trial.training_fuzzing import TrainingCase
 
     if not hours and not minutes and count is None and not grid:
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
-    if training and (grid or any(o is not None for o in (arch, weights, biases, shared_experts))):
+    kinds: dict[str, type[FuzzCase | TrainingCase]] = {
+        kind.path: kind for kind in (FuzzCase, SplitCase, TrainingCase)
+    }
+    if path not in (None, *kinds):
+        raise typer.BadParameter(f"--path must be one of {', '.join(kinds)}; got {path!r}")
+    if grid and path not in (None, FuzzCase.path):
+        raise typer.BadParameter(f"--grid must be without --path {path}: it is the fused call's")
+    is_training = path == TrainingCase.path
+    if is_training and any(o is not None for o in (arch, weights, biases, shared_experts)):
         raise typer.BadParameter(
-            "--training goes with --first, --count, --corpus, --hours, --minutes and --json only: "
+            "--arch, --weights, --biases and --shared-experts must be without --path training: "
             "it has axes of its own"
         )
     if arch is not None and arch not in ARCHS:
@@ -83,30 +97,32 @@ def fuzz(
     if shared_experts not in (None, *NUMS_SHARED):
         allowed = ", ".join(map(str, NUMS_SHARED))
         raise typer.BadParameter(f"--shared-experts must be one of {allowed}; got {shared_experts}")
-    known = [] if corpus is None else _numbers(corpus)
+    known = [] if corpus is None else _numbers(corpus)  # and what fails later
     ends = time.monotonic() + 3600 * hours + 60 * minutes
     failures: list[dict[str, Any]] = []
-    coverage = Coverage(training_axes if training else axes)
-    later = iter(range(first, grid_size())) if grid else _without(first, known)
-    for number in itertools.chain(known, later):
+    coverage = Coverage()
+    cases: Iterator[FuzzCase | TrainingCase]
+    if grid:
+        cases = map(FuzzCase.of_grid, range(first, grid_size()))
+    else:
+        numbers = itertools.chain(tuple(known), _without(first, tuple(known)))
+        drawn = (FuzzCase.path, SplitCase.path) if path is None else (path,)
+        cases = (kinds[name].of(number) for number in numbers for name in drawn)
+    for case in cases:
         if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
             break
-        case: FuzzCase | TrainingCase
-        if training:
-            case = TrainingCase.of(number)
-        else:
-            case = FuzzCase.of_grid(number) if grid else FuzzCase.of(number)
+        number = case.number
         if isinstance(case, FuzzCase) and (
             arch not in (None, case.arch)
             or weights not in (None, case.shape.weights)
-            or shared_experts not in (None, case.values["shared experts"])
+            or shared_experts not in (None, case.shape.num_shared_experts)
             or biases not in (None, case.shape.biases)
         ):
             continue
         failure = case.run()
         coverage.add(case, failure)
         if failure:
-            words = "fuzz" + " --grid" * grid + " --training" * training
+            words = "fuzz --grid" if grid else f"fuzz --path {case.path}"
             only = "".join(
                 f" {option} {value}"
                 for option, value in (
@@ -123,6 +139,7 @@ def fuzz(
             if not as_json:
                 stdout().print(f"{case}\n{failure}\nrepeat: {repeat}", markup=False)
             if corpus is not None and number not in known:
+                known.append(number)
                 with corpus.open("a") as file:
                     file.write(f"{number}\n")
     covered = {axis: dict(counts) for axis, counts in coverage.values.items()}
@@ -170,6 +187,6 @@ def _numbers(corpus: Path) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _without(first: int, known: list[int]) -> Iterator[int]:
+def _without(first: int, known: Sequence[int]) -> Iterator[int]:
     """All numbers from `first` on that are not known."""
     return (number for number in itertools.count(first) if number not in known)

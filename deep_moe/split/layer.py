@@ -81,7 +81,8 @@ class EPLowLatencyAllToAllLayer:
         if local_world_size != world_size:
             raise ValueError(
                 f"local_world_size must be world_size ({world_size}): every rank writes to all "
-                f"others' memory, which needs one NVLink domain; got {local_world_size}"
+                f"others' memory, which needs one NVLink domain; got {local_world_size}. Over "
+                "several of them, TwoLevelMoE runs the whole layer"
             )
         if fp8_gsize not in _FORMATS:
             raise ValueError(f"fp8_gsize must be 128; got {fp8_gsize}")

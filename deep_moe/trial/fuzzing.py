@@ -5,6 +5,8 @@ follows from one integer, so that naming it repeats a failure. Cases come in rou
 two values of two axes meet at least once, for every architecture. For a change of a kernel there is
 the grid: every kernel that the axes lead to, and for each of them a round of all that is not
 compiled in.
+
+The split path's cases, and their axes, are those of split_fuzzing.py.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -39,6 +41,8 @@ from .reference import FP32_SUM_BITS, reference_mega_moe
 from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .training_fuzzing import TrainingCase
 
 ARCHS = tuple(TARGETS)
@@ -56,10 +60,10 @@ _SHAPES = (
     (1, 3, 3, 128, 1152),
 )
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
-_EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
+EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
 NUMS_SHARED = (0, 1, 3)
-_BESIDE = " with "  # between a format of weights and the tokens' scales
-_SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
+BESIDE = " with "  # between a format of weights and the tokens' scales
+SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 
 
 @lru_cache
@@ -70,7 +74,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
     return {
         # With the scales of tokens, where they are not the usual ones.
         "weights": tuple(
-            f"{own.format}{_BESIDE}{scales}" if scales else own.format
+            f"{own.format}{BESIDE}{scales}" if scales else own.format
             for own in weights
             for scales in ("", *own.token_policies)
         ),
@@ -80,10 +84,10 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "wave": ("one expert", "all experts"),
         "turn": ("one expert", "a wave"),
         "biases": ("none", "both layers"),
-        "activation": (*_EXACT_ACTIVATIONS, Situ()),
+        "activation": (*EXACT_ACTIVATIONS, Situ()),
         "y": ("written", "added to"),
         # Rows: one for each token, or so few that calls with many tokens use them again.
-        "pool": (None, _SMALL_POOL),
+        "pool": (None, SMALL_POOL),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
         "tokens": ("any", "few", "many", "one rank has none"),
@@ -100,23 +104,33 @@ def grid_size() -> int:
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """Two calls of all ranks on inputs whose sums are exact."""
+    """Two calls of all ranks on inputs whose sums are exact. Of the fused call; for another path,
+    derive from it: path, axes_of and cases_per_round say which cases there are."""
+
+    path: ClassVar[str] = "fused"
+    cases_per_round: ClassVar[int] = CASES_PER_ROUND
 
     number: int
     arch: str
     values: Mapping[str, Any]  # of each axis
 
+    @staticmethod
+    def axes_of(arch: str) -> dict[str, tuple[Any, ...]]:
+        return axes(arch)
+
     @classmethod
-    def of(cls, number: int) -> FuzzCase:
+    def of(cls, number: int) -> Self:
         """The case with this number: architectures take turns, and each goes through its rounds."""
         idx, arch_idx = divmod(number, len(ARCHS))
         arch = ARCHS[arch_idx]
-        round_idx, row_idx = divmod(idx, CASES_PER_ROUND)
-        rows = pairwise(_sizes(arch), CASES_PER_ROUND, seed=round_idx)
-        return cls(number, arch, _values(arch, rows[row_idx]))
+        round_idx, row_idx = divmod(idx, cls.cases_per_round)
+        of_arch = cls.axes_of(arch)
+        sizes = tuple(map(len, of_arch.values()))
+        rows = pairwise(sizes, cls.cases_per_round, seed=round_idx)
+        return cls(number, arch, _values(of_arch, rows[row_idx]))
 
     @classmethod
-    def of_grid(cls, number: int) -> FuzzCase:
+    def of_grid(cls, number: int) -> Self:
         """The case with this number in the grid, below `grid_size()`: kernel by kernel."""
         kernel_idx, row_idx = divmod(number, CASES_PER_ROUND)
         for arch in ARCHS:
@@ -126,7 +140,7 @@ class FuzzCase:
                 kernels = itertools.product(*map(range, sizes[:NUM_KERNEL_AXES]))
                 kernel = next(itertools.islice(kernels, kernel_idx, None))
                 rows = pairwise(sizes[NUM_KERNEL_AXES:], CASES_PER_ROUND, seed=kernel_idx)
-                return cls(number, arch, _values(arch, kernel + rows[row_idx]))
+                return cls(number, arch, _values(axes(arch), kernel + rows[row_idx]))
             kernel_idx -= num_kernels
         raise ValueError(f"number must be below {grid_size()}, the size of the grid; got {number}")
 
@@ -146,7 +160,7 @@ class FuzzCase:
             weights=self._formats[0],
             token_scales=self._formats[1],
             biases=self.values["biases"] == "both layers",
-            num_shared_experts=self.values["shared experts"],
+            num_shared_experts=self.values.get("shared experts", 0),
         )
 
     @property
@@ -157,7 +171,7 @@ class FuzzCase:
     @property
     def _formats(self) -> tuple[str, str]:
         """Of the weights, and of the tokens' scales."""
-        weights, _, token_scales = self.values["weights"].partition(_BESIDE)
+        weights, _, token_scales = self.values["weights"].partition(BESIDE)
         return weights, token_scales or DEFAULT_TOKEN_SCALES
 
     def inputs(self) -> list[list[Tokens]]:
@@ -180,9 +194,9 @@ class FuzzCase:
         except RuntimeError as error:  # the emulator's findings, and waits that ran out
             return str(error)
         for call_idx, (tokens, of_call) in enumerate(zip(calls, outputs, strict=True)):
-            expected_stats = received(self.shape, tokens).split(self.shape.num_experts_per_rank)
+            expected_stats = self.received(tokens).split(self.shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens, of_call, strict=True)):
-                own = model_inputs(own)[1] if self.values["inputs"] == "prepared" else own
+                own = self.as_received(own)
                 comparison = compare(output.y, self.expected(own, layer))
                 if not comparison.is_right:
                     return f"call {call_idx}, rank {rank}: {comparison}"
@@ -192,6 +206,14 @@ class FuzzCase:
                         f"sent were {expected_stats[rank].tolist()}"
                     )
         return ""
+
+    def received(self, tokens: Sequence[Tokens]) -> torch.Tensor:
+        """What each expert of all ranks is to get."""
+        return received(self.shape, tokens)
+
+    def as_received(self, tokens: Tokens) -> Tokens:
+        """A rank's tokens as the experts get them."""
+        return model_inputs(tokens)[1] if self.values["inputs"] == "prepared" else tokens
 
     def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
         """A rank's output, or what it may be where the activation leaves no result exact."""
@@ -203,7 +225,7 @@ class FuzzCase:
             self.shape.token_format.has_float_scales and self.values["inputs"] == "prepared"
         )
         y = initial_y(tokens.num_tokens, self.shape.hidden) if self.accumulates else None
-        if activation in _EXACT_ACTIVATIONS and not has_odd_scales:
+        if activation in EXACT_ACTIVATIONS and not has_odd_scales:
             return reference_mega_moe(
                 *inputs,
                 activation=activation,
@@ -226,20 +248,24 @@ class FuzzCase:
     def accumulates(self) -> bool:
         return bool(self.values["y"] == "added to")
 
-    def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
+    @property
+    def overrides(self) -> dict[str, int]:
+        """Of the config of the experts' kernel."""
         num_local = self.shape.num_experts_per_rank
         wave = 1 if self.values["wave"] == "one expert" else num_local
         turn = 1 if self.values["turn"] == "one expert" else wave
-        overrides = {
+        return {
             **self.target_weights.fuzz_tiles[self.values["tile"]],
             "num_experts_per_wave": wave,
             "num_experts_per_turn": turn,
         }
+
+    def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
         options: dict[str, Any] = {
             "arch": self.arch,
             "num_sms": 4,
             "activation": self.values["activation"],
-            "overrides": overrides,
+            "overrides": self.overrides,
             "accumulate": self.accumulates,
             "schedule": self.values["schedule"],
             "schedule_seed": self.number,
@@ -276,24 +302,30 @@ class FuzzCase:
 
 @dataclass
 class Coverage:
-    """What cases have covered so far. axes_of: an architecture's."""
+    """What cases have covered so far."""
 
-    axes_of: Callable[[str], Mapping[str, tuple[Any, ...]]] = axes
     num_cases: int = 0
     num_failed: int = 0
-    # Of each axis, and of "arch", how many cases had each value, in words.
+    # Of each axis, and of "path" and "arch", how many cases had each value, in words.
     values: dict[str, Counter[str]] = field(default_factory=dict)
-    _pairs: set[tuple[str, int, str, int, str]] = field(default_factory=set)
+    # By path and architecture: how many pairs of values there are, and those that have met.
+    _num_pairs: dict[tuple[str, str], int] = field(default_factory=dict)
+    _pairs: set[tuple[str, str, int, str, int, str]] = field(default_factory=set)
 
     def add(self, case: FuzzCase | TrainingCase, failure: str) -> None:
         """A case that has run, and what `run` said."""
         self.num_cases += 1
         self.num_failed += bool(failure)
         words = [_word(value) for value in case.values.values()]
-        for axis, word in zip(("arch", *case.values), (case.arch, *words), strict=True):
+        kind = (case.path, case.arch)
+        for axis, word in zip(("path", "arch", *case.values), (*kind, *words), strict=True):
             self.values.setdefault(axis, Counter())[word] += 1
         for (i, one), (j, other) in itertools.combinations(enumerate(words), 2):
-            self._pairs.add((case.arch, i, one, j, other))
+            self._pairs.add((*kind, i, one, j, other))
+        self._num_pairs[kind] = sum(
+            len(one) * len(other)
+            for one, other in itertools.combinations(case.axes_of(case.arch).values(), 2)
+        )
 
     @property
     def num_pairs(self) -> int:
@@ -302,12 +334,8 @@ class Coverage:
 
     @property
     def num_all_pairs(self) -> int:
-        """That there are, for the architectures that had a case."""
-        return sum(
-            len(one) * len(other)
-            for arch in self.values.get("arch", ())
-            for one, other in itertools.combinations(self.axes_of(arch).values(), 2)
-        )
+        """That there are, for the paths and architectures that had a case."""
+        return sum(self._num_pairs.values())
 
 
 @lru_cache(maxsize=64)
@@ -362,8 +390,8 @@ def _sizes(arch: str) -> tuple[int, ...]:
     return tuple(map(len, axes(arch).values()))
 
 
-def _values(arch: str, row: Sequence[int]) -> dict[str, Any]:
-    return {axis: values[i] for (axis, values), i in zip(axes(arch).items(), row, strict=True)}
+def _values(of_arch: Mapping[str, Sequence[Any]], row: Sequence[int]) -> dict[str, Any]:
+    return {axis: values[i] for (axis, values), i in zip(of_arch.items(), row, strict=True)}
 
 
 def _word(value: Any) -> str:

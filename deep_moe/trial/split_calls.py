@@ -52,9 +52,9 @@ def run_emulated_split(
     """All ranks in this process, one call after the other. What each rank got, call by call.
     options: arch, num_sms, schedule_seed, and of `GroupedExperts`."""
     how = _all_to_all_options(shape, options)
-    with EmulatedAllToAll(*_all_to_all_sizes(shape), **how) as all_to_all:
+    with EmulatedAllToAll(*all_to_all_sizes(shape), **how) as all_to_all:
         ranks = [
-            _RankExperts(shape, layer, rank, torch.device("cpu"), options)
+            RankExperts(shape, layer, rank, torch.device("cpu"), options)
             for rank in range(shape.num_ranks)
         ]
         try:
@@ -92,8 +92,9 @@ def run_split_processes(
     return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
 
 
-class _RankExperts:
-    """One rank's experts, with their weights."""
+class RankExperts:
+    """One rank's experts, with their weights. options: of `GroupedExperts`; format is by default
+    that of the shape's tokens."""
 
     def __init__(
         self,
@@ -122,24 +123,32 @@ class _RankExperts:
             shape.num_experts_per_rank,
             weights=shape.weights,
             biases=shape.biases,
-            format=format_of_tokens(shape.weights, shape.token_scales),
             num_pool_tokens=shape.num_pool_tokens,
             device=device,
-            **options,
+            **{"format": format_of_tokens(shape.weights, shape.token_scales), **options},
         )
 
-    def __call__(self, dispatched: Dispatched) -> torch.Tensor:
-        return self.experts(
-            dispatched.recv_x,
-            dispatched.scales,
-            *self.weights,
-            dispatched.recv_count,
-            **self.biases,
-        )
+    def __call__(
+        self,
+        dispatched: Dispatched,
+        out: torch.Tensor | None = None,
+        *,
+        behind_each_other: bool = False,
+    ) -> torch.Tensor:
+        """Rows of y where recv_x has them. behind_each_other: told as rows of all experts, and
+        where each of them begins."""
+        x, scales, begin = dispatched.recv_x, dispatched.scales, None
+        size = x.shape
+        if behind_each_other:
+            begin = torch.arange(0, size[0] * size[1], size[1], dtype=torch.int32, device=x.device)
+            x = x.flatten(0, 1)
+            scales, out = (None if t is None else t.flatten(0, 1) for t in (scales, out))
+        y = self.experts(x, scales, *self.weights, dispatched.recv_count, begin, out, **self.biases)
+        return y.view(size)
 
 
 def _call_emulated(
-    all_to_all: EmulatedAllToAll, ranks: Sequence[_RankExperts], tokens: Sequence[Tokens]
+    all_to_all: EmulatedAllToAll, ranks: Sequence[RankExperts], tokens: Sequence[Tokens]
 ) -> list[RankOutput]:
     ids = [own.topk_idx for own in tokens]
     weights = [own.topk_weights for own in tokens]
@@ -162,8 +171,8 @@ def _rank_process(
     """Saves what this rank got, call by call."""
     rank = dist.get_rank()
     how = _all_to_all_options(shape, options)
-    all_to_all = LowLatencyAllToAll(dist.group.WORLD, *_all_to_all_sizes(shape)[1:], **how)
-    own_experts = _RankExperts(shape, layer, rank, device, options)
+    all_to_all = LowLatencyAllToAll(dist.group.WORLD, *all_to_all_sizes(shape)[1:], **how)
+    own_experts = RankExperts(shape, layer, rank, device, options)
     outputs = []
     for tokens in calls:
         own = tokens[rank]
@@ -177,7 +186,7 @@ def _rank_process(
     dist.barrier()  # no rank takes its memory away while another still reads it
 
 
-def _all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:
+def all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:
     return (
         shape.num_ranks,
         shape.num_max_tokens_per_rank,

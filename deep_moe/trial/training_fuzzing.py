@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -53,17 +53,19 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def training_axes(_arch: str) -> Mapping[str, tuple[Any, ...]]:
-    """As Coverage asks for them."""
-    return AXES
-
-
 @dataclass(frozen=True)
 class TrainingCase:
     """One call of all ranks."""
 
+    path: ClassVar[str] = "training"
+    arch: ClassVar[str] = "any"  # for who counts cases by it: here it is a value of an axis
+
     number: int
     values: Mapping[str, Any]  # of each axis
+
+    @staticmethod
+    def axes_of(_arch: str) -> Mapping[str, tuple[Any, ...]]:
+        return AXES
 
     @classmethod
     def of(cls, number: int) -> TrainingCase:
@@ -73,11 +75,6 @@ class TrainingCase:
         row = pairwise(sizes, CASES_PER_ROUND, seed=round_idx)[row_idx]
         pairs = zip(AXES.items(), row, strict=True)
         return cls(number, {axis: values[i] for (axis, values), i in pairs})
-
-    @property
-    def arch(self) -> str:
-        """For who counts cases by it: here it is a value of an axis."""
-        return "any"
 
     @property
     def num_ranks(self) -> int:

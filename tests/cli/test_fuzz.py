@@ -16,19 +16,24 @@ from deep_moe.targets.sm90 import Sm90
 from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial import fuzzing
 from deep_moe.trial.fuzzing import FuzzCase
+from deep_moe.trial.split_fuzzing import SplitCase
+
+FUSED = ["fuzz", "--path", "fused"]
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_some_cases_pass(arch: str) -> None:
+    """One of each path."""
     result = CliRunner().invoke(app, ["fuzz", "--count", "2", "--arch", arch])
     assert result.exit_code == 0, result.output
     assert "2 cases, 0 failed" in result.output
+    assert re.search(r"path +fused: 1, split: 1", result.output)
 
 
 def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[FuzzCase] = []
     monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
-    result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--weights", "fp8"])
+    result = CliRunner().invoke(app, [*FUSED, "--count", "3", "--weights", "fp8"])
     assert [case.shape.weights for case in cases] == ["fp8"] * 3
     assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
     monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
@@ -42,7 +47,7 @@ def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_with_so_many_shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[FuzzCase] = []
     monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "broken")
-    result = CliRunner().invoke(app, ["fuzz", "--count", "3", "--shared-experts", "3"])
+    result = CliRunner().invoke(app, [*FUSED, "--count", "3", "--shared-experts", "3"])
     assert [case.shape.num_shared_experts for case in cases] == [3] * 3
     assert f"--first {cases[0].number} --count 1 --shared-experts 3" in result.output
     refused = CliRunner().invoke(app, ["fuzz", "--count", "1", "--shared-experts", "2"])
@@ -65,7 +70,7 @@ def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
     """As far as the case with which the last two have met: the rest of a round is by chance."""
     count = cases_until_all_pairs_have_met(arch)
     assert count <= fuzzing.CASES_PER_ROUND
-    result = CliRunner().invoke(app, ["fuzz", "--count", str(count), "--arch", arch])
+    result = CliRunner().invoke(app, [*FUSED, "--count", str(count), "--arch", arch])
     assert result.exit_code == 0, result.output
     num_pairs, num_all = re.search(r"(\d+) of (\d+) pairs", result.output).groups()
     assert num_pairs == num_all
@@ -96,9 +101,38 @@ def test_the_grid_is_all_kernels_and_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_failure_ends_with_the_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FuzzCase, "run", lambda case: "broken" if case.number == 8 else "")
-    result = CliRunner().invoke(app, ["fuzz", "--first", "7", "--count", "3"])
+    result = CliRunner().invoke(app, [*FUSED, "--first", "7", "--count", "3"])
     assert result.exit_code == 1
-    assert "repeat: deep-moe fuzz --first 8 --count 1" in result.output
+    assert "repeat: deep-moe fuzz --path fused --first 8 --count 1" in result.output
+
+
+def test_both_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each number is a case of either; a number that fails in both is one line of the corpus."""
+    cases: list[FuzzCase] = []
+    for kind in (FuzzCase, SplitCase):
+        monkeypatch.setattr(kind, "run", lambda case: cases.append(case) or "broken")
+    corpus = tmp_path / "corpus"
+    command = ["fuzz", "--count", "4", "--corpus", str(corpus)]
+    result = CliRunner().invoke(app, [*command, "--first", "5"])
+    assert [(case.path, case.number) for case in cases] == [
+        (path, number) for number in (5, 6) for path in ("fused", "split")
+    ]
+    assert "repeat: deep-moe fuzz --path split --first 6 --count 1" in result.output
+    assert corpus.read_text() == "5\n6\n"
+    cases.clear()
+    CliRunner().invoke(app, [*command, "--path", "split"])
+    assert [case.number for case in cases] == [5, 6, 0, 1]
+    assert {case.path for case in cases} == {"split"}
+    for options, words in (
+        (
+            ["--path", "throughput"],
+            "--path must be one of fused, split, training; got 'throughput'",
+        ),
+        (["--path", "split", "--grid"], "--grid must be without --path split"),
+    ):
+        refused = CliRunner().invoke(app, ["fuzz", "--count", "1", *options])
+        assert refused.exit_code == 2
+        assert words in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_a_corpus_comes_first_and_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,7 +144,7 @@ def test_a_corpus_comes_first_and_grows(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(FuzzCase, "run", run)
     corpus = tmp_path / "corpus"
-    command = ["fuzz", "--corpus", str(corpus), "--count", "3"]
+    command = [*FUSED, "--corpus", str(corpus), "--count", "3"]
     assert CliRunner().invoke(app, command).exit_code == 1
     assert (numbers, corpus.read_text()) == ([0, 1, 2], "1\n")
     corpus.write_text("40\n1\n")
@@ -124,18 +158,18 @@ def test_a_corpus_comes_first_and_grows(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_it_ends_with_what_the_cases_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FuzzCase, "run", lambda case: "broken" if case.number == 3 else "")
     cases = [FuzzCase.of(number) for number in range(20)]
-    result = CliRunner().invoke(app, ["fuzz", "--count", "20", "--json"])
+    result = CliRunner().invoke(app, [*FUSED, "--count", "20", "--json"])
     assert result.exit_code == 1
     document = json.loads(result.stdout)
     assert document["num_cases"] == 20
     (failure,) = document["failures"]
     assert failure["failure"] == "broken"
-    assert failure["repeat"] == "deep-moe fuzz --first 3 --count 1"
+    assert failure["repeat"] == "deep-moe fuzz --path fused --first 3 --count 1"
     covered = document["covered"]
     assert covered["arch"] == Counter(case.arch for case in cases)
     assert covered["slots"] == Counter(case.values["slots"] for case in cases)
     assert 0 < document["num_pairs"] < document["num_all_pairs"]
-    printed = CliRunner().invoke(app, ["fuzz", "--first", "4", "--count", "2"]).stdout
+    printed = CliRunner().invoke(app, [*FUSED, "--first", "4", "--count", "2"]).stdout
     assert "what the cases were" in printed
     assert "schedule" in printed
     assert "2 cases, 0 failed" in printed
@@ -148,7 +182,7 @@ def test_only_cases_with_or_without_biases(
     monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "wrong")
     for option, has_biases in (("--biases", True), ("--no-biases", False)):
         cases.clear()
-        result = CliRunner().invoke(app, ["fuzz", "--count", "3", option])
+        result = CliRunner().invoke(app, [*FUSED, "--count", "3", option])
         assert [case.shape.biases for case in cases] == [has_biases] * 3
         assert f"--count 1 {option}" in " ".join(result.output.split())
 

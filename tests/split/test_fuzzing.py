@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.heuristics.low_latency import FORMATS
+from deep_moe.heuristics.low_latency import FORMATS, PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
@@ -47,6 +47,7 @@ def run_case(seed: int) -> None:
         timeout_s=1.0,
         schedule_seed=seed,
         scales_by_column=choose.random() < 0.5,
+        placement=PLACEMENTS[seed % 2],
     )
     most = layer.shape.num_max_tokens_per_rank
     calls = []

@@ -109,7 +109,7 @@ def test_two_ranks(run_ranks) -> None:
     ("argument", "value", "text"),
     [
         ("online_quant_fp8", False, "online_quant_fp8 must be True"),
-        ("local_world_size", 8, r"local_world_size must be world_size \(1\)"),
+        ("local_world_size", 8, r"local_world_size must be world_size \(1\).*got 8.*TwoLevelMoE"),
         ("fp8_gsize", 64, "fp8_gsize must be 128; got 64"),
         ("dtype", torch.float16, "dtype must be torch.bfloat16; got torch.float16"),
         ("rank", 1, "rank and world_size must be those of the group, 0 and 1; got 1 and 1"),

@@ -32,6 +32,7 @@ def test_in_a_round_every_two_values_meet(arch: str) -> None:
         assert coverage.num_cases == CASES_PER_ROUND
         assert coverage.num_pairs == coverage.num_all_pairs > 400
         assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
+            "path": 1,
             "arch": 1,
             **{axis: len(values) for axis, values in axes(arch).items()},
         }

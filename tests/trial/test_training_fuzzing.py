@@ -18,14 +18,13 @@ from deep_moe.trial.training_fuzzing import (
     CASES_PER_ROUND,
     TrainingCase,
     run_in_threads,
-    training_axes,
 )
 
 SOME = (0, 3, 5, 8, 10)  # on one rank and on several, PyTorch's steps and kernels
 
 
 def test_in_a_round_every_two_values_meet() -> None:
-    coverage = Coverage(training_axes)
+    coverage = Coverage()
     for number in range(CASES_PER_ROUND):
         coverage.add(TrainingCase.of(number), "")
     assert coverage.num_pairs == coverage.num_all_pairs > 400
@@ -38,7 +37,9 @@ def test_some_cases(number: int) -> None:
 
 @pytest.mark.slow
 def test_a_round() -> None:
-    result = CliRunner().invoke(app, ["fuzz", "--training", "--count", str(CASES_PER_ROUND)])
+    result = CliRunner().invoke(
+        app, ["fuzz", "--path", "training", "--count", str(CASES_PER_ROUND)]
+    )
     assert result.exit_code == 0, result.output
     assert f"{CASES_PER_ROUND} cases, 0 failed" in result.output
 
@@ -114,13 +115,16 @@ def test_what_one_rank_raises_is_raised() -> None:
 
 
 def test_what_goes_with_training_only() -> None:
-    refused = CliRunner().invoke(app, ["fuzz", "--training", "--count", "1", "--weights", "fp8"])
+    refused = CliRunner().invoke(
+        app, ["fuzz", "--path", "training", "--count", "1", "--weights", "fp8"]
+    )
     assert refused.exit_code == 2
-    assert "--training goes with" in refused.output
+    words = " ".join(refused.output.replace("│", " ").split())
+    assert "must be without --path training" in words
 
 
 def test_failures_say_how_to_repeat_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingCase, "run", lambda _: "broken")
-    result = CliRunner().invoke(app, ["fuzz", "--training", "--first", "7", "--count", "1"])
+    result = CliRunner().invoke(app, ["fuzz", "--path", "training", "--first", "7", "--count", "1"])
     assert result.exit_code == 1
-    assert "deep-moe fuzz --training --first 7 --count 1" in result.output.replace("\n", " ")
+    assert "deep-moe fuzz --path training --first 7 --count 1" in result.output.replace("\n", " ")

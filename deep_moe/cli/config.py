@@ -38,6 +38,8 @@ from .options import (
 from .output import format_bytes, new_table, print_json, stdout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
     from deep_moe.heuristics import Explanation
@@ -87,11 +89,17 @@ def config(
         ),
     ] = None,
     domains: Annotated[
-        int, typer.Option("--domains", min=1, help="NVLink domains of the ranks, for two-level.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--domains", min=1, help="NVLink domains of the ranks, for two-level; default: 2."
+        ),
+    ] = None,
     chunks: Annotated[
-        int, typer.Option("--chunks", min=1, help="Parts that tokens go through in, for two-level.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--chunks", min=1, help="Parts that tokens go through in, for two-level; default: 1."
+        ),
+    ] = None,
     exact_sizes: Annotated[
         bool, typer.Option("--exact-sizes", help="Only what is sent travels, for two-level.")
     ] = False,
@@ -109,9 +117,25 @@ def config(
     maps and the schedule."""
     from deep_moe.heuristics import choose_config
 
+    if path is not CostPath.two_level:
+        of_domains = {"--domains": domains, "--chunks": chunks, "--foreign-tokens": foreign_tokens}
+        _refuse_given(
+            {**of_domains, "--exact-sizes": exact_sizes or None}, "goes with --path two-level"
+        )
     if path is not None:
         from .path_costs import print_path_cost
 
+        of_kernel = {
+            "--token-scales": None if token_scales == DEFAULT_TOKEN_SCALES else token_scales,
+            "--arch": arch,
+            "--num-sms": num_sms,
+            "--gpu": gpu,
+            "--activation": activation,
+            "--clamp": clamp,
+            "--override": override or None,
+            "--uneven": uneven or None,
+        }
+        _refuse_given(of_kernel, "goes with a kernel's config, which --path does not print")
         sizes = {
             "model": model,
             "experts": experts,
@@ -124,8 +148,8 @@ def config(
             "pool_tokens": pool_tokens,
         }
         between = {
-            "num_domains": domains,
-            "num_chunks": chunks,
+            "num_domains": 2 if domains is None else domains,
+            "num_chunks": 1 if chunks is None else chunks,
             "exact_sizes": exact_sizes,
             "num_max_foreign_tokens": foreign_tokens,
         }
@@ -165,6 +189,13 @@ def config(
         console.print(table)
         console.print()
     console.print(f"tuning: {_tuning_outcome(explanation.tuning)}", markup=False)
+
+
+def _refuse_given(options: Mapping[str, object], why: str) -> None:
+    """Raise for the first that is not None."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(f"{name} {why}; got {value}")
 
 
 def _tables(explanation: Explanation) -> list[Table]:

@@ -274,3 +274,18 @@ def test_costs_that_are_refused():
     result = run_config(*V3, "--path", "fused", "--max-tokens", "64")
     assert result.exit_code == 2
     assert "--tokens must be 0 to --max-tokens 64; got 128" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--domains", "2"), "--domains goes with --path two-level; got 2"),
+        (("--path", "split", "--exact-sizes"), "--exact-sizes goes with --path two-level"),
+        (("--path", "fused", "--arch", "sm_90a"), "--arch goes with a kernel's config"),
+        (("--path", "two-level", "--override", "block_m=64"), "--override goes with a kernel's"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(options, words):
+    result = run_config(*V3, *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())

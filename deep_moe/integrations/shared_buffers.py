@@ -33,7 +33,7 @@ class SharedBuffers:
     to the next power of two, so that this happens seldom."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str | None, str, LayerSizes], SymmBuffer] = {}
+        self._buffers: dict[tuple[str | None, torch.device, LayerSizes], SymmBuffer] = {}
 
     def buffer(
         self,
@@ -45,7 +45,10 @@ class SharedBuffers:
         """A buffer for at least `num_tokens` tokens per rank. Every rank of `group` must call this
         with the same arguments, in the same order as the others: where the buffer has to be made
         or made anew, ranks meet."""
-        key = (None if group is None else group.group_name, device.type, sizes)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        # One process may have a model's layers on several GPUs.
+        key = (None if group is None else group.group_name, device, sizes)
         found = self._buffers.get(key)
         if found is not None and found.shape.num_max_tokens_per_rank >= num_tokens:
             return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from typing import Any
 
 from deep_moe.formats.weight_formats import (
     DEFAULT_TOKEN_SCALES,
@@ -166,6 +167,17 @@ class MoEShape:
         if (hidden, intermediate) == (self.hidden, self.intermediate_hidden):
             return self
         return replace(self, hidden=hidden, intermediate_hidden=intermediate)
+
+    @property
+    def buffer_arguments(self) -> dict[str, Any]:
+        """What `get_symm_buffer_for_mega_moe` takes behind the group, by name: a buffer for calls
+        of this shape.
+
+        >>> sorted(MoEShape(2, 8, 2, 256, 128, 16).buffer_arguments)[:4]
+        ['biases', 'hidden', 'intermediate_hidden', 'num_experts']
+        """
+        names = (one.name for one in fields(self) if one.name != "num_ranks")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def token_format(self) -> TokenFormat:

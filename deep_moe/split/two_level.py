@@ -397,15 +397,7 @@ class TwoLevelMoE:
     def _make_buffer(self, shape: MoEShape, group: ProcessGroup | None) -> SymmBuffer:
         return get_symm_buffer_for_mega_moe(
             group,
-            shape.num_experts,
-            shape.num_max_tokens_per_rank,
-            shape.num_topk,
-            shape.hidden,
-            shape.intermediate_hidden,
-            weights=shape.weights,
-            num_shared_experts=shape.num_shared_experts,
-            num_pool_tokens=shape.num_pool_tokens,
-            biases=shape.biases,
+            **shape.buffer_arguments,
             device=self.device,
         )
 

@@ -242,16 +242,7 @@ def fill_inputs(buffer: SymmBuffer, tokens: Tokens) -> None:
 def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
     return EmulatedRanks(
         shape.num_ranks,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-        num_shared_experts=shape.num_shared_experts,
-        num_pool_tokens=shape.num_pool_tokens,
-        weights=shape.weights,
-        biases=shape.biases,
-        token_scales=shape.token_scales,
+        **shape.buffer_arguments,
     )
 
 
@@ -302,16 +293,7 @@ def _rank_process(
     rank = dist.get_rank()
     buffer = get_symm_buffer_for_mega_moe(
         dist.group.WORLD,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-        num_shared_experts=shape.num_shared_experts,
-        num_pool_tokens=shape.num_pool_tokens,
-        weights=shape.weights,
-        biases=shape.biases,
-        token_scales=shape.token_scales,
+        **shape.buffer_arguments,
     )
     l1, l2 = (
         (pair.weight.to(device), pair.sf.to(device))

@@ -40,16 +40,7 @@ class TimedLayer:
         self.arch = arch
         self.buffer = get_symm_buffer_for_mega_moe(
             dist.group.WORLD,
-            shape.num_experts,
-            shape.num_max_tokens_per_rank,
-            shape.num_topk,
-            shape.hidden,
-            shape.intermediate_hidden,
-            num_shared_experts=shape.num_shared_experts,
-            num_pool_tokens=shape.num_pool_tokens,
-            weights=shape.weights,
-            biases=shape.biases,
-            token_scales=shape.token_scales,
+            **shape.buffer_arguments,
             device=device,
         )
         self.weights = transform_weights_for_mega_moe(

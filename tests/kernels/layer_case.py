@@ -48,16 +48,7 @@ class LayerCase:
         self.arch = arch
         self.ranks = EmulatedRanks(
             shape.num_ranks,
-            shape.num_experts,
-            shape.num_max_tokens_per_rank,
-            shape.num_topk,
-            shape.hidden,
-            shape.intermediate_hidden,
-            num_shared_experts=shape.num_shared_experts,
-            num_pool_tokens=shape.num_pool_tokens,
-            weights=shape.weights,
-            biases=shape.biases,
-            token_scales=shape.token_scales,
+            **shape.buffer_arguments,
         )
         self.biases = rank_biases(layer, shape, arch)
         on_target = target_of(arch).weights_of(shape.weights)

@@ -178,15 +178,6 @@ class RankLayer:
 def make_buffer(rank: Rank, shape: MoEShape) -> SymmBuffer:
     return deep_moe.get_symm_buffer_for_mega_moe(
         rank.group,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-        num_pool_tokens=shape.num_pool_tokens,
-        num_shared_experts=shape.num_shared_experts,
-        biases=shape.biases,
-        token_scales=shape.token_scales,
-        weights=shape.weights,
+        **shape.buffer_arguments,
         device=rank.device,
     )

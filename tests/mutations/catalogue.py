@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 
 RENDERED = "kernel.cu"
@@ -82,7 +82,7 @@ class Mutation:
     one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
     token_scales: str = DEFAULT_TOKEN_SCALES
-    test: str = ""  # "module::function" below tests/kernels, where two small calls cannot notice
+    test: str = ""  # "module::function" in tests/kernels or tests/split, where calls cannot notice
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function
 
     @property
@@ -359,6 +359,17 @@ SM100_MUTATIONS = (
 )
 
 M = partial(Mutation, arch="sm_90a")
+# Of the main loop with FP8 weights, that with BF16 weights, and of CTAs that share FP8 weights.
+FP8, BF16 = partial(M, weights="fp8"), partial(M, weights="bf16")
+IN_CLUSTERS = partial(FP8, in_clusters=True)
+
+
+def of_formula(activation: Activation, name: str, edit: Edit) -> Mutation:
+    """Noticed in what an activation makes of numbers."""
+    arguments = {"activation": activation, "fast_math": True}
+    return M(name, edit, "result", test="test_activations::test_formula", arguments=arguments)
+
+
 SM90_MUTATIONS = (
     # ---- products and their stages
     M(
@@ -417,32 +428,24 @@ SM90_MUTATIONS = (
     M("k_step_of_descriptor", replaced("wgmma", "mma_k >> 4", "mma_k >> 5"), "result"),
     M("descriptor_stride", replaced("operand_stride", "1024", "512"), "result"),
     M("one_half_not_rescaled", removed("lower_rescaled"), "result"),
-    M(
-        "upper_promoted_early",
-        replaced("upper_complete", "num_sets - 1", "num_sets"),
-        "race",
-        weights="fp8",
-    ),
-    M(
+    FP8("upper_promoted_early", replaced("upper_complete", "num_sets - 1", "num_sets"), "race"),
+    FP8(
         "lower_promoted_early",
         replaced("lower_complete", "wgmma_wait_group<0>", "wgmma_wait_group<1>"),
         "race",
-        weights="fp8",
     ),
-    M("promoted_stage_not_awaited", removed("promoted_stage_awaited"), "race", weights="fp8"),
-    M("promoted_without_fence", removed("promoted_fence"), "race", weights="fp8"),
-    M(
+    FP8("promoted_stage_not_awaited", removed("promoted_stage_awaited"), "race"),
+    FP8("promoted_without_fence", removed("promoted_fence"), "race"),
+    FP8(
         "products_of_the_block_before_kept",
         replaced("promoted_wgmma", "i > 0", "true"),
         "misuse|result",  # the first products are added to nothing that was written
-        weights="fp8",
     ),
-    M("one_promoted_half_not_rescaled", removed("promoted_rescaled"), "result", weights="fp8"),
-    M(
+    FP8("one_promoted_half_not_rescaled", removed("promoted_rescaled"), "result"),
+    FP8(
         "scales_not_counted",
         replaced("scales_counted", "block_bytes + scale_bytes", "block_bytes"),
         "race|misuse",
-        weights="fp8",
     ),
     *(
         M(name, edit, catcher, weights="fp8", token_scales=FLOAT_TOKEN_SCALES)
@@ -481,36 +484,30 @@ SM90_MUTATIONS = (
         "result",
         test="test_sm90_float_token_scales::test_prepared_inputs",
     ),
-    M(
+    BF16(
         "shared_stage_released_early",
         replaced("shared_groups_in_flight", "wgmma_wait_group<1>", "wgmma_wait_group<2>"),
         "race",
-        weights="bf16",
     ),
-    M(
+    BF16(
         "stage_released_while_multiplied",
         replaced("shared_stage_released", "Ring::stage_before(stage)", "stage"),
         "race|timeout|misuse",
-        weights="bf16",
     ),
-    M("shared_stage_not_awaited", removed("shared_stage_awaited"), "race|misuse", weights="bf16"),
-    M("shared_sums_used_early", removed("shared_sums_complete"), "race", weights="bf16"),
-    M("shared_without_fence", removed("shared_fence"), "race", weights="bf16"),
-    M(
-        "k_step_of_tokens",
-        replaced("shared_wgmma", "tokens + (offset >> 4)", "tokens"),
-        "result",
-        weights="bf16",
+    BF16("shared_stage_not_awaited", removed("shared_stage_awaited"), "race|misuse"),
+    BF16("shared_sums_used_early", removed("shared_sums_complete"), "race"),
+    BF16("shared_without_fence", removed("shared_fence"), "race"),
+    BF16(
+        "k_step_of_tokens", replaced("shared_wgmma", "tokens + (offset >> 4)", "tokens"), "result"
     ),
-    M(
+    BF16(
         "bf16_values_of_the_neighbour",
         replaced("bf16_place", "2 * thread_.row()", "2 * (thread_.row() ^ 1)"),
         "result",
-        weights="bf16",
     ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- clusters
-    M(
+    IN_CLUSTERS(
         "peer_not_told_of_a_free_stage",
         replaced(
             "cluster_released",
@@ -518,46 +515,30 @@ SM90_MUTATIONS = (
             "empty_barriers(stage)",
         ),
         "race",
-        weights="fp8",
-        in_clusters=True,
     ),
-    M(
+    IN_CLUSTERS(
         "peers_releases_not_counted",
         replaced("sm90_empty_init", "* Config::cluster_size", ""),
         "race|misuse",
-        weights="fp8",
-        in_clusters=True,
     ),
-    M(
+    IN_CLUSTERS(
         "both_copy_the_same_half",
         replaced("own_half", "ptx::cluster_ctarank()", "0"),
         "race|misuse|result",
-        weights="fp8",
-        in_clusters=True,
     ),
-    M("claim_not_told", removed("claim_told"), "timeout", weights="fp8", in_clusters=True),
-    M("claim_not_awaited", removed("claim_awaited"), "race", weights="fp8", in_clusters=True),
-    M(
-        "cluster_set_up_without_barrier",
-        removed("cluster_set_up"),
-        "misuse|race",
-        weights="fp8",
-        in_clusters=True,
-    ),
-    M(
+    IN_CLUSTERS("claim_not_told", removed("claim_told"), "timeout"),
+    IN_CLUSTERS("claim_not_awaited", removed("claim_awaited"), "race"),
+    IN_CLUSTERS("cluster_set_up_without_barrier", removed("cluster_set_up"), "misuse|race"),
+    IN_CLUSTERS(
         "a_cta_leaves_its_cluster",
         removed("cluster_left"),
         "harmless: both CTAs have done their blocks when ranks meet before combine; and who gives up has "
         "waited for longer than the other CTA can go on without it",
-        weights="fp8",
-        in_clusters=True,
     ),
-    M(
+    IN_CLUSTERS(
         "an_odd_m_block_paired",
         replaced("m_blocks_paired", "m_block_idx + 1 <", "m_block_idx <"),
         "race|misuse|timeout|result",
-        weights="fp8",
-        in_clusters=True,
     ),
     M(
         "m_blocks_paired_over_the_end_of_a_chunk",
@@ -965,83 +946,29 @@ SM90_MUTATIONS = (
         test="test_sm90_exact::test_more_than_64_linear1_blocks",
         arguments={"intermediate": 8320},
     ),
-    M(
-        "gate_for_up",
-        replaced("gate_up_rounded", "(up, gate)", "(gate, up)"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Swiglu(), "fast_math": True},
+    of_formula(Swiglu(), "gate_for_up", replaced("gate_up_rounded", "(up, gate)", "(gate, up)")),
+    of_formula(Swiglu(), "no_routing_weight", replaced("activation_applied", "* topk_weight", "")),
+    of_formula(Swiglu(7.3), "gate_not_clamped", removed("swiglu_gate_clamped")),
+    of_formula(
+        Swiglu(7.3), "up_clamped_from_above_only", replaced("swiglu_up_clamped", "-clamp", "-1e30f")
     ),
-    M(
-        "no_routing_weight",
-        replaced("activation_applied", "* topk_weight", ""),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Swiglu(), "fast_math": True},
-    ),
-    M(
-        "gate_not_clamped",
-        removed("swiglu_gate_clamped"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Swiglu(7.3), "fast_math": True},
-    ),
-    M(
-        "up_clamped_from_above_only",
-        replaced("swiglu_up_clamped", "-clamp", "-1e30f"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Swiglu(7.3), "fast_math": True},
-    ),
-    M(
-        "oai_gate_not_limited",
-        removed("oai_gate_limited"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": SwigluOai(), "fast_math": True},
-    ),
-    M(
+    of_formula(SwigluOai(), "oai_gate_not_limited", removed("oai_gate_limited")),
+    of_formula(
+        SwigluOai(),
         "oai_up_limited_from_above_only",
         replaced("oai_up_limited", "-limit", "-1e30f"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": SwigluOai(), "fast_math": True},
     ),
-    M(
-        "oai_up_without_one",
-        replaced("oai_product", "+ 1.0f", ""),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": SwigluOai(), "fast_math": True},
-    ),
-    M(
-        "oai_without_alpha",
-        replaced("oai_product", "alpha", "1.0f"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": SwigluOai(), "fast_math": True},
-    ),
-    M(
+    of_formula(SwigluOai(), "oai_up_without_one", replaced("oai_product", "+ 1.0f", "")),
+    of_formula(SwigluOai(), "oai_without_alpha", replaced("oai_product", "alpha", "1.0f")),
+    of_formula(
+        Situ(),
         "situ_gate_bounded_as_up",
         replaced("situ_gate_bounded", "(gate, beta)", "(gate, linear_beta)"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Situ(), "fast_math": True},
     ),
-    M(
-        "situ_up_bounded_as_gate",
-        replaced("situ_up_bounded", "linear_beta", "beta"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Situ(), "fast_math": True},
+    of_formula(
+        Situ(), "situ_up_bounded_as_gate", replaced("situ_up_bounded", "linear_beta", "beta")
     ),
-    M(
-        "tanh_as_near_zero_too_far",
-        replaced("tanh_chosen", "0.25f", "0.4f"),
-        "result",
-        test="test_activations::test_formula",
-        arguments={"activation": Situ(), "fast_math": True},
-    ),
+    of_formula(Situ(), "tanh_as_near_zero_too_far", replaced("tanh_chosen", "0.25f", "0.4f")),
     M(
         "high_rank_forgotten",
         removed("high_rank"),

@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deep_moe import jit
 from deep_moe.fused import call_plan
-from deep_moe.jit import headers
 from deep_moe.trial.comparison import compare
 
-from ..split import test_grouped_experts
 from ..split.grouped_case import COUNTS, exact_case, run_behind_each_other, run_padded
 from .catalogue import Mutation
 from .grouped_catalogue import GROUPED_MUTATIONS
-from .test_mutations import (
-    INCLUDE,
-    compile_without_cubin,
-    header_edits,
-    noticed_in,
-    plant_into_header,
-    with_edits,
-)
+from .planting import check_edits, noticed_in, noticed_in_test, planted_in_headers
 
 
 def name_of(mutation: Mutation) -> str:
@@ -50,23 +40,9 @@ def outcome() -> str:
     return noticed_in(run)
 
 
-def outcome_of_test(mutation: Mutation) -> str:
-    _, _, name = mutation.test.partition("::")
-
-    def run() -> bool:
-        try:
-            getattr(test_grouped_experts, name)(**mutation.arguments)
-        except pytest.fail.Exception:
-            return False
-        return True
-
-    return noticed_in(run)
-
-
 @pytest.mark.parametrize("mutation", GROUPED_MUTATIONS, ids=name_of)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
-    for path, text in with_edits(header_edits(mutation), INCLUDE).items():
-        assert text != path.read_text()
+    check_edits(mutation)
 
 
 def test_without_a_bug_nobody_complains() -> None:
@@ -78,16 +54,12 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    folder = plant_into_header(mutation, tmp_path)
-    monkeypatch.setattr(headers, "find_library", lambda: folder)
-    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    call_plan.built_kernel.cache_clear()
-    yield mutation
-    call_plan.built_kernel.cache_clear()
+    with planted_in_headers(mutation, tmp_path, monkeypatch, call_plan.built_kernel):
+        yield mutation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", GROUPED_MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
-    noticed = outcome_of_test(planted) if planted.test else outcome()
+    noticed = noticed_in_test("split", planted) if planted.test else outcome()
     assert noticed in planted.catcher.split("|")

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 
 from deep_moe import jit
-from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 from deep_moe.fused import call_plan, input_preparation
 from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.jit import headers
-from deep_moe.jit.nvrtc import Compilation, Resources
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
 from ..kernels.conftest import Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
-from .catalogue import MUTATIONS, RENDERED, Edit, Mutation, TextEdit
+from .catalogue import MUTATIONS, RENDERED, Mutation
 from .grouped_catalogue import GROUPED_MUTATIONS
 from .marks import find_marks
+from .planting import (
+    INCLUDE,
+    ROOT,
+    check_edits,
+    compile_without_cubin,
+    header_edits,
+    noticed_in,
+    plant_into_module,
+    planted_in_headers,
+    text_edit,
+    with_edits,
+    with_text_edit,
+)
 from .split_catalogue import SPLIT_MUTATIONS
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
 from .training_catalogue import TRAINING_MUTATIONS
-
-ROOT = Path(__file__).parents[2]
-INCLUDE = ROOT / "include" / "deep_moe"
 
 SHAPE = MoEShape(
     num_ranks=2,
@@ -77,99 +82,6 @@ SETTINGS = {
 
 def name_of(mutation: Mutation) -> str:
     return f"{mutation.arch}-{mutation.name}"
-
-
-def with_text_edit(edit: TextEdit, text: str) -> str:
-    assert text.count(edit.old) == 1, f"{edit.file}: {edit.old!r} does not stand there once"
-    return text.replace(edit.old, edit.new)
-
-
-def new_statement(edit: Edit, statement: str) -> str:
-    """What stands in place of a mark's statement."""
-    if edit.old is None:
-        return edit.new
-    tokens = [re.escape(token) for token in re.findall(r"\w+|\S", edit.old)]
-    whole_words = [rf"\b{token}\b" if token[-1].isalnum() else token for token in tokens]
-    matches = list(re.finditer(r"\s*".join(whole_words), statement))
-    assert len(matches) == 1, f"mark {edit.mark}: {edit.old!r} does not stand there once"
-    return statement[: matches[0].start()] + edit.new + statement[matches[0].end() :]
-
-
-def with_edits(edits: Sequence[Edit], include: Path) -> dict[Path, str]:
-    """The new text of each header that the edits change."""
-    marks = find_marks(include)
-    pieces: dict[Path, list[tuple[int, int, str]]] = {}  # begin, end, what stands there
-    for edit in edits:
-        (place,) = marks[edit.mark]
-        statement = place.path.read_text()[place.begin : place.end]
-        pieces.setdefault(place.path, []).append(
-            (place.begin, place.end, new_statement(edit, statement))
-        )
-        if edit.behind is not None:
-            (other,) = marks[edit.behind]
-            assert other.path == place.path
-            assert other.begin >= place.end
-            pieces[place.path].append((other.end, other.end, f"\n{statement}"))
-    texts = {}
-    for path, changes in pieces.items():
-        text = path.read_text()
-        for begin, end, new in sorted(changes, reverse=True):
-            text = text[:begin] + new + text[end:]
-        texts[path] = text
-    return texts
-
-
-def header_edits(mutation: Mutation) -> list[Edit]:
-    return [edit for edit in mutation.edits if isinstance(edit, Edit)]
-
-
-def text_edit(mutation: Mutation) -> TextEdit:
-    (edit,) = mutation.edits
-    assert isinstance(edit, TextEdit)
-    return edit
-
-
-def plant_into_header(mutation: Mutation, folder: Path) -> headers.HeaderFolder:
-    """A copy of the headers with the bug in it."""
-    include = folder / "include"
-    shutil.copytree(headers.find_library().path, include)
-    for path, text in with_edits(header_edits(mutation), include).items():
-        path.write_text(text)
-    return headers.HeaderFolder(include, f"mutation {headers.tree_digest(include)}")
-
-
-def plant_into_module(edit: TextEdit) -> ModuleType:
-    """The module of the host's side, made anew with the bug in it."""
-    name = edit.file.removesuffix(".py").replace("/", ".")
-    path = importlib.import_module(name).__file__
-    assert path is not None
-    module = ModuleType(name)
-    module.__package__ = name.rpartition(".")[0]
-    exec(compile(with_text_edit(edit, Path(path).read_text()), path, "exec"), module.__dict__)
-    return module
-
-
-def compile_without_cubin(source: str, **options: Any) -> Compilation:
-    """What the emulator needs of a kernel that will never see a GPU, in half of the time."""
-    of_any_number = Resources(0, 0, 0, 0, 0)  # 0 registers: as many as the compiler may use
-    return Compilation(b"", jit.compile_to_ptx(source, **options), "", of_any_number, 0.0)
-
-
-def noticed_in(run: Callable[[], bool]) -> str:
-    """Who noticed something: "race", "misuse", "timeout", "result" or "" (nobody). `run` says
-    whether the results are right, or fails as a test does."""
-    try:
-        return "" if run() else "result"
-    except AssertionError:
-        return "result"
-    except RaceDetected:
-        return "race"
-    except EmulatorError:
-        return "misuse"
-    except RuntimeError as error:
-        if "waited" not in str(error):
-            raise
-        return "timeout"
 
 
 def preparation_outcome() -> str:
@@ -288,10 +200,8 @@ def test_every_mark_stands_once_and_is_used() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
-    edits = header_edits(mutation)
-    if edits:
-        for path, text in with_edits(edits, INCLUDE).items():
-            assert text != path.read_text()
+    if header_edits(mutation):
+        check_edits(mutation)
         return
     edit = text_edit(mutation)
     if edit.file == RENDERED:
@@ -315,11 +225,12 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
+    kernels = (call_plan.built_kernel, input_preparation._kernel)
     if header_edits(mutation):
-        folder = plant_into_header(mutation, tmp_path)
-        monkeypatch.setattr(headers, "find_library", lambda: folder)
-        monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    elif (edit := text_edit(mutation)).file == RENDERED:
+        with planted_in_headers(mutation, tmp_path, monkeypatch, *kernels):
+            yield mutation
+        return
+    if (edit := text_edit(mutation)).file == RENDERED:
         render = jit.render_kernel
         monkeypatch.setattr(
             jit, "render_kernel", lambda config: with_text_edit(edit, render(config))
@@ -331,7 +242,6 @@ def planted(
         for name, member in vars(planted_module).items():
             if isinstance(member, FunctionType):
                 monkeypatch.setattr(sound, name, member)
-    kernels = (call_plan.built_kernel, input_preparation._kernel)
     for kernel in kernels:
         kernel.cache_clear()
     yield mutation

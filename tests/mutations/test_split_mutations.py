@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe import jit
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError
-from deep_moe.jit import headers
 from deep_moe.split import kernels
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 
 from ..split.reference import bits, check_dispatched, expected_out, random_inputs
 from .catalogue import Mutation
+from .planting import check_edits, noticed_in, noticed_in_test, planted_in_headers
 from .split_catalogue import SPLIT_MUTATIONS
-from .test_mutations import (
-    INCLUDE,
-    compile_without_cubin,
-    header_edits,
-    noticed_in,
-    plant_into_header,
-    with_edits,
-)
 
 
 def name_of(mutation: Mutation) -> str:
@@ -81,24 +71,9 @@ def outcome(schedule: Any, seed: int) -> str:
     return noticed_in(run)
 
 
-def outcome_of_test(mutation: Mutation) -> str:
-    module, _, name = mutation.test.partition("::")
-    test = getattr(importlib.import_module(f"tests.split.{module}"), name)
-
-    def run() -> bool:
-        try:
-            test(**mutation.arguments)
-        except pytest.fail.Exception:
-            return False
-        return True
-
-    return noticed_in(run)
-
-
 @pytest.mark.parametrize("mutation", SPLIT_MUTATIONS, ids=name_of)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
-    for path, text in with_edits(header_edits(mutation), INCLUDE).items():
-        assert text != path.read_text()
+    check_edits(mutation)
 
 
 def test_names_are_given_once() -> None:
@@ -115,19 +90,15 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    folder = plant_into_header(mutation, tmp_path)
-    monkeypatch.setattr(headers, "find_library", lambda: folder)
-    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    kernels.built_kernel.cache_clear()
-    yield mutation
-    kernels.built_kernel.cache_clear()
+    with planted_in_headers(mutation, tmp_path, monkeypatch, kernels.built_kernel):
+        yield mutation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", SPLIT_MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
     if planted.test:
-        noticed = outcome_of_test(planted)
+        noticed = noticed_in_test("split", planted)
     else:
         noticed = next((found for seed in range(3) if (found := outcome("random", seed))), "")
     assert noticed in planted.catcher.split("|")

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe import jit
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError
-from deep_moe.jit import headers
 from deep_moe.split import kernels
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 
-from ..split import test_throughput
 from ..split.reference import bits
 from ..split.throughput_reference import (
     check_received,
@@ -25,14 +22,7 @@ from ..split.throughput_reference import (
     random_inputs,
 )
 from .catalogue import Mutation
-from .test_mutations import (
-    INCLUDE,
-    compile_without_cubin,
-    header_edits,
-    noticed_in,
-    plant_into_header,
-    with_edits,
-)
+from .planting import check_edits, noticed_in, noticed_in_test, planted_in_headers
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
 
 # Of a call: what is done, with the handle of which dispatch.
@@ -122,21 +112,9 @@ def is_right(
     return torch.equal(bits(result), bits(expected))
 
 
-def outcome_of_test(name: str) -> str:
-    def run() -> bool:
-        try:
-            getattr(test_throughput, name)()
-        except pytest.fail.Exception:
-            return False
-        return True
-
-    return noticed_in(run)
-
-
 @pytest.mark.parametrize("mutation", THROUGHPUT_MUTATIONS, ids=lambda mutation: mutation.name)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
-    for path, text in with_edits(header_edits(mutation), INCLUDE).items():
-        assert text != path.read_text()
+    check_edits(mutation)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -149,12 +127,8 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    folder = plant_into_header(mutation, tmp_path)
-    monkeypatch.setattr(headers, "find_library", lambda: folder)
-    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    kernels.built_kernel.cache_clear()
-    yield mutation
-    kernels.built_kernel.cache_clear()
+    with planted_in_headers(mutation, tmp_path, monkeypatch, kernels.built_kernel):
+        yield mutation
 
 
 @pytest.mark.slow
@@ -163,7 +137,7 @@ def planted(
 )
 def test_bug_is_noticed(planted: Mutation) -> None:
     if planted.test:
-        noticed = outcome_of_test(planted.test)
+        noticed = noticed_in_test("split", planted)
     else:
         noticed = next((found for seed in range(3) if (found := outcome("random", seed))), "")
     assert noticed in planted.catcher.split("|")

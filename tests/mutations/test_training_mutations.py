@@ -9,21 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_moe import jit
 from deep_moe.activations import Situ, Swiglu
-from deep_moe.jit import headers
 from deep_moe.training import kernel_steps
 
 from ..training import test_kernels
 from .catalogue import Mutation
-from .test_mutations import (
-    INCLUDE,
-    compile_without_cubin,
-    header_edits,
-    noticed_in,
-    plant_into_header,
-    with_edits,
-)
+from .planting import check_edits, noticed_in, planted_in_headers
 from .training_catalogue import TRAINING_MUTATIONS
 
 
@@ -54,8 +45,7 @@ def outcome() -> str:
 
 @pytest.mark.parametrize("mutation", TRAINING_MUTATIONS, ids=name_of)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
-    for path, text in with_edits(header_edits(mutation), INCLUDE).items():
-        assert text != path.read_text()
+    check_edits(mutation)
 
 
 def test_names_are_given_once() -> None:
@@ -71,12 +61,8 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    folder = plant_into_header(mutation, tmp_path)
-    monkeypatch.setattr(headers, "find_library", lambda: folder)
-    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
-    kernel_steps._kernel.cache_clear()
-    yield mutation
-    kernel_steps._kernel.cache_clear()
+    with planted_in_headers(mutation, tmp_path, monkeypatch, kernel_steps._kernel):
+        yield mutation
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ THROUGHPUT_MUTATIONS = (
         "overflow_not_seen",
         replaced("overflow_seen", "end > Config::max_recv_rows", "false"),
         ANYTHING,
-        test="test_more_rows_than_there_is_room_for_are_an_error_on_every_rank",
+        test="test_throughput::test_more_rows_than_there_is_room_for_are_an_error_on_every_rank",
     ),
     M(
         "row_without_its_rank",

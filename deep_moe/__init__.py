@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
-    from .fused.mega_moe import bf16_mega_moe, fp8_fp4_mega_moe, fp8_mega_moe
+    from .fused.mega_moe import (
+        bf16_fp4_mega_moe,
+        bf16_mega_moe,
+        fp8_fp4_mega_moe,
+        fp8_mega_moe,
+    )
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.emulated_throughput import EmulatedThroughputAllToAll
@@ -92,6 +97,7 @@ _MODULES = {
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "TwoLevelMoE": "split.two_level",
+    "bf16_fp4_mega_moe": "fused.mega_moe",
     "bf16_mega_moe": "fused.mega_moe",
     "buffer_size": "fused.buffer",
     "dequantize_mxfp4": "formats.mx",
@@ -144,6 +150,7 @@ __all__ = [
     "SymmBuffer",
     "TwoLevelMoE",
     "activations",
+    "bf16_fp4_mega_moe",
     "bf16_mega_moe",
     "buffer_size",
     "checkpoint",

@@ -160,6 +160,17 @@ def bf16_costs(rows: float) -> tuple[float, float]:
     return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
 
 
+def bf16_decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
+    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
+
+    >>> bf16_decoded_costs(150)
+    (3.0, 2.6)
+    """
+    first, further = decoded_costs(rows)
+    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
+
+
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
 # 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
 PROMOTED_ROWS = (*range(8, 120, 8), 128)
@@ -171,6 +182,7 @@ WEIGHTS = {
         32768, False, True, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
     ),
     "bf16": WeightKind(32768, False, False, True, TILES, bf16_costs),
+    "mxfp4_bf16": WeightKind(8704, True, False, False, TILES, bf16_decoded_costs, SPARED_TILES),
 }
 MMAS_PER_K_BLOCK = 4
 

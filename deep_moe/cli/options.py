@@ -67,7 +67,12 @@ ActivationOption = Annotated[
 ]
 WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
-    str, typer.Option("--weights", help=f"Format of the experts' weights: {WEIGHTS}.")
+    str,
+    typer.Option(
+        "--weights",
+        help=f"Format of the experts' weights: {WEIGHTS}. The last, MXFP4 with BF16 tokens, is for "
+        "sm_90a.",
+    ),
 ]
 TokenScalesOption = Annotated[
     str,

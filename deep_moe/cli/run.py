@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Situ
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
+from deep_moe.formats.weight_formats import (
+    DEFAULT_TOKEN_SCALES,
+    DEFAULT_WEIGHTS,
+    WEIGHT_FORMATS,
+    weight_format,
+)
 
 from .checks import check_call
 from .options import (
@@ -449,9 +454,11 @@ def _loaded_layer(
         )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
-    if weights != loaded:
+    allowed = [name for name in WEIGHT_FORMATS if weight_format(name).in_checkpoints == loaded]
+    if weights not in allowed:
         raise typer.BadParameter(
-            f"--weights must be {loaded}, which the checkpoint's experts are; got {weights}"
+            f"--weights must be {' or '.join(allowed)}, for the checkpoint's experts are {loaded}; "
+            f"got {weights}"
         )
     num_experts, num_l1_rows, _ = l1.weight.shape
     num_experts -= num_shared_experts

@@ -44,11 +44,11 @@ def read_expert(layer: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
 
 def slot_order(num_rows: int, *, is_l1: bool) -> torch.Tensor:
     """The row of each of the slots of a layer's n-blocks: int64 [num_rows], a multiple of 256."""
-    rows = _by_slot(torch.arange(num_rows), 2, is_l1)
+    rows = by_slot(torch.arange(num_rows), 2, is_l1)
     return rows.permute(0, 1, 4, 2, 5, 3).flatten()
 
 
-def _by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
+def by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
     """A view [n, g, w, r, b, h, ...] of rows [N, ...] of n-blocks with num_parts warpgroups."""
     if is_l1:
         return rows.unflatten(0, (2, -1, num_parts, 4, 8, 2)).movedim(0, 5)  # from h, n, g, w, r, b
@@ -70,8 +70,8 @@ def _parts(
         if first == last:
             continue
         of_rows = rows[first * BLOCK_N : (last * BLOCK_N if num_parts == 2 else None)]
-        by_slot = _by_slot(of_rows, num_parts, is_l1).unflatten(-1, (-1, _ROW_BYTES))
+        in_slots = by_slot(of_rows, num_parts, is_l1).unflatten(-1, (-1, _ROW_BYTES))
         #        n  g  w  r  b  h  k-block byte
         #        0  1  2  3  4  5  6       7
-        own = by_slot.permute(0, 1, 6, 4, 2, 5, 3, 7)
+        own = in_slots.permute(0, 1, 6, 4, 2, 5, 3, 7)
         yield own, blocks[first:last, :num_parts].view(own.shape)

@@ -121,7 +121,7 @@ def _split_wide_scales(
     words: torch.Tensor, scales: torch.Tensor, row_idx: torch.Tensor, name: str
 ) -> Tensors:
     """The same for rows that fit only if the scales of zeros are let go. row_idx: which rows."""
-    is_zero = ((words & _MAGNITUDES) == 0).unflatten(-1, (scales.shape[-1], 4)).all(dim=-1)
+    is_zero = is_zero_group(words, scales.shape[-1])
     scales = scales.int()
     base = scales.masked_fill(is_zero, _NAN_BYTE).amin(dim=-1).clamp(max=_MAX_BASE)
     highest = scales.masked_fill(is_zero, 0).amax(dim=-1)
@@ -135,6 +135,11 @@ def _split_wide_scales(
         )
     shifts = (scales - base.unsqueeze(-1)).clamp(0, MAX_SHIFT)
     return base.to(torch.uint8), shifts.to(torch.uint8)
+
+
+def is_zero_group(words: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Whether all values are zero, [N, groups], of groups of 32 in E2M1 words int32 [N, K/8]."""
+    return ((words & _MAGNITUDES) == 0).unflatten(-1, (num_groups, 4)).all(dim=-1)
 
 
 class _Section(NamedTuple):
@@ -239,7 +244,7 @@ def _fill_nibbles(units: torch.Tensor, words: torch.Tensor) -> None:
     for quarter in range(2):
         for h in range(2):
             pairs[..., quarter, h] = words[..., h, quarter::2]
-    _swap_bits(pairs.view(torch.int64), _SIGN_SWAPS)
+    swap_bits(pairs.view(torch.int64), _SIGN_SWAPS)
     units.copy_(_pair_units(pairs))
 
 
@@ -247,7 +252,7 @@ def _read_nibbles(words: torch.Tensor, units: torch.Tensor) -> None:
     """The inverse of `_fill_nibbles`."""
     pairs = _empty_pairs(words)
     _pair_units(pairs).copy_(units)
-    _swap_bits(pairs.view(torch.int64), reversed(_SIGN_SWAPS))
+    swap_bits(pairs.view(torch.int64), reversed(_SIGN_SWAPS))
     for quarter in range(2):
         for h in range(2):
             words[..., h, quarter::2] = pairs[..., quarter, h]
@@ -293,7 +298,7 @@ def _quad_units(quads: torch.Tensor) -> torch.Tensor:
     return units.permute(0, 3, 1, 2)
 
 
-def _swap_bits(words: torch.Tensor, swaps: Iterable[tuple[int, int]]) -> None:
+def swap_bits(words: torch.Tensor, swaps: Iterable[tuple[int, int]]) -> None:
     """For each (distance, bits), exchange those bits with the ones `distance` higher, in place."""
     differences = torch.empty_like(words)
     for distance, bits in swaps:

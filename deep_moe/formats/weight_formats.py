@@ -48,8 +48,15 @@ E4M3_TOKENS = TokenFormat("e4m3", 1, has_scales=True)
 FLOAT_SCALED_TOKENS = TokenFormat("e4m3", 1, has_scales=True, has_float_scales=True)
 BF16_TOKENS = TokenFormat("bf16", 2, has_scales=False)
 
-# The tokens that go with each. Each has a file of its name, with a `FORMAT` in it.
-WEIGHT_FORMATS = {"mxfp4": E4M3_TOKENS, "fp8": E4M3_TOKENS, "bf16": BF16_TOKENS}
+# The tokens that go with each. Each has a file of its name, with a `FORMAT` in it. Where weights
+# take other tokens than usual, the tokens are named behind them: such weights are laid out in their
+# own way, so that whoever lays them out has to know, too.
+WEIGHT_FORMATS = {
+    "mxfp4": E4M3_TOKENS,
+    "fp8": E4M3_TOKENS,
+    "bf16": BF16_TOKENS,
+    "mxfp4_bf16": BF16_TOKENS,
+}
 
 # The scales of the caller's tokens, by name: one for 32 values as weights of most formats ask for,
 # or what engines have that serve FP8 checkpoints on Hopper. Which of them go with weights, their
@@ -82,13 +89,18 @@ class WeightFormat(ABC):
     """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
     scales, of all local experts. Where there are no scales, their tensor is empty.
 
-    name: what it is chosen by. pair: what a layer is, in words. bits_per_value: in the values'
+    name: what it is chosen by. in_checkpoints: the name that checkpoints' weights go by, where that
+    is another. pair: what a layer is, in words. bits_per_value: in the values'
     tensor.
     """
 
     name: ClassVar[str]
     pair: ClassVar[str]
     bits_per_value: ClassVar[int]
+
+    @property
+    def in_checkpoints(self) -> str:
+        return self.name
 
     def pair_of(self, weight: torch.Tensor) -> LayerWeights | None:
         """The pair that a layer's values alone are; None where they have to have scales."""

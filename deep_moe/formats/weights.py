@@ -10,7 +10,7 @@ sm90_weights.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ def transform_weights_for_mega_moe(
         equal within 128 x 128 values, and may be any positive numbers.
         "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What is
         returned are pairs as of all formats, with an empty tensor in place of scales.
+        "mxfp4_bf16": as "mxfp4", laid out for tokens in bfloat16. On sm_90a only.
     requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
         `RequantizationWarning` says how far they moved.
     out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
@@ -87,8 +88,8 @@ def transform_weights_for_mega_moe(
     quotient by 128 above is rounded up.
 
     Returns `out`. Every weight keeps its exact value, unless requantized. ValueError names expert
-    and row of a scale that is NaN, of one that the target cannot apply, and, for mxfp4 on sm_90a,
-    of a row whose scales differ by more than 2^26.
+    and row of a scale that is NaN, of one that the target cannot apply, and, on sm_90a, of a row
+    whose scales differ by more than 2^26 for mxfp4, and by more than 2^125 for mxfp4_bf16.
 
     Expert by expert, so that a layer and its transformed copy never exist at the same time:
 
@@ -159,7 +160,7 @@ def inverse_transform_weights(
 ) -> MegaMoEWeights:
     """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
     scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
-    mxfp4 for sm_90a, groups of zeros may have got another scale.
+    MXFP4 for sm_90a, groups of zeros may have got another scale.
 
     l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
     weights: their format. hidden, intermediate_hidden: H and I, where they are no multiples of 128
@@ -302,25 +303,60 @@ def sm90_transform(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> N
 
 
 def sm90_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
-    axes = "[E, n-blocks, k-blocks, bytes]"
-    num_experts, num_n_blocks, num_k_blocks, _ = _sizes("l1_weights[0]", l1.weight, axes)
-    num_l1_rows = num_n_blocks * sm90_weights.BLOCK_N
-    hidden = num_k_blocks * sm90_weights.BLOCK_K
-    shape = _shape_of(num_experts, hidden, num_l1_rows // 2)
+    block_k = sm90_weights.BLOCK_K
+    shape = _sm90_shape(l1, block_k, "mxfp4")
     _check_form({"l1_weights": l1, "l2_weights": l2}, sm90_tensors(shape))
-    return MegaMoEWeights(
-        LayerWeights(*sm90_weights.unshuffle_layer(*l1, num_rows=num_l1_rows, is_l1=True)),
-        LayerWeights(*sm90_weights.unshuffle_layer(*l2, num_rows=hidden, is_l1=False)),
-    )
+    return _unshuffled(l1, l2, shape, sm90_weights.unshuffle_layer)
 
 
 def sm90_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    num_experts = shape.num_local_experts
-    block_n, block_k = sm90_weights.BLOCK_N, sm90_weights.BLOCK_K
+    return _shuffled_tensors(shape, sm90_weights.BLOCK_K, sm90_weights.BLOCK_BYTES)
+
+
+def sm90_mxfp4_bf16_inverse(l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    from .sm90_bf16_weights import BLOCK_K
+    from .sm90_mxfp4_bf16_weights import unshuffle_layer
+
+    shape = _sm90_shape(l1, BLOCK_K, "mxfp4_bf16")
+    _check_form({"l1_weights": l1, "l2_weights": l2}, sm90_mxfp4_bf16_tensors(shape))
+    return _unshuffled(l1, l2, shape, unshuffle_layer)
+
+
+def sm90_mxfp4_bf16_tensors(shape: MoEShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    from .sm90_bf16_weights import BLOCK_K
+    from .sm90_mxfp4_bf16_weights import BLOCK_BYTES
+
+    return _shuffled_tensors(shape, BLOCK_K, BLOCK_BYTES)
+
+
+def _sm90_shape(l1: LayerWeights, block_k: int, weights: str) -> MoEShape:
+    """Of which Linear1's blocks are these, if of any."""
+    axes = "[E, n-blocks, k-blocks, bytes]"
+    num_experts, num_n_blocks, num_k_blocks, _ = _sizes("l1_weights[0]", l1.weight, axes)
+    num_l1_rows = num_n_blocks * sm90_weights.BLOCK_N
+    return _shape_of(num_experts, num_k_blocks * block_k, num_l1_rows // 2, weights)
+
+
+def _unshuffled(
+    l1: LayerWeights, l2: LayerWeights, shape: MoEShape, unshuffle: Callable[..., Pair]
+) -> MegaMoEWeights:
+    """Of decoded weights."""
+    num_l1_rows, num_l2_rows = 2 * shape.intermediate_hidden, shape.hidden
+    return MegaMoEWeights(
+        LayerWeights(*unshuffle(*l1, num_rows=num_l1_rows, is_l1=True)),
+        LayerWeights(*unshuffle(*l2, num_rows=num_l2_rows, is_l1=False)),
+    )
+
+
+def _shuffled_tensors(
+    shape: MoEShape, block_k: int, block_bytes: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Of decoded weights: blocks, and a factor for each row."""
+    num_experts, block_n = shape.num_local_experts, sm90_weights.BLOCK_N
     num_l1_n_blocks = 2 * shape.intermediate_hidden // block_n
     num_l2_n_blocks = -(-shape.hidden // block_n)
-    l1 = (num_experts, num_l1_n_blocks, shape.hidden // block_k, sm90_weights.BLOCK_BYTES)
-    l2 = (num_experts, num_l2_n_blocks, shape.intermediate_hidden // block_k, l1[-1])
+    l1 = (num_experts, num_l1_n_blocks, shape.hidden // block_k, block_bytes)
+    l2 = (num_experts, num_l2_n_blocks, shape.intermediate_hidden // block_k, block_bytes)
     return {
         "l1_weights[0]": (torch.int8, l1),
         "l1_weights[1]": (torch.float32, (num_experts, num_l1_n_blocks, block_n)),

@@ -46,9 +46,9 @@ class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
     x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
-    behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 weights x
-    is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0]. With token_scales
-    "float32_per_128" x_sf is float32 [max tokens, hidden/128].
+    behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 and
+    mxfp4_bf16 weights x is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0]. With
+    token_scales "float32_per_128" x_sf is float32 [max tokens, hidden/128].
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
 
@@ -171,8 +171,8 @@ def get_symm_buffer_for_mega_moe(
     num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
         than a call may bring, its rows are used again within a call: the buffer is smaller, and no
         token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
-    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, or "bf16",
-        for `bf16_mega_moe`.
+    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, "bf16", for
+        `bf16_mega_moe`, or "mxfp4_bf16", for `bf16_fp4_mega_moe`.
     biases: whether both linear layers have biases, which each call is then given.
     token_scales: what `x_sf` holds: "ue8m0_per_32", one for 32 values, four in an int32, or, with
         fp8 weights on sm_90a, "float32_per_128", any positive numbers; hidden is then a multiple of

@@ -197,11 +197,57 @@ def bf16_mega_moe(
     )
 
 
+@with_call_options
+def bf16_fp4_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    l1_bias: torch.Tensor | None = None,
+    l2_bias: torch.Tensor | None = None,
+    **options: Unpack[CallOptions],
+) -> None:
+    """`bf16_mega_moe` with weights in MXFP4, on Hopper: tokens and Linear1's output are in BF16, to
+    which weights are decoded without being rounded. `fp8_fp4_mega_moe` says what holds for every
+    call.
+
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe(..., weights="mxfp4_bf16")`
+        returned.
+    sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="mxfp4_bf16")`, whose `x` is bfloat16.
+    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
+        this call sent to it added.
+    activation, activation_clamp, fast_math, l1_bias, l2_bias: as there. Tokens have no scales, and
+        so there is no recipe.
+    {options}
+    """
+    _call(
+        "bf16_fp4_mega_moe",
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        RECIPE,
+        activation,
+        activation_clamp,
+        fast_math,
+        l1_bias,
+        l2_bias,
+        options,
+    )
+
+
 # The call of each format.
 CALLS: dict[str, Callable[..., None]] = {
     "mxfp4": fp8_fp4_mega_moe,
     "fp8": fp8_mega_moe,
     "bf16": bf16_mega_moe,
+    "mxfp4_bf16": bf16_fp4_mega_moe,
 }
 _FORMATS = {call.__name__: weights for weights, call in CALLS.items()}
 

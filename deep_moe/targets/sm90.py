@@ -11,6 +11,7 @@ from deep_moe.heuristics.shape import MoEShape
 from .sm90_bf16 import Sm90Bf16
 from .sm90_fp8 import Sm90Fp8
 from .sm90_mxfp4 import Sm90Mxfp4
+from .sm90_mxfp4_bf16 import Sm90Mxfp4Bf16
 from .target import ConfigFields, Target
 
 
@@ -24,7 +25,7 @@ class Sm90(Target):
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE
     roles = sm90.ROLES
-    weights = (Sm90Mxfp4(), Sm90Fp8(), Sm90Bf16())
+    weights = (Sm90Mxfp4(), Sm90Fp8(), Sm90Bf16(), Sm90Mxfp4Bf16())
 
     def choose_fields(
         self,

@@ -425,7 +425,7 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     M("last_stage_kept", removed("last_stage_released"), "timeout"),
-    M("k_step_of_descriptor", replaced("wgmma", "mma_k >> 4", "mma_k >> 5"), "result"),
+    M("k_step_of_descriptor", replaced("wgmma", "mma_bytes >> 4", "mma_bytes >> 5"), "result"),
     M("descriptor_stride", replaced("operand_stride", "1024", "512"), "result"),
     M("one_half_not_rescaled", removed("lower_rescaled"), "result"),
     FP8("upper_promoted_early", replaced("upper_complete", "num_sets - 1", "num_sets"), "race"),

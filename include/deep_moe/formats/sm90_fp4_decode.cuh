@@ -13,30 +13,11 @@
 
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/permute.cuh"
+#include "deep_moe/ptx/wgmma.cuh"
 
 namespace deep_moe::sm90 {
 
-// A math warpgroup's 128 rows are two products of 64.
-constexpr uint32_t num_row_halves = 2;
-constexpr uint32_t mma_k = 32;
-constexpr uint32_t mmas_per_row_half = 128 / mma_k;
-constexpr uint32_t num_k_halves = 2;
-constexpr uint32_t mmas_per_k_half = mmas_per_row_half / num_k_halves;
-
-constexpr uint32_t weight_half_bytes = 4096;    // nibbles of 64 rows x 128 k
 constexpr uint32_t weight_shift_offset = 8192;  // behind the nibbles of both halves
-constexpr uint32_t weight_part_bytes = weight_shift_offset + 512;  // of one warpgroup
-constexpr uint32_t weight_block_bytes = 2 * weight_part_bytes;
-
-// A thread's share of 64 rows x 64 k: two rows x 16 k, 32 nibbles. `part`: the warpgroup's part of
-// a weight block, in shared memory.
-__device__ __forceinline__ uint4 load_packed_weights(uint32_t part, uint32_t row_half,
-                                                     uint32_t k_half,
-                                                     uint32_t warpgroup_thread_idx) {
-    return ptx::ld_shared_v4(part + row_half * weight_half_bytes +
-                             k_half * (weight_half_bytes / num_k_halves) +
-                             warpgroup_thread_idx * sizeof(uint4));
-}
 
 // Shifts of a thread's 4 rows, a byte each: row r of half h in byte 2*h + r.
 __device__ __forceinline__ uint32_t load_weight_shifts(uint32_t part,
@@ -72,19 +53,38 @@ struct DecodeTables {
     DecodeTable rows[2];
 };
 
-template <uint32_t row_half>
-__device__ __forceinline__ DecodeTables decode_tables(uint32_t shifts) {
-    return {{decode_table<2 * row_half>(shifts), decode_table<2 * row_half + 1>(shifts)}};
-}
+// What main_loop.cuh has to know of decoding: the register operands of its products, and what
+// multiplies them.
+struct E5m2Decoder {
+    static constexpr uint32_t mmas_per_row_half = 4;
+    static constexpr uint32_t mmas_per_unit = 2;  // whose weights a thread loads with 16 bytes
+    static constexpr uint32_t part_bytes = weight_shift_offset + 512;  // of one warpgroup
+    using Shifts = uint32_t;
+    using Tables = DecodeTables;
+    using Fragment = uint32_t[4];
 
-// A operand of a product.
-using Fragment = uint32_t[4];
+    static __device__ __forceinline__ Shifts load_shifts(uint32_t part, uint32_t thread_idx) {
+        return load_weight_shifts(part, thread_idx);
+    }
 
-// Of the first or second product along 64 k, which the compiler has to know.
-__device__ __forceinline__ void decode(const uint4& packed, uint32_t mma_idx,
-                                       const DecodeTables& tables, Fragment& fragment) {
-    decode_word(mma_idx == 0 ? packed.x : packed.z, tables.rows[0], fragment[0], fragment[2]);
-    decode_word(mma_idx == 0 ? packed.y : packed.w, tables.rows[1], fragment[1], fragment[3]);
-}
+    template <uint32_t row_half>
+    static __device__ __forceinline__ Tables tables(const Shifts& shifts) {
+        return {{decode_table<2 * row_half>(shifts), decode_table<2 * row_half + 1>(shifts)}};
+    }
+
+    // Of a row half's i-th product, which the compiler has to know. `packed`: its unit.
+    __device__ __forceinline__ void decode(const uint4& packed, uint32_t i, const Tables& tables,
+                                           Fragment& fragment) const {
+        const bool is_first = i % mmas_per_unit == 0;
+        decode_word(is_first ? packed.x : packed.z, tables.rows[0], fragment[0], fragment[2]);
+        decode_word(is_first ? packed.y : packed.w, tables.rows[1], fragment[1], fragment[3]);
+    }
+
+    template <uint32_t num_accumulators>
+    static __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
+                                                    const Fragment& fragment, uint64_t tokens) {
+        ptx::wgmma_m64k32_f32_e5m2_e4m3(accumulators, fragment, tokens);
+    }
+};
 
 }  // namespace deep_moe::sm90

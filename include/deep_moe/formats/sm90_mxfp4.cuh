@@ -10,7 +10,7 @@
 namespace deep_moe::sm90 {
 
 struct Mxfp4Weights {
-    static constexpr uint32_t block_bytes = weight_block_bytes;
+    static constexpr uint32_t block_bytes = 2 * E5m2Decoder::part_bytes;
     // A factor for each row; what its groups of 32 differ in lies in the block.
     static constexpr bool has_row_factors = true;
     static constexpr bool has_block_scales = false;
@@ -18,7 +18,7 @@ struct Mxfp4Weights {
     static constexpr bool promotes_token_scales = false;
 
     template <class Config>
-    using MainLoop = sm90::MainLoop<Config>;
+    using MainLoop = sm90::MainLoop<Config, E5m2Decoder>;
     template <class Config>
     using PullPolicy = sm90::PullPolicy<Config>;
 };

@@ -48,6 +48,13 @@ __device__ __forceinline__ uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
     return product;
 }
 
+// The same in BF16.
+__device__ __forceinline__ uint32_t mul_rn_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // 2^x, at most 2 ulp.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float power;

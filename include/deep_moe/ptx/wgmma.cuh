@@ -191,6 +191,45 @@ DEEP_MOE_WGMMA("168", 84, "%84", "%85")
 DEEP_MOE_WGMMA("176", 88, "%88", "%89")
 
 #undef DEEP_MOE_WGMMA
+
+// The same with A in registers, as pairs along K: of thread t, register r, half e is row
+// 16*w + t/4 + 8*(r%2), k = 2*(t%4) + e + 8*(r/2).
+#define DEEP_MOE_WGMMA(n, num_accumulators, a0, a1, a2, a3, b)                         \
+    __device__ __forceinline__ void wgmma_m64k16_f32_bf16_bf16(                        \
+        float (&d)[num_accumulators], const uint32_t (&a)[4], uint64_t b_descriptor) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" n                             \
+                     "k16.f32.bf16.bf16 "                                              \
+                     "{" DEEP_MOE_NUMBERS_##num_accumulators                           \
+                     "}, "                                                             \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, " b ", 1, 1, 1, 0;"            \
+                     : DEEP_MOE_FLOATS_##num_accumulators(d, 0)                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor)   \
+                     : "memory");                                                      \
+    }
+DEEP_MOE_WGMMA("8", 4, "%4", "%5", "%6", "%7", "%8")
+DEEP_MOE_WGMMA("16", 8, "%8", "%9", "%10", "%11", "%12")
+DEEP_MOE_WGMMA("24", 12, "%12", "%13", "%14", "%15", "%16")
+DEEP_MOE_WGMMA("32", 16, "%16", "%17", "%18", "%19", "%20")
+DEEP_MOE_WGMMA("40", 20, "%20", "%21", "%22", "%23", "%24")
+DEEP_MOE_WGMMA("48", 24, "%24", "%25", "%26", "%27", "%28")
+DEEP_MOE_WGMMA("56", 28, "%28", "%29", "%30", "%31", "%32")
+DEEP_MOE_WGMMA("64", 32, "%32", "%33", "%34", "%35", "%36")
+DEEP_MOE_WGMMA("72", 36, "%36", "%37", "%38", "%39", "%40")
+DEEP_MOE_WGMMA("80", 40, "%40", "%41", "%42", "%43", "%44")
+DEEP_MOE_WGMMA("88", 44, "%44", "%45", "%46", "%47", "%48")
+DEEP_MOE_WGMMA("96", 48, "%48", "%49", "%50", "%51", "%52")
+DEEP_MOE_WGMMA("104", 52, "%52", "%53", "%54", "%55", "%56")
+DEEP_MOE_WGMMA("112", 56, "%56", "%57", "%58", "%59", "%60")
+DEEP_MOE_WGMMA("120", 60, "%60", "%61", "%62", "%63", "%64")
+DEEP_MOE_WGMMA("128", 64, "%64", "%65", "%66", "%67", "%68")
+DEEP_MOE_WGMMA("136", 68, "%68", "%69", "%70", "%71", "%72")
+DEEP_MOE_WGMMA("144", 72, "%72", "%73", "%74", "%75", "%76")
+DEEP_MOE_WGMMA("152", 76, "%76", "%77", "%78", "%79", "%80")
+DEEP_MOE_WGMMA("160", 80, "%80", "%81", "%82", "%83", "%84")
+DEEP_MOE_WGMMA("168", 84, "%84", "%85", "%86", "%87", "%88")
+DEEP_MOE_WGMMA("176", 88, "%88", "%89", "%90", "%91", "%92")
+
+#undef DEEP_MOE_WGMMA
 #undef DEEP_MOE_NUMBERS_4
 #undef DEEP_MOE_NUMBERS_8
 #undef DEEP_MOE_NUMBERS_12

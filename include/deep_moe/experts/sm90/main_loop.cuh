@@ -6,7 +6,7 @@
 // group, the tensor core has up to three others to work on, whose weights are in registers of their
 // own. With the widest tiles accumulators leave too few for that: then products go one by one,
 // which takes some percent longer. Nothing is promoted: FP8 products accumulate in the tensor core
-// over the whole K.
+// over the whole K. How weights are decoded, and to what, a Decoder says (sm90_fp4_decode.cuh).
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
 // memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).
@@ -17,9 +17,9 @@
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
-#include "deep_moe/formats/sm90_fp4_decode.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/wgmma.cuh"
 #include "deep_moe/sync/ring_position.cuh"
@@ -27,6 +27,10 @@
 #include "deep_moe/trace/tracer.cuh"
 
 namespace deep_moe::sm90 {
+
+// A math warpgroup's 128 rows are two products of 64.
+constexpr uint32_t num_row_halves = 2;
+constexpr uint32_t mma_bytes = 32;  // of each token's K that a product takes
 
 // A thread's part of D for an m-block of so many rows: [64 weight rows][register], in the order of
 // ptx/wgmma.cuh.
@@ -49,18 +53,24 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
 }
 
 // One thread's walk through the stages; all threads of a warpgroup make it together.
-template <class Config>
+template <class Config, class Decoder>
 class MainLoop {
     using Ring = RingPosition<Config::num_stages>;
+    static constexpr uint32_t mmas_per_row_half = Decoder::mmas_per_row_half;
+    static constexpr uint32_t mmas_per_unit = Decoder::mmas_per_unit;
+    static constexpr uint32_t units_per_row_half = mmas_per_row_half / mmas_per_unit;
+    static_assert(units_per_row_half == 1 || units_per_row_half == 2);
     static constexpr uint32_t mmas_per_group = Config::num_mmas_per_group;
-    using Group = Fragment[mmas_per_group];
+    using Group = typename Decoder::Fragment[mmas_per_group];
+    static constexpr uint32_t num_units_in_registers = 2;
+    using Packed = uint4[num_units_in_registers];
     static constexpr uint32_t num_groups_in_registers = 4;
 
  public:
     __device__ MainLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
                         Waiter& waiter)
         : smem_(smem),
-          part_offset_(thread.warpgroup_idx() * weight_part_bytes),
+          part_offset_(thread.warpgroup_idx() * Decoder::part_bytes),
           thread_idx_(thread.warpgroup_thread_idx()),
           waiter_(waiter) {}
 
@@ -79,14 +89,16 @@ class MainLoop {
         float (&upper)[num_rows / 2] = accumulators[0];
         float (&lower)[num_rows / 2] = accumulators[1];
         Group groups[num_groups_in_registers];
+        const Decoder decoder;
 #pragma unroll
         for (uint32_t i = 0; i < num_rows / 2; ++i) {
             accumulators[0][i] = accumulators[1][i] = 0.0f;
         }
         stage_wait_.reset();
         Stage stage = enter_stage();
-        uint4 packed[num_k_halves] = {load_packed(stage, 0, 0), load_packed(stage, 0, 1)};
-        const bool may_change_scale = changes_scale(smem_, stage.idx);
+        Packed packed = {load_packed(stage, 0, 0), load_second(stage)};
+        bool may_change_scale = false;
+        if constexpr (has_token_factors<Config>) may_change_scale = changes_scale(smem_, stage.idx);
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
             // Asked for here, needed at the end: nobody waits for the answer.
@@ -94,8 +106,8 @@ class MainLoop {
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
             const bool is_first = k_block_idx == 0;
-            multiply_row_half<0>(upper, stage, is_first, packed, groups);
-            multiply_row_half<1>(lower, stage, is_first, packed, groups);
+            multiply_row_half<0>(upper, stage, is_first, decoder, packed, groups);
+            multiply_row_half<1>(lower, stage, is_first, decoder, packed, groups);
             if (++k_block_idx == num_k_blocks) break;
 
             stage_wait_.start();
@@ -103,13 +115,15 @@ class MainLoop {
             stage_wait_.stop();
             stage = enter_stage();
             packed[0] = load_packed(stage, 0, 0);
-            packed[1] = load_packed(stage, 0, 1);
-            if (may_change_scale && changes_scale(smem_, stage.idx)) {
-                // ptxas gives up all overlap when accumulators are touched while it is not plain
-                // which products are complete: hence a wait for all of them, just before.
-                ptx::wgmma_wait_group<0>();  //~ rescale_wait
-                rescale(smem_, stage.idx, upper);
-                rescale(smem_, stage.idx, lower);  //~ lower_rescaled
+            packed[1] = load_second(stage);
+            if constexpr (has_token_factors<Config>) {
+                if (may_change_scale && changes_scale(smem_, stage.idx)) {
+                    // ptxas gives up all overlap when accumulators are touched while it is not
+                    // plain which products are complete: hence a wait for all of them, just before.
+                    ptx::wgmma_wait_group<0>();  //~ rescale_wait
+                    rescale(smem_, stage.idx, upper);
+                    rescale(smem_, stage.idx, lower);  //~ lower_rescaled
+                }
             }
         }
         ptx::wgmma_wait_group<0>();  //~ sums_complete
@@ -125,38 +139,47 @@ class MainLoop {
     // A loaded stage, and the shifts of its rows.
     struct Stage {
         uint32_t idx;
-        uint32_t shifts;
+        typename Decoder::Shifts shifts;
     };
 
     __device__ __forceinline__ Stage enter_stage() {
         const uint32_t idx = ring_.stage;
         ring_.advance();
-        return {idx, load_weight_shifts(part(idx), thread_idx_)};
+        return {idx, Decoder::load_shifts(part(idx), thread_idx_)};
     }
 
+    // The weights of some consecutive products of a row half, the unit-th of these.
     __device__ __forceinline__ uint4 load_packed(const Stage& stage, uint32_t row_half,
-                                                 uint32_t k_half) const {
-        return load_packed_weights(part(stage.idx), row_half, k_half, thread_idx_);
+                                                 uint32_t unit) const {
+        constexpr uint32_t unit_bytes = MathThread<Config>::warpgroup_threads * sizeof(uint4);
+        return ptx::ld_shared_v4(part(stage.idx) + row_half * (units_per_row_half * unit_bytes) +
+                                 unit * unit_bytes + thread_idx_ * sizeof(uint4));
+    }
+    __device__ __forceinline__ uint4 load_second(const Stage& stage) const {
+        return units_per_row_half == 1 ? load_packed(stage, 1, 0) : load_packed(stage, 0, 1);
     }
 
-    // The products of 64 of the thread's rows in a stage. Behind the weights of the upper ones it
-    // reads those of the lower ones.
+    // The products of 64 of the thread's rows in a stage. If a row half is all that fits into
+    // registers, it reads the weights of the lower ones behind those of the upper ones.
     template <uint32_t row_half, uint32_t num_accumulators>
     __device__ __forceinline__ void multiply_row_half(float (&accumulators)[num_accumulators],
                                                       const Stage& stage, bool is_first_stage,
-                                                      uint4 (&packed)[num_k_halves],
+                                                      const Decoder& decoder, Packed& packed,
                                                       Group (&groups)[num_groups_in_registers]) {
-        const DecodeTables tables = decode_tables<row_half>(stage.shifts);
+        const auto tables = Decoder::template tables<row_half>(stage.shifts);
         const uint32_t tokens = operand_descriptor_low<Config>(smem_.activations(stage.idx));
 #pragma unroll
         for (uint32_t i = 0; i < mmas_per_row_half; ++i) {
             const uint32_t group_idx = (row_half * mmas_per_row_half + i) / mmas_per_group;
             const uint32_t idx_in_group = i % mmas_per_group;
-            const uint32_t k_half = i / mmas_per_k_half;
-            const bool is_last_of_packed = i % mmas_per_k_half == mmas_per_k_half - 1;
             Group& group = groups[group_idx % num_groups_in_registers];
-            decode(packed[k_half], i % mmas_per_k_half, tables, group[idx_in_group]);
-            if (row_half == 0 && is_last_of_packed) packed[k_half] = load_packed(stage, 1, k_half);
+            const uint32_t unit = i / mmas_per_unit;
+            const bool is_last_of_unit = i % mmas_per_unit == mmas_per_unit - 1;
+            uint4& own = packed[(row_half * units_per_row_half + unit) % num_units_in_registers];
+            decoder.decode(own, i, tables, group[idx_in_group]);
+            if (row_half == 0 && units_per_row_half > 1 && is_last_of_unit) {
+                own = load_packed(stage, 1, unit);
+            }
             if ((i + 1) % mmas_per_group != 0) continue;
             multiply(accumulators, group, tokens, i - idx_in_group);
             // What read the stage before is older than the three newest groups.
@@ -175,9 +198,9 @@ class MainLoop {
         ptx::wgmma_fence();  //~ wgmma_fence
 #pragma unroll
         for (uint32_t i = 0; i < mmas_per_group; ++i) {
-            ptx::wgmma_m64k32_f32_e5m2_e4m3(
+            Decoder::multiply(
                 accumulators, group[i],
-                operand_descriptor(tokens + (first_mma + i) * (mma_k >> 4)));  //~ wgmma
+                operand_descriptor(tokens + (first_mma + i) * (mma_bytes >> 4)));  //~ wgmma
         }
         ptx::wgmma_commit_group();
         if constexpr (!has_mixed_tiles<Config>) {

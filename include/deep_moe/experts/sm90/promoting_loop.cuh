@@ -124,10 +124,10 @@ class PromotingLoop {
         ptx::wgmma_keep_order(products);
         ptx::wgmma_fence();  //~ promoted_fence
 #pragma unroll
-        for (uint32_t i = 0; i < Config::block_k / mma_k; ++i) {
+        for (uint32_t i = 0; i < Config::block_k / mma_bytes; ++i) {
             ptx::wgmma_m64k32_f32_e4m3_e4m3(products,
-                                            operand_descriptor(weights + i * (mma_k >> 4)),
-                                            operand_descriptor(tokens + i * (mma_k >> 4)),
+                                            operand_descriptor(weights + i * (mma_bytes >> 4)),
+                                            operand_descriptor(tokens + i * (mma_bytes >> 4)),
                                             i > 0);  //~ promoted_wgmma
         }
         ptx::wgmma_commit_group();

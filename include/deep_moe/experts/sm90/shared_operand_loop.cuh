@@ -26,7 +26,6 @@ class SharedOperandLoop {
     static constexpr uint32_t rows_per_half = 64;
     static constexpr uint32_t row_bytes = 128;  // of a k-block
     static constexpr uint32_t half_bytes = rows_per_half * row_bytes;
-    static constexpr uint32_t mma_bytes = 32;  // of K: 16 values
     static_assert(Config::Weights::block_bytes == 2 * num_row_halves * half_bytes);
     static_assert(Config::block_k * sizeof(uint16_t) == row_bytes, "values are BF16");
 

@@ -165,7 +165,7 @@ def bf16_decoded_costs(rows: float) -> tuple[float, float]:
     taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
 
     >>> bf16_decoded_costs(150)
-    (3.0, 2.6)
+    (3.0, 2.2)
     """
     first, further = decoded_costs(rows)
     return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT

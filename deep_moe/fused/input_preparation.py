@@ -74,8 +74,8 @@ def prepare_inputs(
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
 
     x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does, for
-        bf16 and mxfp4_bf16 weights copied. With token_scales "float32_per_128" a scale is a 448th of the largest
-        magnitude of its 128 values, but at least 1e-4 / 448.
+        bf16 and mxfp4_bf16 weights copied. With token_scales "float32_per_128" a scale is a 448th
+        of the largest magnitude of its 128 values, but at least 1e-4 / 448.
     topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
     topk_weights: float32 or bfloat16 [tokens, topk].
     token_mask: bool [tokens]; where it is False, all slots become -1: padding.

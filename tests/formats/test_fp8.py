@@ -377,10 +377,12 @@ class TestRefusals:
 def test_formats_by_name() -> None:
     for name in WEIGHT_FORMATS:
         assert weight_format(name).name == name
-    words = r"weights must be one of mxfp4, fp8, bf16; got 'nvfp4': its scales, E4M3 per 16 values"
-    with pytest.raises(ValueError, match=words):
+    words = r"weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got "
+    with pytest.raises(ValueError, match=f"{words}'nvfp4': its scales, E4M3 per 16 values"):
         weight_format("nvfp4")
-    with pytest.raises(TypeError, match="weights must be one of mxfp4, fp8, bf16; got 8"):
+    with pytest.raises(
+        TypeError, match="weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got 8"
+    ):
         weight_format(8)  # type: ignore[arg-type]
 
 

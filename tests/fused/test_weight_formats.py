@@ -11,7 +11,7 @@ import torch
 import deep_moe
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import target_of
+from deep_moe.targets import EMULATED, TARGETS, target_of
 from deep_moe.targets.sm90 import Sm90
 from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial.reference import reference_mega_moe
@@ -35,22 +35,31 @@ def buffer_for(shape: MoEShape):
     )
 
 
+def _arch_with(weights: str) -> str:
+    """A target that has a kernel for them; sm_100a if it does."""
+    named = sorted(TARGETS.values(), key=lambda target: target is not EMULATED)
+    return next(
+        target.name for target in named if weights in {own.format for own in target.weights}
+    )
+
+
 @pytest.mark.parametrize("weights", CALLS)
 @pytest.mark.parametrize("how", ["function", "function with lists", "operator"])
 def test_the_function_of_a_format(weights: str, how: str) -> None:
     shape = dataclasses.replace(SHAPE, weights=weights)
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
-    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, weights=weights)
+    arch = _arch_with(weights)
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, weights=weights)
     buffer = buffer_for(shape)
     fill(buffer, tokens)
     y = torch.full((9, shape.hidden), torch.nan, dtype=torch.bfloat16)
     stats = torch.zeros(4, dtype=torch.int32)
     if how == "function":
-        CALLS[weights](y, l1, l2, buffer, stats)
+        CALLS[weights](y, l1, l2, buffer, stats, arch=arch)
     elif how == "function with lists":
-        CALLS[weights](y, list(l1), list(l2), buffer, stats)
+        CALLS[weights](y, list(l1), list(l2), buffer, stats, arch=arch)
     else:
-        torch.ops.deep_moe.mega_moe(y, stats, *l1, *l2, buffer.handle)
+        torch.ops.deep_moe.mega_moe(y, stats, *l1, *l2, buffer.handle, arch=arch)
     expected = reference_mega_moe(
         tokens.x,
         tokens.x_sf,
@@ -58,7 +67,7 @@ def test_the_function_of_a_format(weights: str, how: str) -> None:
         tokens.topk_weights,
         layer.l1,
         layer.l2,
-        numerics=target_of("sm_100a").weights_of(weights).numerics,
+        numerics=target_of(arch).weights_of(weights).numerics,
     )
     assert torch.equal(y, expected)
     assert int(stats.sum()) == 18
@@ -100,7 +109,9 @@ def test_a_target_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_buffer_says_its_format() -> None:
     assert "128, fp8 weights, up to 16 tokens" in repr(buffer_for(FP8))
     assert buffer_for(FP8).shape == FP8
-    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8, bf16; got 'nvfp4'"):
+    with pytest.raises(
+        ValueError, match="weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got 'nvfp4'"
+    ):
         deep_moe.get_symm_buffer_for_mega_moe(
             None, 4, 16, 2, 256, 128, weights="nvfp4", device="cpu"
         )

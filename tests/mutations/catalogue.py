@@ -505,6 +505,14 @@ SM90_MUTATIONS = (
         replaced("bf16_place", "2 * thread_.row()", "2 * (thread_.row() ^ 1)"),
         "result",
     ),
+    *(
+        M(name, replaced(mark, old, new), "result", weights="mxfp4_bf16")
+        for name, mark, old, new in (
+            ("scale_of_another_group", "bf16_group_scale", "[i / 2]", "[0]"),
+            ("values_of_the_first_pairs", "bf16_second_pairs", "word >> 2", "word"),
+            ("values_of_the_upper_row", "bf16_upper_selectors", "second >> 16", "second"),
+        )
+    ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- clusters
     IN_CLUSTERS(

@@ -76,6 +76,7 @@ SETTINGS = {
     "sm_90a": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
     "sm_90a fp8": Setting((96, 61), 2, {**IN_A_WAVE, "block_m": 88, "num_stages": 3}),
     "sm_90a bf16": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
+    "sm_90a mxfp4_bf16": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
     "sm_100a bf16": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
 }
 
@@ -258,7 +259,13 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("arch", "weights"), [("sm_90a", "fp8"), ("sm_90a", "bf16"), ("sm_100a", "bf16")]
+    ("arch", "weights"),
+    [
+        ("sm_90a", "fp8"),
+        ("sm_90a", "bf16"),
+        ("sm_90a", "mxfp4_bf16"),
+        ("sm_100a", "bf16"),
+    ],
 )
 def test_without_a_bug_nobody_complains_about_other_weights(
     schedule: str, arch: str, weights: str

@@ -73,8 +73,6 @@ H200 = GpuRates(
         "mxfp4": FormatRates(4.25, 1.2e15),
         "fp8": FormatRates(8.0, 0.95e15),
         "bf16": FormatRates(16.0, 0.62e15),
-        # Not measured: MXFP4's bytes, BF16's products.
-        "mxfp4_bf16": FormatRates(4.25, 0.62e15),
     },
     call_us=37.0,
     step_us=2.5,

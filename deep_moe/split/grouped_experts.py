@@ -139,7 +139,8 @@ class GroupedExperts:
     format: of the tokens, as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "fp8_32"
         (the default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
         or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
-        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights "bf16".
+        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 and
+        mxfp4_bf16 weights "bf16".
     num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
         they are used again within a call. By default as many as a call may bring.
     device: where the calls run. A CPU runs them in the emulator. By default the current GPU if

@@ -82,7 +82,9 @@ def test_biases(kind: str, arch: str):
 def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp4")
     assert result.exit_code == 2
-    assert "--weights must be one of mxfp4, fp8, bf16; got" in " ".join(result.output.split())
+    assert "--weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got" in " ".join(
+        result.output.split()
+    )
 
 
 def test_seeds_and_overrides_reach_the_call():

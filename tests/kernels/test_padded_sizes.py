@@ -7,6 +7,7 @@ import torch
 
 import deep_moe
 from deep_moe.formats.scale_blocks import over_values
+from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.heuristics import MoEShape, choose_config, preset_shape
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import (
@@ -20,6 +21,10 @@ from .layer_case import LayerCase
 
 ARCHS = ("sm_90a", "sm_100a")
 each_arch = pytest.mark.parametrize("arch", ARCHS)
+each_kernel = pytest.mark.parametrize(
+    ("arch", "weights"),
+    [(name, own.format) for name in ARCHS for own in target_of(name).weights],
+)
 
 
 def shape_of(
@@ -46,8 +51,7 @@ def test_exact_layer(arch: str, hidden: int, intermediate: int, biases: bool) ->
     assert result.is_exact, result
 
 
-@each_arch
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+@each_kernel
 def test_random_layer_is_right(arch: str, weights: str) -> None:
     shape = shape_of(352, 160, biases=True, weights=weights)
     layer = random_layer(shape, scale_block=scale_block(arch, weights))
@@ -85,8 +89,7 @@ def test_one_scale_in_each_block_is_found_beside_the_padding() -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@each_arch
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+@each_kernel
 def test_prepared_inputs_of_two_ranks(arch: str, weights: str) -> None:
     """Whose rows in the buffer are longer than theirs."""
     shape = shape_of(352, 160, num_ranks=2, weights=weights)
@@ -128,8 +131,7 @@ def test_bf16_rows_have_a_tail_of_zeros() -> None:
     assert (rows[:, 2880:] == 0).all()
 
 
-@each_arch
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+@each_kernel
 @pytest.mark.parametrize(("hidden", "intermediate"), [(96, 160), (352, 128)])
 def test_the_inverse_gives_true_sizes(
     arch: str, weights: str, hidden: int, intermediate: int
@@ -152,7 +154,7 @@ def test_the_inverse_gives_true_sizes(
         deep_moe.inverse_transform_weights(*made, arch, weights=weights, hidden=1024)
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_sizes_off_multiples_of_32_are_refused(weights: str) -> None:
     with pytest.raises(ValueError, match="hidden must be a positive multiple of 32; got 2888"):
         MoEShape(1, 4, 2, 2888, 2944, 16, weights=weights)

@@ -37,6 +37,11 @@ FP8_TILES = tuple((rows, rows) for rows in (8, 24, 48, 64, 80, 88, 96, 104, 112,
 BF16_TILES = ((8, 8), (64, 64), (128, 128), (152, 152), (168, 168), (176, 176), (88, 8), (128, 32))
 
 
+# Formats whose weights are decoded, and tiles of the one for BF16 tokens.
+DECODED = ("mxfp4", "mxfp4_bf16")
+DECODED_BF16_TILES = ((8, 8), (152, 152), (176, 176), (88, 8), (128, 32))
+
+
 # By format and block_m, what spills with biases and not without.
 BIASED_SPILL_BYTES = {("mxfp4", 160): 16, ("fp8", 128): 8}
 
@@ -66,7 +71,7 @@ def check(
         jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
     )
     resources = compilation.resources
-    is_narrow = tile in NARROW_TILES and weights == "mxfp4"
+    is_narrow = tile in NARROW_TILES and weights in DECODED
     max_spill_bytes = MAX_SPILL_BYTES[problem] if is_narrow else 0
     if biases:
         max_spill_bytes = BIASED_SPILL_BYTES.get((weights, tile[0]), max_spill_bytes)
@@ -115,6 +120,16 @@ def test_spills_in_clusters(weights: str, rows: int) -> None:
 @pytest.mark.parametrize("tile", [(8, 8), (176, 176), (128, 32)])
 def test_no_spills_with_bf16_weights_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "bf16", biases=True)
+
+
+@pytest.mark.parametrize("tile", DECODED_BF16_TILES)
+def test_no_spills_with_weights_decoded_to_bf16(tile: tuple[int, int]) -> None:
+    check(tile, "pro", "mxfp4_bf16")
+
+
+@pytest.mark.parametrize("tile", [(8, 8), (152, 152)])
+def test_no_spills_with_weights_decoded_to_bf16_and_biases(tile: tuple[int, int]) -> None:
+    check(tile, "pro", "mxfp4_bf16", biases=True)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

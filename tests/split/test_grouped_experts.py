@@ -12,6 +12,7 @@ from deep_moe import GroupedExperts
 from deep_moe.activations import Situ
 from deep_moe.errors import MegaMoEError
 from deep_moe.split.grouped_experts import formats_for
+from deep_moe.targets import target_of
 from deep_moe.trial.comparison import compare
 
 from .grouped_case import (
@@ -25,11 +26,13 @@ from .grouped_case import (
 )
 
 ARCHS = ("sm_90a", "sm_100a")
-WEIGHTS = ("mxfp4", "fp8", "bf16")
+each_kernel = pytest.mark.parametrize(
+    ("arch", "weights"),
+    [(name, own.format) for name in ARCHS for own in target_of(name).weights],
+)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("arch", ARCHS)
+@each_kernel
 def test_rows_of_each_expert_are_right(arch: str, weights: str) -> None:
     case = random_case(arch, weights=weights)
     assert compare(run_padded(case), case.bounds()).is_right
@@ -81,8 +84,7 @@ def test_biases_and_another_activation(arch: str) -> None:
     assert compare(run_padded(case, activation=activation), bounds).is_right
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("arch", ARCHS)
+@each_kernel
 def test_a_small_pool_is_used_again(arch: str, weights: str) -> None:
     case = exact_case(arch, (310, 0, 190, 70), weights=weights, num_pool_tokens=384)
     y = run_behind_each_other(case, num_pool_tokens=384)
@@ -207,6 +209,7 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
         ({"format": "bf16"}, "format must be .*quantized when they are dispatched"),
         ({"format": "fp7"}, "got 'fp7'"),
         ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
+        ({"weights": "mxfp4_bf16"}, "weights must be one of .* on sm_100a; got 'mxfp4_bf16'"),
         ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),
         ({"overrides": {"block_q": 1}}, "overrides must name one of"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),

@@ -11,13 +11,12 @@ from deep_moe.trial.comparison import compare
 
 from .grouped_case import exact_case, run_behind_each_other, run_padded
 
-WEIGHTS = ("mxfp4", "fp8", "bf16")
-
 
 def run_case(seed: int) -> None:
     """Three calls of one object, in either layout."""
     choose = random.Random(seed)
-    arch, weights = choose.choice(list(TARGETS)), choose.choice(WEIGHTS)
+    arch = choose.choice(list(TARGETS))
+    weights = choose.choice([own.format for own in target_of(arch).weights])
     tiles = target_of(arch).weights_of(weights).fuzz_tiles
     num_experts = choose.choice([1, 2, 5, 33])
     pool = choose.choice([None, 384])

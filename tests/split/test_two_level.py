@@ -168,10 +168,10 @@ def test_more_domains_than_slots(run_ranks, exact_sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16", "mxfp4_bf16"])
 def test_other_formats_and_biases(run_ranks, weights) -> None:
     """Two domains of one rank each."""
-    shape = MoEShape(2, 6, 2, 256, 128, 9, weights=weights, biases=weights == "bf16")
+    shape = MoEShape(2, 6, 2, 256, 128, 9, weights=weights, biases=weights != "fp8")
     layer = layer_of(shape, exact=True)
 
     def work(rank: int) -> None:

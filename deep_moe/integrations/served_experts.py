@@ -160,7 +160,7 @@ class ServedExperts:
         if len(tensors) == 1:
             return weight_pair(name, tensors[0], weight_format(self.sizes.weights))
         values, scales = tensors
-        is_packed = self.sizes.weights == "mxfp4"
+        is_packed = weight_format(self.sizes.weights).in_checkpoints == "mxfp4"
         return LayerWeights(*(packed_weights(name, (values, scales)) if is_packed else tensors))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

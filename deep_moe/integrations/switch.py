@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from deep_moe.targets import TARGETS
 
+from .mxfp4_tokens import check_mxfp4_tokens
+
 OFF, ON = "0", "1"
+TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 
 
@@ -33,6 +36,14 @@ def read_switch(variable: str) -> Switch:
             f"GPU on a CPU, one of {', '.join(TARGETS)}; got {value!r}"
         )
     return Switch(True, value)
+
+
+def read_mxfp4_tokens() -> str | None:
+    """What DEEP_MOE_MXFP4_TOKENS says of the tokens beside MXFP4 experts, None for the default.
+    Raises ValueError for what is no name of such tokens."""
+    value = os.environ.get(TOKENS_VARIABLE) or None
+    check_mxfp4_tokens(TOKENS_VARIABLE, value)
+    return value
 
 
 def read_num_pool_tokens() -> int | None:

@@ -14,8 +14,10 @@ from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
+from deep_moe.integrations.mxfp4_tokens import served_format
 from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
+from deep_moe.integrations.switch import read_mxfp4_tokens
 from deep_moe.integrations.unsupported import UnsupportedError
 
 SIZES = LayerSizes(4, 2, 256, 128, "mxfp4")
@@ -38,8 +40,8 @@ def source(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return made
 
 
-def served(arch: str, seed: int = 0, most: int = 8) -> ServedExperts:
-    layer = ServedExperts(SIZES, Swiglu(), None, CPU, most, arch)
+def served(arch: str, seed: int = 0, most: int = 8, sizes: LayerSizes = SIZES) -> ServedExperts:
+    layer = ServedExperts(sizes, Swiglu(), None, CPU, most, arch)
     layer.load(*source(seed))
     return layer
 
@@ -180,6 +182,53 @@ def test_bf16_experts(arch):
                 h = torch.nn.functional.silu(gate) * up
                 expected[token] += 0.5 * (l2[expert].float() @ h)
     assert torch.allclose(call(layer, IDS).float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_mxfp4_experts_with_tokens_in_bf16():
+    """Nothing but weights is quantized. They are replaced and permuted as others are."""
+    sizes = SIZES._replace(weights=served_format("mxfp4", "bf16", "sm_90a", CPU))
+    assert sizes.weights == "mxfp4_bf16"
+    layer = served("sm_90a", sizes=sizes)
+    l1, l2 = (
+        deep_moe.dequantize_mxfp4(*packed_weights("l", pair), torch.float32) for pair in source(0)
+    )
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    expected = torch.zeros(3, 256)
+    for token, ids in enumerate(IDS.tolist()):
+        for expert in ids:
+            if expert >= 0:
+                gate, up = (l1[expert] @ x[token]).chunk(2)
+                expected[token] += 0.5 * (l2[expert] @ (torch.nn.functional.silu(gate) * up))
+    before = call(layer, IDS)
+    assert (before.float() - expected).norm() < 0.005 * expected.norm()
+    order = torch.tensor([2, 0, 3, 1])
+    for tensor in layer.tensors():
+        tensor.copy_(tensor[order].clone())
+    place = order.argsort()
+    assert torch.equal(call(layer, torch.where(IDS < 0, IDS, place[IDS])), before)
+    layer.load(*source(1))
+    assert torch.equal(call(layer, IDS), call(served("sm_90a", seed=1, sizes=sizes), IDS))
+
+
+def test_tokens_beside_mxfp4_may_be_chosen(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_MXFP4_TOKENS", raising=False)
+    assert read_mxfp4_tokens() is None
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    assert read_mxfp4_tokens() == "bf16"
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "fp8")
+    with pytest.raises(ValueError, match="DEEP_MOE_MXFP4_TOKENS must be e4m3 or bf16; got 'fp8'"):
+        read_mxfp4_tokens()
+
+
+def test_the_format_that_tokens_beside_mxfp4_need():
+    assert served_format("mxfp4", None, "sm_100a", CPU) == "mxfp4"
+    assert served_format("mxfp4", "e4m3", "sm_100a", CPU) == "mxfp4"
+    assert served_format("fp8", "bf16", "sm_100a", CPU) == "fp8"  # it says nothing of these
+    words = "MXFP4 experts with tokens in bf16 were asked for, .* only sm_90a .*, not sm_103a"
+    with pytest.raises(UnsupportedError, match=words):
+        served_format("mxfp4", "bf16", "sm_103a", CPU)
+    with pytest.raises(UnsupportedError, match="only sm_90a has a kernel, not sm_100a"):
+        served_format("mxfp4", "bf16", None, CPU)
 
 
 def test_a_pool_may_be_bounded():

@@ -514,6 +514,8 @@ def test_expert_parallel_needs_the_experts_too(checkpoint):
         ({"quantize": 1}, TypeError, "quantize must be a bool"),
         ({"max_tokens_per_rank": "8"}, TypeError, "max_tokens_per_rank must be an int"),
         ({"max_tokens_per_rank": 0}, ValueError, "max_tokens_per_rank must be at least 1; got 0"),
+        ({"mxfp4_tokens": "fp8"}, ValueError, "mxfp4_tokens must be e4m3 or bf16; got 'fp8'"),
+        ({"mxfp4_tokens": 16}, TypeError, "mxfp4_tokens must be e4m3 or bf16 or None; got 16"),
         ({"arch": "sm_80"}, ValueError, "sm_80"),
         ({"arch": 90}, TypeError, "arch must be a str"),
     ],

@@ -147,6 +147,27 @@ def test_sglangs_forward_gives_what_the_kernel_gives(weights, arch, caplog, monk
     assert not module.should_fuse_mega_moe_shared_experts(block(experts))
 
 
+def test_tokens_in_bf16_beside_mxfp4(caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    module = started(monkeypatch.setenv, "sm_90a")
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    experts = layer("mxfp4", source, swiglu_limit=1.0)
+    with caplog.at_level(logging.INFO, "sglang.deep_moe"):
+        module.build_mega_moe_experts_weights(experts)
+    result = forward(module, block(experts), x, logits)
+    assert torch.equal(result, called_directly("mxfp4_bf16", "sm_90a", source, x, logits, 1.0) + x)
+    assert caplog.messages == ["layer 3: experts run by deep_moe (mxfp4_bf16, 1 rank)"]
+
+
+def test_tokens_in_bf16_are_sglangs_where_there_is_no_kernel(caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    module = started(monkeypatch.setenv, "sm_100a")
+    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):  # SGLang's own way
+        module.build_mega_moe_experts_weights(layer("mxfp4", checkpoint("mxfp4")))
+    (line,) = caplog.messages
+    assert line.endswith("for which only sm_90a has a kernel, not sm_100a")
+
+
 def test_routed_sums_are_scaled_once(monkeypatch):
     module = started(monkeypatch.setenv, "sm_90a")
     source, (x, logits) = checkpoint("mxfp4"), tokens(5)

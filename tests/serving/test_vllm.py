@@ -232,6 +232,29 @@ def test_a_layer_gives_what_the_kernel_gives(installed, weights, arch, caplog):
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights})"]
 
 
+def test_tokens_in_bf16_beside_mxfp4(installed, caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    installed("sm_90a")
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner("mxfp4", swiglu_limit=1.0)
+        load(runner, "mxfp4", source)
+        result = forward(runner, config, x, logits)
+    assert torch.equal(result, called_directly("mxfp4_bf16", "sm_90a", source, x, logits, limit=1))
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4_bf16)"]
+
+
+def test_tokens_in_bf16_are_vllms_where_there_is_no_kernel(installed, caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    installed("sm_100a")
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        make_runner("mxfp4")
+    assert lines(caplog) == [
+        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): MXFP4 experts with tokens in bf16 were "
+        "asked for, for which only sm_90a has a kernel, not sm_100a"
+    ]
+
+
 GPT_OSS_SIZES = {"hidden_size": 160, "intermediate_size": 96}
 
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
 
+from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
-from ..switch import read_num_pool_tokens
+from ..switch import read_mxfp4_tokens, read_num_pool_tokens
 from ..unsupported import UnsupportedError
 from . import engine
 
@@ -182,6 +183,8 @@ def _taken_over(experts: Any) -> ServedExperts:
     is_packed = w13.dtype in _PACKED
     if not is_packed and w13.dtype != torch.float8_e4m3fn:
         raise UnsupportedError(f"weights of {w13.dtype} are not supported")
+    arch = arch_on(w13.device, _emulated_arch)
+    weights = "mxfp4" if is_packed else "fp8"
     group = engine.expert_group()
     served = ServedExperts(
         LayerSizes(
@@ -189,14 +192,14 @@ def _taken_over(experts: Any) -> ServedExperts:
             experts.top_k,
             w13.shape[2] * (2 if is_packed else 1),
             w13.shape[1] // 2,
-            "mxfp4" if is_packed else "fp8",
+            served_format(weights, read_mxfp4_tokens(), arch, w13.device),
             num_pool_tokens=read_num_pool_tokens(),
         ),
         activation,
         group.device_group if group.world_size > 1 else None,
         w13.device,
         engine.max_tokens_per_rank(),
-        arch_on(w13.device, _emulated_arch),
+        arch,
     )
     served.load((w13, w13_scale), (w2, w2_scale))
     return served

@@ -28,6 +28,7 @@ def register(
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
     num_pool_tokens: int | None = None,
+    mxfp4_tokens: str | None = None,
     arch: str | None = None,
 ) -> None:
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
@@ -40,6 +41,9 @@ def register(
     max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
         different tokens need not ask each other how many there are. By default buffers grow.
     num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`.
+    mxfp4_tokens: how tokens meet experts in MXFP4: "e4m3", the default, or "bf16", in which nothing
+        but weights is quantized. That has a kernel on Hopper; elsewhere such experts are left to
+        transformers.
     arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.
 
     Raises MissingPackageError without transformers, DeepMoEError for a version of it that this was
@@ -47,6 +51,8 @@ def register(
     """
     from deep_moe.fused.checks import require_type
     from deep_moe.targets import target_of
+
+    from ..mxfp4_tokens import check_mxfp4_tokens
 
     require_type("quantize", quantize, bool, "a bool")
     for name, number in (
@@ -60,6 +66,7 @@ def register(
     if arch is not None:
         require_type("arch", arch, str, "a str or None")
         target_of(arch)
+    check_mxfp4_tokens("mxfp4_tokens", mxfp4_tokens)
     require_version("transformers", OLDEST, TOO_NEW)
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -68,7 +75,7 @@ def register(
     from .expert_parallel import DeepMoEExpertParallel
     from .experts import NAME, Options, experts_forward, set_options
 
-    set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, arch))
+    set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, mxfp4_tokens, arch))
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         functions.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, DeepMoEExpertParallel)

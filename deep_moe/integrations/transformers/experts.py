@@ -36,6 +36,7 @@ class Options:
     quantize: bool = False
     num_pool_tokens: int | None = None
     max_tokens_per_rank: int | None = None
+    mxfp4_tokens: str | None = None
     arch: str | None = None
 
 
@@ -93,6 +94,7 @@ def path_of(
                 num_topk,
                 quantize=options.quantize,
                 num_pool_tokens=options.num_pool_tokens,
+                mxfp4_tokens=options.mxfp4_tokens,
                 arch=options.arch,
                 agree=lambda reason: _first_reason(reason, group),
             )

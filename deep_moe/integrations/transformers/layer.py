@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -37,6 +37,7 @@ from deep_moe.formats.weights import (
     transform_weights_for_mega_moe,
 )
 
+from ..mxfp4_tokens import served_format
 from ..served_experts import check_sizes, gate_before_up
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
@@ -75,13 +76,14 @@ def take_over(
     *,
     quantize: bool,
     num_pool_tokens: int | None,
+    mxfp4_tokens: str | None,
     arch: str | None,
     agree: Callable[[str | None], str | None],
 ) -> ExpertsLayer:
     """Lay out a module's experts for the kernel and give up the module's tensors.
 
     quantize: round floats that are not MXFP4 to it, and FP8 to scales that the target applies.
-    num_pool_tokens: of the buffer.
+    num_pool_tokens: of the buffer. mxfp4_tokens: beside experts in MXFP4, None for the default.
     agree: is told why this rank cannot take its experts over, or None, and gives back the reason of
     the first rank that cannot.
 
@@ -92,6 +94,8 @@ def take_over(
     try:
         activation = _activation(module)
         source = _source(module, quantize)
+        chosen = served_format(source.format, mxfp4_tokens, arch, source.device)
+        source = replace(source, format=chosen)
         sizes = LayerSizes(
             num_ranks * source.num_experts,
             num_topk,
@@ -134,7 +138,7 @@ def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> N
     for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
         own = layer.given[name]
         if own.dtype in _FLOATS:
-            if layer.sizes.weights == "mxfp4":
+            if weight_format(sizes.weights).in_checkpoints == "mxfp4":
                 weight = dequantize_mxfp4(weight, sf, torch.float32)
             tensors = {name: _Form.of(module).of_module(name, weight).to(own.dtype)}
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +31,9 @@ from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
 
+from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
-from ..switch import read_num_pool_tokens
+from ..switch import read_mxfp4_tokens, read_num_pool_tokens
 from ..unsupported import UnsupportedError
 from .completeness import ALL_SHARDS, LoadedParts, shards_of
 from .experts import make_kernel
@@ -47,8 +48,9 @@ logger = logging.getLogger("vllm.deep_moe")
 
 @dataclass(frozen=True)
 class _Form:
-    """A format as vLLM's method keeps it. scales: how the tensors of scales are called, if there
-    are some. is_gpt_oss: both layers have biases, and rows of gate and up alternate."""
+    """A format as vLLM's method keeps it. weights: its name, as the kernel takes it. scales: how
+    the tensors of scales are called, if there are some. is_gpt_oss: both layers have biases, and
+    rows of gate and up alternate."""
 
     weights: str
     scales: str | None
@@ -97,7 +99,10 @@ class DeepMoERoutedExperts(RoutedExperts):
         self.loaded_parts = LoadedParts()
         try:
             form = _form_of(engine)
-            arch = arch_on(torch.device(current_platform.device_type), self.emulated_arch)
+            device = torch.device(current_platform.device_type)
+            arch = arch_on(device, self.emulated_arch)
+            chosen = served_format(form.weights, read_mxfp4_tokens(), arch, device)
+            form = replace(form, weights=chosen)
             plan = plan_of(
                 self,
                 form.weights,

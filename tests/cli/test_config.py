@@ -239,6 +239,12 @@ def cost(*options: str) -> dict:
     return document
 
 
+def test_no_path_costs_anything_with_weights_that_were_not_measured():
+    result = run_config(*V3, "--path", "fused", "--weights", "mxfp4_bf16", "--arch", "sm_90a")
+    assert result.exit_code == 1
+    assert "with which NVIDIA H200s were measured" in str(result.exception)
+
+
 def test_what_a_path_costs():
     fused, split = cost("--path", "fused"), cost("--path", "split")
     assert fused["buffer_bytes"] == {"symmetric buffer": buffer_size(8, 256, 128, 8, 7168, 2048)}

@@ -184,6 +184,17 @@ def test_a_checkpoint_gives_the_sizes(checkpoint: Path):
     assert document["shape"]["intermediate_hidden"] == 128
 
 
+def test_an_mxfp4_checkpoint_with_tokens_in_bf16(checkpoint: Path):
+    options = ("--checkpoint", str(checkpoint), "--layer", "3", "--tokens", "3")
+    document = ran(*options, "--weights", "mxfp4_bf16", "--arch", "sm_90a")
+    assert document["passed"]
+    assert document["shape"]["weights"] == "mxfp4_bf16"
+    refused = invoke(*options, "--weights", "mxfp4_bf16", "--arch", "sm_100a")
+    assert "on sm_100a; got 'mxfp4_bf16'" in str(refused.exception)
+    refused = invoke(*options, "--weights", "fp8")
+    assert "--weights must be mxfp4 or mxfp4_bf16" in " ".join(refused.output.split())
+
+
 def test_a_checkpoint_that_does_not_say_how_many_experts_it_has(checkpoint: Path):
     (checkpoint / "config.json").unlink()
     refused = invoke("--checkpoint", str(checkpoint), "--layer", "3")

@@ -23,6 +23,7 @@ OTHERS = [
     "deep_moe.formats.weight_formats",
     "deep_moe.formats.weights",
     "deep_moe.fused.buffer",
+    "deep_moe.integrations.mxfp4_tokens",
 ]
 
 

@@ -136,6 +136,22 @@ def decoded_costs(rows: float) -> tuple[float, float]:
     return cost, FURTHER_TILE_COST * cost
 
 
+def bf16_decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
+    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
+
+    >>> bf16_decoded_costs(150)
+    (3.0, 2.2)
+    """
+    first, further = decoded_costs(rows)
+    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
+
+
+# With 168 rows ptxas has too few registers to overlap the products with anything else, though not
+# with 176.
+BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
+
+
 def promoted_costs(rows: float) -> tuple[float, float]:
     """Of tiles whose sums are added up in registers, fitted to times of an H200 (2026-11-23,
     benchmarks/LOG.md) with 64 to 1536 tokens per expert of both DeepSeek-V4 shapes. The first tile
@@ -160,17 +176,6 @@ def bf16_costs(rows: float) -> tuple[float, float]:
     return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
 
 
-def bf16_decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
-    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
-
-    >>> bf16_decoded_costs(150)
-    (3.0, 2.2)
-    """
-    first, further = decoded_costs(rows)
-    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
-
-
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
 # 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
 PROMOTED_ROWS = (*range(8, 120, 8), 128)
@@ -182,7 +187,15 @@ WEIGHTS = {
         32768, False, True, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
     ),
     "bf16": WeightKind(32768, False, False, True, TILES, bf16_costs),
-    "mxfp4_bf16": WeightKind(8704, True, False, False, TILES, bf16_decoded_costs, SPARED_TILES),
+    "mxfp4_bf16": WeightKind(
+        8704,
+        True,
+        False,
+        False,
+        BF16_DECODED_TILES,
+        bf16_decoded_costs,
+        spared_tiles=SPARED_TILES,
+    ),
 }
 MMAS_PER_K_BLOCK = 4
 

@@ -22,7 +22,7 @@ class Sm90Mxfp4Bf16(Sm90Weights):
     # themselves, and in clusters that share weights.
     fuzz_tiles = (
         {"block_m": 16, "num_stages": 5, "cluster_size": 2},
-        {"block_m": 168, "num_stages": 3},
+        {"block_m": 176, "num_stages": 3},
         {"block_m": 128, "block_m_step": 32, "num_stages": 2},
         {"block_m": 64, "block_m_step": 8, "num_stages": 3},
     )

@@ -30,7 +30,7 @@ def random_case(shape: MoEShape) -> LayerCase:
 
 
 # Products in pairs and one by one.
-@pytest.mark.parametrize("block_m", [8, 56, 152, 168])
+@pytest.mark.parametrize("block_m", [8, 56, 152, 176])
 def test_tiles(block_m: int) -> None:
     shape = shape_of(num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
     tokens = exact_tokens(shape, block_m + 5, seed=block_m)

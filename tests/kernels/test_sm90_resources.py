@@ -31,15 +31,13 @@ MORE_PROBLEMS: dict[str, tuple[int, int, int, int, int, float | None, bool]] = {
 }
 
 
+# Formats whose weights are decoded, and tiles of the one for BF16 tokens.
+DECODED = ("mxfp4", "mxfp4_bf16")
+DECODED_BF16_TILES = ((8, 8), (152, 152), (160, 160), (176, 176), (88, 8), (128, 32))
 # With FP8 weights, whose products take registers of their own beside the sums.
 FP8_TILES = tuple((rows, rows) for rows in (8, 24, 48, 64, 80, 88, 96, 104, 112, 128))
 # With BF16 weights: nothing is decoded, so that all sizes leave the others 72 registers.
 BF16_TILES = ((8, 8), (64, 64), (128, 128), (152, 152), (168, 168), (176, 176), (88, 8), (128, 32))
-
-
-# Formats whose weights are decoded, and tiles of the one for BF16 tokens.
-DECODED = ("mxfp4", "mxfp4_bf16")
-DECODED_BF16_TILES = ((8, 8), (152, 152), (176, 176), (88, 8), (128, 32))
 
 
 # By format and block_m, what spills with biases and not without.

@@ -1,5 +1,5 @@
 """The environment variables by which a user turns an adapter off that an engine loads by itself,
-and bounds the memory of its buffers."""
+bounds the memory of its buffers, and chooses how it runs experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .mxfp4_tokens import check_mxfp4_tokens
 OFF, ON = "0", "1"
 TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
+PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
+FUSED, LOW_LATENCY = "fused", "low_latency"
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,15 @@ def read_num_pool_tokens() -> int | None:
             f"{POOL_VARIABLE} must be a number of rows, a multiple of 384, or unset; got {value!r}"
         )
     return int(value)
+
+
+def read_path() -> str:
+    """What DEEP_MOE_VLLM_PATH says of how layers run: in one kernel, or in three steps. Raises
+    ValueError for anything else."""
+    value = os.environ.get(PATH_VARIABLE) or FUSED
+    if value not in (FUSED, LOW_LATENCY):
+        raise ValueError(
+            f"{PATH_VARIABLE} must be {FUSED} (the default), one kernel, or {LOW_LATENCY}, "
+            f"dispatch, experts and combine as three; got {value!r}"
+        )
+    return value

@@ -13,10 +13,11 @@ from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.errors import CheckpointError, DeepMoEError, MissingPackageError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
-from deep_moe.integrations.switch import Switch, read_num_pool_tokens, read_switch
+from deep_moe.integrations.shared_steps import check_step_sizes
+from deep_moe.integrations.switch import Switch, read_num_pool_tokens, read_path, read_switch
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.integrations.vllm.completeness import LoadedParts
-from deep_moe.integrations.vllm.support import plan_of
+from deep_moe.integrations.vllm.support import check_steps, plan_of
 
 from .vllm_fakes import layer
 
@@ -166,6 +167,33 @@ def test_the_pool_of_engines_buffers_may_be_bounded(monkeypatch):
     monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "few")
     with pytest.raises(ValueError, match=r"DEEP_MOE_NUM_POOL_TOKENS must be a number .* got 'few'"):
         read_num_pool_tokens()
+
+
+def test_layers_run_in_one_kernel_or_in_three_steps(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_VLLM_PATH", raising=False)
+    assert read_path() == "fused"
+    for value in ("fused", "low_latency"):
+        monkeypatch.setenv("DEEP_MOE_VLLM_PATH", value)
+        assert read_path() == value
+    monkeypatch.setenv("DEEP_MOE_VLLM_PATH", "split")
+    with pytest.raises(ValueError, match=r"must be fused .* or low_latency, .* got 'split'"):
+        read_path()
+
+
+def test_what_low_latency_steps_do_not_take():
+    check_steps(layer(), 1)
+    check_steps(layer(**EP), 2)
+    with pytest.raises(UnsupportedError, match="ranks hold slices of experts"):
+        check_steps(layer(), 2)
+    sizes = LayerSizes(8, 2, 256, 128, "mxfp4")
+    check_step_sizes(sizes, 4, 1024)
+    for changes, most, words in (
+        ({}, 1025, "num_max_tokens_per_rank must be 1 to 1024; got 1025"),
+        ({"hidden": 2880}, 32, "hidden must be a positive multiple of 128; got 2880"),
+        ({"num_pool_tokens": 100}, 32, "num_pool_tokens must be"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            check_step_sizes(sizes._replace(**changes), 4, most)
 
 
 def test_gpt_oss():

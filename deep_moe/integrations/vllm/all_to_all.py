@@ -1,12 +1,13 @@
-"""vLLM's prepare and finalize steps over deep_moe's low-latency all-to-all: other experts' kernels
-of vLLM's, those that take a batch for each expert, with our dispatch and combine.
+"""vLLM's prepare and finalize steps over deep_moe's low-latency all-to-all, around experts that
+take a batch of rows for each expert: ours (batched_experts.py), or others of vLLM's.
 
     layer = deep_moe.LowLatencyAllToAll(
         get_ep_group().device_group, max_tokens, hidden, num_experts, topk, format="bf16"
     )
     kernel = FusedMoEKernel(LowLatencyPrepareAndFinalize(layer), experts)
 
-No option of vLLM chooses it; whoever makes a layer's kernel does.
+DEEP_MOE_VLLM_PATH=low_latency chooses it around ours; around others, whoever makes a layer's kernel
+does.
 """
 
 from __future__ import annotations
@@ -19,13 +20,30 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 from vllm.v1.worker.ubatching import dbo_enabled
 
+from .batched_experts import DeepMoEBatchedExperts
+
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 
     from deep_moe.split.handle import DispatchHandle
     from deep_moe.split.low_latency import LowLatencyAllToAll
 
+    from ..served_experts import ServedExperts
+    from ..shared_steps import Steps
+
 _BLOCK = 128  # values that share a scale in the formats of FP8 that vLLM's kernels take
+
+
+def make_step_kernel(
+    moe: FusedMoEConfig, served: ServedExperts, steps: Steps, num_sharers: int
+) -> mk.FusedMoEKernel:
+    """vLLM's kernel of a layer whose dispatch, experts and combine are ours. num_sharers: as of
+    `DeepMoEBatchedExperts`."""
+    shape = steps.all_to_all.shape
+    experts = DeepMoEBatchedExperts(
+        moe, served, steps.experts, shape.num_max_tokens_per_rank, shape.num_ranks, num_sharers
+    )
+    return mk.FusedMoEKernel(LowLatencyPrepareAndFinalize(steps.all_to_all), experts)
 
 
 class _Receive:
@@ -48,9 +66,9 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     rows behind a count are not written, and experts must not read them. Rows come back and are
     added with the routing weights, once, in float32.
 
-    layer: made with format="bf16" for experts that take BF16, or quantize for themselves, and with
-        "fp8_128" for experts that take FP8 with a float32 scale per 128 values. Layers of a model
-        may share one: its calls are made in turn.
+    layer: made with the format that our experts take; for others with format="bf16", if they take
+        BF16 or quantize for themselves, and with "fp8_128", if they take FP8 with a float32 scale
+        per 128 values. Layers of a model may share one: its calls are made in turn.
 
     Ids are those of all ranks' experts, int32 or int64; -1: the slot is not used. Every rank must
     call, those without tokens too. Nothing waits for the GPU on the host.
@@ -60,6 +78,12 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self.layer = layer
         self._handle: DispatchHandle | None = None
+        self._own_format: str | None = None  # that our experts take, if the experts are ours
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """vLLM's kernel tells which experts it has."""
+        if isinstance(fused_experts, DeepMoEBatchedExperts):
+            self._own_format = fused_experts.experts.format
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -146,7 +170,9 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """That of the all-to-all is the one that the experts take."""
         own = self.layer.shape.format
         asked = None if is_deferred else quant_config.quant_dtype
-        if asked is None:
+        if self._own_format is not None:
+            expected = self._own_format
+        elif asked is None:
             expected = "bf16"
         elif asked == torch.float8_e4m3fn and quant_config.block_shape == [_BLOCK, _BLOCK]:
             expected = "fp8_128"

@@ -7,6 +7,7 @@ experts, and vLLM adds up what they compute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,18 +36,59 @@ def make_kernel(moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) ->
     return mk.FusedMoEKernel(around, DeepMoEExperts(moe, served, num_sharers))
 
 
-class DeepMoEExperts(mk.FusedMoEExpertsModular):
-    """num_sharers: ranks of the tensor parallel group, if they hold the same tokens and the experts
-    are spread over them; otherwise 1."""
+def on_own_share(
+    num_sharers: int,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Let `run(output, x, topk_ids, topk_weights)` see this rank's share of the tokens, and write
+    what all shares gave into `output`.
 
-    def __init__(self, moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) -> None:
-        super().__init__(moe, FUSED_MOE_UNQUANTIZED_CONFIG)
+    num_sharers: ranks of the tensor parallel group, if they hold the same tokens; otherwise 1, and
+    the share is all of them.
+    """
+    if num_sharers == 1:
+        run(output, x, topk_ids, topk_weights)
+        return
+    group = get_tp_group()
+    num_tokens = x.shape[0]
+    share = -(-num_tokens // num_sharers)
+    first = group.rank_in_group * share
+    rows = slice(first, first + share)
+    # The last ranks' shares may be smaller, or empty.
+    own = x.new_zeros(share, x.shape[1])
+    run(own[: x[rows].shape[0]], x[rows], topk_ids[rows], topk_weights[rows])
+    if num_tokens:
+        output.copy_(group.all_gather(own, dim=0)[:num_tokens])
+
+
+def mean_tokens(moe: FusedMoEConfig, num_tokens: int, num_sharers: int = 1) -> int:
+    """That ranks bring to the kernel, rounded up, as far as the host knows; otherwise this rank's
+    `num_tokens`. num_sharers: ranks that share the tokens of a data parallel rank among them."""
+    if not is_forward_context_available():
+        return num_tokens
+    step = get_forward_context().dp_metadata
+    if step is None:
+        return num_tokens
+    counts = step.num_tokens_across_dp_cpu.tolist()
+    return -(-sum(counts) // (len(counts) * moe.moe_parallel_config.sp_size * num_sharers))
+
+
+class DeepMoEKernel(mk.FusedMoEExpertsModular):
+    """What our kernels have in common as vLLM sees them."""
+
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        served: ServedExperts,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ) -> None:
+        super().__init__(moe, FUSED_MOE_UNQUANTIZED_CONFIG, max_num_tokens, num_dispatchers)
         self.served = served
-        self.num_sharers = num_sharers
-
-    @staticmethod
-    def activation_format() -> mk.FusedMoEActivationFormat:
-        return mk.FusedMoEActivationFormat.Standard
 
     # vLLM asks these when it chooses among its own kernels. This one is never in that list:
     # support.py decides.
@@ -74,9 +116,6 @@ class DeepMoEExperts(mk.FusedMoEExpertsModular):
     def expects_unquantized_inputs(self) -> bool:
         return True
 
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
-
     def moe_problem_size(
         self,
         a1: torch.Tensor,
@@ -84,10 +123,27 @@ class DeepMoEExperts(mk.FusedMoEExpertsModular):
         w2: torch.Tensor,
         topk_ids: torch.Tensor,
     ) -> tuple[int, int, int, int, int]:
-        """The weights' shapes are the kernel's own and say nothing of the layer's."""
+        """The weights' shapes are the kernel's own and say nothing of the layer's. a1: tokens, or
+        rows of each local expert."""
         sizes = self.served.sizes
         num_rows = 2 * sizes.intermediate_hidden
-        return w1.shape[0], a1.shape[0], num_rows, sizes.hidden, topk_ids.shape[1]
+        return w1.shape[0], a1.shape[-2], num_rows, sizes.hidden, topk_ids.shape[1]
+
+
+class DeepMoEExperts(DeepMoEKernel):
+    """num_sharers: ranks of the tensor parallel group, if they hold the same tokens and the experts
+    are spread over them; otherwise 1."""
+
+    def __init__(self, moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) -> None:
+        super().__init__(moe, served)
+        self.num_sharers = num_sharers
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
@@ -138,34 +194,15 @@ class DeepMoEExperts(mk.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
     ) -> None:
         """As `ServedExperts.run`, for tokens that `num_sharers` ranks may all hold."""
-        num_tokens = x.shape[0]
-        if self.num_sharers == 1:
-            expected = self._mean_tokens(num_tokens)
-            self.served.run(output, x, topk_ids, topk_weights, expected_tokens_per_rank=expected)
-            return
-        group = get_tp_group()
-        share = -(-num_tokens // self.num_sharers)
-        first = group.rank_in_group * share
-        rows = slice(first, first + share)
-        # The last ranks' shares may be smaller, or empty.
-        own = x.new_zeros(share, x.shape[1])
-        self.served.run(
-            own[: x[rows].shape[0]],
-            x[rows],
-            topk_ids[rows],
-            topk_weights[rows],
-            expected_tokens_per_rank=-(-self._mean_tokens(num_tokens) // self.num_sharers),
-        )
-        if num_tokens:
-            output.copy_(group.all_gather(own, dim=0)[:num_tokens])
+        share = -(-x.shape[0] // self.num_sharers)
+        expected = mean_tokens(self.moe_config, share, self.num_sharers)
 
-    def _mean_tokens(self, num_tokens: int) -> int:
-        """Of all ranks that have tokens of their own, known on the host."""
-        if not is_forward_context_available():
-            return num_tokens
-        step = get_forward_context().dp_metadata
-        if step is None:
-            return num_tokens
-        counts = step.num_tokens_across_dp_cpu.tolist()
-        parallel = self.moe_config.moe_parallel_config
-        return -(-sum(counts) // (len(counts) * parallel.sp_size))
+        def run(
+            output: torch.Tensor,
+            x: torch.Tensor,
+            topk_ids: torch.Tensor,
+            topk_weights: torch.Tensor,
+        ) -> None:
+            self.served.run(output, x, topk_ids, topk_weights, expected_tokens_per_rank=expected)
+
+        on_own_share(self.num_sharers, output, x, topk_ids, topk_weights, run)

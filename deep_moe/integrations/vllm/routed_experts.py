@@ -33,17 +33,22 @@ from deep_moe.errors import DeepMoEError
 
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
-from ..switch import read_mxfp4_tokens, read_num_pool_tokens
+from ..shared_steps import SharedSteps, check_step_sizes
+from ..switch import LOW_LATENCY, read_mxfp4_tokens, read_num_pool_tokens, read_path
 from ..unsupported import UnsupportedError
+from .all_to_all import make_step_kernel
 from .completeness import ALL_SHARDS, LoadedParts, shards_of
-from .experts import make_kernel
-from .support import Plan, plan_of
+from .experts import make_kernel, on_own_share
+from .support import Plan, check_steps, plan_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 
 # vLLM shows the lines of loggers below its own.
 logger = logging.getLogger("vllm.deep_moe")
+
+# Of all models of this process, as the buffers of the fused path.
+steps = SharedSteps()
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,17 @@ class DeepMoERoutedExperts(RoutedExperts):
                 is_gpt_oss=form.is_gpt_oss,
                 num_pool_tokens=read_num_pool_tokens(),
             )
-            check_sizes(plan.sizes, plan.num_ranks, plan.max_tokens_per_rank)
+            own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank
+            check_sizes(*own_sizes)
+            path = read_path()
+            if path == LOW_LATENCY:
+                check_steps(self, get_tensor_model_parallel_world_size())
+                check_step_sizes(*own_sizes)
             _check_process()
         except UnsupportedError as error:
             log_fallback(prefix, engine, str(error))
             return engine
-        return DeepMoEMethod(moe_config, engine, form, plan, arch)
+        return DeepMoEMethod(moe_config, engine, form, plan, arch, path)
 
     def weight_loader(
         self,
@@ -166,7 +176,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
     """How a layer's weights are made, loaded and applied.
 
     engine: vLLM's own method, which makes the tensors, and takes the layer back if its weights turn
-    out not to be what the kernel takes.
+    out not to be what the kernel takes. path: what `read_path` gives.
     """
 
     def __init__(
@@ -176,12 +186,14 @@ class DeepMoEMethod(FusedMoEMethodBase):
         form: _Form,
         plan: Plan,
         arch: str | None,
+        path: str,
     ) -> None:
         super().__init__(moe)
         self.engine = engine
         self.form = form
         self.plan = plan
         self.arch = arch
+        self.is_in_steps = path == LOW_LATENCY
         self.served: ServedExperts | None = None
         self.is_rounded_up = False
 
@@ -258,12 +270,29 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if self.served is not None:
             return
         self.served = served
-        served.buffer()  # before vLLM looks how much memory is left, and before any graph
+        # Before vLLM looks how much memory is left, and before any graph: ranks meet.
+        if self.is_in_steps:
+            own_steps = steps.steps(
+                group,
+                served.device,
+                self.plan.sizes,
+                self.plan.activation,
+                self.plan.max_tokens_per_rank,
+                self.arch,
+            )
+            self.moe_kernel = make_step_kernel(self.moe, served, own_steps, self.plan.num_sharers)
+        else:
+            served.buffer()
+            self.moe_kernel = make_kernel(self.moe, served, self.plan.num_sharers)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = make_kernel(self.moe, served, self.plan.num_sharers)
         ranks = f", {self.plan.num_ranks} ranks" if group is not None else ""
+        path = ", low-latency steps" if self.is_in_steps else ""
         logger.info(
-            "%s: experts run by deep_moe (%s%s)", layer.layer_name, self.form.weights, ranks
+            "%s: experts run by deep_moe (%s%s%s)",
+            layer.layer_name,
+            self.form.weights,
+            ranks,
+            path,
         )
 
     def _first_reason(self, reason: str | None) -> str | None:
@@ -295,25 +324,43 @@ class DeepMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        assert self.moe_kernel is not None
-        if x.shape[0] == 0:
+        kernel = self.moe_kernel
+        assert kernel is not None
+
+        def run(
+            x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        ) -> torch.Tensor:
+            return kernel.apply(
+                hidden_states=x,
+                w1=layer.w13_weight,
+                w2=layer.w2_weight,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
+
+        if self.is_in_steps and self.plan.num_sharers > 1:
+            output = torch.empty_like(x)
+            on_own_share(
+                self.plan.num_sharers,
+                output,
+                x,
+                topk_ids,
+                topk_weights,
+                lambda own, *call: own.copy_(run(*call)),
+            )
+            return output
+        if not self.is_in_steps and x.shape[0] == 0:
             # vLLM's kernel returns at once. Here the other ranks wait for this one.
             output = torch.empty_like(x)
-            self.moe_kernel.fused_experts.run(output, x, topk_ids, topk_weights)
+            kernel.fused_experts.run(output, x, topk_ids, topk_weights)
             return output
-        return self.moe_kernel.apply(
-            hidden_states=x,
-            w1=layer.w13_weight,
-            w2=layer.w2_weight,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            activation=layer.activation,
-            global_num_experts=layer.global_num_experts,
-            expert_map=layer.expert_map,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            shared_experts=shared_experts,
-            shared_experts_input=shared_experts_input,
-        )
+        return run(x, topk_ids, topk_weights)
 
 
 def log_fallback(layer: str, engine: FusedMoEMethodBase, reason: str) -> None:

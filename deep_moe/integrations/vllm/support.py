@@ -102,6 +102,12 @@ def plan_of(
     )
 
 
+def check_steps(layer: Any, tp_size: int) -> None:
+    """Raise UnsupportedError if a layer that `plan_of` took cannot run in steps of their own."""
+    if tp_size > 1 and not layer.moe_config.moe_parallel_config.use_ep:
+        raise UnsupportedError("ranks hold slices of experts, and low-latency steps add up none")
+
+
 # What vLLM compiles into its activation "swigluoai", of rows that alternate.
 _ALPHA, _LIMIT = 1.702, 7.0
 

@@ -1,0 +1,119 @@
+"""Dispatch, experts and combine as kernels of their own, shared by all layers of the same sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from deep_moe.heuristics.low_latency import LowLatencyShape
+from deep_moe.split.grouped_experts import (
+    GroupedExperts,
+    formats_for,
+    grouped_experts_workspace_size,
+)
+from deep_moe.split.low_latency import LowLatencyAllToAll
+
+from .shared_buffers import LayerSizes
+from .unsupported import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deep_moe.activations import Activation
+
+
+class Steps(NamedTuple):
+    """What a layer runs in turn: all_to_all's dispatch, experts, all_to_all's combine."""
+
+    all_to_all: LowLatencyAllToAll
+    experts: GroupedExperts
+
+    def close(self) -> None:
+        self.experts.close()
+        self.all_to_all.close()
+
+
+class SharedSteps:
+    """Steps by group, device, sizes, activation, number of tokens and target. Layers' calls run one
+    after the other, so that one of each is enough."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[object, ...], Steps] = {}
+
+    def steps(
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        sizes: LayerSizes,
+        activation: Activation,
+        max_tokens_per_rank: int,
+        arch: str | None,
+    ) -> Steps:
+        """Every rank of `group` must call this with the same arguments, in the same order as the
+        others: where the steps have to be made, ranks meet."""
+        name = None if group is None else group.group_name
+        key = (name, device.type, sizes, activation, max_tokens_per_rank, arch)
+        if key not in self._steps:
+            num_ranks = 1 if group is None else group.size()
+            # Tensors that are made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(False):
+                all_to_all = LowLatencyAllToAll(
+                    group,
+                    max_tokens_per_rank,
+                    sizes.hidden,
+                    sizes.num_experts,
+                    sizes.num_topk,
+                    format=formats_for(sizes.weights)[0],
+                    device=device,
+                    arch=arch,
+                )
+                experts = GroupedExperts(
+                    _max_rows(sizes, num_ranks, max_tokens_per_rank),
+                    sizes.hidden,
+                    sizes.intermediate_hidden,
+                    sizes.num_experts // num_ranks,
+                    weights=sizes.weights,
+                    biases=sizes.biases,
+                    activation=activation,
+                    num_pool_tokens=sizes.num_pool_tokens,
+                    device=device,
+                    arch=arch,
+                )
+            self._steps[key] = Steps(all_to_all, experts)
+        return self._steps[key]
+
+    def close(self) -> None:
+        """Close all. On every rank, before a process group is destroyed."""
+        while self._steps:
+            _, steps = self._steps.popitem()
+            steps.close()
+
+
+def check_step_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
+    """Raise UnsupportedError for sizes that the kernels of the steps do not take."""
+    try:
+        LowLatencyShape(
+            num_ranks=num_ranks,
+            num_experts=sizes.num_experts,
+            num_topk=sizes.num_topk,
+            hidden=sizes.hidden,
+            num_max_tokens_per_rank=max_tokens_per_rank,
+            format=formats_for(sizes.weights)[0],
+        )
+        grouped_experts_workspace_size(
+            _max_rows(sizes, num_ranks, max_tokens_per_rank),
+            sizes.hidden,
+            sizes.intermediate_hidden,
+            sizes.num_experts // num_ranks,
+            weights=sizes.weights,
+            num_pool_tokens=sizes.num_pool_tokens,
+        )
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _max_rows(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> int:
+    """Of all experts of a rank: a token comes once to each of them that it names."""
+    per_token = min(sizes.num_topk, sizes.num_experts // num_ranks)
+    return num_ranks * max_tokens_per_rank * per_token

@@ -1,0 +1,198 @@
+"""vLLM's own kernels for MXFP4 experts, made and called by vLLM's own classes: what an engine runs
+on Hopper where deep_moe does not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial.synthetic import Layer
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel. option: vLLM's `moe_backend` that chooses it. tokens: as they are multiplied.
+    package: what it needs beside vLLM. is_declared: it multiplies such tokens if the checkpoint
+    says so."""
+
+    option: str
+    label: str
+    tokens: str = "bf16"
+    package: str | None = None
+    is_declared: bool = False
+
+
+BACKENDS = {
+    "marlin": Backend("marlin", "vLLM's Marlin"),
+    "humming": Backend("humming", "Humming", package="humming"),
+    "humming_fp8": Backend("humming", "Humming", "fp8", "humming", is_declared=True),
+    "triton": Backend("triton_unfused", "vLLM's Triton"),
+    "cutlass": Backend("flashinfer_cutlass", "FlashInfer's CUTLASS", package="flashinfer"),
+    "cutlass_fp8": Backend(
+        "flashinfer_cutlass_afp8", "FlashInfer's CUTLASS", "fp8", package="flashinfer"
+    ),
+}
+
+
+class AbsentError(Exception):
+    """A kernel that cannot be timed here, and why."""
+
+
+def require(backend: Backend) -> None:
+    """Raise AbsentError unless what the kernel needs can be imported."""
+    for package in ("vllm", *(() if backend.package is None else (backend.package,))):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise AbsentError(f"{package} cannot be imported: {error}") from error
+
+
+@contextmanager
+def vllm_groups(config: Any, rank: int, tp: int, local_rank: int, backend: str) -> Iterator[None]:
+    """vLLM's groups over torch's process group, which is there already, with `config` as the
+    current one. rank: of all. tp: ranks of tensor parallelism."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    with set_current_vllm_config(config):
+        init_distributed_environment(tp, rank % tp, "env://", local_rank, backend)
+        initialize_model_parallel(tp, backend=backend)
+    try:
+        yield
+    finally:
+        destroy_model_parallel()
+
+
+def vllm_config(rank: int, num_ranks: int, max_tokens: int, moe_backend: str = "auto") -> Any:
+    """Of an engine that spreads experts over data parallel ranks, which is what gives each rank
+    tokens of its own."""
+    from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config.kernel import KernelConfig
+
+    return VllmConfig(
+        parallel_config=ParallelConfig(
+            data_parallel_size=num_ranks,
+            data_parallel_rank=rank,
+            enable_expert_parallel=num_ranks > 1,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_model_len=max_tokens,
+            max_num_batched_tokens=max_tokens,
+            max_num_seqs=1,
+            is_encoder_decoder=False,
+        ),
+        kernel_config=KernelConfig(moe_backend=moe_backend),
+    )
+
+
+class VllmLayer:
+    """One rank's part of a layer that vLLM runs by one of its kernels. With several ranks, vLLM
+    gathers all ranks' tokens before it, and adds and scatters the results behind it.
+
+    layer: weights of the rank's own experts, in MXFP4. Must be made inside `vllm_groups`. Raises
+    AbsentError if vLLM does not have the kernel here.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        shape: MoEShape,
+        layer: Layer,
+        clamp: float | None,
+        device: torch.device,
+    ) -> None:
+        require(backend)
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+        from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+
+        # It is asked of a model's config, of which there is none here.
+        mxfp4._user_moe_activation_override = lambda: None
+        _require_workspace(device)
+        rank, num_ranks = dist.get_rank(), shape.num_ranks
+        self.max_tokens = shape.num_max_tokens_per_rank
+        self.config = vllm_config(rank, num_ranks, self.max_tokens, backend.option)
+        try:
+            with set_current_vllm_config(self.config), torch.device(device):
+                runner = FusedMoEFactory(
+                    num_experts=shape.num_experts,
+                    top_k=shape.num_topk,
+                    hidden_size=shape.hidden,
+                    intermediate_size=shape.intermediate_hidden,
+                    params_dtype=torch.bfloat16,
+                    quant_config=_quantization(backend),
+                    swiglu_limit=clamp,
+                    prefix="model.layers.0.mlp.experts",
+                )
+                self.experts = runner.routed_experts
+                self._load(layer)
+        except (ImportError, NotImplementedError, ValueError) as error:
+            raise AbsentError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+    def _load(self, layer: Layer) -> None:
+        for name, (values, scales) in (("w13", layer.l1), ("w2", layer.l2)):
+            width = values.shape[2] // 16  # a scale for 32 values, two of which are a byte
+            bytes_of_scales = unpack_ue8m0(scales)[..., :width]
+            for suffix, tensor in (("weight", values), ("weight_scale", bytes_of_scales)):
+                param = getattr(self.experts, f"{name}_{suffix}")
+                param.data.copy_(tensor.view(torch.uint8))
+        self.experts.quant_method.process_weights_after_loading(self.experts)
+
+    @contextmanager
+    def step(self, tokens_of_ranks: list[int]) -> Iterator[None]:
+        """What vLLM knows while it runs a model once; calls must be inside."""
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import get_forward_context, set_forward_context
+
+        own = tokens_of_ranks[dist.get_rank()]
+        across = torch.tensor(tokens_of_ranks, dtype=torch.int32)
+        with (
+            set_current_vllm_config(self.config),
+            set_forward_context(None, self.config, num_tokens=own, num_tokens_across_dp=across),
+            torch.inference_mode(),
+        ):
+            metadata = get_forward_context().dp_metadata
+            if metadata is None:
+                yield
+                return
+            with metadata.sp_local_sizes(1, use_ep=True):
+                yield
+
+    def __call__(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x: bfloat16 [tokens, hidden]. topk_idx: int32, topk_weights: float32 [tokens, topk]."""
+        y: torch.Tensor = self.experts.forward_modular(x, topk_weights, topk_idx)
+        return y
+
+
+def _quantization(backend: Backend) -> Any:
+    """What a checkpoint says of its experts."""
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic
+
+    class Config(Mxfp4Config):
+        def _make_moe_method(self, moe: Any) -> Any:
+            # Which on Hopper vLLM turns into FP8 with a scale per 128 values.
+            return Mxfp4MoEMethod(moe, kMxfp8Dynamic if backend.is_declared else None)
+
+    return Config()
+
+
+def _require_workspace(device: torch.device) -> None:
+    from vllm.v1.worker import workspace
+
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(device)

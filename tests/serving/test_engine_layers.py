@@ -1,0 +1,130 @@
+"""What the benchmark of engines' kernels has vLLM do: its own classes load the weights, gather and
+scatter tokens, and call a kernel. Here that one is PyTorch's, in Marlin's place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engines import parse_arguments, run_rank
+from deep_moe.formats.block_scaled import pack_ue8m0
+from deep_moe.formats.mx import dequantize_mxfp4
+from deep_moe.trial.rank_processes import run_on_ranks
+
+vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+WORDS = ["--experts", "4", "--topk", "2", "--hidden", "256", "--intermediate", "128"]
+WORDS += ["--calls", "1", "--rounds", "1", "--warmup", "0", "--commit", "abc", "--tokens", "2", "5"]
+WORDS += ["--model", "deepseek-v4-flash", "--engines", "marlin", "triton", "cutlass"]
+
+
+def put_in_marlins_place() -> None:
+    """A kernel that a CPU can run, for weights as they are loaded."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.quantization import mxfp4
+
+    class Experts(MarlinExperts):
+        @staticmethod
+        def _supports_current_device() -> bool:
+            return True
+
+        def moe_problem_size(self, *arguments: Any) -> tuple[int, int, int, int, int]:
+            return mk.FusedMoEExpertsModular.moe_problem_size(self, *arguments)
+
+        def apply(
+            self,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            *others: Any,
+            expert_map: torch.Tensor | None = None,
+            **more: Any,
+        ) -> None:
+            limit = self.quant_config.gemm1_clamp_limit
+            assert limit == 10.0
+            output.zero_()
+            for (token, slot), expert in zip(
+                torch.cartesian_prod(*map(torch.arange, topk_ids.shape)).tolist(),
+                topk_ids.flatten().tolist(),
+                strict=True,
+            ):
+                own = expert if expert_map is None else int(expert_map[expert])
+                if own < 0:
+                    continue
+                first, second = (
+                    dequantize_mxfp4(w[own], pack_ue8m0(scale[own])).float()
+                    for w, scale in (
+                        (w1.view(torch.int8), self.w1_scale),
+                        (w2.view(torch.int8), self.w2_scale),
+                    )
+                )
+                gate, up = (first @ hidden_states[token].float()).chunk(2)
+                h = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+                output[token] += (topk_weights[token, slot] * (second @ h)).bfloat16()
+
+    mxfp4.select_deepseek_v4_mxfp4_moe_backend = lambda moe: (
+        mxfp4.Mxfp4MoeBackend.MARLIN,
+        Experts,
+    )
+    mxfp4.convert_weight_to_mxfp4_moe_kernel_format = lambda layer, **given: (
+        *(given[name].data for name in ("w13_weight", "w2_weight")),
+        *(given[name].data for name in ("w13_weight_scale", "w2_weight_scale")),
+        None,
+        None,
+    )
+
+
+def give_a_cpu_vllms_collectives() -> None:
+    """Which vLLM has for GPUs only; of equally many tokens on all ranks."""
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+
+    def all_gatherv(self: Any, tensors: list[torch.Tensor], dim: int, sizes: list[int]) -> Any:
+        assert (dim, len(set(sizes))) == (0, 1)
+        gathered = []
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor) for _ in sizes]
+            torch.distributed.all_gather(parts, tensor.contiguous(), group=self.device_group)
+            gathered.append(torch.cat(parts))
+        return gathered
+
+    def reduce_scatterv(self: Any, rows: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        assert dim == 0
+        sums = rows.clone()
+        torch.distributed.all_reduce(sums, group=self.device_group)
+        return sums.split(sizes)[self.rank_in_group]
+
+    DeviceCommunicatorBase.all_gatherv = all_gatherv
+    DeviceCommunicatorBase.reduce_scatterv = reduce_scatterv
+
+
+def _run(device: torch.device, arguments: Any) -> None:
+    import sys
+
+    put_in_marlins_place()
+    give_a_cpu_vllms_collectives()
+    sys.modules["flashinfer"] = None  # type: ignore[assignment]
+    run_rank(device, arguments)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_vllm_runs_the_layer_that_is_timed(tmp_path: Path, num_ranks: int) -> None:
+    path = tmp_path / "report.json"
+    run_on_ranks(_run, num_ranks, "cpu", parse_arguments([*WORDS, "--json", str(path)]))
+    report = json.loads(path.read_text())
+    assert report["vllm"] == vllm.__version__
+    assert set(report["absent"]) == {"cutlass"}
+    assert report["absent"]["cutlass"].startswith("flashinfer cannot be imported")
+    for result in report["results"]:
+        assert result["failed"] == {}
+        assert result["paths"]["marlin"]["distance"] < 1e-4
+        assert set(result["paths"]) == {"deep_moe", "marlin", "triton"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import deep_moe
 from deep_moe.activations import Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.errors import DeepMoEError
+from deep_moe.errors import DeepMoEError, MegaMoETimeoutError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
 from deep_moe.integrations.mxfp4_tokens import served_format
@@ -19,6 +22,7 @@ from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.switch import read_mxfp4_tokens
 from deep_moe.integrations.unsupported import UnsupportedError
+from deep_moe.trial.rank_processes import run_on_ranks
 
 SIZES = LayerSizes(4, 2, 256, 128, "mxfp4")
 CPU = torch.device("cpu")
@@ -241,6 +245,32 @@ def test_a_pool_may_be_bounded():
     assert layer.buffer().nbytes < few.nbytes
     with pytest.raises(UnsupportedError, match=r"num_pool_tokens must be .*multiple of 384"):
         ServedExperts(SIZES._replace(num_pool_tokens=385), Swiglu(), None, CPU, 512)
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    """Not in the call before, and within the timeout, so that an engine ends its requests."""
+    said = tmp_path / "said"
+    run_on_ranks(_serve_until_a_rank_dies, 2, "cpu", said)
+    assert "missing: rank 1" in said.read_text()
+
+
+def _serve_until_a_rank_dies(device: torch.device, said: Path) -> None:
+    group = torch.distributed.group.WORLD
+    rank = torch.distributed.get_rank()
+    layer = ServedExperts(SIZES, Swiglu(), group, device, 8, "sm_90a")
+    own = slice(2 * rank, 2 * rank + 2)
+    layer.load(*(tuple(tensor[own] for tensor in pair) for pair in source(0)))
+    x, weights = torch.ones(3, 256).bfloat16(), torch.full((3, 2), 0.5)
+    layer.run(torch.empty_like(x), x, IDS, weights)
+    torch.distributed.barrier()
+    if rank == 1:
+        os._exit(0)
+    # Instead of the minutes that the emulator may take.
+    served_experts.CALLS = {"mxfp4": partial(deep_moe.fp8_fp4_mega_moe, timeout_s=3)}
+    with pytest.raises(MegaMoETimeoutError) as error:
+        layer.run(torch.empty_like(x), x, IDS, weights)
+    said.write_text(str(error.value))
+    os._exit(0)  # the group has lost a rank and cannot be left
 
 
 def test_weights_that_are_none_are_refused_and_later_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 import deep_moe
 import deep_moe.integrations.transformers as adapter
@@ -503,6 +505,18 @@ def test_expert_parallel_needs_the_experts_too(checkpoint):
             DeepMoEExpertParallel(model.model.layers[0].mlp.experts, Mesh(), Mesh())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lacks", ["experts.5.w1.weight", "experts.7.w2", "experts.3.w3.scale"])
+def test_a_checkpoint_without_an_expert_is_refused(checkpoint, tmp_path, lacks):
+    """By transformers, which stacks experts; nothing is served."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if f"layers.1.ffn.{lacks}" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"conversion of the weights|ignore_mismatched_sizes"):
+        load(tmp_path)
 
 
 # ---- registration

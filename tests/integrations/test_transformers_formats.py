@@ -157,12 +157,16 @@ def test_two_ranks_generate_what_one_generates(gpt_oss, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
-    """Makes a model in bfloat16 that counts; its experts are no MXFP4 numbers."""
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16 that counts; its experts are no MXFP4 numbers."""
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        **SIZES, hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_experts=8
+        **SIZES | {"num_key_value_heads": 2},  # which two ranks share
+        hidden_size=256,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_experts=8,
     )
     model = transformers.Qwen3MoeForCausalLM(config)
     for layer in model.model.layers:
@@ -170,7 +174,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
             torch.nn.init.normal_(weights, std=0.06)
     teach(model)
     model.bfloat16().save_pretrained(folder)
-    return lambda: load(folder, "eager")
+    return folder
+
+
+@pytest.fixture
+def qwen(qwen_folder: Path) -> Callable[[], Any]:
+    """Loads that model."""
+    return lambda: load(qwen_folder, "eager")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -190,6 +200,16 @@ def test_bf16_experts_generate_what_the_eager_path_generates(qwen, arch):
     adapter.release(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_with_bf16_experts(qwen_folder, tmp_path, monkeypatch):
+    on_ranks(_generate, monkeypatch, qwen_folder, tmp_path)
+    expected = greedy(load(qwen_folder, "eager"), PROMPT)[1]
+    for rank in range(2):
+        tokens, logits = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(tokens, ANSWER)
+        assert relative_error(logits, expected) < 0.02  # attention adds up two ranks' sums
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -305,3 +305,22 @@ def test_the_layer_of_these_tests_has_the_names_of_sglangs():
     config = sglang_stage.source_of(f"{moe}.moe_runner.base").read_text()
     for name in vars(experts.moe_runner_config):
         assert f"    {name}: " in config, name
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--tensor-parallel-size", "2", "--data-parallel-attention"]]
+)
+def test_the_example_asks_for_what_sglang_knows(monkeypatch, words):
+    """By the names in SGLang's source: its server cannot be imported without a GPU."""
+    from tests.examples.test_served_model import example
+
+    serve_sglang = example("serve_sglang", monkeypatch)
+    source = sglang_stage.source_of("sglang.srt.arg_groups.field_order").read_text()
+    arguments = serve_sglang.parsed(words)
+    given = serve_sglang.engine_arguments(arguments, is_kernel=True)
+    assert [name for name in given if f'"{name}"' not in source] == []
+    environ = sglang_stage.source_of("sglang.srt.environ").read_text()
+    assert f"{serve_sglang.MAX_TOKENS_VARIABLE} = " in environ
+    generate = sglang_stage.source_of("sglang.srt.entrypoints.engine").read_text()
+    for name in ("input_ids", "sampling_params", "return_logprob", "logprob_start_len"):
+        assert f"        {name}: Optional[" in generate

@@ -1,0 +1,128 @@
+"""SGLang serves a model of random weights, once with its experts in the kernel and once without.
+
+Its experts have DeepSeek-V4-Flash's sizes, in FP8 with a scale per 128 x 128 values, which
+SGLang's class of this model takes on Hopper (served_model.py). It is served three times, each in a
+process of its own: by deep_moe, by SGLang alone, and by SGLang with the experts' weights as BF16
+numbers, which is the reference. All of them get the same prompts, and say how probable every token
+of them is. Needs GPUs, SGLang and an installed deep_moe; fetches nothing.
+
+    python examples/serve_sglang.py
+    python examples/serve_sglang.py --tensor-parallel-size 2    # experts spread over two GPUs
+    python examples/serve_sglang.py --tensor-parallel-size 2 --data-parallel-attention
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from served_model import add_model_options, prompts_of, report, run_child, write_models
+
+# Of one step on one rank, for which the buffer is made.
+MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
+MAX_TOKENS = 1024
+
+
+def main() -> int:
+    arguments = parsed()
+    if arguments.serve:
+        serve(arguments)
+        return 0
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        quantized, reference = Path(folder, "fp8"), Path(folder, "bf16")
+        write_models(quantized, reference, arguments, "fp8")
+        runs = {
+            name: run_child(
+                name,
+                model,
+                [{"DEEP_MOE_SGLANG": switch, MAX_TOKENS_VARIABLE: str(MAX_TOKENS)}],
+                "SGLang",
+            )
+            for name, model, switch in (
+                ("reference", reference, "0"),
+                ("SGLang", quantized, "0"),
+                ("deep_moe", quantized, "1"),
+            )
+        }
+    return report(runs, arguments.layers)
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_options(parser)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs")
+    parser.add_argument(
+        "--data-parallel-attention", action="store_true", help="each GPU has requests of its own"
+    )
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    return parser.parse_args(words)
+
+
+def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[str, Any]:
+    """Of `sglang.Engine`. is_kernel: whole layers of experts go to one kernel, which is deep_moe's
+    where the adapter is on."""
+    num_gpus = arguments.tensor_parallel_size
+    given = {
+        "model_path": str(arguments.serve),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "context_length": arguments.prompt_tokens + arguments.new_tokens + 1,
+        "max_running_requests": arguments.prompts,
+        "chunked_prefill_size": MAX_TOKENS,
+        "mem_fraction_static": 0.5,
+        "tp_size": num_gpus,
+        "disable_cuda_graph": arguments.eager,
+        "disable_radix_cache": True,
+        "log_level": "info",
+    }
+    if arguments.data_parallel_attention:
+        given |= {"dp_size": num_gpus, "enable_dp_attention": True}
+    if is_kernel:
+        given |= {
+            "ep_size": num_gpus,
+            "moe_a2a_backend": "megamoe",
+            "moe_runner_backend": "deep_gemm",
+        }
+    return given
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """In a child: every prompt's tokens' log-probabilities, and what the model makes of it."""
+    import os
+
+    import sglang
+
+    prompts = prompts_of(arguments)
+    is_kernel = os.environ["DEEP_MOE_SGLANG"] == "1"
+    engine = sglang.Engine(**engine_arguments(arguments, is_kernel=is_kernel))
+    options = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
+
+    def generate(inputs: list[list[int]]) -> list[dict[str, Any]]:
+        return engine.generate(
+            input_ids=inputs, sampling_params=options, return_logprob=True, logprob_start_len=0
+        )
+
+    outputs = generate(prompts)
+    made = [list(output["output_ids"]) for output in outputs]
+    # The same tokens once more, now all of them as a prompt.
+    again = generate([prompt + new for prompt, new in zip(prompts, made, strict=True)])
+    result = {
+        "prompts": [logprobs(output, "input")[1:] for output in outputs],
+        "tokens": made,
+        "decoded": [logprobs(output, "output") for output in outputs],
+        "read": [logprobs(output, "input")[-arguments.new_tokens :] for output in again],
+    }
+    arguments.out.write_text(json.dumps(result))
+    engine.shutdown()
+
+
+def logprobs(output: dict[str, Any], which: str) -> list[float]:
+    """Of the tokens that were given, or made. There is none of the first one of a prompt."""
+    return [entry[0] for entry in output["meta_info"][f"{which}_token_logprobs"]]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

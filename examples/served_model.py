@@ -1,0 +1,235 @@
+"""A model of random weights for the examples that serve one, and how near their results are.
+
+The model is Qwen3-MoE's, since its attention runs on any GPU that engines know. It is written
+twice, as checkpoints have it: with its experts in MXFP4 or FP8, and with their numbers in BF16,
+which is the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import deep_moe
+from deep_moe.formats.block_scaled import unpack_ue8m0
+
+VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
+# Of how far apart tokens' log-probabilities lie in the reference. Activations in FP8 make for less
+# than this; experts that are swapped, or scales that are shifted, for far more.
+ALLOWED = 0.1
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--topk", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=96)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--folder", help="where models are written for the time; default: /tmp")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)  # the model of a child
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+
+
+def write_models(
+    quantized: Path, reference: Path, arguments: argparse.Namespace, weights: str
+) -> None:
+    """weights: of the experts in `quantized`, "mxfp4" or "fp8"."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, std: float) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator, device=device)
+        return (values * std).bfloat16()
+
+    hidden, intermediate = arguments.hidden, arguments.intermediate
+    for folder in (quantized, reference):
+        folder.mkdir()
+        config = model_config(arguments, weights if folder is quantized else None)
+        Path(folder, "config.json").write_text(json.dumps(config))
+    rest = {
+        "model.embed_tokens.weight": random(VOCABULARY, hidden, std=1.0),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "lm_head.weight": random(VOCABULARY, hidden, std=2 * hidden**-0.5),
+    }
+    for layer in range(arguments.layers):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            rest[f"{prefix}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        for name in ("q_norm", "k_norm"):
+            rest[f"{prefix}.self_attn.{name}.weight"] = torch.ones(HEAD_DIM, dtype=torch.bfloat16)
+        for name, heads in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS)):
+            rest[f"{prefix}.self_attn.{name}_proj.weight"] = random(
+                heads * HEAD_DIM, hidden, std=hidden**-0.5
+            )
+        rest[f"{prefix}.self_attn.o_proj.weight"] = random(
+            hidden, NUM_HEADS * HEAD_DIM, std=(NUM_HEADS * HEAD_DIM) ** -0.5
+        )
+        rest[f"{prefix}.mlp.gate.weight"] = random(arguments.experts, hidden, std=hidden**-0.5)
+        stored: dict[str, torch.Tensor] = {}
+        floats: dict[str, torch.Tensor] = {}
+        for expert in range(arguments.experts):
+            for name, shape in (
+                ("gate_proj", (intermediate, hidden)),
+                ("up_proj", (intermediate, hidden)),
+                # So that experts weigh as much as what goes by them.
+                ("down_proj", (hidden, intermediate)),
+            ):
+                gain = 4 if name == "down_proj" else 1
+                weight = random(*shape, std=gain * shape[1] ** -0.5)
+                key = f"{prefix}.mlp.experts.{expert}.{name}.weight"
+                floats[key] = add_weight(stored, key, weight, weights).cpu()
+        save_file(stored, Path(quantized, f"experts-{layer}.safetensors"))
+        save_file(floats, Path(reference, f"experts-{layer}.safetensors"))
+    rest = {name: tensor.cpu() for name, tensor in rest.items()}
+    for folder in (quantized, reference):
+        save_file(rest, Path(folder, "rest.safetensors"))
+
+
+def add_weight(
+    stored: dict[str, torch.Tensor], key: str, weight: torch.Tensor, weights: str
+) -> torch.Tensor:
+    """Put a matrix into `stored` as a checkpoint has it; what its numbers then are, in bfloat16."""
+    if weights == "mxfp4":
+        values, scales = deep_moe.quantize_mxfp4(weight)
+        stored[key] = values.view(torch.uint8).cpu()
+        stored[key + "_scale"] = unpack_ue8m0(scales).cpu()
+        return deep_moe.dequantize_mxfp4(values, scales, torch.bfloat16)
+    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    # Powers of two, so that BF16 holds the numbers.
+    scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil().exp2()
+    values = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
+    stored[key] = values.cpu()
+    stored[key + "_scale_inv"] = scale.squeeze(3).squeeze(1).contiguous().cpu()
+    numbers = values.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128)) * scale
+    return numbers.reshape(weight.shape).bfloat16()
+
+
+def model_config(arguments: argparse.Namespace, weights: str | None) -> dict[str, Any]:
+    """weights: of the experts, None for bfloat16."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "bfloat16",
+        "vocab_size": VOCABULARY,
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "moe_intermediate_size": arguments.intermediate,
+        "num_hidden_layers": arguments.layers,
+        "num_experts": arguments.experts,
+        "num_experts_per_tok": arguments.topk,
+        "norm_topk_prob": True,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if weights == "mxfp4":
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    elif weights == "fp8":
+        attention = [
+            f"model.layers.{layer}.self_attn.{name}_proj"
+            for layer in range(arguments.layers)
+            for name in "qkvo"
+        ]
+        gates = [f"model.layers.{layer}.mlp.gate" for layer in range(arguments.layers)]
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "ignored_layers": ["lm_head", *attention, *gates],
+            "modules_to_not_convert": ["lm_head", *attention, *gates],
+        }
+    return config
+
+
+def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (arguments.prompts, arguments.prompt_tokens)
+    return torch.randint(VOCABULARY, shape, generator=generator).tolist()
+
+
+def run_child(
+    name: str, model: Path, environments: list[dict[str, str]], engine: str
+) -> dict[str, Any]:
+    """Run the calling script once more, with --serve and --out, in a process for each of
+    `environments`, whose variables it gets. Their results one behind the other; `paths`: what the
+    engine's log says of who runs experts."""
+    print(f"{name}: {engine} loads and serves the model", flush=True)
+    outs = [model.with_name(f"{name}-{i}.json") for i in range(len(environments))]
+    logs = [model.with_name(f"{name}-{i}.log") for i in range(len(environments))]
+    children = []
+    for out, log, environment in zip(outs, logs, environments, strict=True):
+        command = [sys.executable, *sys.argv, "--serve", str(model), "--out", str(out)]
+        with log.open("w") as file:
+            children.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    while any(child.poll() is None for child in children):
+        if any(child.poll() for child in children):
+            for child in children:  # those that wait for the one that failed
+                child.terminate()
+        time.sleep(0.2)
+    for log, child in zip(logs, children, strict=True):
+        if child.returncode > 0:
+            print(log.read_text())
+            raise SystemExit(f"{name}: {engine} ended with exit status {child.returncode}")
+    if any(child.returncode for child in children):
+        raise SystemExit(f"{name}: {engine} was killed")
+    result: dict[str, Any] = {"paths": []}
+    for out, log in zip(outs, logs, strict=True):
+        for key, value in json.loads(out.read_text()).items():
+            result.setdefault(key, []).extend(value)
+        lines = log.read_text().splitlines()
+        result["paths"] += [line for line in lines if "experts run by" in line]
+    return result
+
+
+def report(runs: dict[str, dict[str, Any]], num_layers: int) -> int:
+    """Print how near `runs` are to the one of the name "reference"; 1 if deep_moe's is too far, or
+    did not run all layers."""
+    reference = torch.tensor(runs["reference"]["prompts"])
+    spread = (reference - reference.mean()).abs().mean().item()
+    print(f"log-probabilities of {reference.numel()} tokens, {spread:.3f} from their mean\n")
+    print("                 mean difference to reference   decoding to reading   first tokens")
+    distance = {}
+    for name, run in runs.items():
+        distance[name] = (torch.tensor(run["prompts"]) - reference).abs().mean().item()
+        steps = torch.tensor(run["decoded"]) - torch.tensor(run["read"])
+        equal = [
+            a[0] == b[0] for a, b in zip(run["tokens"], runs["reference"]["tokens"], strict=True)
+        ]
+        print(
+            f"{name:12} {distance[name]:26.5f} {steps.abs().mean():21.5f}"
+            f" {sum(equal):10} of {len(equal)}"
+        )
+    own = [line for line in runs["deep_moe"]["paths"] if "experts run by deep_moe" in line]
+    print("\n" + "\n".join(runs["deep_moe"]["paths"]))
+    if len({line.split(": experts run")[0].split()[-1] for line in own}) != num_layers:
+        print(f"deep_moe ran {len(own)} of {num_layers} layers")
+        return 1
+    if not distance["deep_moe"] <= ALLOWED * spread:
+        print(f"deep_moe is further from the reference than {ALLOWED} of the spread")
+        return 1
+    return 0

@@ -1,0 +1,92 @@
+"""The model that the examples of engines serve, without an engine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import deep_moe
+from deep_moe.formats.block_scaled import pack_ue8m0
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--layers", "1", "--experts", "2", "--topk", "1", "--hidden", "256"]
+SMALL += ["--intermediate", "128"]
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As Python runs it, with its neighbours importable."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_path, monkeypatch):
+    served_model = example("served_model", monkeypatch)
+    monkeypatch.setattr(served_model, "VOCABULARY", 64)
+    parser = argparse.ArgumentParser()
+    served_model.add_model_options(parser)
+    quantized, reference = tmp_path / "a", tmp_path / "b"
+    served_model.write_models(quantized, reference, parser.parse_args(SMALL), weights)
+    own, expected = (load_file(f / "experts-0.safetensors") for f in (quantized, reference))
+    assert len(own) == 2 * len(expected) == 12
+    for name, numbers in expected.items():
+        if weights == "mxfp4":
+            values, scales = own[name].view(torch.int8), pack_ue8m0(own[f"{name}_scale"])
+            made = deep_moe.dequantize_mxfp4(values, scales, torch.bfloat16)
+        else:
+            scales = own[f"{name}_scale_inv"]
+            assert torch.equal(scales.log2(), scales.log2().round())
+            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            made = (own[name].float() * spread).bfloat16()
+        assert torch.equal(made, numbers), name
+        assert 0.5 < numbers.float().std() * numbers.shape[1] ** 0.5 < 5
+    config = json.loads((quantized / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == weights
+    assert "quantization_config" not in json.loads((reference / "config.json").read_text())
+
+
+CHILD = """
+import json, os, sys
+print("model.layers.0.mlp.experts: experts run by deep_moe (mxfp4)")
+rank = int(os.environ["RANK_OF_TEST"])
+if os.environ.get("FAILS") == "1":
+    if rank == 1:
+        sys.exit(3)
+    import time; time.sleep(600)
+out = sys.argv[sys.argv.index("--out") + 1]
+json.dump({"prompts": [[rank - 1.0, -3.0]], "tokens": [[1]], "decoded": [[-1.0]], "read": [[-1.0]]},
+          open(out, "w"))
+"""
+
+
+def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
+    served_model = example("served_model", monkeypatch)
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(sys, "argv", [str(script), "--layers", "1"])
+    environments = [{"RANK_OF_TEST": str(rank)} for rank in range(2)]
+    run = served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
+    assert run["prompts"] == [[-1.0, -3.0], [0.0, -3.0]]
+    assert len(run["paths"]) == 2
+    assert served_model.report({"reference": run, "deep_moe": run}, 1) == 0
+    assert served_model.report({"reference": run, "deep_moe": run}, 2) == 1  # of two layers
+    far = run | {"prompts": [[-2.0, -3.0], [0.0, -3.0]]}
+    assert served_model.report({"reference": run, "deep_moe": far}, 1) == 1
+    assert "further from the reference" in capsys.readouterr().out
+    monkeypatch.setitem(os.environ, "FAILS", "1")
+    with pytest.raises(SystemExit, match="an engine ended with exit status 3"):
+        served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")

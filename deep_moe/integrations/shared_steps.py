@@ -58,16 +58,6 @@ class SharedSteps:
             num_ranks = 1 if group is None else group.size()
             # Tensors that are made in inference mode cannot be written to outside of it.
             with torch.inference_mode(False):
-                all_to_all = LowLatencyAllToAll(
-                    group,
-                    max_tokens_per_rank,
-                    sizes.hidden,
-                    sizes.num_experts,
-                    sizes.num_topk,
-                    format=formats_for(sizes.weights)[0],
-                    device=device,
-                    arch=arch,
-                )
                 experts = GroupedExperts(
                     _max_rows(sizes, num_ranks, max_tokens_per_rank),
                     sizes.hidden,
@@ -77,6 +67,16 @@ class SharedSteps:
                     biases=sizes.biases,
                     activation=activation,
                     num_pool_tokens=sizes.num_pool_tokens,
+                    device=device,
+                    arch=arch,
+                )
+                all_to_all = LowLatencyAllToAll(
+                    group,
+                    max_tokens_per_rank,
+                    sizes.hidden,
+                    sizes.num_experts,
+                    sizes.num_topk,
+                    format=experts.format,
                     device=device,
                     arch=arch,
                 )

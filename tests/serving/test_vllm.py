@@ -606,6 +606,32 @@ def run_two_ranks(device: torch.device, parallel: str) -> None:
         assert torch.equal(result, expected)
 
 
+def test_sequence_parallelism_gives_every_rank_a_share():
+    run_on_ranks(run_sequence_parallel, 4, "cpu")
+
+
+def run_sequence_parallel(device: torch.device) -> None:
+    """Two pairs of ranks: vLLM's model has cut each pair's tokens into equal parts already."""
+    import os
+
+    rank = torch.distributed.get_rank()
+    arch = "sm_90a"
+    install(os.environ.__setitem__, arch)
+    source = checkpoint("mxfp4")
+    x, logits = tokens((2, 3)[rank // 2], seed=rank)
+    expected = called_directly("mxfp4", arch, source, x, logits)
+    with world(rank=rank, tp=2, dp=2) as config:
+        assert config.parallel_config.use_sequence_parallel_moe
+        runner = make_runner("mxfp4", is_sequence_parallel=True)
+        load(runner, "mxfp4", source)
+        method = runner.routed_experts.quant_method
+        assert (method.plan.num_ranks, method.plan.num_sharers) == (4, 1)
+        counts = torch.tensor([4, 6])
+        context = {"num_tokens": int(counts[rank // 2]), "num_tokens_across_dp": counts}
+        result = forward(runner, config, x, logits, **context)
+    assert torch.equal(result, expected)
+
+
 def wide_checkpoint() -> Weights:
     """Experts twice as wide, gate rows of both slices before up rows of both."""
     (v1, s1), (v2, s2) = checkpoint("mxfp4", 1)

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from served_model import add_model_options, prompts_of, report, run_child, write_models
+from served_model import add_model_options, own_runs, prompts_of, report, run_child, write_models
 
 # Of one step on one rank, for which the buffer is made.
 MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
@@ -34,20 +34,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         quantized, reference = Path(folder, "fp8"), Path(folder, "bf16")
         write_models(quantized, reference, arguments, "fp8")
+        tokens = {MAX_TOKENS_VARIABLE: str(MAX_TOKENS)}
+        off, on = ({"DEEP_MOE_SGLANG": switch} | tokens for switch in "01")
         runs = {
-            name: run_child(
-                name,
-                model,
-                [{"DEEP_MOE_SGLANG": switch, MAX_TOKENS_VARIABLE: str(MAX_TOKENS)}],
-                "SGLang",
-            )
-            for name, model, switch in (
-                ("reference", reference, "0"),
-                ("SGLang", quantized, "0"),
-                ("deep_moe", quantized, "1"),
-            )
+            "reference": run_child("reference", reference, [off], "SGLang"),
+            "SGLang": run_child("SGLang", quantized, [off], "SGLang"),
         }
-    return report(runs, arguments.layers)
+        own = own_runs(arguments)
+        for name, variables in own.items():
+            runs[name] = run_child(name, quantized, [on | variables], "SGLang")
+    return report(runs, list(own), arguments.layers)
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

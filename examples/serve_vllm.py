@@ -8,7 +8,7 @@ probable every token of them is. Needs GPUs, vLLM and an installed deep_moe; fet
     python examples/serve_vllm.py
     python examples/serve_vllm.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_vllm.py --data-parallel-size 2      # and each with requests of its own
-    DEEP_MOE_VLLM_PATH=low_latency python examples/serve_vllm.py    # in three kernels
+    python examples/serve_vllm.py --also DEEP_MOE_VLLM_PATH=low_latency    # and in three kernels
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from served_model import add_model_options, prompts_of, report, run_child, write_models
+from served_model import add_model_options, own_runs, prompts_of, report, run_child, write_models
 
 
 def main() -> int:
@@ -32,11 +32,13 @@ def main() -> int:
         quantized, reference = Path(folder, "mxfp4"), Path(folder, "bf16")
         write_models(quantized, reference, arguments, "mxfp4")
         runs = {
-            "reference": run("reference", reference, arguments, "0"),
-            "vLLM": run("vLLM", quantized, arguments, "0"),
-            "deep_moe": run("deep_moe", quantized, arguments, "1"),
+            "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
+            "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
         }
-    return report(runs, arguments.layers)
+        own = own_runs(arguments)
+        for name, variables in own.items():
+            runs[name] = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
+    return report(runs, list(own), arguments.layers)
 
 
 def parsed() -> argparse.Namespace:
@@ -51,14 +53,11 @@ def parsed() -> argparse.Namespace:
     return arguments
 
 
-def run(name: str, model: Path, arguments: argparse.Namespace, switch: str) -> dict[str, Any]:
-    """A process for each engine of data parallelism, as vLLM wants them started. switch: of
-    DEEP_MOE_VLLM."""
-    common = {
-        "DEEP_MOE_VLLM": switch,
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_COLOR": "0",
-    }
+def run(
+    name: str, model: Path, arguments: argparse.Namespace, variables: dict[str, str]
+) -> dict[str, Any]:
+    """A process for each engine of data parallelism, as vLLM wants them started."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"} | variables
     size = arguments.data_parallel_size
     if size == 1:
         return run_child(name, model, [common], "vLLM")

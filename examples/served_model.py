@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -37,9 +38,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        type=variable,
+        metavar="VARIABLE=VALUE",
+        help="serve by deep_moe once more, with this in the environment; may be given again",
+    )
     parser.add_argument("--folder", help="where models are written for the time; default: /tmp")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)  # the model of a child
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+
+
+def variable(text: str) -> dict[str, str]:
+    """For the environment, as the option has it."""
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError(f"must be VARIABLE=VALUE; got {text!r}")
+    return {name: value}
 
 
 def write_models(
@@ -165,6 +182,15 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     return torch.randint(VOCABULARY, shape, generator=generator).tolist()
 
 
+def own_runs(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Those by deep_moe, by name: what is in the environment of each, beside what all have."""
+    runs: dict[str, dict[str, str]] = {"deep_moe": {}}
+    for variables in arguments.also:
+        words = ", ".join(f"{name}={value}" for name, value in variables.items())
+        runs[f"deep_moe, {words}"] = variables
+    return runs
+
+
 def run_child(
     name: str, model: Path, environments: list[dict[str, str]], engine: str
 ) -> dict[str, Any]:
@@ -172,8 +198,9 @@ def run_child(
     `environments`, whose variables it gets. Their results one behind the other; `paths`: what the
     engine's log says of who runs experts."""
     print(f"{name}: {engine} loads and serves the model", flush=True)
-    outs = [model.with_name(f"{name}-{i}.json") for i in range(len(environments))]
-    logs = [model.with_name(f"{name}-{i}.log") for i in range(len(environments))]
+    stem = re.sub(r"\W+", "-", name)
+    outs = [model.with_name(f"{stem}-{i}.json") for i in range(len(environments))]
+    logs = [model.with_name(f"{stem}-{i}.log") for i in range(len(environments))]
     children = []
     for out, log, environment in zip(outs, logs, environments, strict=True):
         command = [sys.executable, *sys.argv, "--serve", str(model), "--out", str(out)]
@@ -206,30 +233,35 @@ def run_child(
     return result
 
 
-def report(runs: dict[str, dict[str, Any]], num_layers: int) -> int:
-    """Print how near `runs` are to the one of the name "reference"; 1 if deep_moe's is too far, or
-    did not run all layers."""
-    reference = torch.tensor(runs["reference"]["prompts"])
-    spread = (reference - reference.mean()).abs().mean().item()
-    print(f"log-probabilities of {reference.numel()} tokens, {spread:.3f} from their mean\n")
-    print("                 mean difference to reference   decoding to reading   first tokens")
-    distance = {}
+def report(runs: dict[str, dict[str, Any]], own: list[str], num_layers: int) -> int:
+    """Print how near `runs` are to the one of the name "reference"; 1 if one of `own`, those by
+    deep_moe, is too far, or if it did not run all layers."""
+    exact = torch.tensor(runs["reference"]["prompts"])
+    spread = (exact - exact.mean()).abs().mean().item()
+    print(f"log-probabilities of {exact.numel()} tokens, {spread:.3f} from their mean\n")
+    width = max(map(len, runs))
+    print(f"{'':{width}}   mean difference to reference   decoding to reading   first tokens")
+    failures = []
     for name, run in runs.items():
-        distance[name] = (torch.tensor(run["prompts"]) - reference).abs().mean().item()
+        distance = (torch.tensor(run["prompts"]) - exact).abs().mean().item()
         steps = torch.tensor(run["decoded"]) - torch.tensor(run["read"])
         equal = [
             a[0] == b[0] for a, b in zip(run["tokens"], runs["reference"]["tokens"], strict=True)
         ]
         print(
-            f"{name:12} {distance[name]:26.5f} {steps.abs().mean():21.5f}"
+            f"{name:{width}} {distance:30.5f} {steps.abs().mean():21.5f}"
             f" {sum(equal):10} of {len(equal)}"
         )
-    own = [line for line in runs["deep_moe"]["paths"] if "experts run by deep_moe" in line]
-    print("\n" + "\n".join(runs["deep_moe"]["paths"]))
-    if len({line.split(": experts run")[0].split()[-1] for line in own}) != num_layers:
-        print(f"deep_moe ran {len(own)} of {num_layers} layers")
-        return 1
-    if not distance["deep_moe"] <= ALLOWED * spread:
-        print(f"deep_moe is further from the reference than {ALLOWED} of the spread")
-        return 1
-    return 0
+        if name in own:
+            lines = [line for line in run["paths"] if "experts run by deep_moe" in line]
+            layers = {line.split(": experts run")[0].split()[-1] for line in lines}
+            if len(layers) != num_layers:
+                failures.append(f"{name} ran {len(layers)} of {num_layers} layers")
+            if not distance <= ALLOWED * spread:
+                failures.append(
+                    f"{name} is further from the reference than {ALLOWED} of the spread"
+                )
+    for name in own:
+        print("", f"{name}:", *runs[name]["paths"], sep="\n")
+    print(*failures, sep="\n", end="\n" if failures else "")
+    return 1 if failures else 0

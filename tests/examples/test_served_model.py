@@ -82,11 +82,29 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     run = served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
     assert run["prompts"] == [[-1.0, -3.0], [0.0, -3.0]]
     assert len(run["paths"]) == 2
-    assert served_model.report({"reference": run, "deep_moe": run}, 1) == 0
-    assert served_model.report({"reference": run, "deep_moe": run}, 2) == 1  # of two layers
+    runs = {"reference": run, "deep_moe": run}
+    assert served_model.report(runs, ["deep_moe"], 1) == 0
+    assert served_model.report(runs, ["deep_moe"], 2) == 1
+    assert "deep_moe ran 1 of 2 layers" in capsys.readouterr().out
     far = run | {"prompts": [[-2.0, -3.0], [0.0, -3.0]]}
-    assert served_model.report({"reference": run, "deep_moe": far}, 1) == 1
-    assert "further from the reference" in capsys.readouterr().out
+    assert served_model.report(runs | {"an engine": far}, ["deep_moe"], 1) == 0
+    assert served_model.report(runs | {"also": far}, ["deep_moe", "also"], 1) == 1
+    assert "also is further from the reference than 0.1" in capsys.readouterr().out
     monkeypatch.setitem(os.environ, "FAILS", "1")
     with pytest.raises(SystemExit, match="an engine ended with exit status 3"):
         served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
+
+
+def test_more_runs_have_their_variables(monkeypatch, capsys):
+    served_model = example("served_model", monkeypatch)
+    parser = argparse.ArgumentParser()
+    served_model.add_model_options(parser)
+    words = ["--also", "A=1", "--also", "B=low=2"]
+    assert served_model.own_runs(parser.parse_args(words)) == {
+        "deep_moe": {},
+        "deep_moe, A=1": {"A": "1"},
+        "deep_moe, B=low=2": {"B": "low=2"},
+    }
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--also", "A"])
+    assert "must be VARIABLE=VALUE; got 'A'" in capsys.readouterr().err

@@ -28,6 +28,13 @@ class LayerSizes(NamedTuple):
     num_pool_tokens: int | None = None
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The current GPU by its number: one process may have a model's layers on several."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 class SharedBuffers:
     """Buffers by group, device and sizes. One grows when a call brings more tokens than it holds:
     to the next power of two, so that this happens seldom."""
@@ -45,9 +52,7 @@ class SharedBuffers:
         """A buffer for at least `num_tokens` tokens per rank. Every rank of `group` must call this
         with the same arguments, in the same order as the others: where the buffer has to be made
         or made anew, ranks meet."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        # One process may have a model's layers on several GPUs.
+        device = with_index(device)
         key = (None if group is None else group.group_name, device, sizes)
         found = self._buffers.get(key)
         if found is not None and found.shape.num_max_tokens_per_rank >= num_tokens:

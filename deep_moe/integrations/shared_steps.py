@@ -14,7 +14,7 @@ from deep_moe.split.grouped_experts import (
 )
 from deep_moe.split.low_latency import LowLatencyAllToAll
 
-from .shared_buffers import LayerSizes
+from .shared_buffers import LayerSizes, with_index
 from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class SharedSteps:
         """Every rank of `group` must call this with the same arguments, in the same order as the
         others: where the steps have to be made, ranks meet."""
         name = None if group is None else group.group_name
-        key = (name, device.type, sizes, activation, max_tokens_per_rank, arch)
+        device = with_index(device)
+        key = (name, device, sizes, activation, max_tokens_per_rank, arch)
         if key not in self._steps:
             num_ranks = 1 if group is None else group.size()
             # Tensors that are made in inference mode cannot be written to outside of it.

@@ -40,10 +40,11 @@ def main() -> int:
             "reference": run_child("reference", reference, [off], "SGLang"),
             "SGLang": run_child("SGLang", quantized, [off], "SGLang"),
         }
-        own = own_runs(arguments)
-        for name, variables in own.items():
-            runs[name] = run_child(name, quantized, [on | variables], "SGLang")
-    return report(runs, list(own), arguments.layers)
+        status = 0
+        for name, variables in own_runs(arguments).items():
+            served = run_child(name, quantized, [on | variables], "SGLang")
+            status |= report(runs | {name: served}, name, arguments.layers)
+    return status
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

@@ -35,10 +35,11 @@ def main() -> int:
             "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
             "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
         }
-        own = own_runs(arguments)
-        for name, variables in own.items():
-            runs[name] = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
-    return report(runs, list(own), arguments.layers)
+        status = 0
+        for name, variables in own_runs(arguments).items():
+            served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
+            status |= report(runs | {name: served}, name, arguments.layers)
+    return status
 
 
 def parsed() -> argparse.Namespace:

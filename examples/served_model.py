@@ -233,35 +233,33 @@ def run_child(
     return result
 
 
-def report(runs: dict[str, dict[str, Any]], own: list[str], num_layers: int) -> int:
-    """Print how near `runs` are to the one of the name "reference"; 1 if one of `own`, those by
+def report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
+    """Print how near `runs` are to the one of the name "reference"; 1 if `own`, the one by
     deep_moe, is too far, or if it did not run all layers."""
     exact = torch.tensor(runs["reference"]["prompts"])
     spread = (exact - exact.mean()).abs().mean().item()
-    print(f"log-probabilities of {exact.numel()} tokens, {spread:.3f} from their mean\n")
+    print(f"\nlog-probabilities of {exact.numel()} tokens, {spread:.3f} from their mean\n")
     width = max(map(len, runs))
     print(f"{'':{width}}   mean difference to reference   decoding to reading   first tokens")
-    failures = []
+    distance = {}
     for name, run in runs.items():
-        distance = (torch.tensor(run["prompts"]) - exact).abs().mean().item()
+        distance[name] = (torch.tensor(run["prompts"]) - exact).abs().mean().item()
         steps = torch.tensor(run["decoded"]) - torch.tensor(run["read"])
         equal = [
             a[0] == b[0] for a, b in zip(run["tokens"], runs["reference"]["tokens"], strict=True)
         ]
         print(
-            f"{name:{width}} {distance:30.5f} {steps.abs().mean():21.5f}"
+            f"{name:{width}} {distance[name]:30.5f} {steps.abs().mean():21.5f}"
             f" {sum(equal):10} of {len(equal)}"
         )
-        if name in own:
-            lines = [line for line in run["paths"] if "experts run by deep_moe" in line]
-            layers = {line.split(": experts run")[0].split()[-1] for line in lines}
-            if len(layers) != num_layers:
-                failures.append(f"{name} ran {len(layers)} of {num_layers} layers")
-            if not distance <= ALLOWED * spread:
-                failures.append(
-                    f"{name} is further from the reference than {ALLOWED} of the spread"
-                )
-    for name in own:
-        print("", f"{name}:", *runs[name]["paths"], sep="\n")
-    print(*failures, sep="\n", end="\n" if failures else "")
-    return 1 if failures else 0
+    paths = runs[own]["paths"]
+    print("", *paths, sep="\n")
+    lines = [line for line in paths if "experts run by deep_moe" in line]
+    layers = {line.split(": experts run")[0].split()[-1] for line in lines}
+    if len(layers) != num_layers:
+        print(f"{own} ran {len(layers)} of {num_layers} layers")
+        return 1
+    if not distance[own] <= ALLOWED * spread:
+        print(f"{own} is further from the reference than {ALLOWED} of the spread")
+        return 1
+    return 0

@@ -83,13 +83,13 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert run["prompts"] == [[-1.0, -3.0], [0.0, -3.0]]
     assert len(run["paths"]) == 2
     runs = {"reference": run, "deep_moe": run}
-    assert served_model.report(runs, ["deep_moe"], 1) == 0
-    assert served_model.report(runs, ["deep_moe"], 2) == 1
+    assert served_model.report(runs, "deep_moe", 1) == 0
+    assert served_model.report(runs, "deep_moe", 2) == 1
     assert "deep_moe ran 1 of 2 layers" in capsys.readouterr().out
     far = run | {"prompts": [[-2.0, -3.0], [0.0, -3.0]]}
-    assert served_model.report(runs | {"an engine": far}, ["deep_moe"], 1) == 0
-    assert served_model.report(runs | {"also": far}, ["deep_moe", "also"], 1) == 1
-    assert "also is further from the reference than 0.1" in capsys.readouterr().out
+    assert served_model.report(runs | {"an engine": far}, "deep_moe", 1) == 0
+    assert served_model.report(runs | {"deep_moe": far}, "deep_moe", 1) == 1
+    assert "deep_moe is further from the reference than 0.1" in capsys.readouterr().out
     monkeypatch.setitem(os.environ, "FAILS", "1")
     with pytest.raises(SystemExit, match="an engine ended with exit status 3"):
         served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")

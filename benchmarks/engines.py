@@ -6,11 +6,11 @@
 
 One rank holds all experts of a layer: no expert parallelism. With more, each holds its part and has
 tokens of its own. A path begins with BF16 tokens and with what the router chose, and ends with the
-tokens' sums: ours is `prepare_inputs` and the fused call; an engine's is vLLM's modular kernel
-around one of its kernels (vllm_layer.py), its all-gather and reduce-scatter included. vLLM must be
-importable, a folder on PYTHONPATH is enough; without it, and of kernels that need a package which
-is not there, or another GPU, the report says why they are absent. Nothing is fetched. README.md
-says what to put there.
+tokens' sums: ours is `prepare_inputs` and the fused call, with tokens in E4M3 and, on Hopper, once
+more in BF16; an engine's is vLLM's modular kernel around one of its kernels (vllm_layer.py), its
+all-gather and reduce-scatter included. vLLM must be importable, a folder on PYTHONPATH is enough;
+without it, and of kernels that need a package which is not there, or another GPU, the report says
+why they are absent. Nothing is fetched. README.md says what to put there.
 
 For every number of tokens each path is called first, and some of its tokens are compared: ours with
 the reference and its intervals, all with the sums in FP64 of unrounded BF16 tokens and the weights'
@@ -29,6 +29,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ from deep_moe.formats.weight_formats import weight_format
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.integrations.mxfp4_tokens import formats_by_tokens, served_format
+from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.targets import target_of_device
 from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
@@ -121,14 +124,24 @@ class ExpertPath(Protocol):
 
 
 class OwnPath:
-    """The fused layer, from BF16 tokens."""
+    """The fused layer, from BF16 tokens, which it multiplies in what the format of `shape` says.
+    layer: weights as checkpoints have them."""
 
-    label = OURS
+    label = "deep_moe"
 
     def __init__(self, shape: MoEShape, layer: Layer, clamp: float, device: torch.device) -> None:
         self.tokens = "fp8" if shape.token_format.has_scales else "bf16"
         self.activation = Swiglu(clamp)
         self.layer = TimedLayer(shape, layer, device)
+
+    def check(
+        self, x: torch.Tensor, routed: Tokens, y: torch.Tensor, arguments: argparse.Namespace
+    ) -> None:
+        """Some rows of y beside the reference. RuntimeError if they differ."""
+        shape = self.layer.shape
+        quantized = quantize_tokens(x.float(), shape.token_format)
+        tokens = Tokens(*quantized, routed.topk_idx, routed.topk_weights)
+        checked_sample(shape, tokens, y, arguments.checked_tokens, arguments.seed, self.activation)
 
     def step(self, tokens_of_ranks: list[int]) -> AbstractContextManager[None]:
         return nullcontext()
@@ -209,9 +222,8 @@ def model_results(
         **{option: getattr(arguments, option) for option in SIZES},
     )
     layer = rank_weights(shape, rank, arguments.seed, device)
-    own = OwnPath(shape, layer, arguments.clamp, device)
-    stack.callback(own.close)
-    paths: dict[str, ExpertPath] = {OURS: own}
+    paths: dict[str, ExpertPath] = {}
+    paths |= own_paths(shape, layer, arguments, device, report["absent"], stack)
     paths |= make_engines(shape, layer, arguments, device, report["absent"], stack)
     del layer
     report["labels"] |= {name: path.label for name, path in paths.items()}
@@ -231,11 +243,10 @@ def model_results(
         calls: dict[str, Call] = {}
         for name, path in paths.items():
             call = Call(path, x, tokens, num_ranks, arguments, expected)
-            if name == OURS:
+            if isinstance(path, OwnPath):
                 y = call()
                 call.check(y)
-                given = arguments.checked_tokens, arguments.seed, own.activation
-                checked_sample(shape, tokens, y, *given)
+                path.check(x, tokens, y, arguments)
             else:
                 failure = first_failure(lambda call=call: call.check(call()))
                 if failure is not None:
@@ -268,12 +279,11 @@ def first_failure(work: Callable[[], Any]) -> str | None:
 def model_tokens(
     shape: MoEShape, num_tokens: int, rank: int, arguments: argparse.Namespace, device: torch.device
 ) -> tuple[torch.Tensor, Tokens]:
-    """BF16 tokens, normally distributed, and what `prepare_inputs` makes of them."""
+    """BF16 tokens, normally distributed, and the experts that they go to."""
     routed = rank_tokens(shape, num_tokens, rank, arguments.seed, device, arguments.routing)
     generator = torch.Generator(device).manual_seed(104_729 * arguments.seed + rank)
     x = torch.randn(num_tokens, shape.hidden, device=device, generator=generator).bfloat16()
-    quantized = quantize_tokens(x.float(), shape.token_format)
-    return x, Tokens(*quantized, routed.topk_idx, routed.topk_weights)
+    return x, routed
 
 
 def sample_rows(num_tokens: int, arguments: argparse.Namespace) -> torch.Tensor:
@@ -357,6 +367,29 @@ def angle(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(1 - (one * other).sum() / norms) if norms > 0 else float(norms.isnan() or norms)
 
 
+def own_paths(
+    shape: MoEShape,
+    layer: Layer,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    absent: dict[str, str],
+    stack: ExitStack,
+) -> dict[str, OwnPath]:
+    """The fused layer with each kind of tokens that the device has kernels for; `OURS` is the one
+    with the usual kind. absent: takes the others' reasons."""
+    paths = {}
+    for tokens, weights in formats_by_tokens().items():
+        name = OURS if weights == shape.weights else f"{OURS}_{tokens}"
+        try:
+            served = served_format(shape.weights, tokens, None, device)
+        except UnsupportedError as error:
+            absent[name] = str(error)
+            continue
+        paths[name] = OwnPath(replace(shape, weights=served), layer, arguments.clamp, device)
+        stack.callback(paths[name].close)
+    return paths
+
+
 def engine_paths(
     shape: MoEShape,
     layer: Layer,
@@ -415,8 +448,8 @@ def timed_in_turn(
             failure = first_failure(partial(capture, graph, call, num_calls, device))
             if failure is None:
                 replays[name] = graph.replay
-            elif name == OURS:
-                raise RuntimeError(f"{OURS} cannot be captured: {failure}")
+            elif isinstance(call.path, OwnPath):
+                raise RuntimeError(f"{name} cannot be captured: {failure}")
             else:
                 failed[name] = failure
                 del replays[name]
@@ -460,9 +493,9 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 LEGEND = (
-    "tokens: of each GPU. Behind a path's name is how it multiplies them. times: the fastest other "
-    "path's time over ours. distance: 1 minus the cosine to the unrounded result, of ours and of "
-    "that other path."
+    "tokens: of each GPU. Behind a path's name is how it multiplies them. times: the fastest "
+    "engine's time over ours, our first. distance: 1 minus the cosine to the unrounded result, of "
+    "our first and of that engine's."
 )
 
 
@@ -492,7 +525,7 @@ def spread(num_ranks: int) -> str:
 
 def row_of(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     paths = result["paths"]
-    others = {name: path for name, path in paths.items() if name != OURS}
+    others = {name: path for name, path in paths.items() if not name.startswith(OURS)}
     cells = [str(result["tokens_per_rank"])]
     cells += [f"{paths[name]['us']:.1f}" if name in paths else "" for name in names]
     if not others:

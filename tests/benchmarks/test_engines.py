@@ -118,10 +118,36 @@ def test_a_run_beside_engines_that_are_right_wrong_and_broken(tmp_path: Path) ->
             "RuntimeError: engine that is wrong is 2 away from the exact result"
         )
         assert result["failed"]["broken"] == "OSError: no compiler"
+    assert "only sm_90a has a kernel, not sm_100a" in report["absent"]["deep_moe_bf16"]
     text = markdown([report])
     assert text.count("\n| ") == 3
     assert "- far was not timed: far away\n" in text
     assert "- broken was not timed with deepseek-v4-flash, experts 4" in text
+
+
+def on_emulated_hopper(device: torch.device, arguments: Any) -> None:
+    import sys
+
+    from deep_moe.targets import EMULATED, TARGETS
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "EMULATED", None) is EMULATED:
+            module.EMULATED = TARGETS["sm_90a"]
+    run_rank(device, arguments, lambda *_: {})
+
+
+def test_on_hopper_ours_runs_with_both_kinds_of_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    words = [*SMALL, *BRIEF, "--tokens", "3", "--json", str(path)]
+    run_on_ranks(on_emulated_hopper, 1, "cpu", parse_arguments(words))
+    report = json.loads(path.read_text())
+    (result,) = report["results"]
+    quantized, unquantized = (result["paths"][name] for name in ("deep_moe", "deep_moe_bf16"))
+    assert (quantized["tokens"], unquantized["tokens"]) == ("fp8", "bf16")
+    assert unquantized["distance"] < 1e-4 < quantized["distance"] < 5e-3
+    assert report["absent"] == {}
+    table = markdown([report])
+    assert "| tokens | deep_moe, FP8 | deep_moe, BF16 | times |" in table
 
 
 def test_without_vllm_the_report_says_so(monkeypatch, tmp_path):

@@ -122,7 +122,7 @@ def test_vllm_runs_the_layer_that_is_timed(tmp_path: Path, num_ranks: int) -> No
     run_on_ranks(_run, num_ranks, "cpu", parse_arguments([*WORDS, "--json", str(path)]))
     report = json.loads(path.read_text())
     assert report["vllm"] == vllm.__version__
-    assert set(report["absent"]) == {"cutlass"}
+    assert set(report["absent"]) == {"cutlass", "deep_moe_bf16"}
     assert report["absent"]["cutlass"].startswith("flashinfer cannot be imported")
     for result in report["results"]:
         assert result["failed"] == {}

@@ -11,7 +11,7 @@ import torch
 
 import deep_moe
 from deep_moe.activations import Swiglu
-from deep_moe.integrations.switch import LOW_LATENCY, PATH_VARIABLE
+from deep_moe.integrations.switch import LOW_LATENCY, PATH_VARIABLE, TOKENS_VARIABLE
 from deep_moe.trial.rank_processes import run_on_ranks
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
@@ -57,7 +57,7 @@ def called_directly(
     weights: str, arch: str, source: Weights, x: Any, topk_weights: Any, ids: Any
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
-    token_format = "bf16" if weights == "bf16" else "fp8_32"
+    token_format = "fp8_32" if weights == "mxfp4" else "bf16"
     all_to_all = deep_moe.LowLatencyAllToAll(
         None, MAX_TOKENS, HIDDEN, EXPERTS, TOPK, format=token_format, device="cpu", arch=arch
     )
@@ -81,20 +81,24 @@ def called_directly(
 
 
 @pytest.mark.parametrize(
-    ("weights", "arch"), [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("bf16", "sm_90a")]
+    ("weights", "arch"),
+    [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("bf16", "sm_90a"), ("mxfp4_bf16", "sm_90a")],
 )
-def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog):
+def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch):
     """Padded rows have expert -1 in every slot. A second call, of another size, and shared experts
     that vLLM runs between the steps."""
     from deep_moe.integrations.vllm.all_to_all import LowLatencyPrepareAndFinalize
     from deep_moe.integrations.vllm.batched_experts import DeepMoEBatchedExperts
 
+    loaded = weights.removesuffix("_bf16")
+    if loaded != weights:
+        monkeypatch.setenv(TOKENS_VARIABLE, "bf16")
     in_steps(arch)
-    source = checkpoint(weights)
+    source = checkpoint(loaded)
     shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
-        runner = make_runner(weights, shared_experts=shared)
-        load(runner, weights, source)
+        runner = make_runner(loaded, shared_experts=shared)
+        load(runner, loaded, source)
         kernel = runner.routed_experts.quant_method.moe_kernel
         assert isinstance(kernel.prepare_finalize, LowLatencyPrepareAndFinalize)
         assert isinstance(kernel.fused_experts, DeepMoEBatchedExperts)

@@ -107,6 +107,7 @@ class WeightKind:
     are added up in registers. shares_weights: whether it is faster where two CTAs share copies of
     weights. tiles: block_m and block_m_step of those that there are registers
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
+    lone_m_block_cost: on top, for one that shares its weights with no other where others do.
     spared_tiles: those of them that are not chosen unless they are asked for.
     """
 
@@ -116,6 +117,7 @@ class WeightKind:
     shares_weights: bool
     tiles: tuple[tuple[int, int], ...]
     costs: Callable[[float], tuple[float, float]]
+    lone_m_block_cost: float = 0
     spared_tiles: tuple[tuple[int, int], ...] = ()
 
     def math_registers(self, block_m: int, step: int) -> int:
@@ -176,15 +178,30 @@ def bf16_costs(rows: float) -> tuple[float, float]:
     return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
 
 
+# Of FP8, in the unit of `promoted_costs`: an expert's last m-block in clusters of two, if their
+# number is odd. It shares its weights with nobody. It decides where tiles cost about the same
+# without it: with 256 tokens per expert 128 rows are 2.2 % faster than three times 96 (H200,
+# 2026-11-23, benchmarks/LOG.md). Of six numbers of tokens measured in clusters the fastest tile is
+# taken in five; with 768 tokens it is 128 rows, where 112 are 1.6 % faster. What a pair
+# gains is left out: fitted to the same times, it takes 72 rows for 128 tokens, which nobody timed,
+# and 88 and 112 rows, which were timed there, are slower than 128.
+PROMOTED_LONE_M_BLOCK_COST = 0.03
+
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
 # 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
 PROMOTED_ROWS = (*range(8, 120, 8), 128)
 MAX_ROWS_OF_TWO_SETS = 88
 PROMOTING_LOOP_REGISTERS = 40
 WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, False, False, TILES, decoded_costs, SPARED_TILES),
+    "mxfp4": WeightKind(17408, True, False, False, TILES, decoded_costs, spared_tiles=SPARED_TILES),
     "fp8": WeightKind(
-        32768, False, True, True, tuple((rows, rows) for rows in PROMOTED_ROWS), promoted_costs
+        32768,
+        False,
+        True,
+        True,
+        tuple((rows, rows) for rows in PROMOTED_ROWS),
+        promoted_costs,
+        PROMOTED_LONE_M_BLOCK_COST,
     ),
     "bf16": WeightKind(32768, False, False, True, TILES, bf16_costs),
     "mxfp4_bf16": WeightKind(
@@ -286,8 +303,8 @@ def choose_tile(
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
 
-    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
-    [8, 24, 80, 112, 128, 112, 128]
+    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 256, 768)]
+    [8, 24, 80, 112, 128, 112, 128, 128]
     >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
     [8, 24, 88, 120, 160, 128, 160]
     """
@@ -314,7 +331,16 @@ def _expected_costs(
     kind = WEIGHTS[weights]
     spared = (*kind.spared_tiles, *(FITTED_TILES if is_uneven else ()))
     tiles = [tile for tile in kind.tiles if tile not in spared]
-    return {tile: _expected_cost(tile, counts, kind) for tile in tiles}
+    return {
+        tile: _expected_cost(tile, counts, kind, _shares_copies(kind, expected, tile[0]))
+        for tile in tiles
+    }
+
+
+def _shares_copies(kind: WeightKind, expected: Fraction, block_m: int) -> bool:
+    """Whether pairs of CTAs are to share copies of weights: from where about half of the experts
+    or more are expected to have two m-blocks."""
+    return kind.shares_weights and expected >= block_m
 
 
 def shared_cost(tile: tuple[int, int], work: SharedWork, kind: WeightKind) -> float:
@@ -352,10 +378,17 @@ def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
 
 
 def _expected_cost(
-    tile: tuple[int, int], counts: list[tuple[int, float]], kind: WeightKind
+    tile: tuple[int, int],
+    counts: list[tuple[int, float]],
+    kind: WeightKind,
+    in_clusters: bool = False,
 ) -> float:
     cost = sum(probability * _tiles_cost(n, tile, kind) for n, probability in counts)
-    return cost * _loop_cost(tile, kind)
+    cost *= _loop_cost(tile, kind)
+    if not in_clusters:
+        return cost
+    odd = sum(probability for n, probability in counts if ceil_div(n, tile[0]) % 2)
+    return cost + kind.lone_m_block_cost * odd
 
 
 def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:
@@ -510,7 +543,7 @@ def choose_fields(
         raise ValueError(
             f"block_m must be one of {', '.join(map(str, allowed_rows))}; got {block_m}"
         )
-    _choose_clusters(choices, kind, has_two_m_blocks=expected >= block_m)
+    _choose_clusters(choices, kind, has_two_m_blocks=_shares_copies(kind, expected, block_m))
     default_step = chosen_step if block_m == chosen_block_m else block_m
     block_m_step = choose(
         "block_m_step",

@@ -74,6 +74,23 @@ def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
         assert mean_cost(counts, config.block_m, config.block_m_step) <= 1.03 * least
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "block_m"), [(2048, 128), (4096, 128), (6144, 104), (8192, 128)]
+)
+def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters(num_tokens, block_m):
+    """Of 4096 tokens an expert has 256: three m-blocks of 96 rows, of which one would share its
+    weights with nobody, cost as much as two or three of 128 otherwise."""
+    fp8 = sm90.WEIGHTS["fp8"]
+    alone, in_clusters = (
+        [sm90._expected_cost((96, 96), [(96 * n, 1.0)], fp8, shares) for n in range(1, 5)]
+        for shares in (False, True)
+    )
+    extra = np.subtract(in_clusters, alone)
+    assert np.allclose(extra, [sm90.PROMOTED_LONE_M_BLOCK_COST, 0] * 2)
+    config = sm90_config(num_tokens, dataclasses.replace(PRO, weights="fp8"))
+    assert (config.block_m, config.cluster_size) == (block_m, 2)
+
+
 def test_tiles_have_one_size_unless_the_formula_or_the_caller_wants_them_fitted():
     def of(is_uneven, **overrides):
         config = sm90_config(3072, is_uneven=is_uneven, overrides=overrides)

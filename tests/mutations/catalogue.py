@@ -622,7 +622,12 @@ SM90_MUTATIONS = (
         replaced("has_destination", "num_valid_rows", "Config::block_m"),
         "race|misuse",
     ),
-    M("header_after_arrival", moved("header_stored", behind="header_told"), "race"),
+    M("header_after_arrival", moved("header_stored", behind="header_told"), "race", one_size=96),
+    M(
+        "header_left_in_another_slot",
+        replaced("header_left", "(slot)", "((slot + 1) % Config::num_block_slots)"),
+        "race|misuse|timeout|result",
+    ),
     M(
         "first_blocks_claimed_again",
         replaced("claimed", "Config::num_sms / Config::cluster_size +", ""),

@@ -17,6 +17,14 @@ class SymmBuffer {
  public:
     __device__ explicit SymmBuffer(uint64_t base) : base_(base) {}
 
+    // The same, which the compiler cannot know. So it works an address out where it is used, and
+    // not in front of a loop, where each takes two registers all the time.
+    __device__ __forceinline__ SymmBuffer anew() const {
+        uint64_t base = base_;
+        asm volatile("" : "+l"(base));
+        return SymmBuffer(base);
+    }
+
     // Control part; zero between calls but for the barrier words.
     __device__ uint32_t* grid_gather_counter() const {
         return at<typename Symm::grid_gather_counter_element>(Symm::grid_gather_counter_offset);

@@ -20,6 +20,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/release_rows.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/loader_registers.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
@@ -85,12 +86,16 @@ class L1Publisher {
         const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
         //~ idle_unpublished
         if (stored && block.phase == Phase::linear1 && !is_idle && ptx::elect_sync()) {
-            publish_l1_results(local_, block);
+            if constexpr (has_few_loader_registers<Config>) {
+                publish_l1_results(local_.anew(), block);
+            } else {
+                publish_l1_results(local_, block);
+            }
         }
         __syncwarp();
         if constexpr (PoolRing<Config>::wraps) {
             if (stored && block.phase == Phase::linear2 && block.is_reused) {
-                release_rows(local_, block);
+                release_rows(local_.anew(), block);
             }
         }
         return stored;

@@ -11,6 +11,7 @@
 #include "deep_moe/experts/sm90/block_claims.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
+#include "deep_moe/experts/sm90/loader_registers.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
@@ -27,8 +28,20 @@ namespace deep_moe::sm90 {
 template <class Config>
 __device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
                            const BlockHeader& header) {
-    store_header(smem.block_headers(slot), header);    //~ header_stored
+    if constexpr (!has_few_loader_registers<Config>) {
+        store_header(smem.block_headers(slot), header);  //~ header_stored
+    }
     ptx::mbarrier_arrive(smem.header_barriers(slot));  //~ header_told
+}
+
+// What comes before that where loaders have few registers: the header may be stored before the
+// stage is free, because there is a slot more than blocks in the stages (num_block_slots in
+// heuristics/sm90.py). So nothing of it is kept meanwhile. Whole warp.
+template <class Config>
+__device__ void leave_header(const SharedMemory<Config>& smem, uint32_t slot,
+                             const BlockHeader& header) {
+    if (ptx::lane_idx() == 0) store_header(smem.block_headers(slot), header);  //~ header_left
+    __syncwarp();
 }
 
 // Who says which block is next. By reference, as long as the loader runs.
@@ -107,6 +120,17 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         } else if constexpr (Weights::has_block_scales) {
             factors += header.weight_block_row_idx * num_k_blocks * scales_per_block;
         }
+        // The same of any k-block, which takes four registers less than pointers that go along.
+        const auto find_source = [&](uint32_t k_block_idx) {
+            const uint32_t block_idx = header.weight_block_row_idx * num_k_blocks + k_block_idx;
+            src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
+                  uint64_t{block_idx} * block_bytes;
+            const uint32_t factor_idx = Weights::has_row_factors
+                                            ? header.weight_block_row_idx * Config::block_n
+                                            : block_idx * scales_per_block;
+            factors = linear.row_factors(args) + factor_idx;
+        };
+        if constexpr (has_few_loader_registers<Config>) leave_header(smem, slots.stage, header);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&
@@ -121,6 +145,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 const uint32_t full = smem.full_barriers(ring.stage);
                 const uint32_t dst = smem.weight_blocks(ring.stage);
                 const uint32_t first_bytes = k_block_idx == 0 ? bias_bytes : 0;
+                if constexpr (has_few_loader_registers<Config>) find_source(k_block_idx);
                 if constexpr (Weights::has_block_scales) {
                     if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
                     ptx::mbarrier_arrive_expect_tx(
@@ -154,8 +179,10 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             __syncwarp();
             constexpr uint32_t num_ahead = decltype(claims)::num_k_blocks_ahead;
             if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
-            src += block_bytes;
-            if constexpr (Weights::has_block_scales) factors += scales_per_block;
+            if constexpr (!has_few_loader_registers<Config>) {
+                src += block_bytes;
+                if constexpr (Weights::has_block_scales) factors += scales_per_block;
+            }
             ring.advance();
         }
         if constexpr (Config::cluster_size == 1) {
@@ -174,7 +201,8 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         return;
     }
     if (ptx::elect_sync()) {
-        tell_roles(smem, slots.stage, {});
+        store_header(smem.block_headers(slots.stage), {});
+        ptx::mbarrier_arrive(smem.header_barriers(slots.stage));
         ptx::mbarrier_arrive(smem.full_barriers(ring.stage));
     }
     __syncwarp();

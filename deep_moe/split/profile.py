@@ -1,4 +1,4 @@
-"""When the CTAs of low-latency calls were in which phase, from time stamps that they take.
+"""When the CTAs of dispatches and combines were in which phase, from time stamps that they take.
 
 A layer with `enable_profiling=True` runs kernels made with `Config::trace`, and keeps the stamps of
 its newest calls; include/deep_moe/split/phase_span.cuh says what they are.
@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deep_moe.heuristics.low_latency import LowLatencyConfig, Step
+from deep_moe.heuristics.low_latency import Step
 from deep_moe.jit.headers import find_library
 from deep_moe.jit.kernel_args import SplitTraceCta
 from deep_moe.trial.chrome_trace import complete_event, process_name, thread_name, write_events
 from deep_moe.trial.trace import TraceClock
+
+from .kernels import SplitConfig
 
 MAX_KERNELS = 128  # of a step, that are kept
 _HEADER = "deep_moe/split/phase_span.cuh"
@@ -62,8 +64,9 @@ class Profile:
             "combine": deque(maxlen=MAX_KERNELS),
         }
 
-    def attach(self, config: LowLatencyConfig, call: int, device: torch.device) -> torch.Tensor:
-        """Memory for one kernel's stamps."""
+    def attach(self, config: SplitConfig, call: int, device: torch.device) -> torch.Tensor:
+        """Memory for the stamps of a dispatch or a combine."""
+        assert config.step != "scalars", "which has no phases"
         num_bytes = config.num_ctas * _CTA_DTYPE.itemsize
         ctas = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._kernels[config.step].append(_Recorded(call, ctas))

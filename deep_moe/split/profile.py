@@ -91,6 +91,18 @@ class Profile:
             found += own
         return found
 
+    def newest(self, step: Step, *, is_emulated: bool) -> tuple[int, list[PhaseOfCta]]:
+        """The last kernel of a step; waits for it. When it began by the GPU's %globaltimer, 0 in
+        the emulator, and its phases from then on. Raises ValueError if nothing was recorded."""
+        if not self._kernels[step]:
+            raise ValueError(f"nothing was recorded: no {step} was made")
+        kernel = self._kernels[step][-1]
+        ctas = kernel.ctas.cpu().numpy().view(_CTA_DTYPE)
+        if is_emulated:
+            return 0, _phases(kernel.call, ctas, TraceClock.emulated(len(ctas)), 0.0)
+        begin_ns = int(ctas["first"]["global_ns"].min())
+        return begin_ns, _phases(kernel.call, ctas, TraceClock.through(ctas), 0.0)
+
     def write(self, step: Step, path: str | Path, rank: int, *, is_emulated: bool) -> None:
         """The same as a file for chrome://tracing and ui.perfetto.dev, in a folder that is made if
         need be. A process is the rank, a thread a CTA. Raises ValueError if nothing was recorded.

@@ -31,7 +31,7 @@ from deep_moe.heuristics.throughput import (
 from deep_moe.jit.kernel_args import ThroughputArgs
 
 from .kernels import Launch
-from .profile import Profile
+from .profile import PhaseOfCta, Profile
 from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
 
 if TYPE_CHECKING:
@@ -307,9 +307,12 @@ class AllToAll(SplitLayer):
         self._dump_trace("combine", path)
 
     def _dump_trace(self, step: TracedStep, path: str | Path) -> None:
+        self._traced().write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
+
+    def _traced(self) -> Profile:
         if self._profile is None:
             raise ValueError("enable_profiling must be True for a layer that dumps traces")
-        self._profile.write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
+        return self._profile
 
     def reset(self) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
@@ -317,6 +320,10 @@ class AllToAll(SplitLayer):
         self._buffer.reset()
         self._generation += 1
         self._last_step = None
+
+    def newest_phases(self, step: TracedStep) -> tuple[int, list[PhaseOfCta]]:
+        """Of the last dispatch or combine; as `Profile.newest`. For deep_moe.trial.split_trace."""
+        return self._traced().newest(step, is_emulated=self._buffer.is_emulated)
 
     # What follows is called by `EmulatedThroughputAllToAll` too.
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Activation
-from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.heuristics import MoEShape
+from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.synthetic import Layer, Tokens
 
 from .problem import fp8_weights
@@ -29,9 +29,7 @@ class UnfusedLayer:
 
     def prepare(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens as this path takes them, E4M3 with one scale each."""
-        if tokens.x.dtype == torch.bfloat16:
-            return _quantize_rows(tokens.x.float())
-        return _quantize_rows(dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf))
+        return _quantize_rows(model_inputs(tokens)[0].float())
 
     def __call__(
         self,

@@ -50,8 +50,9 @@ class ThroughputMoE:
     intermediate_hidden, weights, biases, activation, activation_clamp, fast_math, num_pool_tokens,
         overrides: as of `GroupedExperts`.
     max_recv_rows: most rows that the experts of a rank get in one call; with more every rank gets
-        an error. By default as many as can come, ranks * max_tokens_per_rank * num_topk; there is
-        memory for all of them.
+        a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By default
+        as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for all of
+        them.
     format: in which tokens travel, one that `GroupedExperts` has for the weights: by default
         "fp8_32", and "bf16" for bf16 weights.
     device, num_sms, arch, timeout_s, checked, schedule_seed: as of both.

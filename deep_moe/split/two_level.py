@@ -80,8 +80,8 @@ class _Exchange(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """Tokens as the kernel takes them, [most tokens, ...]; their experts' numbers are of all
-    domains."""
+    """Tokens as the kernel takes them, [most tokens, ...]; but topk_idx are of all domains, and
+    int32 in rows that have travelled."""
 
     x: torch.Tensor
     x_sf: torch.Tensor
@@ -380,6 +380,8 @@ class TwoLevelMoE:
         self._own_buffer.close()
         self._buffer.close()
         self._sent = self._received = self._partials = self._rows = torch.empty(0)
+        self._own_ids = self._id_in_domain = torch.empty(0, dtype=torch.int64)
+        self._staged = _Staged(*[torch.empty(0)] * 4)
         self._received_fields.clear()
 
     # Construction.

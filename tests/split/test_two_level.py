@@ -401,3 +401,5 @@ def test_a_rank_alone_is_one_domain() -> None:
     assert compare(y, bounds_of(shape, 1, 0, layer, tokens).y).is_exact
     moe.check()
     moe.close()
+    held = [value for value in vars(moe).values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in (*held, *moe._staged)) == moe._worst.nbytes == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from .split_trace import SplitTrace, newest_call
 from .synthetic import Layer, Tokens
 from .trace import record
 from .two_level import rank_operands
+
+if TYPE_CHECKING:
+    from deep_moe.emulator.machine import Schedule
 
 # What both kinds of kernels are told; the others are the experts'.
 _OF_BOTH = ("arch", "num_sms", "schedule_seed")
@@ -40,7 +43,7 @@ def run_emulated_throughput(
     max_recv_rows: as of `ThroughputMoE`. options: arch, num_sms, schedule_seed, and of
     `GroupedExperts`.
     """
-    with _emulated_ranks(shape, layer, max_recv_rows, False, options) as ranks:
+    with emulated_ranks(shape, layer, options, max_recv_rows=max_recv_rows) as ranks:
         return [ranks.call(tokens) for tokens in calls]
 
 
@@ -49,7 +52,7 @@ def trace_emulated_throughput(
 ) -> list[SplitTrace]:
     """One call of `run_emulated_throughput`, recorded."""
     with (
-        _emulated_ranks(shape, layer, None, True, options) as ranks,
+        emulated_ranks(shape, layer, options, enable_profiling=True) as ranks,
         record(*(rank.experts.work_space for rank in ranks.layers)) as recorders,
     ):
         ranks.call(tokens)
@@ -89,7 +92,7 @@ def trace_throughput_processes(
     return outputs_of_processes(_rank_trace, shape, layer, [tokens], device, of_layer, num_warmup)
 
 
-class _EmulatedRanks:
+class EmulatedRanks:
     """layers: of all ranks, over one emulated all-to-all, each with its own operands."""
 
     def __init__(
@@ -102,19 +105,30 @@ class _EmulatedRanks:
         self.layers = layers
         self.operands = operands
 
-    def call(self, tokens: Sequence[Tokens]) -> list[RankOutput]:
-        dispatched = self.all_to_all.dispatch(
-            [model_inputs(own)[0] for own in tokens], [own.topk_idx for own in tokens]
-        )
+    def call(
+        self,
+        tokens: Sequence[Tokens],
+        *,
+        ids: torch.dtype = torch.int64,
+        copies_rows: bool = False,
+        schedule: Schedule = "random",
+    ) -> list[RankOutput]:
+        """What each rank got. ids: of what type topk_idx are. copies_rows: the experts' rows do not
+        lie where other ranks fetch them. schedule: how warps of the all-to-all are interleaved."""
+        xs = [model_inputs(own)[0] for own in tokens]
+        topk_idxs = [own.topk_idx.to(ids) for own in tokens]
+        dispatched = self.all_to_all.dispatch(xs, topk_idxs, schedule=schedule)
         ys = [
             layer.compute(received, *weights, **biases)
             for layer, (received, _), (weights, biases) in zip(
                 self.layers, dispatched, self.operands, strict=True
             )
         ]
+        if copies_rows:
+            ys = [y.clone() for y in ys]
         handles = [handle for _, handle in dispatched]
         factors = [own.topk_weights for own in tokens]
-        outs = self.all_to_all.combine(ys, handles, topk_weights=factors)
+        outs = self.all_to_all.combine(ys, handles, topk_weights=factors, schedule=schedule)
         return [
             RankOutput(out, received.expert_count)
             for out, (received, _) in zip(outs, dispatched, strict=True)
@@ -122,13 +136,18 @@ class _EmulatedRanks:
 
 
 @contextmanager
-def _emulated_ranks(
+def emulated_ranks(
     shape: MoEShape,
     layer: Layer,
-    max_recv_rows: int | None,
-    enable_profiling: bool,
     options: Mapping[str, Any],
-) -> Iterator[_EmulatedRanks]:
+    *,
+    max_recv_rows: int | None = None,
+    expert_alignment: int = EXPERT_ALIGNMENT,
+    format: str | None = None,
+    enable_profiling: bool = False,
+) -> Iterator[EmulatedRanks]:
+    """The layers of all ranks. options: as of `run_emulated_throughput`. expert_alignment: as of
+    `AllToAll`. format: in which tokens travel, by default that of the shape's."""
     of_both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
     sizes = shape.num_ranks, shape.num_max_tokens_per_rank
     with EmulatedThroughputAllToAll(
@@ -137,8 +156,8 @@ def _emulated_ranks(
         shape.num_experts,
         shape.num_topk,
         most_rows(*sizes, shape.num_topk) if max_recv_rows is None else max_recv_rows,
-        expert_alignment=EXPERT_ALIGNMENT,
-        tokens=format_of_tokens(shape.weights, shape.token_scales),
+        expert_alignment=expert_alignment,
+        tokens=format or format_of_tokens(shape.weights, shape.token_scales),
         enable_profiling=enable_profiling,
         **of_both,
     ) as all_to_all:
@@ -151,7 +170,7 @@ def _emulated_ranks(
             operands = [
                 rank_operands(shape, layer, rank, cpu, arch) for rank in range(shape.num_ranks)
             ]
-            yield _EmulatedRanks(all_to_all, layers, operands)
+            yield EmulatedRanks(all_to_all, layers, operands)
         finally:
             for rank in layers:
                 rank.experts.close()

@@ -59,7 +59,7 @@ from .problem import (
     checked_sample,
     rank_weights,
 )
-from .unfused import SplitPathLayer, UnfusedLayer
+from .unfused import UnfusedLayer
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MODELS = ("deepseek-v4-flash", "deepseek-v4-pro")
@@ -120,9 +120,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checked-tokens", type=int, default=8, help="compared, on each rank")
     parser.add_argument("--unfused", action="store_true", help="time the unfused layer too")
-    parser.add_argument(
-        "--split", action="store_true", help="time the unfused layer over deep_moe.AllToAll too"
-    )
     parser.add_argument("--peer", action="store_true", help="time sgl-deep-gemm's kernel too")
     parser.add_argument(
         "--trace",
@@ -138,8 +135,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--calls and --rounds must be at least 1")
     if min(arguments.tokens) < 1 or min(arguments.shares) < 0 or max(arguments.shares) == 0:
         parser.error("--tokens must be positive, --shares not negative and not all 0")
-    if arguments.shared_experts and (arguments.unfused or arguments.split or arguments.peer):
-        parser.error("--shared-experts: --unfused, --split and --peer time layers without them")
+    if arguments.shared_experts and (arguments.unfused or arguments.peer):
+        parser.error("--shared-experts: --unfused and --peer time layers without them")
     return arguments
 
 
@@ -220,7 +217,6 @@ def model_results(
     weight_bytes = bytes_per_weight(layer)
     fused = TimedLayer(shape, layer, device)
     unfused = UnfusedLayer(shape, layer, group) if arguments.unfused else None
-    split = SplitPathLayer(shape, layer, group) if arguments.split else None
     other = PeerLayer(shape, layer, group) if arguments.peer and peer.is_available() else None
     del layer
     for num_tokens, counts in zip(arguments.tokens, shares, strict=True):
@@ -244,10 +240,9 @@ def model_results(
 
         calls: dict[str, Callable[[], Any]] = {"fused": fused_call(fused, arguments)}
         distances = {}
-        for name, path in (("unfused", unfused), ("split", split)):
-            if path is not None:
-                inputs = (*path.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
-                calls[name] = partial(path, *inputs, Swiglu(arguments.clamp))
+        if unfused is not None:
+            inputs = (*unfused.prepare(tokens), tokens.topk_idx, tokens.topk_weights)
+            calls["unfused"] = partial(unfused, *inputs, Swiglu(arguments.clamp))
         if other is not None:
             other.fill(tokens, max(counts))
             calls["peer"] = partial(other, torch.empty_like(fused.y), arguments.clamp)
@@ -266,8 +261,6 @@ def model_results(
             path = trace_path(arguments.trace, result["model"].replace(", ", "-"), num_tokens)
             result["trace"] = traced(fused, arguments, path)
         yield result
-    if split is not None:
-        split.close()
     fused.close()
 
 
@@ -395,7 +388,7 @@ def line(result: Mapping[str, Any]) -> str:
         f"{result['tflops']:6.0f} TFLOPS  {result['weight_tb_per_s']:5.2f} TB/s  "
         f"{result['floor_share']:4.0%} of floor  block_m {result['config']['block_m']}"
     )
-    for name in ("unfused", "split", "peer"):
+    for name in ("unfused", "peer"):
         if name in result:
             other = result[name]
             text += f"  {name} {other['us']:.1f} us ({other['times_slower']:.2f}x)"

@@ -1,7 +1,7 @@
-"""The layer in five steps, as one has it without a fused kernel: all-to-all, grouped product,
-SwiGLU, grouped product, all-to-all. Weights are FP8 with a scale per row: PyTorch has no FP4
-product for Hopper. The all-to-all is NCCL's (`UnfusedLayer`) or `deep_moe.AllToAll`
-(`SplitPathLayer`)."""
+"""The layer in five steps, as one has it without this library: NCCL's all-to-all, a grouped
+product, SwiGLU, a grouped product, NCCL's all-to-all. Weights are FP8 with a scale per row: PyTorch
+has no FP4 product for Hopper. With this library the steps are `deep_moe.ThroughputMoE`, which
+benchmarks/split_path.py times beside these."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Activation
-from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.heuristics import MoEShape
-from deep_moe.split.throughput import AllToAll
+from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.synthetic import Layer, Tokens
 
 from .problem import fp8_weights
@@ -30,7 +29,7 @@ class UnfusedLayer:
 
     def prepare(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens as this path takes them, E4M3 with one scale each."""
-        return _quantize_rows(dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf))
+        return _quantize_rows(model_inputs(tokens)[0].float())
 
     def __call__(
         self,
@@ -104,59 +103,6 @@ class UnfusedLayer:
         gate, up = gate_up.float().chunk(2, dim=1)
         activated = activation(gate, up) * weight.unsqueeze(1)
         return grouped_product(*_quantize_rows(activated), self.w2, self.s2, ends)
-
-
-class SplitPathLayer(UnfusedLayer):
-    """The same with our all-to-all: rows come placed, and no count goes to the host. Its bound on
-    received rows is what the tokens need that `prepare` was given."""
-
-    layer: AllToAll | None = None
-
-    def prepare(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every rank must call this: it makes the all-to-all anew. A token's scale travels as if it
-        were one for every 128 values."""
-        self.close()
-        shape = self.shape
-        named = torch.bincount(tokens.topk_idx.flatten(), minlength=shape.num_experts)
-        dist.all_reduce(named, group=self.group)
-        padded = (named + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
-        most_rows = int(padded.view(shape.num_ranks, -1).sum(1).max())
-        self.layer = AllToAll(
-            self.group,
-            shape.num_max_tokens_per_rank,
-            shape.hidden,
-            shape.num_experts,
-            shape.num_topk,
-            max(most_rows, ROW_ALIGNMENT),
-            expert_alignment=ROW_ALIGNMENT,
-            tokens="fp8_128",
-            device=tokens.x.device,
-        )
-        x, scale = super().prepare(tokens)
-        return x, scale.unsqueeze(1).repeat(1, shape.hidden // 128)
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        x_scale: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        activation: Activation,
-    ) -> torch.Tensor:
-        assert self.layer is not None
-        received, handle = self.layer.dispatch(x, topk_idx, topk_weights=topk_weights, x_sf=x_scale)
-        assert received.x_sf is not None
-        assert received.topk_weights is not None
-        scale = received.x_sf[:, 0].contiguous()
-        ends = received.expert_end
-        out = self._experts(received.x, scale, received.topk_weights, ends, activation)
-        return self.layer.combine(out, handle)
-
-    def close(self) -> None:
-        """Give the symmetric memory back."""
-        if self.layer is not None:
-            self.layer.close()
-            self.layer = None
 
 
 def grouped_product(

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
     from .split.low_latency import LowLatencyAllToAll
     from .split.throughput import AllToAll, AllToAllHandle, Received
+    from .split.throughput_moe import ThroughputMoE
     from .split.two_level import TwoLevelMoE
     from .training.functional import moe
     from .training.layer import MoELayer
@@ -96,6 +97,7 @@ _MODULES = {
     "Received": "split.throughput",
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
+    "ThroughputMoE": "split.throughput_moe",
     "TwoLevelMoE": "split.two_level",
     "bf16_fp4_mega_moe": "fused.mega_moe",
     "bf16_mega_moe": "fused.mega_moe",
@@ -148,6 +150,7 @@ __all__ = [
     "Received",
     "RequantizationWarning",
     "SymmBuffer",
+    "ThroughputMoE",
     "TwoLevelMoE",
     "activations",
     "bf16_fp4_mega_moe",

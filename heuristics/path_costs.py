@@ -401,8 +401,8 @@ def two_level_transport(
 
 
 # Small kernels of a call, most of them PyTorch's: of every call, and of each chunk. A test counts.
-CALL_STEPS = 24
-CHUNK_STEPS = 39
+CALL_STEPS = 46
+CHUNK_STEPS = 10
 
 
 def two_level_cost(

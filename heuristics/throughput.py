@@ -136,11 +136,12 @@ class ThroughputConfig:
     Of a dispatch: tokens: a key of FORMATS. is_quantized_input: they come as they travel.
     knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else int64.
     Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
+    trace: CTAs stamp their phases.
 
     >>> shape = ThroughputShape(8, 256, 8, 7168, 8192, 81_920)
     >>> config = ThroughputConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
-    (512, 4096)
+    (512, 5120)
     """
 
     shape: ThroughputShape
@@ -153,6 +154,7 @@ class ThroughputConfig:
     knows_rows: bool = False
     has_int32_topk_idx: bool = False
     copies_rows: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         target_of(self.arch)  # or an error
@@ -202,7 +204,8 @@ class ThroughputConfig:
             num_words = shape.num_experts_per_rank + 1
             add("expert_rows", (num_words,), "rows before each local expert")
         if self.step == "dispatch" and not self.knows_rows:
-            add("slot_counts", (shape.num_experts,), "slots that name an expert, before the CTA's")
+            add("slot_counts", (shape.num_experts,), "slots of the CTA that name an expert")
+            add("earlier_counts", (shape.num_experts,), "those of the CTAs before it")
             add("expert_begins", (shape.num_experts,), "first row of an expert, on its rank")
             add("own_rows", (shape.num_experts,), "rows there before those of this rank")
             dims = (shape.num_experts_per_rank, shape.num_ranks)
@@ -229,4 +232,5 @@ class ThroughputConfig:
             "knows_rows": self.knows_rows,
             "has_int32_topk_idx": self.has_int32_topk_idx,
             "copies_rows": self.copies_rows,
+            "trace": self.trace,
         }

@@ -233,10 +233,12 @@ class TwoLevelShape:
         """
         shapes = [self.domain_shape, *([self.own_shape] if self.own_shape is not None else [])]
         row, tokens = self.row, self.num_max_tokens_per_rank
-        staged = row.weights.stop + 4 * self.num_topk  # ids of 8 bytes there
+        # Ids of 8 bytes there, and once more as the domain's own.
+        staged = row.weights.stop + (4 + 8) * self.num_topk
+        id_table = 8 * (self.num_experts + 1)
         rows = self.num_chunks * (self.num_chunk_foreign + self.num_chunk_sent) + tokens + 1
         return {
             "symmetric buffers": sum(symm_buffer_layout(shape).num_bytes for shape in shapes),
-            "tokens between domains": rows * row.num_bytes + tokens * staged,
+            "tokens between domains": rows * row.num_bytes + tokens * staged + id_table,
             "partial sums": self.num_partial_rows * self.hidden * 2,
         }

@@ -223,11 +223,12 @@ class ThroughputArgs(ctypes.Structure):
         ("out", ctypes.c_uint64),
         ("scalars", ctypes.c_uint64),
         ("slot_scalars", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
     )
 
 
 class SplitTraceCta(ctypes.Structure):
-    """What a low-latency kernel's trace holds for each CTA; see split/phase_span.cuh."""
+    """What a trace of the split path's kernels holds for each CTA; see split/phase_span.cuh."""
 
     _fields_ = (
         ("first", TraceAnchor),

@@ -1,5 +1,6 @@
 """`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while: of the
-fused call and of the split path in turn, or of one of them, or of training."""
+fused call and of the split path in turn, or of one of them, of the layer of many tokens, or of
+training."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ def fuzz(
         str | None,
         typer.Option(
             "--path",
-            help="Cases of this path only: fused, split or training (the differentiable layer, "
-            "forward and backward). Otherwise fused and split in turn.",
+            help="Cases of this path only: fused, split, throughput (the layer of many tokens) or "
+            "training (the differentiable layer, forward and backward). Otherwise fused and split "
+            "in turn.",
         ),
     ] = None,
     arch: Annotated[
@@ -69,6 +71,7 @@ def fuzz(
     from deep_moe.targets import target_of
     from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
     from deep_moe.trial.split_fuzzing import SplitCase
+    from deep_moe.trial.throughput_fuzzing import ThroughputCase
     from deep_moe.trial.training_fuzzing import TrainingCase
 
     if not hours and not minutes and count is None and not grid:
@@ -76,7 +79,7 @@ def fuzz(
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
     kinds: dict[str, type[FuzzCase | TrainingCase]] = {
-        kind.path: kind for kind in (FuzzCase, SplitCase, TrainingCase)
+        kind.path: kind for kind in (FuzzCase, SplitCase, ThroughputCase, TrainingCase)
     }
     if path not in (None, *kinds):
         raise typer.BadParameter(f"--path must be one of {', '.join(kinds)}; got {path!r}")

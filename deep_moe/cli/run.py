@@ -66,9 +66,14 @@ class LayerPath(str, Enum):
 
     fused_path = "fused"
     split_path = "split"
+    throughput_path = "throughput"
 
 
-_PATHS = {LayerPath.fused_path: "fused kernel", LayerPath.split_path: "split path"}
+_PATHS = {
+    LayerPath.fused_path: "fused kernel",
+    LayerPath.split_path: "split path",
+    LayerPath.throughput_path: "throughput path",
+}
 
 
 def run(
@@ -149,9 +154,18 @@ def run(
         LayerPath,
         typer.Option(
             "--path",
-            help="fused: one kernel; split: low-latency dispatch, experts, combine.",
+            help="fused: one kernel; split: low-latency dispatch, experts, combine; "
+            "throughput: those for many tokens.",
         ),
     ] = LayerPath.fused_path,
+    recv_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--recv-rows",
+            min=1,
+            help="With --path throughput: most rows of a rank's experts; default: all of them.",
+        ),
+    ] = None,
     processes: Annotated[
         bool, typer.Option("--processes", help="A process per rank, on a CPU too.")
     ] = False,
@@ -172,25 +186,29 @@ def run(
 
     from deep_moe.targets import TARGETS
     from deep_moe.trial import calls as trial
-    from deep_moe.trial import split_calls
+    from deep_moe.trial import split_calls, throughput_calls
     from deep_moe.trial.bounds import reference_bounds
     from deep_moe.trial.comparison import compare
     from deep_moe.trial.reference import FP32_SUM_BITS
     from deep_moe.trial.synthetic import received
     from deep_moe.trial.two_level import run_two_level, two_level_bounds
 
-    if path == LayerPath.split_path and shared_experts:
+    is_split = path != LayerPath.fused_path
+    if is_split:
+        check_split_path(path, shared_experts)
+    if is_split and domains > 1:
         raise typer.BadParameter(
-            "--shared-experts must be 0 with --path split: no dispatch brings a rank its own "
-            f"tokens; got {shared_experts}"
+            f"--domains must be 1 with --path {path.value}, whose ranks reach each other's memory; "
+            f"got {domains}"
         )
-    if path == LayerPath.split_path and domains > 1:
+    if recv_rows is not None and path != LayerPath.throughput_path:
         raise typer.BadParameter(
-            f"--domains must be 1 with --path split, whose ranks write to each other; got {domains}"
+            f"--recv-rows needs --path throughput: the others have a row for all that may come; "
+            f"got --path {path.value}"
         )
     if domains == 1 and (chunks > 1 or exact_sizes):
         raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")
-    if path == LayerPath.split_path and accumulate:
+    if is_split and accumulate:
         raise typer.BadParameter("--accumulate needs --path fused: no other combine adds to y")
     if domains > 1 and accumulate:
         raise typer.BadParameter("--accumulate needs --domains of 1")
@@ -280,13 +298,14 @@ def run(
         for call_idx in range(calls)
     ]
 
-    is_split = path == LayerPath.split_path
     if domains > 1 or is_split:  # whose layers take BF16
         inputs = [[trial.model_inputs(own)[1] for own in of_call] for of_call in inputs]
 
     call["schedule_seed"] = schedule_seed or 0
     if is_split:
         del call["accumulate"]  # refused above
+    if path == LayerPath.throughput_path:
+        call["max_recv_rows"] = recv_rows
     started = time.perf_counter()
     with stderr().status(f"running the {_PATHS[path]}") as status:
         if domains > 1:
@@ -300,11 +319,17 @@ def run(
                 **call,
             )
         elif is_split and (processes or device == Device.cuda):
-            outputs = split_calls.run_split_processes(
-                shape, whole_layer, inputs, device=device.value, **call
-            )
+            run_processes = {
+                LayerPath.split_path: split_calls.run_split_processes,
+                LayerPath.throughput_path: throughput_calls.run_throughput_processes,
+            }[path]
+            outputs = run_processes(shape, whole_layer, inputs, device=device.value, **call)
         elif is_split:
-            outputs = split_calls.run_emulated_split(shape, whole_layer, inputs, **call)
+            run_emulated = {
+                LayerPath.split_path: split_calls.run_emulated_split,
+                LayerPath.throughput_path: throughput_calls.run_emulated_throughput,
+            }[path]
+            outputs = run_emulated(shape, whole_layer, inputs, **call)
         elif processes or device == Device.cuda:
             outputs = trial.run_processes(shape, whole_layer, inputs, device=device.value, **call)
         else:
@@ -319,7 +344,9 @@ def run(
     rows = []
     with stderr().status("computing the reference"):
         for call_idx, (tokens_of_call, of_call) in enumerate(zip(inputs, outputs, strict=True)):
-            count_rows = split_calls.received_rows if is_split else received
+            # A low-latency dispatch brings a token to an expert once.
+            is_once = path == LayerPath.split_path
+            count_rows = split_calls.received_rows if is_once else received
             sent = count_rows(shape, tokens_of_call).split(shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens_of_call, of_call, strict=True)):
                 how: dict[str, Any] = {
@@ -383,6 +410,15 @@ def run(
         _print_rows(rows, path=path, demand=demand)
     if not passed:
         raise typer.Exit(1)
+
+
+def check_split_path(path: LayerPath, shared_experts: int) -> None:
+    """Raise for what no path but the fused one does."""
+    if shared_experts:
+        raise typer.BadParameter(
+            f"--shared-experts must be 0 with --path {path.value}: no dispatch brings a rank its "
+            f"own tokens; got {shared_experts}"
+        )
 
 
 def arch_of(device: Device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,8 +34,12 @@ from .options import (
     parse_overrides,
     parse_tokens,
 )
-from .output import print_json, stderr, stdout
-from .run import Device, arch_of
+from .output import new_table, print_json, stderr, stdout
+from .run import Device, LayerPath, arch_of, check_split_path
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics import MoEShape
+    from deep_moe.trial.synthetic import Layer, Tokens
 
 
 def trace(
@@ -73,6 +77,13 @@ def trace(
         int | None, typer.Option("--num-sms", help="CTAs; default: 4 on a CPU, else all SMs.")
     ] = None,
     override: OverrideOption = None,
+    path: Annotated[
+        LayerPath,
+        typer.Option(
+            "--path",
+            help="fused: one kernel; throughput: dispatch, experts and combine for many tokens.",
+        ),
+    ] = LayerPath.fused_path,
     warmup: Annotated[
         int, typer.Option("--warmup", min=0, help="Calls before the recorded one, on GPUs.")
     ] = 3,
@@ -89,6 +100,13 @@ def trace(
     from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
 
     check_output_file("FILE", file)
+    if path == LayerPath.split_path:
+        raise typer.BadParameter(
+            "--path must be fused or throughput; low-latency calls are traced by layers with "
+            "enable_profiling=True; got split"
+        )
+    if path == LayerPath.throughput_path:
+        check_split_path(path, shared_experts)
     counts = parse_tokens(tokens, ranks)
     shape = make_shape(
         model=model,
@@ -126,6 +144,9 @@ def trace(
         "num_sms": num_sms,
         "overrides": overrides,
     }
+    if path == LayerPath.throughput_path:
+        _trace_throughput(file, shape, layer, inputs, device, warmup, call, as_json)
+        return
     with stderr().status("running the fused kernel"):
         if device == Device.cuda:
             recorded = trial.trace_processes(shape, layer, inputs, num_warmup=warmup, **call)
@@ -139,3 +160,37 @@ def trace(
     else:
         stdout().print(table({"": phases}), soft_wrap=True)
         stdout().print(f"\nwritten: {file}", soft_wrap=True)
+
+
+def _trace_throughput(
+    file: Path,
+    shape: MoEShape,
+    layer: Layer,
+    inputs: list[Tokens],
+    device: Device,
+    warmup: int,
+    call: dict[str, Any],
+    as_json: bool,
+) -> None:
+    from deep_moe.trial import throughput_calls
+    from deep_moe.trial.split_trace import summary, write_split_trace
+
+    with stderr().status("running the throughput path"):
+        if device == Device.cuda:
+            recorded = throughput_calls.trace_throughput_processes(
+                shape, layer, inputs, device="cuda", num_warmup=warmup, **call
+            )
+        else:
+            recorded = throughput_calls.trace_emulated_throughput(shape, layer, inputs, **call)
+    write_split_trace(recorded, file)
+    found = summary(recorded)
+    if as_json:
+        counts = [own.num_tokens for own in inputs]
+        print_json({"shape": asdict(shape), "tokens": counts, "file": str(file), **found})
+        return
+    table = new_table("kernels, and phases of a CTA in the mean", "", "us", right=("us",))
+    for part in ("kernels_us", "phases_us"):
+        for name, us in found[part].items():
+            table.add_row(name, f"{us:.1f}")
+    stdout().print(table)
+    stdout().print(f"\nwritten: {file}", soft_wrap=True)

@@ -11,17 +11,21 @@ from deep_moe.heuristics.two_level import TwoLevelShape
 
 
 @dataclass(frozen=True)
-class ChunkRoutes:
-    """One chunk of a rank's own tokens, `begin` to `end` of the call.
+class Routes:
+    """Of a rank's own tokens in a call, for all chunks at once: what a chunk takes of the host is
+    time in which its GPU waits.
 
-    counts: int64 [other domains], tokens for each of them, in the order of the domains.
-    token_of_row: int64 [rows that may be sent], the call's token of each row, or `num_tokens_max`,
-    which names the row of nobody. row_of_token: int64 [tokens, other domains], the row of each
-    token, or `num_chunk_sent` for none.
+    bounds: of each chunk its first token and the one behind its last. Tokens are numbered through
+    the call, and stand in `row_of_token` chunk by chunk, all of one size: the last ones there
+    may be nobody's.
+
+    counts: int64 [chunks, other domains], tokens for each of them, in the order of the domains.
+    token_of_row: int64 [chunks, rows that may be sent], the call's token of each row, or
+    `num_max_tokens_per_rank`, which names the row of nobody. row_of_token: int64
+    [chunks, chunk's tokens, other domains], the row of each token, or `num_chunk_sent` for none.
     """
 
-    begin: int
-    end: int
+    bounds: list[tuple[int, int]]
     counts: torch.Tensor
     token_of_row: torch.Tensor
     row_of_token: torch.Tensor
@@ -56,37 +60,40 @@ def chunk_bounds(num_tokens: int, num_chunks: int) -> list[tuple[int, int]]:
     ]
 
 
-def route_chunk(
-    goes_to_others: torch.Tensor, begin: int, end: int, shape: TwoLevelShape
-) -> ChunkRoutes:
+def route_chunks(goes_to_others: torch.Tensor, shape: TwoLevelShape) -> Routes:
     """goes_to_others: bool [tokens of the call, other domains]. A domain's rows lie in the order of
     the tokens: with exact sizes behind those of the domain before, with fixed sizes at a place of
     their own. Tokens for which there is no row there are in the counts alone."""
-    goes = goes_to_others[begin:end]
-    device = goes.device
-    num_tokens, num_others = goes.shape
-    num_rows = shape.num_chunk_sent
-    position = goes.cumsum(dim=0)
-    counts = position[-1] if num_tokens else position.new_zeros(num_others)
+    device = goes_to_others.device
+    num_tokens, num_others = goes_to_others.shape
+    num_chunks, num_rows = shape.num_chunks, shape.num_chunk_sent
+    size = -(-num_tokens // num_chunks)
+    missing = num_chunks * size - num_tokens
+    goes = goes_to_others
+    if missing:
+        goes = torch.cat([goes, goes.new_zeros((missing, num_others))])
+    goes = goes.view(num_chunks, size, num_others)
+    position = goes.cumsum(dim=1)
+    counts = goes.sum(dim=1)
     if shape.exact_sizes:
-        first_row = counts.cumsum(dim=0) - counts
+        first_row = counts.cumsum(dim=1) - counts
         has_row = goes
     else:
         first_row = torch.arange(num_others, device=device) * shape.num_pair_rows
+        first_row = first_row.expand(num_chunks, -1)
         has_row = goes & (position <= shape.num_pair_rows)
-    rows = (first_row + position - 1).where(has_row, num_rows)
-    tokens = torch.arange(begin, end, device=device).unsqueeze(1).expand(-1, num_others)
+    rows = (first_row.unsqueeze(1) + position - 1).where(has_row, num_rows)
+    tokens = torch.arange(num_chunks * size, device=device)
+    tokens = tokens.view(num_chunks, size, 1).expand(-1, -1, num_others)
     nobody = shape.num_max_tokens_per_rank
-    token_of_row = torch.full((num_rows + 1,), nobody, device=device)
-    token_of_row.scatter_(0, rows.flatten(), tokens.flatten())
-    return ChunkRoutes(begin, end, counts, token_of_row[:num_rows], rows)
+    token_of_row = torch.full((num_chunks, num_rows + 1), nobody, device=device)
+    token_of_row.scatter_(1, rows.flatten(1), tokens.flatten(1))
+    bounds = chunk_bounds(num_tokens, num_chunks)
+    return Routes(bounds, counts, token_of_row[:, :num_rows], rows)
 
 
 def partial_rows(
-    goes: torch.Tensor,
-    routes: list[ChunkRoutes],
-    own_domain: int,
-    shape: TwoLevelShape,
+    goes: torch.Tensor, routes: Routes, own_domain: int, shape: TwoLevelShape
 ) -> torch.Tensor:
     """int64 [tokens, sums]: where the partial sums of each token lie in the table of the call, in
     the order of their domains; behind a token's last one, the row of zeros.
@@ -94,23 +101,21 @@ def partial_rows(
     goes: `domains_of` the call's tokens.
     """
     zeros = shape.num_partial_rows - 1
-    device = goes.device
-    tables = []
-    for chunk, of_chunk in enumerate(routes):
-        first = chunk * shape.num_chunk_rows
-        tokens = torch.arange(of_chunk.end - of_chunk.begin, device=device)
-        if shape.is_own_apart:
-            own = shape.num_chunks * shape.num_chunk_rows + of_chunk.begin + tokens
-        else:
-            own = first + tokens
+    num_tokens = goes.shape[0]
+    num_chunks, size, num_others = routes.row_of_token.shape
+    first = torch.arange(num_chunks, device=goes.device).view(-1, 1, 1) * shape.num_chunk_rows
+    came_back = first + (shape.num_chunk_rows - shape.num_chunk_sent)
+    rows = routes.row_of_token
+    rows = (came_back + rows).where(rows < shape.num_chunk_sent, zeros)
+    rows = rows.view(num_chunks * size, num_others)[:num_tokens]
+    tokens = torch.arange(num_chunks * size, device=goes.device)
+    if shape.is_own_apart:
         # With shared experts the own domain has something for every token.
-        is_used = goes[of_chunk.begin : of_chunk.end, own_domain] | shape.is_own_apart
-        own = own.where(is_used, zeros).unsqueeze(1)
-        came_back = first + shape.num_chunk_rows - shape.num_chunk_sent
-        rows = of_chunk.row_of_token
-        rows = (came_back + rows).where(rows < shape.num_chunk_sent, zeros)
-        tables.append(torch.cat([rows[:, :own_domain], own, rows[:, own_domain:]], dim=1))
-    table = torch.cat(tables)
+        own = tokens[:num_tokens] + num_chunks * shape.num_chunk_rows
+    else:
+        own = (first.view(-1, 1) + tokens[:size]).view(-1)[:num_tokens]
+        own = own.where(goes[:, own_domain], zeros)
+    table = torch.cat([rows[:, :own_domain], own.unsqueeze(1), rows[:, own_domain:]], dim=1)
     num_sums = shape.num_topk + shape.is_own_apart
     if num_sums >= shape.num_domains:
         return table

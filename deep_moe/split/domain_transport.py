@@ -21,6 +21,8 @@ from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Sizes are there after some tens of microseconds, and a sleep takes longer than it is asked to.
+_BUSY_S = 1e-3
 _POLL_S = 20e-6
 
 
@@ -80,27 +82,42 @@ class DomainTransport:
             lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
         )()
 
-    def to_host(self, value: torch.Tensor) -> list[int]:
-        """An int64 tensor's values, once the device has come to them: the one wait of the host."""
+    def begin_to_host(self, value: torch.Tensor) -> Callable[[], list[int]]:
+        """An int64 tensor's values, once the device has come to them, which what is returned waits
+        for: not for what the caller puts on the stream meanwhile."""
         if self._stream is None:
-            return [int(entry) for entry in value.flatten().tolist()]
+            return lambda: [int(entry) for entry in value.flatten().tolist()]
         pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         pinned.copy_(value, non_blocking=True)
-        self.wait_for_device()
-        return [int(entry) for entry in pinned.flatten().tolist()]
+        done = self._event()
+
+        def wait() -> list[int]:
+            self._wait_for(done)
+            return [int(entry) for entry in pinned.flatten().tolist()]
+
+        return wait
 
     def wait_for_device(self) -> None:
         """Wait for what is on the current stream; LostDomainError if it does not end in time."""
         if self._stream is None:
             return
         self.raise_if_failed()
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self._device))
-        deadline = time.monotonic() + self._timeout_s
+        self._wait_for(self._event())
+
+    def _event(self) -> torch.cuda.Event:
+        """Behind what is on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _wait_for(self, done: torch.cuda.Event) -> None:
+        begin = time.monotonic()
         while not done.query():
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begin
+            if waited_s > self._timeout_s:
                 self._fail(f"the GPU has waited for other domains for {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
+            if waited_s > _BUSY_S:
+                time.sleep(_POLL_S)
 
     def raise_if_failed(self) -> None:
         """A group of which a rank has gone cannot be used again."""

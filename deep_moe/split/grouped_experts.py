@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,9 @@ from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
 from deep_moe.targets import EMULATED, Target, target_of, target_of_device
+
+if TYPE_CHECKING:
+    from deep_moe.trial.trace import Recorder
 
 MAX_ROWS = 1 << 21
 _ALIGNMENT = 16  # bytes, of bulk copies
@@ -263,6 +266,11 @@ class GroupedExperts:
     def nbytes(self) -> int:
         return self._work_space.nbytes
 
+    @property
+    def work_space(self) -> _WorkSpace:
+        """What `deep_moe.trial.trace.record` takes to record the calls."""
+        return self._work_space
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -324,6 +332,10 @@ class GroupedExperts:
             args.expert_begin = 0 if expert_begin is None else expert_begin.data_ptr()
             args.expert_count = expert_count.data_ptr()
             args.max_expert_rows = num_rows if expert_begin is not None else x.shape[1]
+            recorder = self._work_space.recorder
+            if recorder is not None:
+                args.trace = recorder.attach(plan.config).data_ptr()
+                args.trace_capacity = recorder.capacity
             gpu = self._work_space.gpu
             if gpu is not None:
                 assert plan.launcher is not None
@@ -460,6 +472,8 @@ class GroupedExperts:
             if last == 0:
                 expected_rows = min(num_rows, self.max_rows)
         config = _choose_config(self.shape, expected_rows, is_uneven, *self._kernel_options)
+        if self._work_space.recorder is not None:
+            config = _traced(config)
         plan = self._plan
         if plan is not None and plan.config is config:
             return plan
@@ -501,6 +515,9 @@ class GroupedExperts:
                 if tensor is not None
             ),
         ]
+        if work_space.recorder is not None and work_space.recorder.memory is not None:
+            stamps = work_space.recorder.memory
+            regions.append(MemoryRegion.of_tensor("trace", stamps, is_writable=True))
         launch = RankLaunch(
             0,
             built_kernel(config),
@@ -592,6 +609,8 @@ class _WorkSpace(RankBuffer):
         super().__init__("GroupedExperts", work_space_layout(shape), memory, None)
         self.shape = shape
         self.caches = CallCaches()
+        # While calls are recorded: see deep_moe/trial/trace.py.
+        self.recorder: Recorder | None = None
 
 
 def _shape_of(
@@ -644,6 +663,11 @@ def _checked_format(weights: str, format: str | None, target: Target) -> str:
     }
     is_known = format in FORMATS and "bf16" not in allowed
     raise ValueError(f"{words}; got {format!r}{reason.get(format, '') if is_known else ''}")
+
+
+@lru_cache(maxsize=64)
+def _traced(config: MegaMoEConfig) -> MegaMoEConfig:
+    return replace(config, trace=True)
 
 
 @lru_cache(maxsize=1024)

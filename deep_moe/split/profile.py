@@ -1,4 +1,4 @@
-"""When the CTAs of low-latency calls were in which phase, from time stamps that they take.
+"""When the CTAs of dispatches and combines were in which phase, from time stamps that they take.
 
 A layer with `enable_profiling=True` runs kernels made with `Config::trace`, and keeps the stamps of
 its newest calls; include/deep_moe/split/phase_span.cuh says what they are.
@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deep_moe.heuristics.low_latency import LowLatencyConfig, Step
+from deep_moe.heuristics.low_latency import Step
 from deep_moe.jit.headers import find_library
 from deep_moe.jit.kernel_args import SplitTraceCta
 from deep_moe.trial.chrome_trace import complete_event, process_name, thread_name, write_events
 from deep_moe.trial.trace import TraceClock
+
+from .kernels import SplitConfig
 
 MAX_KERNELS = 128  # of a step, that are kept
 _HEADER = "deep_moe/split/phase_span.cuh"
@@ -62,8 +64,9 @@ class Profile:
             "combine": deque(maxlen=MAX_KERNELS),
         }
 
-    def attach(self, config: LowLatencyConfig, call: int, device: torch.device) -> torch.Tensor:
-        """Memory for one kernel's stamps."""
+    def attach(self, config: SplitConfig, call: int, device: torch.device) -> torch.Tensor:
+        """Memory for the stamps of a dispatch or a combine."""
+        assert config.step != "scalars", "which has no phases"
         num_bytes = config.num_ctas * _CTA_DTYPE.itemsize
         ctas = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._kernels[config.step].append(_Recorded(call, ctas))
@@ -87,6 +90,18 @@ class Profile:
                 own = _phases(call, ctas, TraceClock.through(ctas), passed_ns)
             found += own
         return found
+
+    def newest(self, step: Step, *, is_emulated: bool) -> tuple[int, list[PhaseOfCta]]:
+        """The last kernel of a step; waits for it. When it began by the GPU's %globaltimer, 0 in
+        the emulator, and its phases from then on. Raises ValueError if nothing was recorded."""
+        if not self._kernels[step]:
+            raise ValueError(f"nothing was recorded: no {step} was made")
+        kernel = self._kernels[step][-1]
+        ctas = kernel.ctas.cpu().numpy().view(_CTA_DTYPE)
+        if is_emulated:
+            return 0, _phases(kernel.call, ctas, TraceClock.emulated(len(ctas)), 0.0)
+        begin_ns = int(ctas["first"]["global_ns"].min())
+        return begin_ns, _phases(kernel.call, ctas, TraceClock.through(ctas), 0.0)
 
     def write(self, step: Step, path: str | Path, rank: int, *, is_emulated: bool) -> None:
         """The same as a file for chrome://tracing and ui.perfetto.dev, in a folder that is made if

@@ -6,7 +6,8 @@ docs/split.md says how the kernels work together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
+from deep_moe.heuristics.low_latency import Step as TracedStep
 from deep_moe.heuristics.throughput import (
     Step,
     ThroughputConfig,
@@ -29,6 +31,7 @@ from deep_moe.heuristics.throughput import (
 from deep_moe.jit.kernel_args import ThroughputArgs
 
 from .kernels import Launch
+from .profile import PhaseOfCta, Profile
 from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
 
 if TYPE_CHECKING:
@@ -103,7 +106,8 @@ class AllToAll(SplitLayer):
     expert_alignment: each expert's rows begin at a multiple of this, a power of two.
     tokens: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one of the
         "fp8" formats of `LowLatencyAllToAll`.
-    device, num_sms, timeout_s, arch, checked, schedule_seed: as of `LowLatencyAllToAll`.
+    device, num_sms, timeout_s, arch, checked, schedule_seed, enable_profiling: as of
+        `LowLatencyAllToAll`.
 
     All kernels of a layer run in the order of the calls: on one stream, or on streams that wait for
     each other. The host waits for none; they may be captured in a CUDA graph after a call outside.
@@ -132,6 +136,7 @@ class AllToAll(SplitLayer):
         arch: str | None = None,
         checked: bool | None = None,
         schedule_seed: int = 0,
+        enable_profiling: bool = False,
     ) -> None:
         sizes = {
             "num_experts": num_experts,
@@ -158,6 +163,7 @@ class AllToAll(SplitLayer):
             arch=arch,
             checked=checked,
             schedule_seed=schedule_seed,
+            enable_profiling=enable_profiling,
         )
 
     @classmethod
@@ -181,7 +187,9 @@ class AllToAll(SplitLayer):
         arch: str | None = None,
         checked: bool | None = None,
         schedule_seed: int = 0,
+        enable_profiling: bool = False,
     ) -> None:
+        require_type("enable_profiling", enable_profiling, bool, "a bool")
         super().__init__("AllToAll", throughput_buffer_layout(shape), memory, group)
         self.shape = shape
         self._settings = KernelSettings(
@@ -189,6 +197,7 @@ class AllToAll(SplitLayer):
         )
         self._tokens = tokens
         self._config("dispatch", tokens=tokens)  # or an error
+        self._profile = Profile() if enable_profiling else None
         self._generation = 0
         self._num_dispatches = 0
         self._last_step: Step | None = None
@@ -203,6 +212,11 @@ class AllToAll(SplitLayer):
             f"{self._tokens}, up to {shape.max_tokens_per_rank} tokens and {shape.max_recv_rows} "
             f"received rows, {self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
         )
+
+    @property
+    def tokens(self) -> str:
+        """How they travel, unless a dispatch says otherwise."""
+        return self._tokens
 
     def dispatch(
         self,
@@ -282,12 +296,34 @@ class AllToAll(SplitLayer):
             )
         return self._combine_rows()
 
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """Write the phases of this rank's newest dispatches as `LowLatencyAllToAll` does: of each
+        CTA quant_and_put and count_put, wait, postprocess. Needs enable_profiling=True."""
+        self._dump_trace("dispatch", path)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """The same of combines: copy_and_put, if there is something to copy, recv_wait,
+        topk_reduce."""
+        self._dump_trace("combine", path)
+
+    def _dump_trace(self, step: TracedStep, path: str | Path) -> None:
+        self._traced().write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
+
+    def _traced(self) -> Profile:
+        if self._profile is None:
+            raise ValueError("enable_profiling must be True for a layer that dumps traces")
+        return self._profile
+
     def reset(self) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
         it returns when all have. Handles become invalid."""
         self._buffer.reset()
         self._generation += 1
         self._last_step = None
+
+    def newest_phases(self, step: TracedStep) -> tuple[int, list[PhaseOfCta]]:
+        """Of the last dispatch or combine; as `Profile.newest`. For deep_moe.trial.split_trace."""
+        return self._traced().newest(step, is_emulated=self._buffer.is_emulated)
 
     # What follows is called by `EmulatedThroughputAllToAll` too.
 
@@ -367,7 +403,7 @@ class AllToAll(SplitLayer):
             written.update(places)
             written["block_counts"] = self._block_counts
             self._num_dispatches += 1
-        return self._launch(config, args, read, written), (received, handle)
+        return self._launch(config, handle.number, args, read, written), (received, handle)
 
     def prepare_combine(
         self,
@@ -417,7 +453,8 @@ class AllToAll(SplitLayer):
             "expert_count": handle.expert_count,
             "own_rows": handle.own_rows,
         }
-        return self._launch(config, self._args(handle), read, {"out": out}), out
+        launch = self._launch(config, handle.number, self._args(handle), read, {"out": out})
+        return launch, out
 
     def prepare_return_scalars(
         self, values: torch.Tensor, handle: AllToAllHandle
@@ -438,7 +475,8 @@ class AllToAll(SplitLayer):
             "expert_end": handle.expert_end,
         }
         config = self._config("scalars")
-        return self._launch(config, self._args(handle), read, {"slot_scalars": out}), out
+        args, written = self._args(handle), {"slot_scalars": out}
+        return self._launch(config, handle.number, args, read, written), out
 
     def _agreed(self, launch: Launch) -> dict[str, Any]:
         config = launch.config
@@ -462,16 +500,21 @@ class AllToAll(SplitLayer):
     def _launch(
         self,
         config: ThroughputConfig,
+        number: int,
         args: ThroughputArgs,
         read: Mapping[str, torch.Tensor | None],
         written: Mapping[str, torch.Tensor | None],
     ) -> Launch:
-        """Names are those of the arguments; None is left out."""
+        """number: of the dispatch. Names are those of the arguments; None is left out."""
         own_read = {name: tensor for name, tensor in read.items() if tensor is not None}
         own_written = {name: tensor for name, tensor in written.items() if tensor is not None}
         for name, tensor in {**own_read, **own_written}.items():
             setattr(args, name, tensor.data_ptr())
         self._last_step = config.step
+        if self._profile is not None and config.step != "scalars":
+            config = replace(config, trace=True)
+            own_written["trace"] = self._profile.attach(config, number, self.device)
+            args.trace = own_written["trace"].data_ptr()
         return Launch(config, args, own_read, own_written)
 
     def _args(self, handle: AllToAllHandle) -> ThroughputArgs:

@@ -55,13 +55,12 @@ from .domain_groups import (
     gather_from_all,
 )
 from .domain_routes import (
-    ChunkRoutes,
+    Routes,
     add_in_domain_order,
-    chunk_bounds,
     domains_of,
     others,
     partial_rows,
-    route_chunk,
+    route_chunks,
 )
 from .domain_transport import DomainTransport
 
@@ -81,7 +80,8 @@ class _Exchange(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """A rank's own tokens as the kernel takes them, [most tokens, ...]."""
+    """Tokens as the kernel takes them, [most tokens, ...]; but topk_idx are of all domains, and
+    int32 in rows that have travelled."""
 
     x: torch.Tensor
     x_sf: torch.Tensor
@@ -329,25 +329,20 @@ class TwoLevelMoE:
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.no_grad():
-            self._stage(x, topk_idx, topk_weights, arguments.get("arch"))
-            goes = domains_of(self._staged.topk_idx[:num_tokens], shape)
-            to_others = others(goes, self.domain)
-            routes = [
-                route_chunk(to_others, begin, end, shape)
-                for begin, end in chunk_bounds(num_tokens, shape.num_chunks)
-            ]
-            exchanges = self._agree(routes)
-            arrivals = [
-                self._send(chunk, route, exchange)
-                for chunk, (route, exchange) in enumerate(zip(routes, exchanges, strict=True))
-            ]
+            # Sizes first: they travel while tokens are quantized and put into rows.
+            goes = domains_of(topk_idx.long(), shape)
+            routes = route_chunks(others(goes, self.domain), shape)
+            agree = self._begin_to_agree(routes)
+            self._stage(x, topk_idx, topk_weights, routes, arguments.get("arch"))
+            exchanges = agree()
+            arrivals = [self._send(chunk, exchange) for chunk, exchange in enumerate(exchanges)]
             expected = arguments.get("expected_tokens_per_rank")
             with self._naming_the_domain():
                 returns = self._compute(
                     inside,
                     num_tokens,
                     num_tokens if expected is None else expected,
-                    list(zip(routes, exchanges, arrivals, strict=True)),
+                    list(zip(routes.bounds, exchanges, arrivals, strict=True)),
                 )
             for come_back in returns:
                 come_back()
@@ -385,6 +380,9 @@ class TwoLevelMoE:
         self._own_buffer.close()
         self._buffer.close()
         self._sent = self._received = self._partials = self._rows = torch.empty(0)
+        self._own_ids = self._id_in_domain = torch.empty(0, dtype=torch.int64)
+        self._staged = _Staged(*[torch.empty(0)] * 4)
+        self._received_fields.clear()
 
     # Construction.
 
@@ -430,7 +428,24 @@ class TwoLevelMoE:
         self._received = zeros(
             (shape.num_chunks * shape.num_chunk_foreign, row.num_bytes), torch.uint8
         ).view(per_chunk if shape.num_chunk_foreign else (shape.num_chunks, 0, row.num_bytes))
+        # Views take the host's time, too.
+        self._received_fields: list[_Staged] = [
+            _Staged(
+                self._field(rows, row.values, dtype),
+                self._field(rows, row.scales, torch.int32),
+                self._field(rows, row.ids, torch.int32),
+                self._field(rows, row.weights, torch.float32),
+            )
+            for rows in self._received
+        ]
         self._partials = zeros((shape.num_partial_rows, shape.hidden), torch.bfloat16)
+        # The domain's own number of each expert, -1 for others'. The last is that of the id -1,
+        # which `torch.take` counts from the end.
+        number = shape.num_experts_per_domain
+        self._id_in_domain = zeros((shape.num_experts + 1,), torch.int64).fill_(-1)
+        own_experts = self._id_in_domain[self.domain * number : (self.domain + 1) * number]
+        own_experts.copy_(torch.arange(number))
+        self._own_ids = zeros((num_tokens, num_topk), torch.int64)
         # The largest number of tokens for which there was no room so far, and where; 0 for none.
         self._worst = zeros((), torch.int64)
 
@@ -496,34 +511,40 @@ class TwoLevelMoE:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
+        routes: Routes,
         arch: str | None,
     ) -> None:
-        """Own tokens, quantized, as the kernel takes them and as rows that travel."""
+        """Own tokens, quantized, as the kernel takes them, and in the rows that travel."""
         staged, row, num_tokens = self._staged, self.shape.row, x.shape[0]
         prepare_rows(x, topk_idx, topk_weights, staged, arch)
-        if not self.shape.num_other_domains:
-            return
         own = slice(num_tokens)
-        rows, ids = self._rows[own], staged.topk_idx[own]
-        is_expert = (ids >= 0) & (ids < self.shape.num_experts)
+        ids = staged.topk_idx[own]
+        ids = ids.where((ids >= 0) & (ids < self.shape.num_experts), -1)
+        torch.take(self._id_in_domain, ids, out=self._own_ids[own])
+        if not self._sent.numel():
+            return
+        rows = self._rows[own]
         self._field(rows, row.values, staged.x.dtype).copy_(staged.x[own])
         self._field(rows, row.scales, torch.int32).copy_(staged.x_sf[own])
-        self._field(rows, row.ids, torch.int32).copy_(ids.where(is_expert, -1))
+        self._field(rows, row.ids, torch.int32).copy_(ids)
         self._field(rows, row.weights, torch.float32).copy_(staged.topk_weights[own])
+        of_rows = routes.token_of_row.flatten()
+        torch.index_select(self._rows, 0, of_rows, out=self._sent.view(-1, row.num_bytes))
 
     @staticmethod
     def _field(rows: torch.Tensor, field: slice, dtype: torch.dtype) -> torch.Tensor:
         return rows[:, field].view(dtype)
 
-    def _agree(self, routes: Sequence[ChunkRoutes]) -> list[_Exchange]:
-        """What travels in each chunk. With exact sizes, the host waits here."""
+    def _begin_to_agree(self, routes: Routes) -> Callable[[], list[_Exchange]]:
+        """What travels in each chunk, once what is returned is asked. With exact sizes the host
+        waits there, for the sizes alone, of all chunks."""
         shape, domain = self.shape, self.domain
         if not shape.exact_sizes:
             rows = [0 if d == domain else shape.num_pair_rows for d in range(shape.num_domains)]
-            return [_Exchange(rows, rows)] * len(routes)
+            return lambda: [_Exchange(rows, rows)] * shape.num_chunks
         if not shape.num_other_domains:
-            return [_Exchange([0], [0])] * len(routes)
-        counts = torch.stack([route.counts for route in routes], dim=1)
+            return lambda: [_Exchange([0], [0])] * shape.num_chunks
+        counts = routes.counts.T
         own = counts.new_zeros((1, shape.num_chunks))
         sent = torch.cat([counts[:domain], own, counts[domain:]])  # [domains, chunks]
         received = torch.zeros_like(sent)
@@ -535,10 +556,15 @@ class TwoLevelMoE:
             worst = self._worst_of(received.sum(dim=0), shape.num_chunk_foreign)
             self._transport.largest(worst)
             numbers.append(worst.expand(1, shape.num_chunks))
-        on_host = self._transport.to_host(torch.cat(numbers))
+        to_host = self._transport.begin_to_host(torch.cat(numbers))
+        return lambda: self._exchanges_of(to_host())
+
+    def _exchanges_of(self, on_host: Sequence[int]) -> list[_Exchange]:
+        """Of the numbers that `_begin_to_agree` asks for, [numbers, chunks]."""
+        shape = self.shape
         table = [
-            on_host[row * shape.num_chunks : (row + 1) * shape.num_chunks]
-            for row in range(sum(len(part) for part in numbers))
+            on_host[first : first + shape.num_chunks]
+            for first in range(0, len(on_host), shape.num_chunks)
         ]
         if shape.can_overflow:
             self._raise_overflow(table[-1][0])
@@ -550,12 +576,10 @@ class TwoLevelMoE:
             for chunk in range(shape.num_chunks)
         ]
 
-    def _send(self, chunk: int, route: ChunkRoutes, exchange: _Exchange) -> Callable[[], None]:
+    def _send(self, chunk: int, exchange: _Exchange) -> Callable[[], None]:
         """Begin to send a chunk's tokens."""
-        num_sent, num_received = sum(exchange.sent), sum(exchange.received)
-        sent = self._sent[chunk, :num_sent]
-        torch.index_select(self._rows, 0, route.token_of_row[:num_sent], out=sent)
-        received = self._received[chunk, :num_received]
+        sent = self._sent[chunk, : sum(exchange.sent)]
+        received = self._received[chunk, : sum(exchange.received)]
         return self._transport.exchange(received, sent, exchange.received, exchange.sent)
 
     def _fill_own(self, buffer: SymmBuffer, begin: int, end: int) -> int:
@@ -563,24 +587,24 @@ class TwoLevelMoE:
         staged, rows, own = self._staged, slice(end - begin), slice(begin, end)
         buffer.x[rows].copy_(staged.x[own])
         buffer.x_sf[rows].copy_(staged.x_sf[own])
-        buffer.topk_idx[rows].copy_(self._ids_in_domain(staged.topk_idx[own]))
+        buffer.topk_idx[rows].copy_(self._own_ids[own])
         buffer.topk_weights[rows].copy_(staged.topk_weights[own])
         return end - begin
 
-    def _fill(self, chunk: int, route: ChunkRoutes, exchange: _Exchange) -> torch.Tensor:
+    def _fill(self, chunk: int, bounds: tuple[int, int], exchange: _Exchange) -> torch.Tensor:
         """A chunk's own and foreign tokens into the domain's buffer. Their output."""
-        buffer, shape, row = self._buffer, self.shape, self.shape.row
+        buffer, shape = self._buffer, self.shape
         begin = 0
         if not shape.is_own_apart:
-            begin = self._fill_own(buffer, route.begin, route.end)
+            begin = self._fill_own(buffer, *bounds)
         num_foreign = sum(exchange.received)
-        received = self._received[chunk, :num_foreign]
-        rows = slice(begin, begin + num_foreign)
-        ids = self._field(received, row.ids, torch.int32)
-        buffer.x[rows].copy_(self._field(received, row.values, buffer.x.dtype))
-        buffer.x_sf[rows].copy_(self._field(received, row.scales, torch.int32))
-        buffer.topk_idx[rows].copy_(self._ids_in_domain(ids))
-        buffer.topk_weights[rows].copy_(self._field(received, row.weights, torch.float32))
+        if num_foreign:
+            rows, received = slice(begin, begin + num_foreign), self._received_fields[chunk]
+            ids = received.topk_idx[:num_foreign].long()
+            buffer.x[rows].copy_(received.x[:num_foreign])
+            buffer.x_sf[rows].copy_(received.x_sf[:num_foreign])
+            torch.take(self._id_in_domain, ids, out=buffer.topk_idx[rows])
+            buffer.topk_weights[rows].copy_(received.topk_weights[:num_foreign])
         first = chunk * shape.num_chunk_rows
         return self._partials[first : first + begin + num_foreign]
 
@@ -589,12 +613,13 @@ class TwoLevelMoE:
         inside: _DomainCall,
         num_tokens: int,
         expected: int,
-        chunks: Sequence[tuple[ChunkRoutes, _Exchange, Callable[[], None]]],
+        chunks: Sequence[tuple[tuple[int, int], _Exchange, Callable[[], None]]],
     ) -> list[Callable[[], None]]:
         """Each chunk, when it has arrived, through the domain's kernel, and its foreign tokens'
         sums on their way back, for which what is returned waits.
 
-        num_tokens: own ones. expected: the mean of all ranks. chunks: each with a wait for it.
+        num_tokens: own ones. expected: the mean of all ranks. chunks: of each its own tokens,
+        what travels, and a wait for it.
         """
         shape = self.shape
         num_routed = None
@@ -606,18 +631,12 @@ class TwoLevelMoE:
             expected -= expected // shape.num_domains
             num_routed = shape.domain_shape.num_experts_per_rank
         returns = []
-        for chunk, (route, exchange, arrive) in enumerate(chunks):
+        for chunk, (bounds, exchange, arrive) in enumerate(chunks):
             arrive()
-            y = self._fill(chunk, route, exchange)
+            y = self._fill(chunk, bounds, exchange)
             inside.run(y, self._buffer, -(-expected // shape.num_chunks), num_routed)
             returns.append(self._send_back(chunk, y, exchange))
         return returns
-
-    def _ids_in_domain(self, ids: torch.Tensor) -> torch.Tensor:
-        """The domain's own numbers of its experts; -1 for those of others."""
-        number = self.shape.num_experts_per_domain
-        first = self.domain * number
-        return (ids - first).where((ids >= first) & (ids < first + number), -1)
 
     def _send_back(self, chunk: int, y: torch.Tensor, exchange: _Exchange) -> Callable[[], None]:
         """Begin to send the foreign tokens' partial sums to where they came from."""
@@ -644,11 +663,10 @@ class TwoLevelMoE:
         met = met.where(counts.flatten() > room, 0)
         return met.amax() if counts.numel() else counts.new_zeros(())
 
-    def _note_overflow(self, routes: Sequence[ChunkRoutes], out: torch.Tensor) -> None:
+    def _note_overflow(self, routes: Routes, out: torch.Tensor) -> None:
         """With fixed sizes: all ranks learn of tokens that had no row, and no rank's result can be
         taken for one."""
-        counts = torch.stack([route.counts for route in routes], dim=1)  # [other domains, chunks]
-        worst = self._worst_of(counts, self.shape.num_pair_rows)
+        worst = self._worst_of(routes.counts.T, self.shape.num_pair_rows)
         self._transport.largest(worst)
         torch.maximum(self._worst, worst, out=self._worst)
         out.masked_fill_(worst > 0, torch.nan)

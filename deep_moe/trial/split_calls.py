@@ -8,7 +8,7 @@ Tokens are quantized by the dispatch, so that ranks bring the tokens' values in 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +69,48 @@ def run_split_processes(
 ) -> list[list[RankOutput]]:
     """What `run_emulated_split` does, with one process per rank: rank r on GPU r ("cuda") or
     emulated ("cpu")."""
+    of_ranks = outputs_of_processes(_rank_outputs, shape, layer, calls, device, options)
+    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+
+
+def outputs_of_processes(
+    of_rank: Callable[..., Any],
+    shape: MoEShape,
+    layer: Layer,
+    calls: Calls,
+    device: str,
+    *arguments: Any,
+) -> list[Any]:
+    """What of_rank(device, shape, layer, calls, *arguments) returns in a process for each rank."""
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus < shape.num_ranks:
         raise ValueError(
             f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
         )
     with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
+        own_calls = [list(tokens) for tokens in calls]
         run_on_ranks(
             _rank_process,
             shape.num_ranks,
             device,
+            folder,
+            of_rank,
             shape,
             layer,
-            [list(tokens) for tokens in calls],
-            options,
-            folder,
+            own_calls,
+            *arguments,
         )
-        of_ranks = [
+        return [
             torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False)
             for rank in range(shape.num_ranks)
         ]
-    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+
+
+def _rank_process(
+    device: torch.device, folder: str, of_rank: Callable[..., Any], *arguments: Any
+) -> None:
+    """Saves what `of_rank` returns."""
+    torch.save(of_rank(device, *arguments), Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
 class RankExperts:
@@ -160,15 +181,13 @@ def _call_emulated(
     ]
 
 
-def _rank_process(
+def _rank_outputs(
     device: torch.device,
     shape: MoEShape,
     layer: Layer,
     calls: Calls,
     options: Mapping[str, Any],
-    folder: str,
-) -> None:
-    """Saves what this rank got, call by call."""
+) -> list[RankOutput]:
     rank = dist.get_rank()
     how = _all_to_all_options(shape, options)
     all_to_all = LowLatencyAllToAll(dist.group.WORLD, *all_to_all_sizes(shape)[1:], **how)
@@ -182,8 +201,8 @@ def _rank_process(
         outputs.append(RankOutput(out.cpu(), result.recv_count.cpu()))
         all_to_all.check()
         own_experts.experts.check()
-    torch.save(outputs, Path(folder, f"rank{rank}.pt"))
     dist.barrier()  # no rank takes its memory away while another still reads it
+    return outputs
 
 
 def all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from deep_moe.jit.kernel_args import TraceCta, TraceRecord
 from .chrome_trace import complete_event, process_name, thread_name, write_events
 
 if TYPE_CHECKING:
-    from deep_moe.fused.buffer import SymmBuffer
     from deep_moe.heuristics.config import MegaMoEConfig
 
 DEFAULT_CAPACITY = 2048  # records per track; three for each block that a CTA computes
@@ -123,16 +122,32 @@ class RankTrace:
         return self.spans[chosen]
 
 
+class TracedBuffer(Protocol):
+    """What calls go through that are recorded: a symmetric buffer, or a work space."""
+
+    device: torch.device
+    recorder: Recorder | None
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def is_emulated(self) -> bool: ...
+
+    def raise_if_failed(self) -> None: ...
+
+
 class Recorder:
     """The trace buffer of one rank. Holds the last call that was made while it was in force."""
 
-    def __init__(self, buffer: SymmBuffer, capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, buffer: TracedBuffer, capacity: int = DEFAULT_CAPACITY) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 record per track; got {capacity}")
         self.buffer = buffer
         self.capacity = capacity
         self.memory: torch.Tensor | None = None
         self.config: MegaMoEConfig | None = None
+        self.begin_ns = 0  # of what was collected, by the GPU's %globaltimer
 
     def attach(self, config: MegaMoEConfig) -> torch.Tensor:
         """Zeroed memory for a call of this kernel, enqueued on the current stream."""
@@ -157,6 +172,7 @@ class Recorder:
         clock = (
             TraceClock.emulated(num_ctas) if self.buffer.is_emulated else TraceClock.through(ctas)
         )
+        self.begin_ns = 0 if self.buffer.is_emulated else int(ctas["first"]["global_ns"].min())
         return RankTrace(
             rank=self.buffer.rank,
             num_n_blocks=self.config.num_traced_n_blocks,
@@ -169,8 +185,9 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def record(*buffers: SymmBuffer, capacity: int = DEFAULT_CAPACITY) -> Iterator[list[Recorder]]:
-    """Record the calls with these buffers; `collect` gives the last one of each."""
+def record(*buffers: TracedBuffer, capacity: int = DEFAULT_CAPACITY) -> Iterator[list[Recorder]]:
+    """Record the calls with these buffers; `collect` gives the last one of each. A buffer may be
+    the work space of `GroupedExperts`."""
     recorders = [Recorder(buffer, capacity) for buffer in buffers]
     for buffer, recorder in zip(buffers, recorders, strict=True):
         if buffer.recorder is not None:
@@ -491,11 +508,12 @@ def table(breakdowns: Mapping[str, Mapping[str, Any]]) -> str:
 def write_chrome_trace(ranks: Sequence[RankTrace], path: str | Path) -> None:
     """Aligned ranks as a trace for chrome://tracing and ui.perfetto.dev; compressed if the name
     ends in .gz. A process is a rank, a thread a track of a CTA."""
-    events = [event for rank in ranks for event in _chrome_events(rank)]
+    events = [event for rank in ranks for event in chrome_events(rank)]
     write_events(events, path)
 
 
-def _chrome_events(rank: RankTrace) -> Iterator[str]:
+def chrome_events(rank: RankTrace) -> Iterator[str]:
+    """One rank's."""
     pid = rank.rank
     num_tracks = len(tracks().number)
     yield process_name(pid, f"rank {pid}")

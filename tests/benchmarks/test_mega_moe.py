@@ -38,7 +38,7 @@ def test_shares_are_given_out_in_turn():
         (["--routing", "random"], "invalid choice"),
         (
             ["--shared-experts", "1", "--peer"],
-            "--unfused, --split and --peer time layers without them",
+            "--unfused and --peer time layers without them",
         ),
     ],
 )

@@ -18,7 +18,10 @@ BRIEF = ["--calls", "1", "--rounds", "1", "--warmup", "0", "--commit", "abc"]
     ("words", "message"),
     [
         (["--calls", "0"], "--tokens, --calls, --rounds and --pairs must be at least 1"),
-        (["--tokens", "1025"], "--tokens must be at most 1024"),
+        (["--tokens", "1025"], "--tokens must be at most 1024, of a low-latency dispatch"),
+        (["--path", "throughput", "--tokens", "32769"], "--tokens must be at most 32768"),
+        (["--path", "throughput", "--zero-copy"], "--zero-copy is for --path low-latency"),
+        (["--path", "throughput", "--model", "gpt-oss-120b"], "--without-unfused is needed"),
         (["--model", "gpt"], "invalid choice"),
     ],
 )
@@ -36,11 +39,15 @@ def test_sizes_are_the_models_unless_given() -> None:
 
 
 @pytest.mark.slow
-def test_two_emulated_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path_words", [["--zero-copy"], ["--path", "throughput"]])
+def test_two_emulated_ranks(tmp_path: Path, path_words: list[str]) -> None:
     path = tmp_path / "report.json"
-    words = [*SMALL, *BRIEF, "--tokens", "3", "--json", str(path), "--zero-copy"]
+    words = [*SMALL, *BRIEF, *path_words, "--tokens", "3", "--json", str(path)]
     run_on_ranks(run_rank, 2, "cpu", parse_arguments(words))
     (result,) = json.loads(path.read_text())["results"]
     assert result["tokens_per_rank"] == 3
     assert result["cosine_distance"] < 0.003  # weights are applied elsewhere, so h rounds otherwise
     assert "times the fused call" in line(result)
+    is_beside_unfused = "throughput" in path_words
+    assert ("unfused" in result) == is_beside_unfused
+    assert ("times the path" in line(result)) == is_beside_unfused

@@ -125,8 +125,8 @@ def test_both_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert {case.path for case in cases} == {"split"}
     for options, words in (
         (
-            ["--path", "throughput"],
-            "--path must be one of fused, split, training; got 'throughput'",
+            ["--path", "two-level"],
+            "--path must be one of fused, split, throughput, training; got 'two-level'",
         ),
         (["--path", "split", "--grid"], "--grid must be without --path split"),
     ):

@@ -383,3 +383,49 @@ def test_what_the_split_path_does_not_do_is_refused():
         assert result.exit_code != 0
         said = f"{result.output} {result.exception}"
         assert words in " ".join(said.replace("│", " ").split())
+
+
+THROUGHPUT = ["--path", "throughput", "--hidden", "256", "--intermediate", "128"]
+
+
+def test_the_throughput_path_on_awkward_tokens():
+    awkward = ["--duplicates", "--unused-slots", "1", "--nan-tokens", "1", "--calls", "2"]
+    words = ["--tokens", "9,17", "--topk", "3", "--arch", "sm_90a", "--biases"]
+    document = ran(*THROUGHPUT, *awkward, *words)
+    assert document["path"] == "throughput"
+    assert [row["passed"] for row in document["ranks"]] == [True] * 4
+    # Each used slot is a row.
+    assert sum(row["num_received"] for row in document["ranks"]) == 2 * 2 * (9 + 17)
+
+
+def test_the_throughput_path_of_an_exact_layer_is_equal():
+    words = ["--exact", "--tokens", "5,0,17", "--ranks", "3", "--experts", "6"]
+    document = ran(*THROUGHPUT, *words, "--activation", "swiglu_oai", "--arch", "sm_100a")
+    assert [row["num_equal"] for row in document["ranks"]] == [5 * 256, 0, 17 * 256]
+
+
+def test_the_throughput_path_with_a_process_per_rank():
+    assert ran(*THROUGHPUT, "--processes", "--weights", "bf16", "--num-sms", "2")["passed"]
+
+
+def test_the_throughput_path_with_a_float32_scale_per_128_values():
+    words = ["--weights", "fp8", "--token-scales", "float32_per_128", "--arch", "sm_90a"]
+    assert ran(*THROUGHPUT, *words, "--tokens", "7")["passed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shared-experts", "1"], "--shared-experts must be 0 with --path throughput"),
+        (["--domains", "2"], "--domains must be 1 with --path throughput"),
+        (["--accumulate"], "--accumulate needs --path fused"),
+        (["--path", "split", "--recv-rows", "9"], "--recv-rows needs --path throughput"),
+        (["--max-tokens", "40000"], "max_tokens_per_rank must be 1 to 32768"),
+        (["--recv-rows", "4"], "would get"),
+    ],
+)
+def test_what_the_throughput_path_does_not_do_is_refused(options: list[str], words: str):
+    result = invoke(*THROUGHPUT, *options)
+    assert result.exit_code != 0
+    said = f"{result.output} {result.exception}"
+    assert words in " ".join(said.replace("│", " ").split())

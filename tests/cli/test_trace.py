@@ -67,3 +67,44 @@ def test_ranks_without_gpus_are_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
     result = invoke(str(tmp_path / "layer.json"), *TINY, "--device", "cuda")
     assert result.exit_code == 1
     assert "a GPU for each of 2 ranks; there are 1" in str(result.exception)
+
+
+def test_the_throughput_paths_steps_follow_each_other(tmp_path: Path):
+    file = tmp_path / "layer.json"
+    words = ["--path", "throughput", "--tokens", "5,3", "--arch", "sm_90a", "--num-sms", "2"]
+    result = invoke(str(file), *TINY, *words, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["num_lost"] == 0
+    assert list(document["kernels_us"]) == ["dispatch", "experts", "combine"]
+    assert all(us > 0 for us in document["kernels_us"].values())
+    dispatch = ["quant_and_put", "count_put", "wait", "postprocess"]
+    combine = ["copy_and_put", "recv_wait", "topk_reduce"]
+    assert sorted(document["phases_us"]) == sorted([*dispatch, *combine])
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}  # experts, and all-to-all
+    for rank in range(2):
+        experts = [event for event in events if event["pid"] == rank]
+        phases = [event for event in events if event["pid"] == 2 + rank]
+        of_dispatch = [event for event in phases if event["name"] in dispatch]
+        of_combine = [event for event in phases if event["name"] in combine]
+        assert ends(of_dispatch) <= min(event["ts"] for event in experts) + 1e-3
+        assert ends(experts) <= min(event["ts"] for event in of_combine) + 1e-3
+        assert {event["name"] for event in experts} >= {"Linear1 main loop", "Linear2 main loop"}
+
+
+def ends(events: list[dict]) -> float:
+    return max(event["ts"] + event["dur"] for event in events)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--path", "split"], "--path must be fused or throughput"),
+        (["--path", "throughput", "--shared-experts", "1"], "--shared-experts must be 0 with"),
+    ],
+)
+def test_what_has_no_trace_of_its_own(tmp_path: Path, options: list[str], words: str):
+    result = invoke(str(tmp_path / "layer.json"), *TINY, *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.replace("│", " ").split())

@@ -1,5 +1,5 @@
-"""A layer over two domains of one GPU each, NCCL between them. The same runs over gloo in the
-emulator, so that the tests are right themselves."""
+"""A layer over two domains of one GPU each, NCCL between them, or over one domain. The same runs
+over gloo in the emulator, so that the tests are right themselves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ TIMEOUT_S = 3.0
 
 
 def make(rank: Rank, shape: MoEShape, **arguments: Any) -> TwoLevelMoE:
+    groups = (None, None) if rank.num_ranks == 1 else make_domain_groups(2)
     return TwoLevelMoE(
-        *make_domain_groups(2),
+        *groups,
         shape.num_experts,
         shape.num_max_tokens_per_rank,
         shape.num_topk,
@@ -70,9 +71,8 @@ def options(rank: Rank) -> dict[str, Any]:
 
 def is_exact(rank: Rank, shape: MoEShape, layer: Layer, y: torch.Tensor, tokens: Tokens) -> bool:
     numerics = target_of(rank.arch).weights_of(shape.weights).numerics
-    bounds = two_level_bounds(
-        shape, 2, rank.idx, layer, tokens, numerics=numerics, sum_bits=numerics.sum_bits
-    )
+    how: dict[str, Any] = {"numerics": numerics, "sum_bits": numerics.sum_bits}
+    bounds = two_level_bounds(shape, rank.num_ranks, rank.idx, layer, tokens, **how)
     return compare(y.cpu(), bounds.y).is_exact
 
 
@@ -90,9 +90,8 @@ def every_bit(rank: Rank, shape: MoEShape, arguments: dict[str, Any]) -> None:
     moe.close()
 
 
-def replays_differ(rank: Rank, num_replays: int) -> int:
+def replays_differ(rank: Rank, shape: MoEShape, num_replays: int) -> int:
     """How many replays of a captured call gave other bits than calls outside; the tokens change."""
-    shape = SHAPE
     layer = layer_of(rank, shape)
     weights, _ = rank_operands(shape, layer, rank.idx, rank.device, rank.arch)
     moe = make(rank, shape, num_chunks=2)
@@ -193,6 +192,15 @@ def test_every_bit(run_ranks: RunRanks, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
+def test_a_gpu_alone_is_one_domain(run_ranks: RunRanks, weights: str) -> None:
+    """With chunks, and in a graph."""
+    shape = replace(SHAPE, num_ranks=1, weights=weights)
+    run_ranks(Place.GPUS, 1, every_bit, shape, {"num_chunks": 3})
+    assert run_ranks(Place.GPUS, 1, replays_differ, shape, NUM_REPLAYS) == [0]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes",
     [{"weights": "fp8"}, {"weights": "bf16", "biases": True}, {"num_shared_experts": 2}],
@@ -204,7 +212,7 @@ def test_every_bit_of_other_layers(run_ranks: RunRanks, changes: dict[str, Any])
 
 @pytest.mark.gpu
 def test_replays_of_a_graph(run_ranks: RunRanks) -> None:
-    assert run_ranks(Place.GPUS, 2, replays_differ, NUM_REPLAYS) == [0, 0]
+    assert run_ranks(Place.GPUS, 2, replays_differ, SHAPE, NUM_REPLAYS) == [0, 0]
 
 
 @pytest.mark.gpu
@@ -221,6 +229,7 @@ def test_a_lost_domain_is_named(run_ranks: RunRanks) -> None:
 
 @pytest.mark.slow
 def test_the_same_in_the_emulator(run_ranks: RunRanks) -> None:
+    run_ranks(Place.CPU, 1, every_bit, replace(SHAPE, num_ranks=1), MODES[1])
     run_ranks(Place.CPU, 2, every_bit, SHAPE, MODES[3])
     check_messages(run_ranks(Place.CPU, 2, too_many_tokens))
     check_lost_domain(Place.CPU)

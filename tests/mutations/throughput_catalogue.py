@@ -27,10 +27,15 @@ THROUGHPUT_MUTATIONS = (
     ),
     M("counts_of_one_thread_only", removed("counts_passed_on"), "race"),
     M("places_before_shared", removed("earlier_shared"), "race"),
+    M(
+        "earlier_ctas_of_the_last_group_only",
+        replaced("earlier_added", "red_add_shared", "st_shared_u32"),
+        ANYTHING,
+    ),
     M("total_one_too_high", replaced("total_published", "count", "count + 1"), ANYTHING),
     # ---- dispatch, receiving
     M("tokens_of_others_not_awaited", removed("tokens_of_all_awaited"), ANYTHING),
-    M("experts_placed_before_summed", removed("totals_summed"), "race"),
+    M("experts_placed_before_summed", removed("totals_summed"), "race|misuse"),
     M("places_used_before_shared", instead("places_shared", "return true;"), "race|misuse"),
     M("experts_begin_at_their_end", replaced("expert_placed", "begin", "expert_end"), ANYTHING),
     M(
@@ -65,7 +70,7 @@ THROUGHPUT_MUTATIONS = (
         replaced("row_returned", "ranks.of(rank_idx)", "ranks.local()"),
         ANYTHING,
     ),
-    M("own_rows_end_late", replaced("own_rows_told", "first +", "1 + first +"), ANYTHING),
+    M("own_rows_end_late", replaced("own_rows_told", "begin +", "1 + begin +"), ANYTHING),
     M("rows_of_others_stay", replaced("own_row_stays", "is_own", "!is_own"), ANYTHING),
     M(
         "own_rows_of_the_first",

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from deep_moe.heuristics.two_level import TwoLevelShape
 from deep_moe.split.domain_groups import describe_lost, make_domain_groups
 from deep_moe.split.domain_routes import (
+    Routes,
     add_in_domain_order,
-    chunk_bounds,
     domains_of,
     others,
     partial_rows,
-    route_chunk,
+    route_chunks,
 )
 
 NUM_TOKENS = 11
@@ -35,11 +35,21 @@ def random_ids(shape: TwoLevelShape, seed: int = 0) -> torch.Tensor:
 
 def routed(shape: TwoLevelShape, ids: torch.Tensor, own: int):
     goes = domains_of(ids, shape)
-    routes = [
-        route_chunk(others(goes, own), begin, end, shape)
-        for begin, end in chunk_bounds(ids.shape[0], shape.num_chunks)
+    return goes, route_chunks(others(goes, own), shape)
+
+
+def chunks_of(routes: Routes) -> list[SimpleNamespace]:
+    """Each chunk's part, without tokens that are nobody's."""
+    return [
+        SimpleNamespace(
+            begin=begin,
+            end=end,
+            counts=routes.counts[chunk],
+            token_of_row=routes.token_of_row[chunk],
+            row_of_token=routes.row_of_token[chunk, : end - begin],
+        )
+        for chunk, (begin, end) in enumerate(routes.bounds)
     ]
-    return goes, routes
 
 
 def test_ids_that_name_no_expert_name_no_domain():
@@ -55,7 +65,7 @@ def test_a_token_has_one_row_in_each_other_domain_of_its_experts(num_domains, ow
     ids = random_ids(shape)
     _, routes = routed(shape, ids, own)
     found = []
-    for route in routes:
+    for route in chunks_of(routes):
         counts = route.counts.tolist()
         first = 0
         for other, count in enumerate(counts):
@@ -82,7 +92,7 @@ def test_a_token_has_one_row_in_each_other_domain_of_its_experts(num_domains, ow
 def test_tokens_without_a_row_are_counted_and_spoil_no_other_row():
     shape = shape_of(2, num_max_foreign_tokens=6)  # 2 in each of 3 chunks
     ids = torch.tensor([[0, 4, -1]] * 3 + [[0, -1, -1], [5, -1, -1]] + [[-1, -1, -1]] * 5)
-    _, routes = routed(shape, ids, 0)
+    routes = chunks_of(routed(shape, ids, 0)[1])
     assert [route.counts.tolist() for route in routes] == [[3], [1], [0]]
     assert routes[0].token_of_row.tolist() == [0, 1]
     assert routes[0].row_of_token[:, 0].tolist() == [0, 1, 2, 2]
@@ -92,7 +102,7 @@ def test_tokens_without_a_row_are_counted_and_spoil_no_other_row():
 
 def test_a_layer_without_room_has_no_rows():
     shape = shape_of(2, num_max_foreign_tokens=0)
-    _, routes = routed(shape, torch.tensor([[4, -1, -1]] * 4), 0)
+    routes = chunks_of(routed(shape, torch.tensor([[4, -1, -1]] * 4), 0)[1])
     assert [route.counts.tolist() for route in routes] == [[2], [2], [0]]
     assert all(route.token_of_row.numel() == 0 for route in routes)
     assert all((route.row_of_token == shape.num_chunk_sent).all() for route in routes)
@@ -111,7 +121,7 @@ def test_partial_sums_are_found_in_domain_order(num_domains, exact_sizes, num_sh
     values = [3.0 * 2.0 ** (12 * ((7 * domain) % 6) - 30) for domain in range(num_domains)]
     table = torch.full((shape.num_partial_rows, 8), torch.nan, dtype=torch.bfloat16)
     table[-1] = 0
-    for chunk, route in enumerate(routes):
+    for chunk, route in enumerate(chunks_of(routes)):
         first = chunk * shape.num_chunk_rows
         if shape.is_own_apart:
             apart = shape.num_chunks * shape.num_chunk_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from deep_moe.jit.kernel_args import NUM_SPLIT_PHASES
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
+from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.layer import EPLowLatencyAllToAllLayer
 from deep_moe.split.profile import phases
 
+from . import throughput_reference
 from .reference import bits, check_dispatched, expected_out, random_inputs
 
 NUM_CTAS = 3
@@ -76,6 +79,43 @@ def test_every_phase_of_every_cta(tmp_path: Path, receive: bool) -> None:
                     starts = [event["ts"] for event in chosen]
                     assert all(e <= s + 1e-3 for e, s in zip(ends, starts[1:], strict=False))
     layer.close()
+
+
+@pytest.mark.parametrize("in_buffer", [True, False])
+def test_the_phases_of_the_throughput_path(tmp_path: Path, in_buffer: bool) -> None:
+    """A dispatch on known rows counts nothing; numbers are those of their dispatch."""
+    layer = EmulatedThroughputAllToAll(
+        2, 8, 256, 8, 3, 64, expert_alignment=1, num_sms=NUM_CTAS, enable_profiling=True
+    )
+    inputs = throughput_reference.random_inputs(layer.shape, (8, 5))
+    results = layer.dispatch(inputs.xs, inputs.topk_idxs)
+    ys = inputs.ys
+    if in_buffer:
+        ys = [own.get_combine_buffer().copy_(y) for own, y in zip(layer.layers, ys, strict=True)]
+    handles = [handle for _, handle in results]
+    outs = layer.combine(ys, handles)
+    layer.dispatch(inputs.xs, handles=handles)
+    layer.return_scalars(inputs.values, handles)  # which has no phases
+    for rank, own in enumerate(layer.layers):
+        expected = throughput_reference.expected_sums(
+            layer.shape, rank, inputs.topk_idxs, inputs.ys, None
+        )
+        assert (bits(outs[rank]) == bits(expected)).all()
+        own.dump_dispatch_trace(tmp_path / "dispatch.json")
+        own.dump_combine_trace(tmp_path / "combine.json")
+        for step, names in (("dispatch", DISPATCH), ("combine", COMBINE)):
+            events = events_of(tmp_path / f"{step}.json")
+            assert {(event["pid"], event["args"]["call"]) for event in events} == {(rank, 0)}
+            assert {event["tid"] for event in events} == set(range(NUM_CTAS))
+            numbers = Counter(event["name"] for event in events)
+            twice = dict.fromkeys(names, NUM_CTAS * (2 if step == "dispatch" else 1))
+            if step == "dispatch":
+                twice["count_put"] = NUM_CTAS
+            assert numbers == twice
+            assert all(event["dur"] >= 0 for event in events)
+        quiet = EmulatedThroughputAllToAll(1, 4, 128, 4, 2, 16, num_sms=2).layers[0]
+        with pytest.raises(ValueError, match="enable_profiling must be True"):
+            quiet.dump_combine_trace(tmp_path / "trace.json")
 
 
 def test_what_cannot_be_dumped(tmp_path: Path) -> None:

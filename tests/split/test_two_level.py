@@ -97,6 +97,7 @@ def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None
         weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
         assert moe.nbytes == sum(moe.shape.buffer_bytes.values())
         held = [moe._sent, moe._received, moe._rows, *moe._staged]
+        held += [moe._own_ids, moe._id_in_domain]
         between = moe.shape.buffer_bytes["tokens between domains"]
         assert sum(tensor.nbytes for tensor in held) == between
         for call in range(2):  # the second one finds what the first has left
@@ -400,3 +401,5 @@ def test_a_rank_alone_is_one_domain() -> None:
     assert compare(y, bounds_of(shape, 1, 0, layer, tokens).y).is_exact
     moe.check()
     moe.close()
+    held = [value for value in vars(moe).values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in (*held, *moe._staged)) == moe._worst.nbytes == 8

@@ -8,6 +8,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/return_rows.cuh"
 #include "deep_moe/split/step.cuh"
@@ -23,19 +24,26 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     const uint32_t shared_memory = ptx::shared_address(shared_bytes);
     const ThroughputRanks<Config> ranks(args);
     Waiter waiter(args);
+    first_anchor<Config>(args);
     Step<Config> step(ranks, StepKind::rows, waiter);
     bool is_sound = step.begin();
     if (is_sound) {
+        const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
         if constexpr (Config::copies_rows) share_rows(args, ranks.local(), shared_memory);
         step.arrive();
+    }
+    if (is_sound) {
+        const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
         is_sound = step.await();  //~ rows_of_all_awaited
     }
     if (is_sound) {
+        const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
             return returned_row(args, ranks, token_idx);
         });
     }
     step.end();
+    last_anchor<Config>(args);
 }
 
 }  // namespace deep_moe

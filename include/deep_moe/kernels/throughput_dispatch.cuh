@@ -10,6 +10,7 @@
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/expert_places.cuh"
+#include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/pull_tokens.cuh"
 #include "deep_moe/split/pulled_rows.cuh"
 #include "deep_moe/split/share_tokens.cuh"
@@ -31,15 +32,18 @@ __device__ bool dispatch_share(const ThroughputArgs& args, const ThroughputRanks
         }
     }
     if constexpr (Config::knows_rows) {
+        const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
         share_tokens(args, local, 0);
         return true;
     } else {
         static_assert(Config::num_threads > warp_size, "one warp counts, the others share");
+        const PhaseSpan<Config> span(args, SplitPhase::count_put);
         const SlotPlaces<Config> places(args, ranks, shared_memory);
         places.clear();
         if (ptx::warp_idx() == 0) {
             places.count();
         } else {
+            const PhaseSpan<Config> share_span(args, SplitPhase::quant_and_put, warp_size);
             share_tokens(args, local, 1);
         }
         return places.add_earlier_ctas(waiter);
@@ -64,8 +68,8 @@ __device__ void dispatch_pull(const ThroughputArgs& args, const ThroughputRanks<
         const ThroughputBuffer<Config> local = ranks.local();
         const ExpertPlaces<Config> places(shared_memory);
         if (!places.sum_up(args, local, ranks.rank_idx(), waiter)) return;
-        tell_slot_rows(args, local, places);
         pull_tokens(args, ranks, CountedRows<Config>(places, ranks));
+        tell_slot_rows(args, local, places);  // last: nobody waits for it
     }
 }
 
@@ -77,14 +81,20 @@ __device__ __forceinline__ void throughput_dispatch(const ThroughputArgs& args) 
     const uint32_t shared_memory = ptx::shared_address(shared_bytes);
     const ThroughputRanks<Config> ranks(args);
     Waiter waiter(args);
+    first_anchor<Config>(args);
     Step<Config> step(ranks, StepKind::tokens, waiter);
     bool is_sound = step.begin() && dispatch_share(args, ranks, shared_memory, waiter);
     if (is_sound) {
+        const PhaseSpan<Config> span(args, SplitPhase::wait);
         step.arrive();
         is_sound = step.await();  //~ tokens_of_all_awaited
     }
-    if (is_sound) dispatch_pull(args, ranks, shared_memory, waiter);
+    if (is_sound) {
+        const PhaseSpan<Config> span(args, SplitPhase::postprocess);
+        dispatch_pull(args, ranks, shared_memory, waiter);
+    }
     if (step.end() && !Config::knows_rows) SlotPlaces<Config>::count_on(ranks.local());
+    last_anchor<Config>(args);
 }
 
 }  // namespace deep_moe

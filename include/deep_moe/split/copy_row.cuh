@@ -5,6 +5,7 @@
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/spread_row.cuh"
 
 namespace deep_moe {
 
@@ -12,7 +13,7 @@ namespace deep_moe {
 template <class Config>
 __device__ void copy_row(void* to, const void* from) {
     constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
-    constexpr uint32_t loads_at_once = min(8u, ceil_div(num_chunks, warp_size));
+    constexpr uint32_t loads_at_once = equal_loads(ceil_div(num_chunks, warp_size), 16);
 #pragma unroll 1
     for (uint32_t first = ptx::lane_idx(); first < num_chunks; first += loads_at_once * warp_size) {
         uint4 chunks[loads_at_once];

@@ -62,8 +62,8 @@ class TokenExpansion {
         const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
             return scale_word_of_row<Config>(args_, slot_row, column);
         };
-        spread_scales<Config>(scale_word, local_.staged_scales(half_, rank_idx, slot_idx), slots,
-                              row);
+        const LoadedScales<Config> scales(local_.staged_scales(half_, rank_idx, slot_idx));
+        scales.spread(scale_word, slots, row);
     }
 
     const LowLatencyArgs& args_;

@@ -37,7 +37,7 @@ class ExpertPlaces {
         cta_sync<Config>();  //~ totals_summed
         for (uint32_t i = ptx::warp_idx(); i < Config::num_ranks;
              i += Config::num_threads / warp_size) {
-            place_experts(args, local, i, i == rank_idx && blockIdx.x == 0, waiter);
+            place_experts(args, i, i == rank_idx && blockIdx.x == 0, waiter);
         }
         return cta_agrees<Config>(waiter);  //~ places_shared
     }
@@ -59,7 +59,7 @@ class ExpertPlaces {
                                   uint32_t expert_idx) const {
         const bool is_local = expert_idx / Config::num_experts_per_rank == rank_idx;
         uint32_t num_rows = 0;
-#pragma unroll 4
+#pragma unroll 8  // loads that wait for nothing
         for (uint32_t source = 0; source < Config::num_ranks; ++source) {
             if (is_local) ptx::st_shared_u32(first_row_word(expert_idx, source), num_rows);
             if (source == rank_idx) {
@@ -71,8 +71,8 @@ class ExpertPlaces {
     }
 
     // A whole warp: from counts to where the experts of a rank begin.
-    __device__ void place_experts(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                                  uint32_t rank_idx, bool tells_caller, Waiter& waiter) const {
+    __device__ void place_experts(const ThroughputArgs& args, uint32_t rank_idx, bool tells_caller,
+                                  Waiter& waiter) const {
         uint32_t end = 0;
         for (uint32_t base = 0; base < Config::num_experts_per_rank; base += warp_size) {
             const uint32_t local_expert_idx = base + ptx::lane_idx();
@@ -89,7 +89,7 @@ class ExpertPlaces {
                 args.expert_begin[local_expert_idx] = static_cast<int32_t>(begin);
                 args.expert_count[local_expert_idx] = static_cast<int32_t>(count);
                 args.expert_end[local_expert_idx] = static_cast<int32_t>(expert_end);
-                tell_own_rows(args, local, rank_idx, local_expert_idx, begin);
+                tell_own_rows(args, rank_idx, local_expert_idx, begin, count);
             }
             end = __shfl_sync(full_warp, expert_end, warp_size - 1);
         }
@@ -102,16 +102,16 @@ class ExpertPlaces {
     }
 
     // For combine, which need not copy the rows that are for its own rank.
-    __device__ void tell_own_rows(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                                  uint32_t rank_idx, uint32_t local_expert_idx,
-                                  uint32_t begin) const {
-        const uint32_t expert_idx = rank_idx * Config::num_experts_per_rank + local_expert_idx;
-        const uint32_t first =
-            begin + ptx::ld_shared_u32(own_rows_ + expert_idx * sizeof(uint32_t));
+    __device__ void tell_own_rows(const ThroughputArgs& args, uint32_t rank_idx,
+                                  uint32_t local_expert_idx, uint32_t begin, uint32_t count) const {
+        const uint32_t first = ptx::ld_shared_u32(first_row_word(local_expert_idx, rank_idx));
+        const uint32_t next_rank = rank_idx + 1;
+        const uint32_t end = next_rank == Config::num_ranks
+                                 ? count
+                                 : ptx::ld_shared_u32(first_row_word(local_expert_idx, next_rank));
         int32_t* const range = args.own_rows + 2 * local_expert_idx;
-        range[0] = static_cast<int32_t>(first);
-        range[1] = static_cast<int32_t>(
-            first + *local.expert_totals(rank_idx, expert_idx));  //~ own_rows_told
+        range[0] = static_cast<int32_t>(begin + first);
+        range[1] = static_cast<int32_t>(begin + end);  //~ own_rows_told
     }
 
     __device__ uint32_t first_row_word(uint32_t expert_idx, uint32_t source_rank) const {

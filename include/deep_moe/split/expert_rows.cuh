@@ -20,17 +20,29 @@ class ExpertRows {
     // All threads of a CTA; a barrier stands behind it.
     __device__ void sum_up(const int32_t* recv_count) const {
         if (ptx::warp_idx() == 0) {
+            constexpr uint32_t num_counts =
+                ceil_div(uint32_t{Config::num_experts_per_rank}, warp_size);
+            constexpr uint32_t loads_at_once = min(8u, num_counts);
             uint32_t num_before = 0;
             if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, 0);
-            for (uint32_t base = 0; base < Config::num_experts_per_rank; base += warp_size) {
-                const uint32_t i = base + ptx::lane_idx();
-                const uint32_t count =
-                    i < Config::num_experts_per_rank ? static_cast<uint32_t>(recv_count[i]) : 0;
-                const uint32_t end = num_before + ptx::inclusive_sum(count);
-                if (i < Config::num_experts_per_rank) {
-                    ptx::st_shared_u32(words_ + (i + 1) * sizeof(uint32_t), end);
+#pragma unroll 1
+            for (uint32_t first = 0; first < num_counts; first += loads_at_once) {
+                uint32_t counts[loads_at_once];
+#pragma unroll
+                for (uint32_t j = 0; j < loads_at_once; ++j) {
+                    const uint32_t i = (first + j) * warp_size + ptx::lane_idx();
+                    counts[j] =
+                        i < Config::num_experts_per_rank ? static_cast<uint32_t>(recv_count[i]) : 0;
                 }
-                num_before = __shfl_sync(full_warp, end, warp_size - 1);
+#pragma unroll
+                for (uint32_t j = 0; j < loads_at_once; ++j) {
+                    const uint32_t i = (first + j) * warp_size + ptx::lane_idx();
+                    const uint32_t end = num_before + ptx::inclusive_sum(counts[j]);
+                    if (i < Config::num_experts_per_rank) {
+                        ptx::st_shared_u32(words_ + (i + 1) * sizeof(uint32_t), end);
+                    }
+                    num_before = __shfl_sync(full_warp, end, warp_size - 1);
+                }
             }
         }
         cta_sync<Config>();  //~ expert_rows_shared

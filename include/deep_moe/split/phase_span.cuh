@@ -1,4 +1,4 @@
-// When each CTA of a low-latency kernel was in which phase, in a kernel made with Config::trace.
+// When each CTA of a kernel of the split path was in which phase, in one made with Config::trace.
 // Without it a span is an empty class.
 //
 // Stamps are %clock64; trace/tracer.cuh says why, and what the anchors are for.
@@ -8,7 +8,6 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/ptx/timer.cuh"
-#include "deep_moe/split/low_latency_args.cuh"
 #include "deep_moe/trace/tracer.cuh"
 
 namespace deep_moe {
@@ -34,43 +33,46 @@ struct SplitTraceCta {
     uint64_t end_ticks[num_split_phases];
 };
 
-// From here to the end of the block. All threads of a CTA make one; the first of them stamps.
+// From here to the end of the block. All threads of a CTA make one, or those of some warps; one of
+// them stamps. args: with `trace`, SplitTraceCta[CTAs], zero before the call.
 template <class Config, bool is_on = Config::trace>
 class PhaseSpan {
  public:
-    __device__ PhaseSpan(const LowLatencyArgs& args, SplitPhase phase)
-        : args_(args), phase_(phase) {
-        if (threadIdx.x == 0) cta().begin_ticks[index()] = ptx::clock64();
+    template <class Args>
+    __device__ PhaseSpan(const Args& args, SplitPhase phase, uint32_t stamping_thread = 0)
+        : cta_(args.trace[blockIdx.x]), phase_(phase), stamps_(threadIdx.x == stamping_thread) {
+        if (stamps_) cta_.begin_ticks[index()] = ptx::clock64();
     }
     __device__ ~PhaseSpan() {
-        if (threadIdx.x == 0) cta().end_ticks[index()] = ptx::clock64();
+        if (stamps_) cta_.end_ticks[index()] = ptx::clock64();
     }
     PhaseSpan(const PhaseSpan&) = delete;
     PhaseSpan& operator=(const PhaseSpan&) = delete;
 
  private:
-    __device__ SplitTraceCta& cta() const { return args_.trace[blockIdx.x]; }
     __device__ uint32_t index() const { return static_cast<uint32_t>(phase_); }
 
-    const LowLatencyArgs& args_;
+    SplitTraceCta& cta_;
     SplitPhase phase_;
+    bool stamps_;
 };
 
 template <class Config>
 class PhaseSpan<Config, false> {
  public:
-    __device__ PhaseSpan(const LowLatencyArgs&, SplitPhase) {}
+    template <class Args>
+    __device__ PhaseSpan(const Args&, SplitPhase, uint32_t = 0) {}
 };
 
 // First and last of all in a kernel.
-template <class Config>
-__device__ void first_anchor(const LowLatencyArgs& args) {
+template <class Config, class Args>
+__device__ void first_anchor(const Args& args) {
     if constexpr (Config::trace) {
         if (threadIdx.x == 0) args.trace[blockIdx.x].first = read_trace_anchor();
     }
 }
-template <class Config>
-__device__ void last_anchor(const LowLatencyArgs& args) {
+template <class Config, class Args>
+__device__ void last_anchor(const Args& args) {
     if constexpr (Config::trace) {
         if (threadIdx.x == 0) args.trace[blockIdx.x].last = read_trace_anchor();
     }

@@ -34,6 +34,9 @@ template <class Config, class Rows>
 class TokenPull {
     using Format = TokenFormat<Config>;
     static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+    // Over a link a load takes two microseconds and more: a token of E4M3 with hidden 7168 is here
+    // after one. To multiply them takes registers, too.
+    static constexpr uint32_t most_loads_at_once = Rows::are_known ? 8 : 16;
 
  public:
     __device__ TokenPull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
@@ -84,29 +87,32 @@ class TokenPull {
         const bool is_here = row != not_here;
         const uint32_t slots = __ballot_sync(full_warp, is_here);
         if (slots == 0) return;
+        // All loads of a token are under way before the first of them is waited for.
         float weight = 0.0f;
         if constexpr (Config::has_weights) {
             if (is_here) weight = *buffer.slot_weights(slot_idx);
         }
+        const LoadedScales<Config> scales(buffer.token_scales(token_idx));
         const uint4* const token = shared_token(buffer, token_idx);
         auto* const rows = static_cast<uint4*>(args_.recv_x);
         if constexpr (Config::has_weights && Rows::are_known) {
             static_assert(!Format::is_quantized, "only rows of BF16 are multiplied");
-            spread_row<Format::num_chunks>(rows, token, slots, row, [&](uint32_t slot) {
+            const auto multiplied = [&](uint32_t slot) {
                 const float factor = __shfl_sync(full_warp, weight, slot);  //~ slot_factor
                 return [=](uint4 chunk) { return multiply_chunk(chunk, factor); };
-            });
+            };
+            spread_row<Format::num_chunks, most_loads_at_once>(rows, token, slots, row, multiplied);
         } else {
+            spread_row<Format::num_chunks, most_loads_at_once>(rows, token, slots, row);
             if constexpr (Config::has_weights) {
                 if (is_here) args_.recv_weights[row] = weight;  //~ weight_told
             }
-            spread_row<Format::num_chunks>(rows, token, slots, row);
         }
         if constexpr (Format::is_quantized) {
             const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
                 return args_.recv_scales + uint64_t{slot_row} * Format::num_received_words + column;
             };
-            spread_scales<Config>(scale_word, buffer.token_scales(token_idx), slots, row);
+            scales.spread(scale_word, slots, row);
         }
     }
 

@@ -40,12 +40,18 @@ __device__ void reduce_slots(void* out, uint32_t num_tokens, const FindRow& find
     constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
     constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
     constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
-    for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_tokens * num_parts;
-         i += num_warps * Config::num_ctas) {
+    const uint32_t num_items = num_tokens * num_parts;
+    uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
+    if (i >= num_items) return;
+    SlotRow next_slot = find_row(i / num_parts);
+    for (; i < num_items; i += num_warps * Config::num_ctas) {
         const uint32_t token_idx = i / num_parts;
         const uint32_t chunk_idx = i % num_parts * warp_size + ptx::lane_idx();
         const bool is_valid = chunk_idx < num_chunks;
-        const SlotRow slot = find_row(token_idx);
+        const SlotRow slot = next_slot;
+        // The next one is looked up while the rows of this one are on their way.
+        const uint32_t next = i + num_warps * Config::num_ctas;
+        if (next < num_items) next_slot = find_row(next / num_parts);
         const uint32_t used = __ballot_sync(full_warp, slot.address != 0);
         float sums[8] = {};
 #pragma unroll 1

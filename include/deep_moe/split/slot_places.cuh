@@ -16,7 +16,7 @@
 
 namespace deep_moe {
 
-// In shared memory: u32[num_experts].
+// In shared memory: u32[num_experts], twice.
 template <class Config>
 class SlotPlaces {
  public:
@@ -26,12 +26,14 @@ class SlotPlaces {
           ranks_(ranks),
           local_(ranks.local()),
           block_(args.num_tokens),
-          words_(shared_memory + Config::Smem::slot_counts_offset) {}
+          words_(shared_memory + Config::Smem::slot_counts_offset),
+          earlier_words_(shared_memory + Config::Smem::earlier_counts_offset) {}
 
     // All threads of the CTA; a barrier stands behind it.
     __device__ void clear() const {
         for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
             ptx::st_shared_u32(word(i), 0);
+            ptx::st_shared_u32(earlier_word(i), 0);
         }
         cta_sync<Config>();  //~ slot_counts_cleared
     }
@@ -75,23 +77,19 @@ class SlotPlaces {
     __device__ bool add_earlier_ctas(Waiter& waiter) const {
         if (threadIdx.x == 0) await_counts(waiter);
         if (!cta_agrees<Config>(waiter)) return false;  //~ counts_passed_on
-        const bool is_last = blockIdx.x == Config::num_ctas - 1;
-        for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
-            uint32_t num_earlier = 0;
-#pragma unroll 16  // loads that wait for nothing
-            for (uint32_t cta_idx = 0; cta_idx < blockIdx.x; ++cta_idx) {
-                num_earlier += *block_count(cta_idx, i);
-            }
-            if (is_last) publish(i, num_earlier + ptx::ld_shared_u32(word(i)));
-            ptx::st_shared_u32(word(i), num_earlier);
-        }
+        sum_up_earlier();
         cta_sync<Config>();  //~ earlier_shared
+        if (blockIdx.x == Config::num_ctas - 1) {
+            for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
+                publish(i, ptx::ld_shared_u32(earlier_word(i)) + ptx::ld_shared_u32(word(i)));
+            }
+        }
         for (uint32_t i = block_.begin * Config::num_topk + threadIdx.x;
              i < block_.end * Config::num_topk; i += Config::num_threads) {
             const uint32_t word_here = *local_.slot_words(i);
             if (word_here == ExpertPlace::none) continue;
             *local_.slot_words(i) =
-                word_here + ptx::ld_shared_u32(word(ExpertPlace::expert_idx(word_here)));
+                word_here + ptx::ld_shared_u32(earlier_word(ExpertPlace::expert_idx(word_here)));
         }
         return true;
     }
@@ -118,6 +116,40 @@ class SlotPlaces {
         });
     }
 
+    // All threads of the CTA. A thread takes a few neighbouring experts, of every so many of the
+    // CTAs before: the last CTA, for which all ranks wait, then has most of its loads under way at
+    // once.
+    __device__ void sum_up_earlier() const {
+        constexpr uint32_t experts_at_once = Config::num_experts % 4 == 0 ? 4 : 1;
+        constexpr uint32_t num_columns = Config::num_experts / experts_at_once;
+        constexpr uint32_t num_groups = max(1u, Config::num_threads / num_columns);
+        const uint32_t group = threadIdx.x / num_columns;
+        if (group >= num_groups) return;
+        for (uint32_t column = threadIdx.x - group * num_columns; column < num_columns;
+             column += Config::num_threads) {
+            const uint32_t expert_idx = column * experts_at_once;
+            uint32_t num_earlier[experts_at_once] = {};
+#pragma unroll 16  // loads that wait for nothing
+            for (uint32_t cta_idx = group; cta_idx < blockIdx.x; cta_idx += num_groups) {
+                const uint32_t* const counts = block_count(cta_idx, expert_idx);
+                if constexpr (experts_at_once == 4) {
+                    const uint4 four = *reinterpret_cast<const uint4*>(counts);
+                    num_earlier[0] += four.x;
+                    num_earlier[1] += four.y;
+                    num_earlier[2] += four.z;
+                    num_earlier[3] += four.w;
+                } else {
+                    num_earlier[0] += *counts;
+                }
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < experts_at_once; ++i) {
+                ptx::red_add_shared(earlier_word(expert_idx + i),
+                                    num_earlier[i]);  //~ earlier_added
+            }
+        }
+    }
+
     __device__ void publish(uint32_t expert_idx, uint32_t count) const {
         for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
             *ranks_.of(rank_idx).expert_totals(ranks_.rank_idx(), expert_idx) =
@@ -131,12 +163,16 @@ class SlotPlaces {
     __device__ uint32_t word(uint32_t expert_idx) const {
         return words_ + expert_idx * sizeof(uint32_t);
     }
+    __device__ uint32_t earlier_word(uint32_t expert_idx) const {
+        return earlier_words_ + expert_idx * sizeof(uint32_t);
+    }
 
     const ThroughputArgs& args_;
     const ThroughputRanks<Config>& ranks_;
     const ThroughputBuffer<Config> local_;
     const TokenBlock<Config> block_;
-    uint32_t words_;
+    uint32_t words_;          // u32[E]: slots of this CTA's tokens
+    uint32_t earlier_words_;  // u32[E]: of the CTAs before
 };
 
 }  // namespace deep_moe

@@ -16,12 +16,19 @@ struct Unchanged {
     }
 };
 
+// Loads that a lane has under way at once: of chunks_per_lane, in as many equal parts as `most`
+// needs.
+__host__ __device__ constexpr uint32_t equal_loads(uint32_t chunks_per_lane, uint32_t most) {
+    return ceil_div(chunks_per_lane, ceil_div(chunks_per_lane, most));
+}
+
 // A whole warp. slots: bits of the lanes whose `row`, of `out`, is written. `change(slot)(chunk)`:
 // what is written; all lanes ask it for a slot.
-template <uint32_t num_chunks, class Change = Unchanged>
+template <uint32_t num_chunks, uint32_t most_loads_at_once = 8, class Change = Unchanged>
 __device__ void spread_row(uint4* out, const uint4* from, uint32_t slots, uint32_t row,
                            const Change& change = {}) {
-    constexpr uint32_t loads_at_once = min(8u, ceil_div(num_chunks, warp_size));
+    constexpr uint32_t loads_at_once =
+        equal_loads(ceil_div(num_chunks, warp_size), most_loads_at_once);
 #pragma unroll 1
     for (uint32_t first = ptx::lane_idx(); first < align_up(num_chunks, warp_size);
          first += loads_at_once * warp_size) {
@@ -44,21 +51,41 @@ __device__ void spread_row(uint4* out, const uint4* from, uint32_t slots, uint32
     }
 }
 
-// The same of a token's scales. `scale_word(row, column)`: where a word goes.
-template <class Config, class ScaleWord>
-__device__ void spread_scales(const ScaleWord& scale_word, const uint32_t* from, uint32_t slots,
-                              uint32_t row) {
+// The same of a token's scales, read when this is made.
+template <class Config>
+class LoadedScales {
     using Format = TokenFormat<Config>;
-#pragma unroll 1
-    for (uint32_t i = ptx::lane_idx(); i < align_up(Format::num_received_words, warp_size);
-         i += warp_size) {
-        const bool is_valid = i < Format::num_received_words;
-        const uint32_t word = is_valid ? Format::received_word(from, i) : 0;
-        for (uint32_t left = slots; left != 0; left &= left - 1) {
-            const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
-            if (is_valid) *scale_word(slot_row, i) = word;
+    static constexpr uint32_t words_per_lane =
+        max(1u, ceil_div(Format::num_received_words, warp_size));
+
+ public:
+    __device__ explicit LoadedScales(const uint32_t* from) {
+#pragma unroll
+        for (uint32_t i = 0; i < words_per_lane; ++i) {
+            words_[i] = has_word(i) ? Format::received_word(from, column(i)) : 0;
         }
     }
-}
+
+    // `scale_word(row, column)`: where a word goes.
+    template <class ScaleWord>
+    __device__ void spread(const ScaleWord& scale_word, uint32_t slots, uint32_t row) const {
+        for (uint32_t left = slots; left != 0; left &= left - 1) {
+            const uint32_t slot_row = __shfl_sync(full_warp, row, __ffs(left) - 1);
+#pragma unroll
+            for (uint32_t i = 0; i < words_per_lane; ++i) {
+                if (has_word(i)) *scale_word(slot_row, column(i)) = words_[i];
+            }
+        }
+    }
+
+ private:
+    static __device__ uint32_t column(uint32_t i) { return i * warp_size + ptx::lane_idx(); }
+    static __device__ bool has_word(uint32_t i) {
+        if constexpr (Format::is_quantized) return column(i) < Format::num_received_words;
+        return false;
+    }
+
+    uint32_t words_[words_per_lane];
+};
 
 }  // namespace deep_moe

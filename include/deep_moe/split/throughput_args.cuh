@@ -7,6 +7,8 @@
 
 namespace deep_moe {
 
+struct SplitTraceCta;  // split/phase_span.cuh
+
 // Of dispatch and of combine; what the other one uses is null. T: tokens of this rank, in this
 // dispatch. N: Config::max_recv_rows.
 struct ThroughputArgs {
@@ -40,6 +42,8 @@ struct ThroughputArgs {
     void* out;             // bf16 [T, hidden]
     const float* scalars;  // [N]
     float* slot_scalars;   // [T, topk]
+
+    SplitTraceCta* trace;  // [CTAs], zero before the call; null without Config::trace
 };
 
 }  // namespace deep_moe

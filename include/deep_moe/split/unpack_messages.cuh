@@ -60,7 +60,8 @@ class MessageUnpacking {
             const auto scale_word = [&](uint32_t, uint32_t column) {
                 return scale_word_of_row<Config>(args_, row, column);
             };
-            spread_scales<Config>(scale_word, message.scales(), only_lane_0, row);
+            const LoadedScales<Config> scales(message.scales());
+            scales.spread(scale_word, only_lane_0, row);
         }
     }
 

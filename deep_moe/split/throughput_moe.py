@@ -1,0 +1,271 @@
+"""`ThroughputMoE`: one layer by the throughput path, dispatch, experts and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.fused.buffer import device_for, ranks_of
+from deep_moe.fused.checks import Pair, require_type
+from deep_moe.heuristics.shape import require_int
+from deep_moe.heuristics.throughput import ThroughputShape
+
+from .grouped_experts import GroupedExperts
+from .throughput import AllToAll, AllToAllHandle, Received
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+# Experts take rows from anywhere, so there need be no padding between those of two.
+EXPERT_ALIGNMENT = 1
+
+
+def most_rows(num_ranks: int, max_tokens_per_rank: int, num_topk: int) -> int:
+    """That the experts of a rank can get: every slot of every token.
+
+    >>> most_rows(8, 4096, 8)
+    262144
+    """
+    sizes = {
+        "num_ranks": num_ranks,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "num_topk": num_topk,
+    }
+    for name, value in sizes.items():
+        require_int(name, value, "at least 1")
+    return num_ranks * max_tokens_per_rank * num_topk
+
+
+class ThroughputMoE:
+    """An `AllToAll` and the `GroupedExperts` of its rank, as one layer for many tokens.
+
+    group, max_tokens_per_rank, hidden, num_experts, num_topk: as of `AllToAll`.
+    intermediate_hidden, weights, biases, activation, activation_clamp, fast_math, num_pool_tokens,
+        overrides: as of `GroupedExperts`.
+    max_recv_rows: most rows that the experts of a rank get in one call; with more every rank gets
+        a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By default
+        as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for all of
+        them.
+    format: in which tokens travel, one that `GroupedExperts` has for the weights: by default
+        "fp8_32", and "bf16" for bf16 weights.
+    device, num_sms, arch, timeout_s, checked, schedule_seed: as of both.
+    enable_profiling: as of `AllToAll`.
+
+    Every rank of the group makes one, with the same arguments, and all call it in the same order.
+    The experts write their rows where other ranks fetch them, so nothing is copied in between.
+    Routing weights are applied in the combine, to rows rounded to BF16. The host waits for nothing,
+    and calls may be captured in a CUDA graph after one outside.
+
+    all_to_all, experts: the parts.
+    """
+
+    all_to_all: AllToAll
+    experts: GroupedExperts
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        max_tokens_per_rank: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        max_recv_rows: int | None = None,
+        weights: str = DEFAULT_WEIGHTS,
+        biases: bool = False,
+        format: str | None = None,
+        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        num_pool_tokens: int | None = None,
+        overrides: Mapping[str, int] | None = None,
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        arch: str | None = None,
+        timeout_s: float | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+        enable_profiling: bool = False,
+    ) -> None:
+        of_both: dict[str, Any] = {
+            "num_sms": num_sms,
+            "arch": arch,
+            "timeout_s": timeout_s,
+            "checked": checked,
+            "schedule_seed": schedule_seed,
+        }
+        num_ranks = ranks_of(group)
+        if max_recv_rows is None:
+            max_recv_rows = most_rows(num_ranks, max_tokens_per_rank, num_topk)
+        shape = ThroughputShape(  # or an error, before anything is made
+            num_ranks, num_experts, num_topk, hidden, max_tokens_per_rank, max_recv_rows
+        )
+        self.experts = GroupedExperts(
+            max_recv_rows,
+            hidden,
+            intermediate_hidden,
+            shape.num_experts_per_rank,
+            weights=weights,
+            biases=biases,
+            format=format,
+            activation=activation,
+            activation_clamp=activation_clamp,
+            fast_math=fast_math,
+            num_pool_tokens=num_pool_tokens,
+            overrides=overrides,
+            device=device_for(group, device),
+            **of_both,
+        )
+        try:
+            self.all_to_all = AllToAll(
+                group,
+                max_tokens_per_rank,
+                hidden,
+                num_experts,
+                num_topk,
+                max_recv_rows,
+                expert_alignment=EXPERT_ALIGNMENT,
+                tokens=self.experts.format,
+                device=device,
+                enable_profiling=enable_profiling,
+                **of_both,
+            )
+        except BaseException:
+            self.experts.close()
+            raise
+
+    @classmethod
+    def over(cls, all_to_all: AllToAll, intermediate_hidden: int, **experts: Any) -> Self:
+        """On an all-to-all that is there, as those of `EmulatedThroughputAllToAll`, whose tokens
+        travel in a format that experts with these weights take. experts: arguments of
+        `GroupedExperts`."""
+        shape = all_to_all.shape
+        layer = cls.__new__(cls)
+        layer.all_to_all = all_to_all
+        layer.experts = GroupedExperts(
+            shape.max_recv_rows,
+            shape.hidden,
+            intermediate_hidden,
+            shape.num_experts_per_rank,
+            format=all_to_all.tokens,
+            device=all_to_all.device,
+            **experts,
+        )
+        return layer
+
+    def __repr__(self) -> str:
+        return f"ThroughputMoE({self.all_to_all!r}, {self.experts!r})"
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory and work space."""
+        return self.all_to_all.nbytes + self.experts.nbytes
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        l1_weights: Pair,
+        l2_weights: Pair,
+        *,
+        x_sf: torch.Tensor | None = None,
+        l1_bias: torch.Tensor | None = None,
+        l2_bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One MoE layer over all ranks: bfloat16 [tokens, hidden].
+
+        x, x_sf, topk_idx: as of `AllToAll.dispatch`; tokens may be 0 and may differ between ranks,
+        and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. l1_weights,
+        l2_weights, l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
+        out: where to write the result, by default a new tensor.
+        """
+        received, handle = self.dispatch(x, topk_idx, x_sf=x_sf)
+        y = self.compute(received, l1_weights, l2_weights, l1_bias=l1_bias, l2_bias=l2_bias)
+        return self.combine(y, handle, topk_weights, out=out)
+
+    # The steps of a call, each of which comes once and in this order.
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, *, x_sf: torch.Tensor | None = None
+    ) -> tuple[Received, AllToAllHandle]:
+        """The tokens of this rank's experts."""
+        return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf)
+
+    def compute(
+        self,
+        received: Received,
+        l1_weights: Pair,
+        l2_weights: Pair,
+        *,
+        l1_bias: torch.Tensor | None = None,
+        l2_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the experts make of them, in the memory from which `combine` fetches it."""
+        require_type("received", received, Received, "what a dispatch returned")
+        return self.experts(
+            received.x,
+            received.x_sf,
+            l1_weights,
+            l2_weights,
+            received.expert_count,
+            received.expert_begin,
+            self.all_to_all.get_combine_buffer(),
+            l1_bias=l1_bias,
+            l2_bias=l2_bias,
+        )
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: AllToAllHandle,
+        topk_weights: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The weighted sums of the rows, bfloat16 [tokens, hidden]."""
+        return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
+
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """As of `AllToAll`."""
+        self.all_to_all.dump_dispatch_trace(path)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """As of `AllToAll`."""
+        self.all_to_all.dump_combine_trace(path)
+
+    def check(self) -> None:
+        """Raise what the last kernels reported, if one gave up. Does not wait for a GPU."""
+        self.all_to_all.check()
+        self.experts.check()
+
+    def reset(self) -> None:
+        """Make the layer usable again after a failed call. Every rank of the group must call this;
+        it returns when all have."""
+        self.experts.reset()
+        self.all_to_all.reset()
+
+    def close(self) -> None:
+        """Give the memory back. The layer cannot be used after this."""
+        self.all_to_all.close()
+        self.experts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""The layer over the throughput all-to-all; `deep-moe run --path throughput` judges its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe import ThroughputMoE
+from deep_moe.errors import MegaMoEError
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import target_of
+from deep_moe.trial.bounds import reference_bounds
+from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.comparison import compare
+from deep_moe.trial.reference import FP32_SUM_BITS
+from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from deep_moe.trial.two_level import rank_operands
+
+ARCH = "sm_90a"
+SHAPE = MoEShape(1, 4, 2, 256, 128, 8)
+ON_TARGET = target_of(ARCH).weights_of(SHAPE.weights)
+
+
+def layer_of(**changes: Any) -> ThroughputMoE:
+    options: dict[str, Any] = {"arch": ARCH, "num_sms": 2, "device": "cpu", **changes}
+    return ThroughputMoE(None, 8, 256, 128, 4, 2, **options)
+
+
+def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable() -> None:
+    """Also with a result tensor of the caller's, and without tokens."""
+    weights = exact_layer(SHAPE, scale_block=ON_TARGET.scale_block)
+    (l1, l2), biases = rank_operands(SHAPE, weights, 0, torch.device("cpu"), ARCH)
+    assert not biases
+    with layer_of(max_recv_rows=8) as layer:
+        for num_tokens in (4, 5, 0, 3):
+            x, tokens = model_inputs(exact_tokens(SHAPE, num_tokens, seed=num_tokens))
+            out = torch.full((num_tokens, 256), torch.nan, dtype=torch.bfloat16)
+            arguments = x, tokens.topk_idx, tokens.topk_weights, l1, l2
+            if num_tokens == 5:
+                with pytest.raises(MegaMoEError, match=r"rank 0 would get 10 .* 8"):
+                    layer(*arguments, out=out)
+                with pytest.raises(MegaMoEError, match=r"reset\(\)"):
+                    layer(*arguments, out=out)
+                layer.reset()
+                continue
+            assert layer(*arguments, out=out) is out
+            layer.check()
+            expected = reference_bounds(
+                tokens.x,
+                tokens.x_sf,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                weights.l1,
+                weights.l2,
+                weights_in_combine=True,
+                numerics=ON_TARGET.numerics,
+                sum_bits=FP32_SUM_BITS,
+            )
+            comparison = compare(out, expected.y)
+            assert comparison.is_right
+            assert comparison.num_equal == comparison.num_values
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "int4"}, "weights must be one of"),
+        ({"format": "bf16"}, "format must be .*; got 'bf16'"),
+        ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
+        ({"max_recv_rows": 0}, "max_recv_rows must be 1 to"),
+        ({"overrides": {"block_x": 3}}, "block_x"),
+        ({"num_sms": 0}, "num_sms must be at least 1"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        layer_of(**changes)
+
+
+def test_what_is_no_dispatch_is_not_computed() -> None:
+    with layer_of() as layer, pytest.raises(TypeError, match="received must be what a dispatch"):
+        layer.compute(torch.zeros(3, 256), None, None)  # type: ignore[arg-type]
+    assert "ThroughputMoE" in repr(layer)
+    assert layer.nbytes > 0

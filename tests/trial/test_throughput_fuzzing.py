@@ -1,0 +1,68 @@
+"""Fuzz cases of the layer of many tokens: every two values meet, and what is wrong is seen."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial import throughput_fuzzing
+from deep_moe.trial.fuzzing import ARCHS, Coverage
+from deep_moe.trial.synthetic import exact_tokens
+from deep_moe.trial.throughput_fuzzing import ThroughputCase, most_rows_of, throughput_axes
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_in_a_round_every_two_values_meet(arch: str) -> None:
+    coverage = Coverage()
+    for number in range(ThroughputCase.cases_per_round * len(ARCHS)):
+        case = ThroughputCase.of(number)
+        if case.arch == arch:
+            coverage.add(case, "")
+    assert coverage.num_cases == ThroughputCase.cases_per_round
+    assert coverage.num_pairs == coverage.num_all_pairs > 800
+    assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
+        "path": 1,
+        "arch": 1,
+        **{axis: len(values) for axis, values in throughput_axes(arch).items()},
+    }
+
+
+def with_values(**wanted: Any) -> ThroughputCase:
+    """The first case that has them."""
+    return next(
+        case
+        for case in map(ThroughputCase.of, itertools.count())
+        if all((case.values | {"arch": case.arch})[axis] == value for axis, value in wanted.items())
+    )
+
+
+def test_room_for_what_comes_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = with_values(
+        arch="sm_90a", weights="fp8 with fp8_128", room="for what comes", shape=(2, 4, 3, 512, 96)
+    )
+    case = replace(case, values=case.values | {"tokens": "few", "alignment": 32})
+    assert case.run() == ""
+    given = most_rows_of
+    monkeypatch.setattr(throughput_fuzzing, "most_rows_of", lambda *sizes: given(*sizes) - 1)
+    assert "rows" in case.run()
+
+
+def test_rows_that_are_copied_and_rows_that_lie_there() -> None:
+    case = with_values(arch="sm_100a", weights="mxfp4 with fp8_32", shape=(2, 4, 3, 512, 96))
+    for rows in throughput_axes(case.arch)["rows"]:
+        own = replace(case, values=case.values | {"tokens": "few", "rows": rows})
+        assert own.run() == "", rows
+
+
+def test_rows_are_those_of_the_fullest_rank_of_the_larger_call() -> None:
+    shape = MoEShape(2, 4, 1, 512, 128, 9)
+    ids = torch.tensor([[0], [0], [3], [-1]])
+    one, other = (replace(exact_tokens(shape, 4), topk_idx=own) for own in (ids, ids * 0 + 2))
+    assert most_rows_of(shape, [[one, one]], 1) == 4
+    assert most_rows_of(shape, [[one, one], [one, other]], 4) == 8
+    assert most_rows_of(shape, None, 4) == 18 + 6

@@ -48,6 +48,14 @@ SMALL = {
     "schedule": "random",
 }
 
+# Axes that share a row of the table, by their names in records, each with its values in words.
+SHARED_AXES: dict[str, dict[Any, str]] = {
+    "biases": {False: "no biases", True: "biases"},
+    "num_shared_experts": {0: "no shared expert", 1: "a shared expert"},
+    "pool": {"whole": "a row for every token", "ring": "a ring"},
+    "accumulate": {False: "results written", True: "results added"},
+}
+
 Record = dict[str, Any]
 
 
@@ -73,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep(number, name, records[name] | run_small(case))
     in_order = [records[name] for name in everything if name in records]
     write(arguments.json, compiler, in_order)
-    arguments.table.write_text(page_of(in_order, compiler))
+    arguments.table.write_text(page_of(in_order, compiler, len(everything)))
     print("\n".join(table_of(in_order)))
     return int(any(records[name]["failure"] for name in asked))
 
@@ -204,8 +212,8 @@ def in_words(record: Record) -> str:
     )
 
 
-def page_of(records: Sequence[Record], compiler: str) -> str:
-    """COMBINATIONS.md."""
+def page_of(records: Sequence[Record], compiler: str, num_all: int) -> str:
+    """COMBINATIONS.md. num_all: of combinations that there are."""
     dates = sorted({record["date"] for record in records})
     num_run = sum(record["failure"] is not None for record in records)
     num_right = sum(record["failure"] == "" for record in records)
@@ -213,15 +221,15 @@ def page_of(records: Sequence[Record], compiler: str) -> str:
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return "\n".join(
         [
-            "# Every combination, compiled and run once",
+            "# Every combination of what a kernel is made of",
             "",
             "Made by `python -m benchmarks.combinations`, which says what is done and needs no "
             "GPU; all records are in [combinations.json](combinations.json). "
             f"{when}, {compiler}.",
             "",
-            f"{len(records)} combinations compiled, {free} without spills; {num_run} run in the "
-            f"emulator, {num_right} right. A row stands for all combinations of biases, shared "
-            "experts and pool. "
+            f"Of {num_all} combinations {len(records)} are compiled, {free} of them without "
+            f"spills; {num_run} have run in the emulator, {num_right} were right. A row stands for "
+            "all combinations of biases, shared experts and pool. "
             f"Registers and spills are those of {MODEL} on {NUM_RANKS} ranks at {NUM_TOKENS} "
             "tokens, at the tile that is chosen for it. Spills are what ptxas reports, bytes of "
             "stores and loads together, the least and the most of the row's kernels; local memory "
@@ -237,8 +245,8 @@ def page_of(records: Sequence[Record], compiler: str) -> str:
 def table_of(records: Sequence[Record]) -> list[str]:
     """A row for each architecture, format and activation."""
     lines = [
-        "| target | weights | activation | run, right | rows of a tile | registers | spill-free "
-        "| spills | local memory |",
+        "| target | weights | activation | right of those run | rows of a tile | registers "
+        "| spill-free | spills | local memory |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for (arch, weights, activation), own in groups(
@@ -263,21 +271,21 @@ def table_of(records: Sequence[Record]) -> list[str]:
 
 
 def spills_by_axis(records: Sequence[Record]) -> list[str]:
-    """Of architectures with spills: how many kernels with each value of the other axes have some,
-    and how many bytes on average."""
+    """For each architecture, what the axes that share a row of the table make of its spills."""
     lines = []
     for (arch,), own in groups(records, lambda record: (record["arch"],)):
         if not any(map(num_spilled_bytes, own)):
-            lines.append(f"{arch}: no kernel spills.\n")
+            lines += [f"{arch}: no kernel spills.", ""]
             continue
-        parts = []
-        for axis in ("biases", "num_shared_experts", "pool", "accumulate"):
-            for (value,), half in groups(own, lambda record, axis=axis: (record[axis],)):
-                spilled = list(map(num_spilled_bytes, half))
-                some = sum(map(bool, spilled))
-                mean = statistics.mean(spilled)
-                parts.append(f"{axis} {value}: {some} of {len(half)}, {mean:.0f} bytes on average")
-        lines.append(f"{arch}, kernels that spill, by axis: {'; '.join(parts)}.\n")
+        lines += [f"| {arch} with | kernels that spill | bytes on average |", "|---|---:|---:|"]
+        for axis, words in SHARED_AXES.items():
+            for value, word in words.items():
+                spilled = [num_spilled_bytes(record) for record in own if record[axis] == value]
+                if spilled:
+                    num = sum(map(bool, spilled))
+                    mean = statistics.mean(spilled)
+                    lines.append(f"| {word} | {num} of {len(spilled)} | {mean:.0f} |")
+        lines.append("")
     return lines
 
 

@@ -123,4 +123,6 @@ def test_the_table_tells_spills_and_failures(work: Work, words: list[str]):
     assert {record["failure"] for record in own} == {"call 0, rank 1: wrong"}
     assert "| sm_100a | mxfp4 | swiglu | 0 of 8 | 192 | 128 | 0 of 8 | 24 | 8 |" in table
     assert "| sm_103a | mxfp4 | swiglu | 8 of 8 | 192 | 128 | 8 of 8 | 0 | 0 |" in table
+    assert "combinations 144 are compiled, 72 of them without spills; 144 have run" in table
     assert "sm_103a: no kernel spills." in table
+    assert "| biases | 36 of 36 | 24 |" in table

@@ -34,6 +34,7 @@ from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.tensor_map import TensorMapSpec
+from deep_moe.targets import Target
 from deep_moe.targets.sm90 import SM90A
 from deep_moe.trial.synthetic import random_layer
 
@@ -91,10 +92,11 @@ class UndrivenLauncher:
 
 
 class UndrivenGpu(Gpu):
-    """Stands for an H200 where there is none: its memory is the host's, and launches end here."""
+    """Stands for a GPU where there is none, an H200 if nothing else is said: its memory is the
+    host's, and launches end here."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), "no GPU", SM90A, SM90A.default_num_sms)
+    def __init__(self, target: Target = SM90A) -> None:
+        super().__init__(torch.device("cpu"), "no GPU", target, target.default_num_sms)
 
     def load(self, kernel: CompiledKernel, **_: Any) -> Any:
         return UndrivenLauncher()
@@ -104,6 +106,9 @@ class UndrivenGpu(Gpu):
 
     def current_stream(self) -> int:
         return 0
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 @contextmanager

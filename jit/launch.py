@@ -176,9 +176,11 @@ class CudaLauncher:
         """Enqueue one call on a stream (a cudaStream_t) of the launcher's context. The arguments
         are copied. Any thread may call this, whatever context it is in."""
         prepared = self._of_thread.prepared
-        config = prepared.config
-        config.gridDimX = num_ctas
-        config.hStream = stream
+        # Mostly as in the last launch, and looking at an int is quicker than writing to a struct.
+        if num_ctas != prepared.num_ctas:
+            prepared.config.gridDimX = prepared.num_ctas = num_ctas
+        if stream != prepared.stream:
+            prepared.config.hStream = prepared.stream = stream
         prepared.parameters[0] = ctypes.addressof(args)
         status, context = self._get_current_context()
         if status == 0 and int(context) == self._context:
@@ -263,6 +265,9 @@ class _Prepared:
     ) -> None:
         self._attribute = LaunchAttribute(_COOPERATIVE, 0, 1)
         self.config = LaunchConfig(1, 1, 1, num_threads, 1, 1, smem_bytes)
+        # What the config has of a launch.
+        self.num_ctas = 1
+        self.stream = 0
         if is_cooperative:
             self.config.attrs = ctypes.addressof(self._attribute)
             self.config.numAttrs = 1

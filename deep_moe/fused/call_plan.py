@@ -72,7 +72,7 @@ class CallCaches:
 
     def __init__(self) -> None:
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
-        self.known_tensors: BoundedCache[tuple[int, int], KnownTensors] = BoundedCache(_MAX_LAYERS)
+        self.known_tensors: BoundedCache[int, KnownTensors] = BoundedCache(_MAX_LAYERS)
         self.known_forms: BoundedCache[tuple[int, ...], KnownForms] = BoundedCache(_MAX_LAYERS)
 
     def clear(self) -> None:
@@ -81,6 +81,8 @@ class CallCaches:
         self.known_forms.clear()
 
 
+# Of both layers, each with its scales.
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # A layer's arguments, by the tile. A call writes what is its own into them.
 ArgsByTile = dict[tuple[Any, ...], KernelArgs]
 
@@ -96,19 +98,34 @@ class KnownForms:
 class KnownTensors:
     """A layer's weights and biases as an earlier call was given them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], args: ArgsByTile) -> None:
-        self._references = [weakref.ref(tensor) for tensor in tensors]
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
+    def __init__(self, weights: Weights, biases: Biases | None, args: ArgsByTile) -> None:
+        self._weights = tuple(weakref.ref(tensor) for tensor in weights)
+        self._addresses = tuple(tensor.data_ptr() for tensor in weights)
+        self._biases = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in biases or ()]
         self.args = args
 
-    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def are(self, weights: Weights, biases: Biases | None) -> bool:
         """Whether they are these, where they were. An id may be another tensor's by now, and an
-        engine may have given a parameter other memory."""
-        known = zip(tensors, self._references, self._addresses, strict=True)
-        for tensor, reference, address in known:
-            if reference() is not tensor or tensor.data_ptr() != address:
-                return False
-        return True
+        engine may have given a parameter other memory.
+
+        Every call asks: a loop over the weights would take twice as long.
+        """
+        w1, sf1, w2, sf2 = weights
+        known_w1, known_sf1, known_w2, known_sf2 = self._weights
+        are_weights = (
+            known_w1() is w1
+            and known_sf1() is sf1
+            and known_w2() is w2
+            and known_sf2() is sf2
+            and (w1.data_ptr(), sf1.data_ptr(), w2.data_ptr(), sf2.data_ptr()) == self._addresses
+        )
+        if biases is None:  # a buffer's calls all have biases, or none of them has
+            return are_weights
+        known = zip(biases, self._biases, strict=True)
+        return are_weights and all(
+            reference() is tensor and tensor.data_ptr() == address
+            for tensor, (reference, address) in known
+        )
 
 
 class CallMemory(LayerMemory, Protocol):
@@ -134,7 +151,7 @@ class CallPlan:
     """
 
     config: MegaMoEConfig
-    tile: tuple[str, int, int, int, int, int]
+    tile: tuple[Any, ...]
     num_tokens: int
     is_checked: bool
     wait_timeout_ns: int
@@ -152,11 +169,13 @@ def prepare_call(
 ) -> tuple[CallPlan, KernelArgs]:
     """Check one rank's arguments and turn them into the kernel's, which are good until the next
     call with the buffer."""
-    buffer.raise_if_unusable()
+    status = buffer.memory.status
+    if status.code != 0 or buffer.failure is not None:
+        buffer.raise_if_unusable()
     recorder = buffer.recorder
     y_address = y.data_ptr()
     expected = options.get("expected_tokens_per_rank")
-    received = buffer.memory.status.received
+    received = status.received
     is_uneven = received >= RECEIVED_UNEVENLY
     if expected is None:
         num_tokens = y.shape[0] if y.ndim else 0  # such a y is refused below
@@ -182,9 +201,7 @@ def prepare_call(
     args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
     args.wait_timeout_ns = plan.wait_timeout_ns
     args.num_tokens = plan.num_tokens
-    if recorder is None:
-        args.trace = args.trace_capacity = 0
-    else:
+    if recorder is not None:
         args.trace = recorder.attach(plan.config).data_ptr()
         args.trace_capacity = recorder.capacity
     return plan, args
@@ -255,6 +272,7 @@ def _make_plan(
             config.block_n,
             config.block_k,
             config.store_block_m,
+            config.trace,  # so that arguments without a trace never had one
         ),
         num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
@@ -349,18 +367,18 @@ def args_of_weights(
 ) -> KernelArgs:
     """The arguments with all that does not change from call to call, made once for all that this
     depends on, after a check of the weights."""
-    tensors = (*l1_weights, *l2_weights) if biases is None else (*l1_weights, *l2_weights, *biases)
-    key = (id(tensors[0]), id(tensors[2]))
-    known = buffer.caches.known_tensors.get(key)
-    if known is not None and known.are(tensors):
+    weights = (*l1_weights, *l2_weights)
+    known = buffer.caches.known_tensors.get(id(weights[0]))
+    if known is not None and known.are(weights, biases):
         args = known.args.get(plan.tile)
         if args is not None:
             return args
-    args_by_tile = _args_of_forms(buffer, tensors)
+    args_by_tile = _args_of_forms(buffer, weights if biases is None else (*weights, *biases))
     args = args_by_tile.get(plan.tile)
     if args is None:  # otherwise tensors that were checked before, behind other objects
-        args = args_by_tile[plan.tile] = _make_args(plan.config, buffer, tensors[:4], biases)
-    buffer.caches.known_tensors.put(key, KnownTensors(tensors, args_by_tile))
+        args = args_by_tile[plan.tile] = _make_args(plan.config, buffer, weights, biases)
+    known = KnownTensors(weights, biases, args_by_tile)
+    buffer.caches.known_tensors.put(id(weights[0]), known)
     return args
 
 

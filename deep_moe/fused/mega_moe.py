@@ -288,14 +288,14 @@ def _call(
             require_type(name, stats, torch.Tensor, "a tensor or None")
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
-    weights = sym_buffer.shape.weights
-    if weights != _FORMATS[function]:
+    shape = sym_buffer.shape
+    if shape.weights != _FORMATS[function]:
         raise ValueError(
             f"sym_buffer must be made with weights={_FORMATS[function]!r} for {function}; got one "
-            f"with {weights!r}, for {CALLS[weights].__name__}"
+            f"with {shape.weights!r}, for {CALLS[shape.weights].__name__}"
         )
     biases = None
-    if sym_buffer.shape.biases or l1_bias is not None or l2_bias is not None:
+    if shape.biases or l1_bias is not None or l2_bias is not None:
         biases = check_biases_given(l1_bias, l2_bias, sym_buffer)
     if recipe is not RECIPE:
         check_recipe(recipe)

@@ -46,7 +46,7 @@ class RankBuffer:
         self.turn = [None]
         self.num_calls = 0
         self._closed = False
-        self._failure: str | None = None
+        self.failure: str | None = None  # why calls are refused until `reset()`
 
     @property
     def is_emulated(self) -> bool:
@@ -58,7 +58,7 @@ class RankBuffer:
         # open, closed, or why it failed
         if self._closed:
             return "closed"
-        return "open" if self._failure is None else f"failed: {self._failure}"
+        return "open" if self.failure is None else f"failed: {self.failure}"
 
     def closed_error(self) -> ClosedBufferError:
         return ClosedBufferError(f"{self.name} must be an open buffer; this one is closed")
@@ -68,12 +68,12 @@ class RankBuffer:
 
         A call on a GPU runs behind the host's back: its failure shows here, at the next call.
         """
-        if not self._closed and self._failure is None and self.memory.status.code == 0:
+        if not self._closed and self.failure is None and self.memory.status.code == 0:
             return
         self.raise_if_closed()
-        if self._failure is not None:
+        if self.failure is not None:
             raise MegaMoEError(
-                f"{self.name} cannot be used after a failed call ({self._failure}); call its "
+                f"{self.name} cannot be used after a failed call ({self.failure}); call its "
                 "reset() on every rank"
             )
         self.raise_if_failed()
@@ -99,7 +99,7 @@ class RankBuffer:
 
     def mark_failed(self, reason: str) -> None:
         """Refuse calls until `reset()`."""
-        self._failure = reason
+        self.failure = reason
 
     def reset(self) -> None:
         """Bring the work space into its first state, after a failed call. Every rank of the group
@@ -115,7 +115,7 @@ class RankBuffer:
             self.memory.tensor[: self.layout.mark("control_bytes")].zero_()
             self.memory.clear_status()
             self.num_calls = 0
-            self._failure = None
+            self.failure = None
             self.memory.synchronize()
             _barrier(group)
 

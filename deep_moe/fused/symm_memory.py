@@ -125,6 +125,7 @@ class HostMemory:
         self.blocks = list(blocks)
         self.rank = rank
         self.is_shared = is_shared
+        self.status = self.blocks[rank].status
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -135,10 +136,6 @@ class HostMemory:
     def addresses(self) -> list[int]:
         """Every rank's buffer, as this process sees it."""
         return [block.address for block in self.blocks]
-
-    @property
-    def status(self) -> WaitStatus:
-        return self.blocks[self.rank].status
 
     @property
     def status_address(self) -> int:

@@ -23,7 +23,7 @@ from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
 from deep_moe.training.functional import moe
 
-from .fuzzing import pairwise
+from .fuzzing import ARCHS, pairwise
 from .training_bounds import Formula, bounds_of_layer
 
 CASES_PER_ROUND = 48
@@ -39,7 +39,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ranks": ("one", "one and an all-to-all", 2, 3),
     # Experts of a rank, top-k, hidden, intermediate.
     "shape": ((2, 2, 128, 32), (3, 3, 128, 96), (1, 1, 256, 64), (5, 4, 128, 64)),
-    "steps": (None, "sm_90a", "sm_100a"),  # PyTorch's, or a target's kernels
+    "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
     "precision": ("bf16", "mxfp8"),
     "w1 and w3": ("apart", "in one"),
     "activation": (Swiglu(), Swiglu(0.75), SwigluOai(limit=1.5), Situ(beta=1.0, linear_beta=2.0)),

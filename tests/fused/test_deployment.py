@@ -3,9 +3,19 @@
 from itertools import pairwise
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+import deep_moe.fused.deployment
+from benchmarks.host_overhead import Layers, UndrivenGpu, gpu_path_on_cpu
+from deep_moe.cli import app
+from deep_moe.fused import call_plan
+from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.deployment import deployment_configs
-from deep_moe.heuristics import PRESETS, choose_config, preset_shape
+from deep_moe.heuristics import PRESETS, MegaMoEConfig, MoEShape, choose_config, preset_shape
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
+from deep_moe.targets import target_of
 
 
 @pytest.mark.parametrize("model", PRESETS)
@@ -25,3 +35,37 @@ def test_neighbouring_configs_differ():
     found = deployment_configs(lambda n: choose_config(shape, n), 512)
     assert all(one != other for (_, _, one), (_, _, other) in pairwise(found))
     assert len(found) > 3
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_no_call_behind_a_warmup_has_to_compile(arch: str, monkeypatch: pytest.MonkeyPatch):
+    """However many tokens it has, and whatever its experts received, and how evenly."""
+    most, num_topk = 96, 2
+    shape = MoEShape(1, 4, num_topk, 256, 128, most)
+    gpu = UndrivenGpu(target_of(arch))
+    warmed: set[MegaMoEConfig] = set()
+
+    def build(configs: list[tuple[int, int, MegaMoEConfig]], **_: object) -> list[object]:
+        warmed.update(config for _, _, config in configs)
+        return []
+
+    monkeypatch.setattr(deep_moe.fused.deployment, "build_deployment", build)
+    sizes = {"ranks": 1, "experts": 4, "topk": num_topk, "hidden": 256, "intermediate": 128}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    words += ["--max-tokens", str(most), "--arch", arch, "--num-sms", str(gpu.num_sms)]
+    result = CliRunner().invoke(app, ["warmup", *words])
+    assert result.exit_code == 0, result.output
+
+    asked: set[MegaMoEConfig] = set()
+    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(1024))
+    monkeypatch.setattr(call_plan, "built_kernel", asked.add)
+    with gpu_path_on_cpu(gpu):
+        layers = Layers(shape, 1, torch.device("cpu"))
+        status, (l1, l2) = layers.buffer.memory.status, layers.weights[0]
+        for num_tokens in range(most + 1):
+            for received in range(0, num_topk * most + 1, 5):
+                for flag in (0, RECEIVED_UNEVENLY):
+                    status.received = received | flag
+                    prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, None, {})
+    assert len(asked) > 1
+    assert asked <= warmed, asked - warmed

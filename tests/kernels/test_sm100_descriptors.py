@@ -22,7 +22,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     auto* words = static_cast<uint64_t*>(args.y);
     const uint32_t second_cta = 1u << 24;
     words[0] = sm100::operand_descriptor(second_cta + 0x38400);
-    words[1] = sm100::advance_along_k(words[0], 96);
+    words[1] = sm100::advance(words[0], 3, 32);
     words[2] = sm100::scale_descriptor(0x400 + 512);
     for (uint32_t i = 0; i < 4; ++i) words[3 + i] = descriptor(128, i);
     words[7] = descriptor(16, 0);

@@ -27,17 +27,27 @@ def check(
     problem: tuple[int, int, int, int, int, float | None, bool],
     weights: str = "mxfp4",
     biases: bool = False,
+    *,
+    arch: str = "sm_100a",
+    num_pool_tokens: int | None = None,
 ) -> None:
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
+    shape = MoEShape(
+        *(ranks, experts, topk, hidden, intermediate, 1024),
+        weights=weights,
+        biases=biases,
+        num_pool_tokens=num_pool_tokens,
+    )
     config = choose_config(
-        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights, biases=biases),
+        shape,
         1024,
+        arch=arch,
         activation_clamp=clamp,
         fast_math=fast_math,
         overrides={"block_m": block_m},
     )
     compilation = jit.compile_source(
-        jit.render_kernel(config), arch="sm_100a", include_paths=jit.find_headers().include_paths
+        jit.render_kernel(config), arch=arch, include_paths=jit.find_headers().include_paths
     )
     resources = compilation.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
@@ -63,6 +73,12 @@ def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
 @pytest.mark.parametrize("block_m", TILES)
 def test_no_spills_with_biases(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
+    check(192, PROBLEMS["plain"], weights, arch=arch, num_pool_tokens=12288)
 
 
 def pairs() -> list[tuple[int, str, str]]:

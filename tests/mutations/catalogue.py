@@ -245,6 +245,11 @@ SM100_MUTATIONS = (
         replaced("committed", "both_ctas", "uint16_t{1}"),
         "timeout|race|misuse",
     ),
+    M(
+        "mma_block_told_to_one_cta",
+        replaced("block_committed", "both_ctas", "uint16_t{1}"),
+        "timeout",
+    ),
     M("mma_accumulator_parity", replaced("mma_accumulator", "^ 1", ""), "timeout|race|misuse"),
     M("mma_commits_before_multiplying", moved("multiplied", behind="committed"), "race|misuse"),
     M(

@@ -4,6 +4,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/math.cuh"
 #include "deep_moe/sync/named_barriers.cuh"
 
 namespace deep_moe::ptx {
@@ -33,6 +34,13 @@ __device__ __forceinline__ bool bar_red_and(NamedBarrier barrier, uint32_t num_t
           "r"(static_cast<uint32_t>(value))
         : "memory");
     return all != 0;
+}
+
+// A barrier of one warp, which is converged: what it gives is that ptxas knows that. Behind a wait
+// of single lanes it does not, vote or __syncwarp notwithstanding, and keeps loops that follow out
+// of the uniform registers, from which tensor cores and tensor copies take their operands.
+__device__ __forceinline__ void reconverge(NamedBarrier barrier) {
+    bar_sync(barrier, warp_size);
 }
 
 }  // namespace deep_moe::ptx

@@ -24,6 +24,12 @@ __device__ __forceinline__ uint32_t warp_idx() {
     return __shfl_sync(full_warp, threadIdx.x / warp_size, 0);
 }
 
+// A value that is the same in all lanes, in a form that the compiler can tell is, and does not make
+// anew at each use.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+    return __shfl_sync(full_warp, value, 0);
+}
+
 // True in exactly one lane, always the same one.
 __device__ __forceinline__ bool elect_sync() {
     uint32_t elected;

@@ -33,6 +33,11 @@ enum class NamedBarrier : uint32_t {
 
     // SM100, one per epilogue warpgroup: first_epilogue_warpgroup + warpgroup index (0, 1).
     first_epilogue_warpgroup = 5,
+
+    // SM100, one per loader and MMA warp, of its 32 threads: `reconverge`.
+    activation_loader = 7,
+    weight_loader = 8,
+    mma = 9,
 };
 
 }  // namespace deep_moe

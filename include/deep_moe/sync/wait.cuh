@@ -115,6 +115,25 @@ class Waiter {
         return warp_agrees(mbarrier(site, barrier, parity));
     }
 
+    // The same for loops whose addresses shall stay in uniform registers: all that a wait that
+    // finds its phase over does is the poll and a vote on it, so that the compiler can tell that
+    // the warp leaves it together. Whether a call was given up is asked only where the phase is not
+    // over.
+    __device__ __forceinline__ bool uniform_mbarrier(WaitSite site, uint32_t barrier,
+                                                     uint32_t parity) {
+        const auto is_over = [&] {
+            return __all_sync(full_warp, ptx::mbarrier_try_wait_parity(barrier, parity));
+        };
+        if (is_over()) return true;
+        Clock clock{limit_at(site) * timeout_ns_};
+        while (!is_over()) {
+            if (clock.time_to_check() && !warp_agrees(!give_up(clock, site, 1, 0, NoRanks{}))) {
+                return false;
+            }
+        }
+        return true;
+    }
+
     // A whole converged warp: true if all lanes say so. Lanes must not part on an abort, because
     // warp-collective instructions follow.
     __device__ bool warp_agrees(bool arrived) {

@@ -12,8 +12,10 @@
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/named_barriers.cuh"
 #include "deep_moe/sync/ring_position.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
@@ -21,7 +23,7 @@
 namespace deep_moe::sm100 {
 
 template <class Config>
-__device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& smem,
+__device__ void load_activations(const KernelArgs& args, const SharedMemory<Config>& shared_memory,
                                  const SymmBuffer<Config>& local, Waiter& waiter) {
     constexpr bool has_scales = Config::Weights::has_scales;
     Tracer<Config> trace(args, TraceTrack::activation_loader,
@@ -31,13 +33,17 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
     ExpertCounts<Config> counts;
     counts.count_shared(args);
     if (!counts.fetch(args, local, waiter)) return;
+    ptx::reconverge(NamedBarrier::activation_loader);
     BlockWalk<Config> walk(counts, blockIdx.x);
 
+    const SharedMemory<Config> smem = shared_memory.uniform();
+    const SharedMemory<Config> even = smem.of_even_cta();
     RingPosition<Config::num_stages> ring;
     for (Block block; walk.next(block);) {
         const LinearOf<Config> linear(block.phase);
         trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);
         if (!wait_for_tokens(local, block, waiter)) return;
+        ptx::reconverge(NamedBarrier::activation_loader);
         trace.mark(linear.load_step());
 
         const TensorMap* tokens = &linear.activations(args);
@@ -59,12 +65,12 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             //~ token_stage_free
-            if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
-                                      smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
+            if (!waiter.uniform_mbarrier(WaitSite::activation_stage_empty,
+                                         smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
                 return;
             }
             if (ptx::elect_sync()) {
-                const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
+                const uint32_t full = even.full_barriers(ring.stage);
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);  //~ token_bytes
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                     smem.activations(ring.stage), tokens, full, k_block_idx * Config::block_k,

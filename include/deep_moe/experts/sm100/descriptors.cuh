@@ -30,9 +30,11 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
     return descriptor;
 }
 
-// The same operand `num_bytes` further along K, within the 128 bytes of its row.
-__device__ __forceinline__ uint64_t advance_along_k(uint64_t descriptor, uint32_t num_bytes) {
-    return descriptor + (num_bytes >> 4);
+// The same layout `count` times `stride` bytes further on, a multiple of 16: within the 128 bytes
+// of an operand's row, or to another stage. No sum leaves the address's 14 bits, as shared memory
+// ends before them; so the high word is left alone, which is known when compiling.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t count, uint32_t stride) {
+    return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + count * (stride >> 4));
 }
 
 // 128 scale words in the order r -> (r%32)*4 + r/32: 32 rows of 16 bytes without a swizzle, so that

@@ -66,7 +66,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const uint32_t column = Config::Tmem::accumulator_column +
                                 accumulators.stage * Config::Tmem::accumulator_stride;
         const Accumulator accumulator{tmem + (first_lane << 16) + column,
-                                      in_even_cta(smem.tmem_empty_barriers(accumulators.stage))};
+                                      smem.of_even_cta().tmem_empty_barriers(accumulators.stage)};
         if (block.phase == Phase::linear1) {
             l1_epilogue.run(block, accumulator, biases);
         } else {

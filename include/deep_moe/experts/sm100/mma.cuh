@@ -9,8 +9,10 @@
 #include "deep_moe/experts/sm100/descriptors.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/named_barriers.cuh"
 #include "deep_moe/sync/ring_position.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
@@ -22,17 +24,38 @@ __device__ __forceinline__ uint32_t num_mma_tokens(const Block& block) {
     return align_up(block.num_valid_rows, 16u);  //~ mma_tokens
 }
 
+// The tiles of the first stage; those of the others are as far apart as in SharedMemory.
+template <class Config>
+struct StageDescriptors {
+    using Smem = typename Config::Smem;
+
+    __device__ explicit StageDescriptors(const SharedMemory<Config>& smem)
+        : weights(operand_descriptor(smem.weights(0))),
+          activations(operand_descriptor(smem.activations(0))) {
+        if constexpr (Config::Weights::has_scales) {
+            weight_sf = scale_descriptor(smem.weight_sf(0));
+            activation_sf = scale_descriptor(smem.activation_sf(0));
+        }
+    }
+
+    uint64_t weights;
+    uint64_t activations;
+    uint64_t weight_sf = 0;
+    uint64_t activation_sf = 0;
+};
+
 // One k-block without scales: MMAs only. One thread.
 template <class Config>
-__device__ __forceinline__ void multiply_bf16_k_block(const SharedMemory<Config>& smem,
+__device__ __forceinline__ void multiply_bf16_k_block(const StageDescriptors<Config>& first,
                                                       uint32_t stage, uint32_t accumulator,
                                                       uint32_t num_tokens, bool is_first) {
-    const uint64_t weights = operand_descriptor(smem.weights(stage));
-    const uint64_t tokens = operand_descriptor(smem.activations(stage));
+    using Smem = typename Config::Smem;
+    const uint64_t weights = advance(first.weights, stage, Smem::weights_stride);
+    const uint64_t tokens = advance(first.activations, stage, Smem::activations_stride);
 #pragma unroll
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
-        ptx::tcgen05_mma_cta_group2_f16(accumulator, advance_along_k(weights, i * mma_k_bytes),
-                                        advance_along_k(tokens, i * mma_k_bytes),
+        ptx::tcgen05_mma_cta_group2_f16(accumulator, advance(weights, i, mma_k_bytes),
+                                        advance(tokens, i, mma_k_bytes),
                                         bf16_instruction_descriptor(num_tokens),
                                         !is_first || i > 0);  //~ bf16_mma
     }
@@ -41,36 +64,39 @@ __device__ __forceinline__ void multiply_bf16_k_block(const SharedMemory<Config>
 // One k-block: both operands' scales to TMEM, then one MMA per scale byte. tcgen05 executes one
 // thread's copies and MMAs in the order they are issued. One thread.
 template <class Config>
-__device__ __forceinline__ void multiply_k_block(const SharedMemory<Config>& smem, uint32_t stage,
-                                                 uint32_t tmem, uint32_t accumulator,
-                                                 uint32_t num_tokens, bool is_first) {
+__device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>& first,
+                                                 uint32_t stage, uint32_t tmem,
+                                                 uint32_t accumulator, uint32_t num_tokens,
+                                                 bool is_first) {
+    using Smem = typename Config::Smem;
     const uint32_t token_sf = tmem + Config::Tmem::activation_sf_column;
     const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
     constexpr uint32_t bytes_per_copy = scale_rows_per_copy * sizeof(uint32_t);
+    const uint64_t activation_words =
+        advance(first.activation_sf, stage, Smem::activation_sf_stride);
 #pragma unroll
-    for (uint32_t i = 0; i < Config::Smem::activation_sf_dim1 / scale_rows_per_copy; ++i) {
-        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
-            token_sf + i * scale_columns_per_copy,
-            scale_descriptor(smem.activation_sf(stage) + i * bytes_per_copy));
+    for (uint32_t i = 0; i < Smem::activation_sf_dim1 / scale_rows_per_copy; ++i) {
+        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(token_sf + i * scale_columns_per_copy,
+                                                  advance(activation_words, i, bytes_per_copy));
     }
-    ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf, scale_descriptor(smem.weight_sf(stage)));
+    ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
+        weight_sf, advance(first.weight_sf, stage, Smem::weight_sf_stride));
 
-    const uint64_t weights = operand_descriptor(smem.weights(stage));
-    const uint64_t tokens = operand_descriptor(smem.activations(stage));
+    const uint64_t weights = advance(first.weights, stage, Smem::weights_stride);
+    const uint64_t tokens = advance(first.activations, stage, Smem::activations_stride);
 #pragma unroll
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
         //~ mma
         ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
-            accumulator, advance_along_k(weights, i * mma_k_bytes),
-            advance_along_k(tokens, i * mma_k_bytes),
+            accumulator, advance(weights, i, mma_k_bytes), advance(tokens, i, mma_k_bytes),
             instruction_descriptor<typename Config::Weights>(num_tokens, i), weight_sf, token_sf,
             !is_first || i > 0);
     }
 }
 
-// Even CTA only.
+// Even CTA only. The loop over k-blocks is written to stay in uniform registers.
 template <class Config>
-__device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& smem,
+__device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& shared_memory,
                            const SymmBuffer<Config>& local, uint32_t tmem, Waiter& waiter) {
     static_assert(Config::block_n == 128 && Config::Smem::weights_dim2 == 128,
                   "an MMA takes 128 weight rows from each CTA, a k-block is 128 bytes of each");
@@ -84,16 +110,20 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     ExpertCounts<Config> counts;
     counts.count_shared(args);
     if (!counts.fetch(args, local, waiter)) return;
+    ptx::reconverge(NamedBarrier::mma);
     BlockWalk<Config> walk(counts, blockIdx.x);
 
+    const SharedMemory<Config> smem = shared_memory.uniform();
+    const StageDescriptors<Config> descriptors(smem);
+    tmem = ptx::uniform(tmem);
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; walk.next(block); accumulators.advance()) {
         trace.mark(TraceStep::await_block, stage_wait.ticks());
         stage_wait.reset();
-        if (!waiter.warp_mbarrier(WaitSite::accumulator_empty,
-                                  smem.tmem_empty_barriers(accumulators.stage),
-                                  accumulators.parity ^ 1)) {  //~ mma_accumulator
+        if (!waiter.uniform_mbarrier(WaitSite::accumulator_empty,
+                                     smem.tmem_empty_barriers(accumulators.stage),
+                                     accumulators.parity ^ 1)) {  //~ mma_accumulator
             return;
         }
         ptx::tcgen05_fence_after_thread_sync();
@@ -101,13 +131,13 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
         //~ mma_column
         const uint32_t accumulator = tmem + Config::Tmem::accumulator_column +
                                      accumulators.stage * Config::Tmem::accumulator_stride;
-        const uint32_t num_tokens = num_mma_tokens(block);
+        const uint32_t num_tokens = ptx::uniform(num_mma_tokens(block));
         const LinearOf<Config> linear(block.phase);
-        const uint32_t num_k_blocks = linear.num_k_blocks();
+        const uint32_t num_k_blocks = ptx::uniform(linear.num_k_blocks());
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (k_block_idx > 0) stage_wait.start();
-            if (!waiter.warp_mbarrier(WaitSite::stage_full, smem.full_barriers(ring.stage),
-                                      ring.parity)) {
+            if (!waiter.uniform_mbarrier(WaitSite::stage_full, smem.full_barriers(ring.stage),
+                                         ring.parity)) {
                 return;
             }
             if (k_block_idx > 0) {
@@ -122,22 +152,23 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             if (ptx::elect_sync()) {
                 //~ multiplied
                 if constexpr (Config::Weights::has_scales) {
-                    multiply_k_block(smem, ring.stage, tmem, accumulator, num_tokens,
+                    multiply_k_block(descriptors, ring.stage, tmem, accumulator, num_tokens,
                                      k_block_idx == 0);
                 } else {
-                    multiply_bf16_k_block(smem, ring.stage, accumulator, num_tokens,
+                    multiply_bf16_k_block(descriptors, ring.stage, accumulator, num_tokens,
                                           k_block_idx == 0);
                 }
                 ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
                                                          both_ctas);  //~ committed
-                if (k_block_idx + 1 == num_k_blocks) {
-                    ptx::tcgen05_commit_cta_group2_multicast(
-                        smem.tmem_full_barriers(accumulators.stage), both_ctas);
-                }
             }
             __syncwarp();
             ring.advance();
         }
+        if (ptx::elect_sync()) {
+            ptx::tcgen05_commit_cta_group2_multicast(smem.tmem_full_barriers(accumulators.stage),
+                                                     both_ctas);  //~ block_committed
+        }
+        __syncwarp();
     }
     // This await is over at once: it closes the last block's time.
     trace.mark(TraceStep::await_block, stage_wait.ticks());

@@ -11,6 +11,7 @@
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -41,6 +42,14 @@ class SharedMemory {
 
     // `base`: first byte of dynamic shared memory.
     __device__ explicit SharedMemory(uint32_t base) : base_(base) {}
+
+    // The same, in a uniform register. A whole converged warp.
+    __device__ SharedMemory uniform() const { return SharedMemory(ptx::uniform(base_)); }
+
+    // That of the even CTA of the pair, which owns the barriers that both CTAs signal.
+    __device__ SharedMemory of_even_cta() const {
+        return SharedMemory(ptx::mapa_shared_cluster(base_, 0));
+    }
 
     // ---- Tiles ---------------------------------------------------------------------------------
 
@@ -138,10 +147,5 @@ class SharedMemory {
 
     uint32_t base_;
 };
-
-// The same address in the even CTA of the pair, which owns the barriers that both CTAs signal.
-__device__ __forceinline__ uint32_t in_even_cta(uint32_t address) {
-    return ptx::mapa_shared_cluster(address, 0);
-}
 
 }  // namespace deep_moe::sm100

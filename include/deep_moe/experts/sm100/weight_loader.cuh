@@ -8,8 +8,10 @@
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
+#include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/named_barriers.cuh"
 #include "deep_moe/sync/ring_position.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
@@ -17,7 +19,7 @@
 namespace deep_moe::sm100 {
 
 template <class Config>
-__device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
+__device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& shared_memory,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
     constexpr bool has_scales = Config::Weights::has_scales;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
@@ -26,8 +28,11 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     ExpertCounts<Config> counts;
     counts.count_shared(args);
     if (!counts.fetch(args, local, waiter)) return;
+    ptx::reconverge(NamedBarrier::weight_loader);
     BlockWalk<Config> walk(counts, blockIdx.x);
 
+    const SharedMemory<Config> smem = shared_memory.uniform();
+    const SharedMemory<Config> even = smem.of_even_cta();
     RingPosition<Config::num_stages> ring;
     for (Block block; walk.next(block);) {
         const LinearOf<Config> linear(block.phase);
@@ -43,12 +48,12 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         [[maybe_unused]] const uint32_t first_sf_k_block = block.expert_idx * num_k_blocks;
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
-                                      ring.parity ^ 1)) {
+            if (!waiter.uniform_mbarrier(WaitSite::weight_stage_empty,
+                                         smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
                 return;
             }
             if (ptx::elect_sync()) {
-                const uint32_t full = in_even_cta(smem.full_barriers(ring.stage));
+                const uint32_t full = even.full_barriers(ring.stage);
                 uint32_t num_bytes = smem.weight_tile_loaded_bytes;
                 if constexpr (has_scales) num_bytes += Config::Smem::weight_sf_stride;
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import deep_moe
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.heuristics import MoEShape
+from deep_moe.targets import EMULATED, TARGETS
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
 
@@ -129,3 +130,11 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         return [value for _, value, _ in sorted(answers, key=lambda answer: answer[0])]
 
     return run
+
+
+def arch_with(weights: str) -> str:
+    """A target that has a kernel for them; sm_100a if it does."""
+    named = sorted(TARGETS.values(), key=lambda target: target is not EMULATED)
+    return next(
+        target.name for target in named if weights in {own.format for own in target.weights}
+    )

@@ -14,7 +14,7 @@ from deep_moe.targets import target_of
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
-from .conftest import SHAPE, fill
+from .conftest import SHAPE, arch_with, fill
 
 BIASED = dataclasses.replace(SHAPE, biases=True)
 
@@ -38,9 +38,10 @@ def buffer_of(shape: Any) -> deep_moe.SymmBuffer:
 def test_they_are_added(weights: str, how: str) -> None:
     shape = dataclasses.replace(BIASED, weights=weights)
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
-    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, weights=weights)
+    arch = arch_with(weights)
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, weights=weights)
     l1_bias, l2_bias = deep_moe.transform_biases_for_mega_moe(
-        layer.l1_bias, layer.l2_bias, weights=weights
+        layer.l1_bias, layer.l2_bias, arch, weights=weights
     )
     buffer = buffer_of(shape)
     assert buffer.shape == shape
@@ -48,10 +49,10 @@ def test_they_are_added(weights: str, how: str) -> None:
     fill(buffer, tokens)
     y = torch.full((9, shape.hidden), torch.nan, dtype=torch.bfloat16)
     if how == "function":
-        CALLS[weights](y, l1, l2, buffer, l1_bias=l1_bias, l2_bias=l2_bias)
+        CALLS[weights](y, l1, l2, buffer, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch)
     else:
         torch.ops.deep_moe.mega_moe(
-            y, None, *l1, *l2, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias
+            y, None, *l1, *l2, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
         )
     expected = reference_mega_moe(
         tokens.x,
@@ -60,7 +61,7 @@ def test_they_are_added(weights: str, how: str) -> None:
         tokens.topk_weights,
         layer.l1,
         layer.l2,
-        numerics=target_of("sm_100a").weights_of(weights).numerics,
+        numerics=target_of(arch).weights_of(weights).numerics,
         **layer.biases,
     )
     assert torch.equal(y, expected)

@@ -11,13 +11,13 @@ import torch
 import deep_moe
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import EMULATED, TARGETS, target_of
+from deep_moe.targets import target_of
 from deep_moe.targets.sm90 import Sm90
 from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
-from .conftest import SHAPE, fill
+from .conftest import SHAPE, arch_with, fill
 
 FP8 = dataclasses.replace(SHAPE, weights="fp8")
 
@@ -35,20 +35,12 @@ def buffer_for(shape: MoEShape):
     )
 
 
-def _arch_with(weights: str) -> str:
-    """A target that has a kernel for them; sm_100a if it does."""
-    named = sorted(TARGETS.values(), key=lambda target: target is not EMULATED)
-    return next(
-        target.name for target in named if weights in {own.format for own in target.weights}
-    )
-
-
 @pytest.mark.parametrize("weights", CALLS)
 @pytest.mark.parametrize("how", ["function", "function with lists", "operator"])
 def test_the_function_of_a_format(weights: str, how: str) -> None:
     shape = dataclasses.replace(SHAPE, weights=weights)
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
-    arch = _arch_with(weights)
+    arch = arch_with(weights)
     l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, weights=weights)
     buffer = buffer_for(shape)
     fill(buffer, tokens)

@@ -154,7 +154,9 @@ def test_what_is_wrong_in_either_call_is_told(
     activation: Activation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = with_values(values="NaN", tokens="many", inputs="prepared", activation=activation)
+    case = with_values(
+        weights="mxfp4", values="NaN", tokens="many", inputs="prepared", activation=activation
+    )
     outputs = right_outputs(case)
     monkeypatch.setattr(fuzzing, "run_emulated_in_a_row", lambda *_, **__: outputs)
     assert case.run() == ""

@@ -80,14 +80,16 @@ class PullPolicy {
         const uint32_t block_in_step = ptx::lane_idx() / lanes_per_block;
         const uint32_t group = ptx::lane_idx() % lanes_per_block / 2;
         const uint32_t first_word = ptx::lane_idx() % 2 * words_per_lane + block_in_step;
-        uint32_t block = bytes + block_in_step * 128;
 #pragma unroll
         for (uint32_t i = 0; i < num_words_per_lane; ++i) {
 #pragma unroll 1
             for (uint32_t step = 0; step < lanes_per_block; ++step) {
                 const uint32_t idx = step * blocks_per_step + block_in_step;
-                const bool exists = i * warp_size + idx < num_blocks;
+                const uint32_t block_idx = i * warp_size + idx;
+                const bool exists = block_idx < num_blocks;
                 const uint32_t scales = __shfl_sync(full_warp, scales_[i], idx);
+                // Worked out anew: another value over the loop is one too many for ptxas.
+                const uint32_t block = bytes + block_idx * 128;
                 const uint32_t source = block + 32 * group + 4 * first_word;
                 uint32_t words[words_per_lane];
                 if (exists) {
@@ -106,7 +108,6 @@ class PullPolicy {
                         ptx::st_shared_u32(destination ^ (16 * k), scale_e4m3x4(words[k], power));
                     }
                 }
-                block += blocks_per_step * 128;
             }
         }
         ptx::fence_proxy_async_shared_cta();  //~ rewrite_fence

@@ -86,7 +86,7 @@ class L1Publisher {
         const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
         //~ idle_unpublished
         if (stored && block.phase == Phase::linear1 && !is_idle && ptx::elect_sync()) {
-            if constexpr (leaves_header_early<Config>) {
+            if constexpr (has_few_loader_registers<Config>) {
                 publish_l1_results(local_.anew(), block);
             } else {
                 publish_l1_results(local_, block);

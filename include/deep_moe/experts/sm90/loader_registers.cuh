@@ -1,8 +1,6 @@
 // Where loaders have few registers.
 #pragma once
 
-#include "deep_moe/layout/pool_ring.cuh"
-
 namespace deep_moe::sm90 {
 
 // Whether the weight loader works addresses out anew instead of keeping them. Tiles whose
@@ -11,11 +9,5 @@ namespace deep_moe::sm90 {
 // in local memory, which all other roles would wait for.
 template <class Config>
 inline constexpr bool has_few_loader_registers = Config::num_loader_registers <= 56;
-
-// Whether, besides, a block's header and the publisher's addresses are not kept: where the pool is
-// a ring, whose walk needs the registers. Elsewhere ptxas spills less without it, by count.
-template <class Config>
-inline constexpr bool leaves_header_early =
-    has_few_loader_registers<Config> && PoolRing<Config>::wraps;
 
 }  // namespace deep_moe::sm90

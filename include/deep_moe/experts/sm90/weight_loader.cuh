@@ -28,14 +28,14 @@ namespace deep_moe::sm90 {
 template <class Config>
 __device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
                            const BlockHeader& header) {
-    if constexpr (!leaves_header_early<Config>) {
+    if constexpr (!has_few_loader_registers<Config>) {
         store_header(smem.block_headers(slot), header);  //~ header_stored
     }
     ptx::mbarrier_arrive(smem.header_barriers(slot));  //~ header_told
 }
 
-// What comes before that with a ring and few registers: the header may be stored before the stage
-// is free, because there is a slot more than blocks in the stages (num_block_slots in
+// What comes before that where loaders have few registers: the header may be stored before the
+// stage is free, because there is a slot more than blocks in the stages (num_block_slots in
 // heuristics/sm90.py). So nothing of it is kept meanwhile. Whole warp.
 template <class Config>
 __device__ void leave_header(const SharedMemory<Config>& smem, uint32_t slot,
@@ -130,7 +130,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                                             : block_idx * scales_per_block;
             factors = linear.row_factors(args) + factor_idx;
         };
-        if constexpr (leaves_header_early<Config>) leave_header(smem, slots.stage, header);
+        if constexpr (has_few_loader_registers<Config>) leave_header(smem, slots.stage, header);
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&

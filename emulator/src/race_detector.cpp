@@ -566,6 +566,10 @@ bool RaceDetector::before_warp(const WarpClock& c, const Record& old, const Reco
     return covers(view.seen, old) || (is_write && !old_is_write && covers(view.overwritable, old));
 }
 
+bool RaceDetector::is_counted(uint32_t agent) const {
+    return agents_[agent].what == barrier_bytes;
+}
+
 bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_write,
                                 bool is_global) const {
     const Issue& i = *issue_;
@@ -580,7 +584,8 @@ bool RaceDetector::before_issue(const Record& old, bool old_is_write, bool is_wr
         return covers(view.seen, old) ||
                (is_write && !old_is_write && covers(view.overwritable, old));
     }
-    if (agent == issue_record_.agent()) return true;
+    // What an mbarrier counts comes in no order: only who has waited for it comes later.
+    if (agent == issue_record_.agent() && !is_counted(agent)) return true;
     if (old.is_async()) {
         // The lanes of a warp that all execute one copy: CUTLASS has a whole warp store a tile.
         const uint32_t issuer = agents_[agent].issuer;
@@ -870,8 +875,12 @@ std::shared_ptr<const Issue> RaceDetector::issue_generic(Warp& w, int lane, uint
 
 void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
-    // In place of a lane: the warp, for messages.
-    issue_record_ = {agent, moment, issue.cta ? agents_[issue.warp_agent].number : 0,
+    // In place of a lane: the warp, for messages, and three bits that tell copies apart which one
+    // phase of an mbarrier counts.
+    const uint32_t warp = issue.cta ? agents_[issue.warp_agent].number : 0;
+    const uint32_t which =
+        is_counted(agent) ? (issue.now + issue.warp_agent) * 0x9e3779b9u >> 29 : 0;
+    issue_record_ = {agent, moment, warp | which * warp_size,
                      issue.flags | (issue.is_generic ? 0 : Record::async), issue.site};
 }
 
@@ -1012,7 +1021,7 @@ std::pair<uint32_t, int> RaceDetector::thread_of(const Record& record) const {
     const Agent& agent = agents_[record.agent()];
     if (agent.warp) return {agent.number, int(record.lane())};
     if (agent.issuer) return {agent.number / warp_size, int(agent.number % warp_size)};
-    return {agent.what == barrier_bytes ? record.lane() : agent.number, -1};
+    return {is_counted(record.agent()) ? record.lane() % warp_size : agent.number, -1};
 }
 
 Involved RaceDetector::involved(const Record& record, bool is_write) const {
@@ -1041,7 +1050,7 @@ std::string RaceDetector::describe(const Record& record, bool is_write) const {
         format(" by rank %u, CTA %u, ", agent.cta->grid->rank->index, agent.cta->index);
     if (agent.warp)
         text += who;
-    else if (agent.what != barrier_bytes)
+    else if (!is_counted(record.agent()))
         text += agent.what + (" " + who);
     else
         text += agent.what + (" " + describe_shared(*agent.cta, agent.number)) + ", issued by " +

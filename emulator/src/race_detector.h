@@ -298,6 +298,7 @@ class RaceDetector {
     bool both_strong(const Record& a, const Record& b) const;
     bool before_warp(const WarpClock& c, const Record& old, const Record& now, bool old_is_write,
                      bool is_write) const;
+    bool is_counted(uint32_t agent) const;  // whether it is the bytes that an mbarrier counts
     bool before_issue(const Record& old, bool old_is_write, bool is_write, bool is_global) const;
     Place instruction_of(const Record& record) const;
     std::string access_of(const Record& record, bool is_write) const;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -515,6 +517,80 @@ def test_one_lane_frees_what_its_warp_has_read(between: str, is_race: bool) -> N
             run_kernel(source, data, out, threads=64)
     else:
         run_kernel(source, data, out, threads=64)
+
+
+COPIES_OF_ONE_PLACE = """
+KERNEL()(u32* data) {
+    u32 base = shared_address(dynamic_shared), barrier = base + 512;
+    if (threadIdx.x == 0) {
+        init_barrier(barrier, 1);
+        for (u32 copy = 0; copy < 2; ++copy) {
+            if (copy == 0 || !IN_ONE_PHASE) expect_bytes(barrier, IN_ONE_PHASE ? 256 : 128);
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                " [%0], [%1], 128, [%2];"
+                :: "r"(base + copy * DISTANCE), "l"(data), "r"(barrier) : "memory");
+            if (!IN_ONE_PHASE) wait(barrier, copy);
+        }
+        if (IN_ONE_PHASE) wait(barrier, 0);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("in_one_phase", "distance", "is_race"),
+    [(True, 128, False), (True, 64, True), (True, 0, True), (False, 0, False)],
+    ids=["side by side", "overlapping", "one place", "one place after a wait"],
+)
+def test_copies_that_one_phase_counts_come_in_no_order(
+    in_one_phase: bool, distance: int, is_race: bool
+) -> None:
+    data = aligned(np.zeros(64, np.uint32))
+    source = COPIES_OF_ONE_PLACE.replace("IN_ONE_PHASE", str(int(in_one_phase)))
+    source = source.replace("DISTANCE", str(distance))
+    expected = (
+        pytest.raises(RaceDetected, match="nothing orders them") if is_race else nullcontext()
+    )
+    with expected:
+        run_kernel(source, data)
+
+
+REFILL = """
+KERNEL()(u32* data) {
+    u32 base = shared_address(dynamic_shared), full = base + 512, told = base + 520;
+    if (threadIdx.x == 0) { init_barrier(full, 1); init_barrier(told, 1); }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        if (threadIdx.x == 32) {
+            BEFORE
+        }
+        expect_bytes(full, 128);
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], 128, [%2];" :: "r"(base), "l"(data), "r"(full) : "memory");
+        if (threadIdx.x == 0) {
+            wait(full, 0);
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(told) : "memory");
+        } else {
+            wait(full, 1);
+        }
+    }
+}
+"""
+# The second warp comes late, so that the first phase is over in any case.
+LATE = 'u64 now, end = 0; do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));'
+LATE += " if (!end) end = now + 20000; } while (now < end);"
+
+
+@pytest.mark.parametrize(
+    ("before", "is_race"), [("wait(told, 0);", False), (LATE, True)], ids=["told", "late"]
+)
+def test_a_refill_follows_who_saw_the_copy_before(before: str, is_race: bool) -> None:
+    data = aligned(np.zeros(64, np.uint32))
+    expected = (
+        pytest.raises(RaceDetected, match="nothing orders them") if is_race else nullcontext()
+    )
+    with expected:
+        run_kernel(REFILL.replace("BEFORE", before), data, threads=64)
 
 
 STORE = """

@@ -332,7 +332,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "num_ranks": num_ranks,
         "buffer_bytes": layer.nbytes,
-        "rates": asdict(MachineRates()),
+        "rates": asdict(MachineRates.of_device(device)),
         "large_all_to_all_bytes_per_s": large_rate(device) if device.type == "cuda" else None,
         "results": [],
     }

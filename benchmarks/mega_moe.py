@@ -149,7 +149,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
             name: str(value) for name, value in vars(arguments).items() if name != "json"
         },
         "peer": f"sgl-deep-gemm {peer.version()}" if has_peer else None,
-        "rates": asdict(MachineRates()),
+        "rates": asdict(MachineRates.of_device(device)),
         "results": [],
     }
     if arguments.peer and not has_peer and dist.get_rank() == 0:
@@ -330,13 +330,16 @@ def measured(
             host_us[name].append(host)
             for known, new in zip(times[name], ranks, strict=True):
                 known += new
+    rates = MachineRates.of_device(device)
     return {
-        name: summary(times[name], costs) | {"host_us": statistics.median(host_us[name])}
+        name: summary(times[name], costs, rates) | {"host_us": statistics.median(host_us[name])}
         for name in calls
     }
 
 
-def summary(times: Sequence[Sequence[float]], costs: CallCosts) -> dict[str, Any]:
+def summary(
+    times: Sequence[Sequence[float]], costs: CallCosts, rates: MachineRates
+) -> dict[str, Any]:
     """times: seconds of each rank's calls."""
     medians = [statistics.median(calls) for calls in times]
     seconds = max(medians)
@@ -353,8 +356,8 @@ def summary(times: Sequence[Sequence[float]], costs: CallCosts) -> dict[str, Any
         "us_of_ranks": [1e6 * median for median in medians],
         "tflops": costs.flops / seconds / 1e12,
         "weight_tb_per_s": costs.weight_bytes / seconds / 1e12,
-        "floor_us": 1e6 * costs.floor_s(MachineRates()),
-        "floor_share": costs.floor_s(MachineRates()) / seconds,
+        "floor_us": 1e6 * costs.floor_s(rates),
+        "floor_share": costs.floor_s(rates) / seconds,
     }
 
 

@@ -120,6 +120,28 @@ class MachineRates:
     weight_bytes_per_s: float = H200.weight_bytes_per_s  # reads from HBM
     flops: float = 1.49e15  # dense FP8 product, 8192^3
     link_bytes_per_s: float = H200.link_bytes_per_s  # copies to or from peers, each way
+    gpu: str = H200.name
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> MachineRates:
+        is_gpu = device.type == "cuda"
+        return cls.of(torch.cuda.get_device_name(device) if is_gpu else "emulator")
+
+    @classmethod
+    def of(cls, gpu: str) -> MachineRates:
+        """gpu: as CUDA names it. An H200's rates, under its name, for one that was not measured.
+
+        >>> MachineRates.of("NVIDIA H100 80GB HBM3").weight_bytes_per_s / 1e12
+        3.11
+        >>> MachineRates.of("emulator").gpu
+        'NVIDIA H200'
+        """
+        return next((rates for rates in MEASURED_RATES if rates.gpu == gpu), cls())
+
+
+# An H100's: a sum over 8 GiB and the same product, 300 in a row, on one GPU of 700 W, 2026-11-23.
+# Its links are those of an H200; they were not measured.
+MEASURED_RATES = (MachineRates(), MachineRates(3.11e12, 1.38e15, gpu="NVIDIA H100 80GB HBM3"))
 
 
 @dataclass(frozen=True)

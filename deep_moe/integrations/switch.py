@@ -1,5 +1,5 @@
 """The environment variables by which a user turns an adapter off that an engine loads by itself,
-bounds the memory of its buffers, and chooses how it runs experts."""
+says how much memory its buffers take, and chooses how it runs experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 FUSED, LOW_LATENCY = "fused", "low_latency"
+
+# Rows of the pool where a user says nothing. An engine's memory is wanted for its cache: with 8,192
+# tokens on each of 8 ranks deepseek-v4-pro's buffer takes 1.03 GiB where a row for each token that
+# may come takes 5.6. It costs at most 1.4 % of the time (H200, 2026-11-23: benchmarks/LOG.md).
+ENGINE_POOL_TOKENS = 24_576
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,19 @@ def read_mxfp4_tokens() -> str | None:
     return value
 
 
-def read_num_pool_tokens() -> int | None:
-    """What DEEP_MOE_NUM_POOL_TOKENS says of the buffers' pool, None for the worst case. Raises
-    ValueError for what is no number; which numbers are allowed, the buffer says."""
+def read_num_pool_tokens(default: int | None = ENGINE_POOL_TOKENS) -> int | None:
+    """What DEEP_MOE_NUM_POOL_TOKENS says of the buffers' pool, None for the worst case, which 0
+    asks for. Raises ValueError for what is no number; which numbers are allowed, the buffer
+    says."""
     value = os.environ.get(POOL_VARIABLE)
     if not value:
-        return None
+        return default
     if not value.isdecimal():
         raise ValueError(
-            f"{POOL_VARIABLE} must be a number of rows, a multiple of 384, or unset; got {value!r}"
+            f"{POOL_VARIABLE} must be a number of rows, a multiple of 384, 0 for as many as a call "
+            f"may bring, or unset; got {value!r}"
         )
-    return int(value)
+    return int(value) or None
 
 
 def read_path() -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.mega_moe
 from benchmarks.mega_moe import line, parse_arguments, run_rank, summary, tokens_of_ranks
-from benchmarks.problem import CallCosts
+from benchmarks.problem import CallCosts, MachineRates
 from deep_moe.trial.rank_processes import run_on_ranks
 
 SMALL = ["--experts", "8", "--topk", "3", "--hidden", "256", "--intermediate", "256"]
@@ -51,13 +51,16 @@ def test_impossible_options_are_refused(words, message, capsys):
 def test_a_summary_is_of_the_slowest_rank():
     costs = CallCosts(flops=2e9, busiest_flops=4e9, weight_bytes=1e6, link_bytes=0)
     fast, slow = [1e-4] * 20, [1e-4 * (10 + i) for i in range(20)]
-    found = summary([fast, slow, fast], costs)
+    rates = MachineRates(weight_bytes_per_s=1e9, flops=8e12)
+    found = summary([fast, slow, fast], costs, rates)
     assert found["slowest_rank"] == 1
     assert found["us"] == pytest.approx(1950)
     assert (found["us_p10"], found["us_p90"]) == pytest.approx((1200, 2700))
     assert found["tflops"] == pytest.approx(2e9 / 1.95e-3 / 1e12)
     assert found["weight_tb_per_s"] == pytest.approx(1e6 / 1.95e-3 / 1e12)
-    assert summary([[1e-3]], costs)["us_p90"] == pytest.approx(1000)
+    # Reading takes a millisecond, the busiest rank's products half of one.
+    assert (found["floor_us"], found["floor_share"]) == pytest.approx((1000, 1000 / 1950))
+    assert summary([[1e-3]], costs, rates)["us_p90"] == pytest.approx(1000)
 
 
 def test_a_line_names_what_was_measured():

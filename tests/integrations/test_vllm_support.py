@@ -160,6 +160,9 @@ def test_the_switch(monkeypatch):
 
 def test_the_pool_of_engines_buffers_may_be_bounded(monkeypatch):
     monkeypatch.delenv("DEEP_MOE_NUM_POOL_TOKENS", raising=False)
+    assert read_num_pool_tokens() == 24_576
+    assert read_num_pool_tokens(default=None) is None
+    monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "0")
     assert read_num_pool_tokens() is None
     monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "768")
     assert read_num_pool_tokens() == 768

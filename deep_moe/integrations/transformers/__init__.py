@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..engine_version import require_version
+from ..switch import ENGINE_POOL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ def register(
     *,
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
-    num_pool_tokens: int | None = None,
+    num_pool_tokens: int | None = ENGINE_POOL_TOKENS,
     mxfp4_tokens: str | None = None,
     arch: str | None = None,
 ) -> None:
@@ -40,7 +41,8 @@ def register(
         dequantized checkpoint's are, and FP8 with most scales.
     max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
         different tokens need not ask each other how many there are. By default buffers grow.
-    num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`.
+    num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`; None for as
+        many rows as a call may bring.
     mxfp4_tokens: how tokens meet experts in MXFP4: "e4m3", the default, or "bf16", in which nothing
         but weights is quantized. That has a kernel on Hopper; elsewhere such experts are left to
         transformers.

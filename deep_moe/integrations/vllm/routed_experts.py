@@ -34,7 +34,13 @@ from deep_moe.errors import DeepMoEError
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, check_step_sizes
-from ..switch import LOW_LATENCY, read_mxfp4_tokens, read_num_pool_tokens, read_path
+from ..switch import (
+    FUSED,
+    LOW_LATENCY,
+    read_mxfp4_tokens,
+    read_num_pool_tokens,
+    read_path,
+)
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
 from .completeness import ALL_SHARDS, LoadedParts, shards_of
@@ -108,16 +114,21 @@ class DeepMoERoutedExperts(RoutedExperts):
             arch = arch_on(device, self.emulated_arch)
             chosen = served_format(form.weights, read_mxfp4_tokens(), arch, device)
             form = replace(form, weights=chosen)
+            path = read_path()
             plan = plan_of(
                 self,
                 form.weights,
                 get_tensor_model_parallel_world_size(),
                 is_gpt_oss=form.is_gpt_oss,
-                num_pool_tokens=read_num_pool_tokens(),
+                num_pool_tokens=(
+                    read_num_pool_tokens()
+                    if path == FUSED
+                    # The steps' work space; what a bounded one costs was not measured.
+                    else read_num_pool_tokens(default=None)
+                ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank
             check_sizes(*own_sizes)
-            path = read_path()
             if path == LOW_LATENCY:
                 check_steps(self, get_tensor_model_parallel_world_size())
                 check_step_sizes(*own_sizes)

@@ -42,6 +42,7 @@ from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.trial import trace
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.rank_processes import run_in_group, run_on_ranks
@@ -102,7 +103,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
-    parser.add_argument("--pool-tokens", type=int, help="rows of the pool, used again in a call")
+    parser.add_argument(
+        "--pool-tokens",
+        type=int,
+        default=DEFAULT_POOL_TOKENS,
+        help="rows of the pool, used again in a call that brings more; 0: as many as it may bring",
+    )
     parser.add_argument("--shared-experts", type=int, default=0, help="beside those of routing")
     parser.add_argument(
         "--shares",
@@ -190,7 +196,8 @@ def model_name(model: str, arguments: argparse.Namespace) -> str:
     'deepseek-v3, weights fp8'
     """
     given = {option: getattr(arguments, option) for option in SIZES}
-    given["pool tokens"] = arguments.pool_tokens
+    if arguments.pool_tokens != DEFAULT_POOL_TOKENS:
+        given["pool tokens"] = arguments.pool_tokens
     given["shared experts"] = arguments.shared_experts or None
     if arguments.weights != DEFAULT_WEIGHTS:
         given["weights"] = arguments.weights
@@ -208,7 +215,7 @@ def model_results(
         model=model,
         ranks=num_ranks,
         max_tokens=max(map(max, shares)),
-        pool_tokens=arguments.pool_tokens,
+        pool_tokens=arguments.pool_tokens or None,
         shared_experts=arguments.shared_experts,
         weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
@@ -227,7 +234,7 @@ def model_results(
             "model": model_name(model, arguments),
             "layer": {field: getattr(shape, field) for field in SIZES.values()},
             "weights": arguments.weights,
-            "num_pool_tokens": arguments.pool_tokens,
+            "num_pool_tokens": shape.num_pool_tokens,
             "num_shared_experts": arguments.shared_experts,
             "num_ranks": num_ranks,
             "tokens_per_rank": num_tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deep_moe.heuristics import MoEShape, preset_shape
@@ -38,6 +39,7 @@ from deep_moe.heuristics.path_costs import (
     two_level_cost,
     two_level_transport,
 )
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 
 OUTPUT = Path(__file__).parent / "paths.md"
 # What the fused call's model was fitted to.
@@ -251,13 +253,15 @@ def _memory() -> str:
     rows = []
     for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
         shape = preset_shape(MODEL, num_ranks=NUM_RANKS, num_max_tokens_per_rank=tokens)
-        paths: list[tuple[str, PathCost]] = [("fused", fused_cost(shape, tokens))]
+        pool = {"num_pool_tokens": DEFAULT_POOL_TOKENS}
+        fused = fused_cost(replace(shape, **pool), tokens)
+        paths: list[tuple[str, PathCost]] = [("fused", fused)]
         if tokens <= MAX_TOKENS_PER_RANK:
             paths.append(("low latency", low_latency_cost(shape, tokens)))
         name = f"throughput, room for {ROOM_FOR_ROWS} times the rows of uniform routing"
         paths.append((name, throughput_cost(shape, tokens)))
         for domains in (2, 8):
-            layer = deployment(domains, tokens)
+            layer = deployment(domains, tokens, **pool)
             paths.append(
                 (
                     f"two-level, {domains} domains, as many as can come",
@@ -265,7 +269,7 @@ def _memory() -> str:
                 )
             )
             bound = 2 * tokens
-            layer = deployment(domains, tokens, num_max_foreign_tokens=bound)
+            layer = deployment(domains, tokens, num_max_foreign_tokens=bound, **pool)
             if bound < (domains - 1) * tokens:
                 name = f"two-level, {domains} domains, at most {bound} foreign tokens"
                 paths.append((name, two_level_cost(layer, tokens)))

@@ -146,7 +146,7 @@ def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
         )
     sizes = {
         "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
-        "rows that a rank may receive, with their padding": shape.default_pool_tokens,
+        "rows that a rank may receive, with their padding": shape.most_pool_tokens,
         "num_max_tokens_per_rank * num_topk": shape.num_max_tokens_per_rank * shape.num_topk,
         "rows of the Linear1 weights": shape.num_local_experts * 2 * shape.intermediate_hidden,
         "rows of the Linear2 weights": shape.num_local_experts * l2_rows_per_expert,

@@ -349,7 +349,7 @@ def _pool_reasons(shape: MoEShape) -> dict[str, str]:
     if shape.is_bounded:
         return {
             "num_pool_tokens": (
-                f"argument of the buffer: a ring; a call may bring {shape.default_pool_tokens} rows"
+                f"argument of the buffer: a ring; a call may bring {shape.most_pool_tokens} rows"
             ),
             "num_padded_sf_pool_tokens": "two for each row of the ring",
         }

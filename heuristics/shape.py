@@ -26,6 +26,10 @@ MAX_TOPK = 32  # one warp lane per slot of a token
 MAX_SHARED_EXPERTS = 4
 MAX_CANDIDATE_BLOCK_M = 192
 POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
+# Rows of a buffer's pool where a caller says nothing. With 8,192 tokens on each of 8 ranks
+# deepseek-v4-pro's buffer takes 1.03 GiB, where a row for each token that may come takes 5.6. It
+# costs at most 1.6 % of the time (H200, 2026-11-23: benchmarks/LOG.md).
+DEFAULT_POOL_TOKENS = 24_576
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
 
 
@@ -149,7 +153,7 @@ class MoEShape:
             f"{allowed['num_pool_tokens']}, {lacking} rows more at least",
         )
         check("num_pool_tokens", self.num_pool_tokens % POOL_ROUNDING == 0)
-        if self.num_pool_tokens >= self.default_pool_tokens:
+        if self.num_pool_tokens >= self.most_pool_tokens:
             object.__setattr__(self, "num_pool_tokens", None)
 
     @property
@@ -229,12 +233,12 @@ class MoEShape:
         return of_all_ranks + self.num_shared_experts * self.num_max_tokens_per_rank
 
     @property
-    def default_pool_tokens(self) -> int:
+    def most_pool_tokens(self) -> int:
         """Rows of a pool in which every row that a call may bring has its own: all that is
         received, and, as each expert starts on a block boundary, up to 191 rows behind its last
         token with the largest blocks. The sum is rounded up, and the same for all block sizes.
 
-        >>> MoEShape(8, 256, 8, 7168, 2048, 256).default_pool_tokens  # 2048*8 + 32*191, to 384
+        >>> MoEShape(8, 256, 8, 7168, 2048, 256).most_pool_tokens  # 2048*8 + 32*191, to 384
         22656
         """
         padding = self.num_local_experts * (MAX_CANDIDATE_BLOCK_M - 1)
@@ -243,7 +247,7 @@ class MoEShape:
     @property
     def num_pool_rows(self) -> int:
         """Rows of the pool."""
-        return self.num_pool_tokens or self.default_pool_tokens
+        return self.num_pool_tokens or self.most_pool_tokens
 
     @property
     def is_bounded(self) -> bool:
@@ -254,7 +258,7 @@ class MoEShape:
     def num_max_pool_blocks(self) -> int:
         """Blocks that a call may have at the smallest block size of any architecture, whether each
         has rows of its own or not."""
-        return self.default_pool_tokens // MIN_BLOCK_M
+        return self.most_pool_tokens // MIN_BLOCK_M
 
     @property
     def num_padded_sf_pool_tokens(self) -> int:
@@ -266,7 +270,7 @@ class MoEShape:
         >>> MoEShape(8, 256, 8, 7168, 2048, 256, 3840).num_padded_sf_pool_tokens
         7680
         """
-        worst_case = self.default_pool_tokens // 16 * 128
+        worst_case = self.most_pool_tokens // 16 * 128
         return min(worst_case, 2 * self.num_pool_rows) if self.is_bounded else worst_case
 
     @property

@@ -75,7 +75,8 @@ class TunedLayerKey:
         return self.num_experts // self.num_ranks
 
     def has_same_part(self, other: TunedLayerKey) -> bool:
-        """Whether a rank of both has the same experts to compute, on the same device."""
+        """Whether a rank of both has the same experts to compute, on the same device. How many rows
+        their pools have may differ: that costs a kernel little, whatever its tile."""
         return (
             self.hidden == other.hidden
             and self.intermediate_hidden == other.intermediate_hidden
@@ -84,7 +85,6 @@ class TunedLayerKey:
             and self.device == other.device
             and self.arch == other.arch
             and self.weights == other.weights
-            and self.num_pool_tokens == other.num_pool_tokens
             and self.biases == other.biases
             and self.num_shared_experts == other.num_shared_experts
         )
@@ -283,8 +283,7 @@ class Tuning:
                 f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
                 f"{' with biases' if key.biases else ''}"
-                f"{'' if key.num_pool_tokens is None else f', {key.num_pool_tokens} pool rows,'} "
-                f"has been measured on {self.device} with {key.num_sms} SMs"
+                f" has been measured on {self.device} with {key.num_sms} SMs"
             )
         for group in groups:
             measurement = nearest(group, key, num_tokens)

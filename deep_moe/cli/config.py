@@ -34,6 +34,7 @@ from .options import (
     make_shape,
     parse_activation,
     parse_overrides,
+    pool_rows,
 )
 from .output import format_bytes, new_table, print_json, stdout
 
@@ -145,7 +146,7 @@ def config(
             "weights": weights,
             "biases": biases,
             "shared_experts": shared_experts,
-            "pool_tokens": pool_tokens,
+            "pool_tokens": pool_rows(pool_tokens, is_fused=path is not CostPath.split),
         }
         between = {
             "num_domains": 2 if domains is None else domains,
@@ -168,7 +169,7 @@ def config(
         biases=biases,
         token_scales=token_scales,
         max_tokens=tokens if max_tokens is None else max_tokens,
-        pool_tokens=pool_tokens,
+        pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,
     )
     explanation = choose_config(

@@ -15,6 +15,7 @@ from deep_moe.formats.weight_formats import (
     WEIGHT_FORMATS,
 )
 from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape, Tuning
@@ -104,7 +105,8 @@ PoolTokensOption = Annotated[
     typer.Option(
         "--pool-tokens",
         help="Rows of the pool, a multiple of 384, used again within a call where there are too "
-        "few; default: as many as a call may bring.",
+        f"few; 0: as many as a call may bring. Default: {DEFAULT_POOL_TOKENS} of a buffer for the "
+        "fused kernel, otherwise 0.",
     ),
 ]
 SharedExpertsOption = Annotated[
@@ -191,6 +193,17 @@ def parse_tokens(text: str, num_ranks: int) -> list[int]:
             f"--tokens must be one number, or {num_ranks} separated by commas; got {text!r}"
         )
     return counts
+
+
+def pool_rows(pool_tokens: int | None, *, is_fused: bool = True) -> int | None:
+    """What --pool-tokens says, as `MoEShape` has it. is_fused: whether the fused kernel runs.
+
+    >>> pool_rows(None), pool_rows(None, is_fused=False), pool_rows(768), pool_rows(0)
+    (24576, None, 768, None)
+    """
+    if pool_tokens is None:
+        return DEFAULT_POOL_TOKENS if is_fused else None
+    return pool_tokens or None
 
 
 def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tuning | None]:

@@ -45,6 +45,7 @@ from .options import (
     parse_activation,
     parse_overrides,
     parse_tokens,
+    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 
@@ -230,6 +231,7 @@ def run(
     counts = parse_tokens(tokens, ranks)
     sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     capacity = max(1, *counts) if max_tokens is None else max_tokens
+    num_pool_tokens = pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path)
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)
     if exact and isinstance(applied, Situ):
@@ -248,7 +250,7 @@ def run(
             model=model,
             ranks=ranks,
             max_tokens=capacity,
-            pool_tokens=pool_tokens,
+            pool_tokens=num_pool_tokens,
             shared_experts=shared_experts,
             weights=weights,
             biases=biases,
@@ -269,7 +271,7 @@ def run(
             ranks,
             topk,
             capacity,
-            pool_tokens,
+            num_pool_tokens,
             experts,
             weights,
             shared_experts,
@@ -462,7 +464,7 @@ def _loaded_layer(
     num_ranks: int,
     num_topk: int | None,
     max_tokens: int,
-    pool_tokens: int | None,
+    num_pool_tokens: int | None,
     num_experts: int | None,
     weights: str,
     num_shared_experts: int,
@@ -505,7 +507,7 @@ def _loaded_layer(
         hidden=l2.weight.shape[1],
         intermediate_hidden=num_l1_rows // 2,
         num_max_tokens_per_rank=max_tokens,
-        num_pool_tokens=pool_tokens,
+        num_pool_tokens=num_pool_tokens,
         weights=weights,
         biases=biases is not None,
         num_shared_experts=num_shared_experts,

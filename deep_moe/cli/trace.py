@@ -33,6 +33,7 @@ from .options import (
     parse_activation,
     parse_overrides,
     parse_tokens,
+    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 from .run import Device, LayerPath, arch_of, check_split_path
@@ -108,6 +109,7 @@ def trace(
     if path == LayerPath.throughput_path:
         check_split_path(path, shared_experts)
     counts = parse_tokens(tokens, ranks)
+    num_pool_tokens = pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -115,7 +117,7 @@ def trace(
         biases=biases,
         token_scales=token_scales,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
-        pool_tokens=pool_tokens,
+        pool_tokens=num_pool_tokens,
         shared_experts=shared_experts,
         experts=experts,
         topk=topk,

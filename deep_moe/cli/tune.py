@@ -26,6 +26,7 @@ from .options import (
     WeightsOption,
     make_shape,
     parse_activation,
+    pool_rows,
 )
 from .output import new_table, print_error, print_json, stderr, stdout
 
@@ -107,7 +108,7 @@ def tune(
                 weights=weights,
                 biases=biases,
                 max_tokens=max(sizes),
-                pool_tokens=pool_tokens,
+                pool_tokens=pool_rows(pool_tokens),
                 shared_experts=shared_experts,
             ),
             tokens=sizes,

@@ -35,6 +35,7 @@ from .options import (
     make_shape,
     parse_activation,
     parse_overrides,
+    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 
@@ -91,7 +92,7 @@ def warmup(
         biases=biases,
         token_scales=token_scales,
         max_tokens=max_tokens,
-        pool_tokens=pool_tokens,
+        pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,
     )
     overrides = parse_overrides(override)

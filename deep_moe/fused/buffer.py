@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
-from deep_moe.heuristics.shape import MoEShape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
 from .call_plan import CallCaches
@@ -153,7 +153,7 @@ def get_symm_buffer_for_mega_moe(
     *,
     weights: str = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
-    num_pool_tokens: int | None = None,
+    num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
     token_scales: str = DEFAULT_TOKEN_SCALES,
     device: torch.device | str | int | None = None,
@@ -168,9 +168,9 @@ def get_symm_buffer_for_mega_moe(
     num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
         slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
         tensors; `num_experts` is without them.
-    num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. With fewer
-        than a call may bring, its rows are used again within a call: the buffer is smaller, and no
-        token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
+    num_pool_tokens: most rows of the pool that received tokens go through, a multiple of 384. With
+        fewer than a call may bring, they are used again within a call: the buffer is smaller, and
+        no token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
     weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, "bf16", for
         `bf16_mega_moe`, or "mxfp4_bf16", for `bf16_fp4_mega_moe`.
     biases: whether both linear layers have biases, which each call is then given.
@@ -237,19 +237,20 @@ def buffer_size(
     *,
     weights: str = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
-    num_pool_tokens: int | None = None,
+    num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
     token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
 
-    deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a bounded pool:
+    deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool for
+    each token that may come:
 
     >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30, 2)
-    5.59
-    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=24_576) / 2**30, 2)
     1.03
+    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=None) / 2**30, 2)
+    5.59
     """
     shape = MoEShape(
         num_ranks=num_ranks,

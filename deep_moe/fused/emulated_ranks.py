@@ -10,7 +10,7 @@ import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
-from deep_moe.heuristics.shape import MoEShape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
 
@@ -46,7 +46,7 @@ class EmulatedRanks:
         *,
         weights: str = DEFAULT_WEIGHTS,
         num_shared_experts: int = 0,
-        num_pool_tokens: int | None = None,
+        num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
         token_scales: str = DEFAULT_TOKEN_SCALES,
     ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.targets import TARGETS
 
 from .mxfp4_tokens import check_mxfp4_tokens
@@ -15,11 +16,6 @@ TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 FUSED, LOW_LATENCY = "fused", "low_latency"
-
-# Rows of the pool where a user says nothing. An engine's memory is wanted for its cache: with 8,192
-# tokens on each of 8 ranks deepseek-v4-pro's buffer takes 1.03 GiB where a row for each token that
-# may come takes 5.6. It costs at most 1.4 % of the time (H200, 2026-11-23: benchmarks/LOG.md).
-ENGINE_POOL_TOKENS = 24_576
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def read_mxfp4_tokens() -> str | None:
     return value
 
 
-def read_num_pool_tokens(default: int | None = ENGINE_POOL_TOKENS) -> int | None:
+def read_num_pool_tokens(default: int | None = DEFAULT_POOL_TOKENS) -> int | None:
     """What DEEP_MOE_NUM_POOL_TOKENS says of the buffers' pool, None for the worst case, which 0
     asks for. Raises ValueError for what is no number; which numbers are allowed, the buffer
     says."""

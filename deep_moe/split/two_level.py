@@ -44,7 +44,7 @@ from deep_moe.fused.options import (
     given_options,
     with_call_options,
 )
-from deep_moe.heuristics.shape import MoEShape, require_int
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
 
 from .domain_groups import (
@@ -192,7 +192,7 @@ class TwoLevelMoE:
         *,
         weights: str = DEFAULT_WEIGHTS,
         num_shared_experts: int = 0,
-        num_pool_tokens: int | None = None,
+        num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
         num_max_foreign_tokens: int | None = None,
         num_chunks: int = 1,

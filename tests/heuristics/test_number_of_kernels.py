@@ -10,6 +10,7 @@ import pytest
 
 from deep_moe.fused.deployment import deployment_configs
 from deep_moe.heuristics import MegaMoEConfig, choose_config, preset_shape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.heuristics.sm90 import (
     FITTED_TILES,
     UNEVEN_VARIATION,
@@ -28,13 +29,13 @@ MAX_TOKENS = 8192
         ("sm_90a", "mxfp4", 43),
         ("sm_90a", "fp8", 28),
         ("sm_90a", "bf16", 39),
-        ("sm_90a", "mxfp4_bf16", 42),
+        ("sm_90a", "mxfp4_bf16", 39),
         ("sm_100a", "mxfp4", 10),
     ],
 )
 def test_a_deployment_of_deepseek_v4_pro(arch: str, weights: str, most: int) -> None:
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=MAX_TOKENS)
-    shape = replace(shape, weights=weights)
+    shape = replace(shape, weights=weights, num_pool_tokens=DEFAULT_POOL_TOKENS)
 
     def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(shape, num_tokens, is_uneven=is_uneven, arch=arch)

@@ -53,10 +53,10 @@ def test_whatever_is_sent_fits_into_the_pool_with_every_tile(block_m, num_expert
 
 def test_a_pool_without_bound_is_the_worst_case():
     unbounded = MoEShape(**VALID)
-    assert unbounded.num_pool_rows == unbounded.default_pool_tokens
+    assert unbounded.num_pool_rows == unbounded.most_pool_tokens
     assert not unbounded.is_bounded
     # More than that is of no use.
-    for num_pool_tokens in (None, unbounded.default_pool_tokens, 384_000):
+    for num_pool_tokens in (None, unbounded.most_pool_tokens, 384_000):
         assert MoEShape(**VALID, num_pool_tokens=num_pool_tokens) == unbounded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
@@ -18,13 +19,14 @@ def test_they_take_rows_slots_and_weights() -> None:
     shape = replace(PRO, num_shared_experts=2)
     assert (shape.num_local_experts, shape.num_slots) == (98, 8)
     assert shape.num_max_received == PRO.num_max_received + 2 * 8192
-    assert shape.default_pool_tokens >= PRO.default_pool_tokens + 2 * 8192
+    assert shape.most_pool_tokens >= PRO.most_pool_tokens + 2 * 8192
     layout = symm_buffer_layout(shape)
     assert layout["combine"].shape == (8, 8192, 7168)
     assert layout["src_token_topk_idx"].shape == (96, 4, 8192 * 6)  # their tokens need no list
     assert layout["expert_recv_sum"].shape == (96,)
     sizes = (4, 384, 8192, 6, 7168, 3072)
-    assert deep_moe.buffer_size(*sizes, num_shared_experts=2) == layout.num_bytes
+    size = partial(deep_moe.buffer_size, *sizes, num_shared_experts=2)
+    assert size(num_pool_tokens=None) == layout.num_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -122,7 +122,6 @@ class TestLookUp:
             {"hidden": 7168},
             {"intermediate_hidden": 3072},
             {"weights": "fp8"},
-            {"num_pool_tokens": 384},
             {"num_shared_experts": 1},
         ],
         ids=lambda changes: next(iter(changes)),
@@ -134,6 +133,14 @@ class TestLookUp:
             "formula: no layer with 64 experts per rank of 4096 x 2048 in mxfp4 has been measured "
             "on NVIDIA H200 with 132 SMs"
         )
+
+    @pytest.mark.parametrize("measured", [None, 384, 3840])
+    @pytest.mark.parametrize("called", [None, 384])
+    def test_how_many_rows_the_pool_has_does_not_matter(self, measured, called):
+        tuning = tuning_of(entry_at(128), num_pool_tokens=measured)
+        shape = dataclasses.replace(SHAPE, num_pool_tokens=called)
+        config = choose_config(shape, 128, arch="sm_90a", tuning=tuning)
+        assert config.block_m == other_tile(formula_config())
 
     def test_the_capacity_of_the_buffer_does_not_matter(self):
         shape = dataclasses.replace(SHAPE, num_max_tokens_per_rank=128)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deep_moe import jit
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape, choose_config, preset_shape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+
+MAX_TOKENS = 8192
 
 # block_m and block_m_step.
 TILES = (
@@ -83,6 +88,26 @@ def check(
 @pytest.mark.parametrize("tile", TILES)
 def test_no_spills(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem)
+
+
+# What loaders keep in local memory that walk a ring, which the default pool of such layers is.
+RING_SPILL_BYTES = {"deepseek-v4-pro": 12, "deepseek-v4-flash": 8, "deepseek-v3": 32}
+
+
+@pytest.mark.parametrize("model", RING_SPILL_BYTES)
+@pytest.mark.parametrize("num_tokens", [128, MAX_TOKENS])
+def test_spills_with_the_default_pool(model: str, num_tokens: int) -> None:
+    shape = preset_shape(model, num_ranks=8, num_max_tokens_per_rank=MAX_TOKENS)
+    shape = replace(shape, num_pool_tokens=DEFAULT_POOL_TOKENS)
+    config = choose_config(shape, num_tokens, arch="sm_90a", activation_clamp=10.0)
+    assert config.pool_wraps
+    compilation = jit.compile_source(
+        jit.render_kernel(config), arch="sm_90a", include_paths=jit.find_headers().include_paths
+    )
+    resources = compilation.resources
+    most = RING_SPILL_BYTES[model] if num_tokens == MAX_TOKENS else 0
+    assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= most
+    assert "serialized" not in compilation.log, compilation.log
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

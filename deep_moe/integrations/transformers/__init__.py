@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+
 from ..engine_version import require_version
-from ..switch import ENGINE_POOL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ def register(
     *,
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
-    num_pool_tokens: int | None = ENGINE_POOL_TOKENS,
+    num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     mxfp4_tokens: str | None = None,
     arch: str | None = None,
 ) -> None:

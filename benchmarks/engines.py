@@ -44,6 +44,7 @@ from deep_moe.formats.weight_formats import weight_format
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.integrations.mxfp4_tokens import formats_by_tokens, served_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.targets import target_of_device
@@ -104,7 +105,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.markdown and not arguments.show:
         parser.error("--markdown needs --show")
     # Of `model_name`, for all results alike.
-    arguments.weights, arguments.pool_tokens, arguments.shared_experts = "mxfp4", None, 0
+    arguments.weights, arguments.shared_experts = "mxfp4", 0
+    arguments.pool_tokens = DEFAULT_POOL_TOKENS
     return arguments
 
 
@@ -219,6 +221,7 @@ def model_results(
         model=model,
         ranks=num_ranks,
         max_tokens=max(arguments.tokens),
+        pool_tokens=arguments.pool_tokens,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     layer = rank_weights(shape, rank, arguments.seed, device)

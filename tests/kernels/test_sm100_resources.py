@@ -69,6 +69,7 @@ def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("block_m", TILES)
 def test_no_spills_with_biases(block_m: int, weights: str) -> None:

@@ -39,7 +39,10 @@ def compile_kernel(config: LowLatencyConfig):
 @pytest.mark.parametrize(
     ("arch", "problem"),
     # sm_103a's kernels are those of sm_100a.
-    [*product(ARCHS[:2], PROBLEMS), (ARCHS[2], "v3")],
+    [
+        pytest.param(arch, problem, marks=[] if problem == "v3" else pytest.mark.slow)
+        for arch, problem in [*product(ARCHS[:2], PROBLEMS), (ARCHS[2], "v3")]
+    ],
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_spills(arch: str, format: str, problem: str) -> None:
@@ -68,7 +71,7 @@ def test_no_spills(arch: str, format: str, problem: str) -> None:
         assert "warning" not in compilation.log.lower(), compilation.log
 
 
-@pytest.mark.parametrize("problem", ["v3", "most_ranks"])
+@pytest.mark.parametrize("problem", ["v3", pytest.param("most_ranks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spills_with_a_message_for_each_expert(arch: str, problem: str) -> None:
     shape = LowLatencyShape(*PROBLEMS[problem], "fp8_128", placement="experts")

@@ -33,7 +33,7 @@ from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of_device
 
 from .rank_processes import run_on_ranks
-from .synthetic import Layer, Tokens
+from .synthetic import Layer, LayerParts, Tokens
 from .trace import RankTrace, record
 
 
@@ -178,7 +178,7 @@ def trace_emulated_ranks(
 
 
 def run_processes(
-    shape: MoEShape, layer: Layer, calls: Calls, *, device: str, **options: Any
+    shape: MoEShape, layer: LayerParts, calls: Calls, *, device: str, **options: Any
 ) -> list[list[RankOutput]]:
     """What `run_emulated_ranks` does, with one process per rank, as in a deployment: rank r on GPU
     r ("cuda") or emulated ("cpu").
@@ -191,7 +191,7 @@ def run_processes(
 
 
 def trace_processes(
-    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], *, num_warmup: int, **call: Any
+    shape: MoEShape, layer: LayerParts, tokens: Sequence[Tokens], *, num_warmup: int, **call: Any
 ) -> list[RankTrace]:
     """One call of `run_processes` on GPUs, recorded after `num_warmup` more of the same."""
     trace_rank = partial(_trace_rank, num_warmup=num_warmup)
@@ -201,7 +201,7 @@ def trace_processes(
 def _run_in_processes(
     rank_function: Callable[..., Any],
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     device: str,
     call: Mapping[str, Any],
@@ -284,7 +284,7 @@ def _rank_process(
     device: torch.device,
     rank_function: Callable[..., Any],
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     call: Mapping[str, Any],
     folder: str,

@@ -3,8 +3,11 @@ made again by itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
@@ -44,6 +47,14 @@ def rank_layer(
     scale_block: tuple[int, int] = SCALE_GROUP,
 ) -> Layer:
     """Weights and biases of a rank's experts, then of the shared ones."""
+    weights = _rank_weights(shape, rank, seed, device, scale_block)
+    biases = _rank_biases(shape, rank, seed, device)
+    return Layer(*weights, shape.num_shared_experts, *(biases or ()))
+
+
+def _rank_weights(
+    shape: MoEShape, rank: int, seed: int, device: torch.device, scale_block: tuple[int, int]
+) -> tuple[LayerWeights, LayerWeights]:
     num_local = shape.num_experts_per_rank
     own = [rank * num_local + i for i in range(num_local)]
     own += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
@@ -52,18 +63,52 @@ def rank_layer(
     def stacked(pairs: list[LayerWeights]) -> LayerWeights:
         return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
 
-    l1, l2 = stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
+    return stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
+
+
+def _rank_biases(
+    shape: MoEShape, rank: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not shape.biases:
-        return Layer(l1, l2, shape.num_shared_experts)
+        return None
     generator = torch.Generator(device).manual_seed(1_000_003 * seed - rank - 1)
-    biases = random_biases(shape, num_local, generator)
-    if shape.num_shared_experts:  # the same on every rank
-        generator = torch.Generator(device).manual_seed(1_000_003 * seed - 1_000_000)
-        of_shared = random_biases(shape, shape.num_shared_experts, generator)
-        both = zip(biases, of_shared, strict=True)
-        l1_bias, l2_bias = (torch.cat(parts) for parts in both)
-        return Layer(l1, l2, shape.num_shared_experts, l1_bias, l2_bias)
-    return Layer(l1, l2, 0, *biases)
+    biases = random_biases(shape, shape.num_experts_per_rank, generator)
+    if not shape.num_shared_experts:
+        return biases
+    # The same on every rank.
+    generator = torch.Generator(device).manual_seed(1_000_003 * seed - 1_000_000)
+    of_shared = random_biases(shape, shape.num_shared_experts, generator)
+    l1_bias, l2_bias = (torch.cat(parts) for parts in zip(biases, of_shared, strict=True))
+    return l1_bias, l2_bias
+
+
+@dataclass(frozen=True)
+class LayerMadeByRanks:
+    """`rank_layer` of every rank, in place of a `Layer` that one process would have to make and
+    hold: each rank makes its part when it is asked for, on its own device.
+
+    device: a type of devices, "cuda" for each rank's current GPU.
+    """
+
+    shape: MoEShape
+    seed: int
+    device: str
+    scale_block: tuple[int, int] = SCALE_GROUP
+
+    def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
+        """As `Layer.of_rank`."""
+        assert num_ranks == self.shape.num_ranks
+        device = torch.device(self.device)
+        return _rank_weights(self.shape, rank, self.seed, device, self.scale_block)
+
+    def biases_of_rank(
+        self, rank: int, shape: MoEShape, arch: str | None = None
+    ) -> MegaMoEBiases | None:
+        """As `Layer.biases_of_rank`."""
+        biases = _rank_biases(shape, rank, self.seed, torch.device(self.device))
+        if biases is None:
+            return None
+        return transform_biases_for_mega_moe(*biases, arch, weights=shape.weights)
 
 
 def rank_tokens(

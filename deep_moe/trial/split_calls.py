@@ -25,7 +25,7 @@ from deep_moe.targets import target_of_device
 
 from .calls import Calls, RankOutput, bias_arguments, model_inputs
 from .rank_processes import run_on_ranks
-from .synthetic import Layer, Tokens
+from .synthetic import Layer, LayerParts, Tokens
 
 # What both kinds of kernels are told; the others are the experts'.
 _OF_BOTH = ("arch", "num_sms", "schedule_seed")
@@ -76,7 +76,7 @@ def run_split_processes(
 def outputs_of_processes(
     of_rank: Callable[..., Any],
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     device: str,
     *arguments: Any,

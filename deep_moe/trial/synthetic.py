@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -109,6 +109,16 @@ class Layer:
         num_local = num_routed // num_ranks
         own = tensor[rank * num_local : (rank + 1) * num_local]
         return torch.cat([own, tensor[num_routed:]]) if self.num_shared_experts else own
+
+
+class LayerParts(Protocol):
+    """What each rank takes of a layer: `Layer`, or real_size.LayerMadeByRanks."""
+
+    def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]: ...
+
+    def biases_of_rank(
+        self, rank: int, shape: MoEShape, arch: str | None = None
+    ) -> MegaMoEBiases | None: ...
 
 
 @dataclass(frozen=True)

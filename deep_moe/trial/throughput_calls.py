@@ -19,7 +19,7 @@ from deep_moe.split.throughput_moe import EXPERT_ALIGNMENT, ThroughputMoE, most_
 from .calls import Calls, RankOutput, model_inputs
 from .split_calls import outputs_of_processes
 from .split_trace import SplitTrace, newest_call
-from .synthetic import Layer, Tokens
+from .synthetic import Layer, LayerParts, Tokens
 from .trace import record
 from .two_level import rank_operands
 
@@ -80,7 +80,7 @@ def run_throughput_processes(
 
 def trace_throughput_processes(
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     tokens: Sequence[Tokens],
     *,
     device: str,
@@ -226,7 +226,7 @@ def _rank_outputs(
 def _rank_trace(
     device: torch.device,
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     of_layer: Mapping[str, Any],
     num_warmup: int,

@@ -19,7 +19,7 @@ from deep_moe.targets import target_of_device
 from .bounds import Bounds, reference_bounds, sum_of_domains
 from .calls import Calls, RankOutput, bias_arguments, model_inputs
 from .rank_processes import run_on_ranks
-from .synthetic import Layer, Tokens
+from .synthetic import Layer, LayerParts, Tokens
 
 
 def run_two_level(
@@ -111,7 +111,7 @@ def make_layer(
 
 
 def rank_operands(
-    shape: MoEShape, layer: Layer, rank: int, device: torch.device, arch: str | None
+    shape: MoEShape, layer: LayerParts, rank: int, device: torch.device, arch: str | None
 ) -> tuple[MegaMoEWeights, dict[str, Any]]:
     """A rank's transformed weights, and its biases by the names of a call's arguments."""
     l1, l2 = (

@@ -1,13 +1,16 @@
 """`deep-moe trace`: a table of phases and a trace file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
 from deep_moe.trial import calls as trial
+from deep_moe.trial.real_size import LayerMadeByRanks, rank_layer
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
 
@@ -53,7 +56,9 @@ def test_on_gpus_warm_up_calls_come_first(tmp_path: Path, monkeypatch: pytest.Mo
 
     def trace_processes(shape, layer, tokens, **call):
         asked.update(call)
-        return trial.trace_emulated_ranks(shape, layer, tokens, arch="sm_90a")
+        assert layer == LayerMadeByRanks(shape, 0, "cuda", layer.scale_block)
+        made = rank_layer(replace(shape, num_ranks=1), 0, 0, torch.device("cpu"), layer.scale_block)
+        return trial.trace_emulated_ranks(shape, made, tokens, arch="sm_90a")
 
     monkeypatch.setattr(trial, "trace_processes", trace_processes)
     file = str(tmp_path / "layer.json")

@@ -1,10 +1,22 @@
 """Made-up layers and tokens: every rank agrees on them, and routings are as skewed as they say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from deep_moe.formats.biases import transform_biases_for_mega_moe
+from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_layer, rank_tokens
+from deep_moe.trial.calls import run_emulated_ranks, run_processes
+from deep_moe.trial.real_size import (
+    ROUTINGS,
+    LayerMadeByRanks,
+    expert_layer,
+    rank_layer,
+    rank_tokens,
+)
+from deep_moe.trial.synthetic import Layer
 
 SHAPE = MoEShape(2, 16, 3, 128, 128, 4000)
 CPU = torch.device("cpu")
@@ -55,3 +67,40 @@ def test_a_ranks_experts_can_be_made_one_by_one():
     assert torch.equal(layer.l1.weight[5], again.l1.weight[0])
     assert torch.equal(layer.l2.sf[5], again.l2.sf[0])
     assert not torch.equal(layer.l1.weight[5], layer.l1.weight[4])
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+@pytest.mark.parametrize("biases", [False, True])
+def test_ranks_make_the_same_parts_by_themselves(num_shared: int, biases: bool):
+    shape = replace(SHAPE, num_shared_experts=num_shared, biases=biases)
+    made = LayerMadeByRanks(shape, 3, "cpu")
+    for rank in range(2):
+        layer = rank_layer(shape, rank, 3, CPU)
+        for own, expected in zip(made.of_rank(rank, 2), (layer.l1, layer.l2), strict=True):
+            assert torch.equal(own.weight, expected.weight)
+            assert torch.equal(own.sf, expected.sf)
+        own_biases = made.biases_of_rank(rank, shape, "sm_90a")
+        if not biases:
+            assert own_biases is None
+            continue
+        laid_out = transform_biases_for_mega_moe(
+            layer.l1_bias, layer.l2_bias, "sm_90a", weights="mxfp4"
+        )
+        for own, expected in zip(own_biases, laid_out, strict=True):
+            assert torch.equal(own, expected)
+
+
+def test_processes_that_make_their_parts_compute_the_same():
+    shape = MoEShape(2, 4, 2, 256, 128, 8)
+    tokens = [rank_tokens(shape, count, rank, 5, CPU) for rank, count in enumerate((8, 3))]
+    parts = [rank_layer(shape, rank, 5, CPU) for rank in range(2)]
+    l1, l2 = (
+        LayerWeights(*map(torch.cat, zip(*pairs, strict=True)))
+        for pairs in ([part.l1 for part in parts], [part.l2 for part in parts])
+    )
+    made = LayerMadeByRanks(shape, 5, "cpu")
+    options = {"arch": "sm_90a", "num_sms": 2}
+    (expected,) = run_emulated_ranks(shape, Layer(l1, l2), [tokens], **options)
+    (found,) = run_processes(shape, made, [tokens], device="cpu", **options)
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own.y.view(torch.int16), other.y.view(torch.int16))

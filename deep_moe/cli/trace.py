@@ -33,14 +33,13 @@ from .options import (
     parse_activation,
     parse_overrides,
     parse_tokens,
-    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 from .run import Device, LayerPath, arch_of, check_split_path
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
-    from deep_moe.trial.synthetic import Tokens
+    from deep_moe.trial.synthetic import Layer, Tokens
 
 
 def trace(
@@ -97,7 +96,6 @@ def trace(
     """
     from deep_moe.targets import target_of
     from deep_moe.trial import calls as trial
-    from deep_moe.trial.real_size import LayerMadeByRanks
     from deep_moe.trial.synthetic import random_layer, random_tokens
     from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
 
@@ -110,7 +108,6 @@ def trace(
     if path == LayerPath.throughput_path:
         check_split_path(path, shared_experts)
     counts = parse_tokens(tokens, ranks)
-    num_pool_tokens = pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -118,7 +115,7 @@ def trace(
         biases=biases,
         token_scales=token_scales,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
-        pool_tokens=num_pool_tokens,
+        pool_tokens=pool_tokens,
         shared_experts=shared_experts,
         experts=experts,
         topk=topk,
@@ -137,7 +134,7 @@ def trace(
         overrides=overrides,
     )
     scale_block = target_of(arch).weights_of(weights).scale_block
-    made: dict[str, Any] = {"seed": seed, "scale_block": scale_block}
+    layer = random_layer(shape, seed=seed, scale_block=scale_block)
     inputs = [
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]
@@ -148,17 +145,13 @@ def trace(
         "overrides": overrides,
     }
     if path == LayerPath.throughput_path:
-        _trace_throughput(file, shape, made, inputs, device, warmup, call, as_json)
+        _trace_throughput(file, shape, layer, inputs, device, warmup, call, as_json)
         return
     with stderr().status("running the fused kernel"):
         if device == Device.cuda:
-            # A whole model's experts would take minutes to make here.
-            layer = LayerMadeByRanks(shape, device="cuda", **made)
             recorded = trial.trace_processes(shape, layer, inputs, num_warmup=warmup, **call)
         else:
-            recorded = trial.trace_emulated_ranks(
-                shape, random_layer(shape, **made), inputs, **call
-            )
+            recorded = trial.trace_emulated_ranks(shape, layer, inputs, **call)
     on_one_clock = aligned(recorded)
     write_chrome_trace(on_one_clock, file)
     phases = breakdown(on_one_clock)
@@ -172,33 +165,23 @@ def trace(
 def _trace_throughput(
     file: Path,
     shape: MoEShape,
-    made: dict[str, Any],
+    layer: Layer,
     inputs: list[Tokens],
     device: Device,
     warmup: int,
     call: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """made: of the layer, its seed and scale_block."""
     from deep_moe.trial import throughput_calls
-    from deep_moe.trial.real_size import LayerMadeByRanks
     from deep_moe.trial.split_trace import summary, write_split_trace
-    from deep_moe.trial.synthetic import random_layer
 
     with stderr().status("running the throughput path"):
         if device == Device.cuda:
             recorded = throughput_calls.trace_throughput_processes(
-                shape,
-                LayerMadeByRanks(shape, device="cuda", **made),
-                inputs,
-                device="cuda",
-                num_warmup=warmup,
-                **call,
+                shape, layer, inputs, device="cuda", num_warmup=warmup, **call
             )
         else:
-            recorded = throughput_calls.trace_emulated_throughput(
-                shape, random_layer(shape, **made), inputs, **call
-            )
+            recorded = throughput_calls.trace_emulated_throughput(shape, layer, inputs, **call)
     write_split_trace(recorded, file)
     found = summary(recorded)
     if as_json:

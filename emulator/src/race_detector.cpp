@@ -875,8 +875,9 @@ std::shared_ptr<const Issue> RaceDetector::issue_generic(Warp& w, int lane, uint
 
 void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
     issue_ = &issue;
-    // In place of a lane: the warp, for messages, and three bits that tell copies apart which one
-    // phase of an mbarrier counts.
+    // In place of a lane: the warp, for messages, and three bits of a hash of the issue (Knuth's
+    // multiplicative one). They tell copies apart that one instruction issues and one phase of an
+    // mbarrier counts, seven pairs of eight.
     const uint32_t warp = issue.cta ? agents_[issue.warp_agent].number : 0;
     const uint32_t which =
         is_counted(agent) ? (issue.now + issue.warp_agent) * 0x9e3779b9u >> 29 : 0;

@@ -105,8 +105,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.markdown and not arguments.show:
         parser.error("--markdown needs --show")
     # Of `model_name`, for all results alike.
-    arguments.weights, arguments.shared_experts = "mxfp4", 0
-    arguments.pool_tokens = DEFAULT_POOL_TOKENS
+    arguments.weights, arguments.pool_tokens, arguments.shared_experts = "mxfp4", None, 0
     return arguments
 
 
@@ -221,7 +220,7 @@ def model_results(
         model=model,
         ranks=num_ranks,
         max_tokens=max(arguments.tokens),
-        pool_tokens=arguments.pool_tokens,
+        pool_tokens=DEFAULT_POOL_TOKENS,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     layer = rank_weights(shape, rank, arguments.seed, device)

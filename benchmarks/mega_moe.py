@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
-from deep_moe.cli.options import make_shape, parse_overrides
+from deep_moe.cli.options import make_shape, parse_overrides, pool_rows
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
@@ -106,8 +106,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--pool-tokens",
         type=int,
-        default=DEFAULT_POOL_TOKENS,
-        help="rows of the pool, used again in a call that brings more; 0: as many as it may bring",
+        help="rows of the pool, used again in a call that brings more; 0: as many as it may bring; "
+        f"default: {DEFAULT_POOL_TOKENS}",
     )
     parser.add_argument("--shared-experts", type=int, default=0, help="beside those of routing")
     parser.add_argument(
@@ -196,8 +196,7 @@ def model_name(model: str, arguments: argparse.Namespace) -> str:
     'deepseek-v3, weights fp8'
     """
     given = {option: getattr(arguments, option) for option in SIZES}
-    if arguments.pool_tokens != DEFAULT_POOL_TOKENS:
-        given["pool tokens"] = arguments.pool_tokens
+    given["pool tokens"] = arguments.pool_tokens
     given["shared experts"] = arguments.shared_experts or None
     if arguments.weights != DEFAULT_WEIGHTS:
         given["weights"] = arguments.weights
@@ -215,7 +214,7 @@ def model_results(
         model=model,
         ranks=num_ranks,
         max_tokens=max(map(max, shares)),
-        pool_tokens=arguments.pool_tokens or None,
+        pool_tokens=pool_rows(arguments.pool_tokens),
         shared_experts=arguments.shared_experts,
         weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},

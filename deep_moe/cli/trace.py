@@ -33,13 +33,14 @@ from .options import (
     parse_activation,
     parse_overrides,
     parse_tokens,
+    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 from .run import Device, LayerPath, arch_of, check_split_path
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
-    from deep_moe.trial.synthetic import Layer, Tokens
+    from deep_moe.trial.synthetic import LayerParts, Tokens
 
 
 def trace(
@@ -96,6 +97,7 @@ def trace(
     """
     from deep_moe.targets import target_of
     from deep_moe.trial import calls as trial
+    from deep_moe.trial.real_size import LayerMadeByRanks
     from deep_moe.trial.synthetic import random_layer, random_tokens
     from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
 
@@ -115,7 +117,7 @@ def trace(
         biases=biases,
         token_scales=token_scales,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
-        pool_tokens=pool_tokens,
+        pool_tokens=pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
         shared_experts=shared_experts,
         experts=experts,
         topk=topk,
@@ -134,7 +136,11 @@ def trace(
         overrides=overrides,
     )
     scale_block = target_of(arch).weights_of(weights).scale_block
-    layer = random_layer(shape, seed=seed, scale_block=scale_block)
+    layer: LayerParts
+    if device == Device.cuda:  # a whole model's experts would take minutes to make here
+        layer = LayerMadeByRanks(shape, seed, "cuda", scale_block)
+    else:
+        layer = random_layer(shape, seed=seed, scale_block=scale_block)
     inputs = [
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]
@@ -165,7 +171,7 @@ def trace(
 def _trace_throughput(
     file: Path,
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     inputs: list[Tokens],
     device: Device,
     warmup: int,

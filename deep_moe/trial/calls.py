@@ -33,7 +33,7 @@ from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of_device
 
 from .rank_processes import run_on_ranks
-from .synthetic import Layer, LayerParts, Tokens
+from .synthetic import LayerParts, Tokens
 from .trace import RankTrace, record
 
 
@@ -49,7 +49,7 @@ Calls = Sequence[Sequence[Tokens]]  # of every call, each rank's tokens
 
 
 def run_emulated_ranks(
-    shape: MoEShape, layer: Layer, calls: Calls, **options: Any
+    shape: MoEShape, layer: LayerParts, calls: Calls, **options: Any
 ) -> list[list[RankOutput]]:
     """All ranks in this process, one call after the other in the same buffers. What each rank got,
     call by call. options: keyword arguments of `EmulatedRanks.call`."""
@@ -66,7 +66,7 @@ def run_emulated_ranks(
 
 def run_emulated_in_a_row(
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     *,
     activation: str | Activation = DEFAULT_ACTIVATION,
@@ -166,7 +166,7 @@ def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str)
 
 
 def trace_emulated_ranks(
-    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], **call: Any
+    shape: MoEShape, layer: LayerParts, tokens: Sequence[Tokens], **call: Any
 ) -> list[RankTrace]:
     """One call of `run_emulated_ranks`, recorded."""
     with _emulated_ranks(shape) as ranks, record(*ranks.buffers) as recorders:
@@ -251,14 +251,14 @@ def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, torch.Tensor]:
     return {} if biases is None else {"l1_bias": biases.l1, "l2_bias": biases.l2}
 
 
-def rank_biases(layer: Layer, shape: MoEShape, arch: str | None) -> list[MegaMoEBiases] | None:
+def rank_biases(layer: LayerParts, shape: MoEShape, arch: str | None) -> list[MegaMoEBiases] | None:
     """Each rank's, laid out for `arch` and the shape's weights, if the layer has some."""
     found = [layer.biases_of_rank(rank, shape, arch) for rank in range(shape.num_ranks)]
     biases = [own for own in found if own is not None]
     return biases or None
 
 
-def _transformed(ranks: EmulatedRanks, layer: Layer, arch: str | None) -> list[MegaMoEWeights]:
+def _transformed(ranks: EmulatedRanks, layer: LayerParts, arch: str | None) -> list[MegaMoEWeights]:
     """Each rank's weights."""
     num_ranks = ranks.shape.num_ranks
     return [

@@ -19,7 +19,7 @@ from deep_moe.split.throughput_moe import EXPERT_ALIGNMENT, ThroughputMoE, most_
 from .calls import Calls, RankOutput, model_inputs
 from .split_calls import outputs_of_processes
 from .split_trace import SplitTrace, newest_call
-from .synthetic import Layer, LayerParts, Tokens
+from .synthetic import LayerParts, Tokens
 from .trace import record
 from .two_level import rank_operands
 
@@ -32,7 +32,7 @@ _OF_BOTH = ("arch", "num_sms", "schedule_seed")
 
 def run_emulated_throughput(
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     *,
     max_recv_rows: int | None = None,
@@ -48,7 +48,7 @@ def run_emulated_throughput(
 
 
 def trace_emulated_throughput(
-    shape: MoEShape, layer: Layer, tokens: Sequence[Tokens], **options: Any
+    shape: MoEShape, layer: LayerParts, tokens: Sequence[Tokens], **options: Any
 ) -> list[SplitTrace]:
     """One call of `run_emulated_throughput`, recorded."""
     with (
@@ -64,7 +64,7 @@ def trace_emulated_throughput(
 
 def run_throughput_processes(
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     *,
     device: str,
@@ -138,7 +138,7 @@ class EmulatedRanks:
 @contextmanager
 def emulated_ranks(
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     options: Mapping[str, Any],
     *,
     max_recv_rows: int | None = None,
@@ -203,7 +203,7 @@ def _rank_layer(shape: MoEShape, of_layer: Mapping[str, Any]) -> ThroughputMoE:
 def _rank_outputs(
     device: torch.device,
     shape: MoEShape,
-    layer: Layer,
+    layer: LayerParts,
     calls: Calls,
     of_layer: Mapping[str, Any],
 ) -> list[RankOutput]:

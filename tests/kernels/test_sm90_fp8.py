@@ -36,7 +36,7 @@ def random_case(shape: MoEShape) -> LayerCase:
     return LayerCase(shape, random_layer(shape, scale_block=BLOCK), arch="sm_90a")
 
 
-@pytest.mark.parametrize("block_m", range(8, 96, 8))
+@pytest.mark.parametrize("block_m", [*range(8, 96, 8), 112])
 def test_every_tile(block_m: int) -> None:
     shape = shape_of(num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
     tokens = exact_tokens(shape, block_m + 5, seed=block_m)

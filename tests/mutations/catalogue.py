@@ -439,6 +439,7 @@ SM90_MUTATIONS = (
         replaced("lower_complete", "wgmma_wait_group<0>", "wgmma_wait_group<1>"),
         "race",
     ),
+    FP8("turn_not_given", removed("turn_given"), "misuse", one_size=96),
     FP8("promoted_stage_not_awaited", removed("promoted_stage_awaited"), "race"),
     FP8("promoted_without_fence", removed("promoted_fence"), "race"),
     FP8(

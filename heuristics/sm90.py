@@ -50,6 +50,10 @@ BLOCK_MS = tuple(range(8, 184, 8))
 # registers: ptxas overlaps the products in four of up to 88 rows, or in 64, 96 and 128.
 FITTED_TILES, NUM_FITTED_SIZES = ((64, 8), (72, 8), (80, 8), (88, 8)), 4
 UNEVEN_TILE = (128, 32)  # for experts whose counts differ by more than chance makes them
+# For experts of several m-blocks whose weights are not decoded. Their main loops need few registers
+# and are overlapped in kernels of four sizes, too; and rows that no token fills cost them more, for
+# both operands of their products come from shared memory, whose bandwidth bounds them.
+LARGE_FITTED_TILE = (128, 16)
 # Of one size as large as fitted ones. None costs 0.12 % less than all others at any number of
 # tokens: so they are left to callers and tuning tables, and a deployment compiles fewer kernels.
 SPARED_TILES = tuple((block_m, block_m) for block_m, _ in FITTED_TILES)
@@ -108,7 +112,8 @@ class WeightKind:
     weights. tiles: block_m and block_m_step of those that there are registers
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
     lone_m_block_cost: on top, for one that shares its weights with no other where others do.
-    spared_tiles: those of them that are not chosen unless they are asked for.
+    spared_tiles: those of them that are not chosen unless they are asked for. large_fitted_cost:
+    times what its m-blocks would take in kernels of their own, a tile of LARGE_FITTED_TILE.
     """
 
     block_bytes: int
@@ -119,6 +124,7 @@ class WeightKind:
     costs: Callable[[float], tuple[float, float]]
     lone_m_block_cost: float = 0
     spared_tiles: tuple[tuple[int, int], ...] = ()
+    large_fitted_cost: float = 1
 
     def math_registers(self, block_m: int, step: int) -> int:
         """Of a math thread for a tile. Without scales its loop needs next to none beside the
@@ -166,25 +172,24 @@ def promoted_costs(rows: float) -> tuple[float, float]:
 
 
 def bf16_costs(rows: float) -> tuple[float, float]:
-    """Of tiles of BF16. Nothing was measured. Of as many weights twice the bytes of FP8 are loaded,
-    and the products take twice as long: so the ratios are those of FP8, without what adding up in
-    registers takes. With more than 128 rows three stages fit beside tokens of hidden 7168, with 128
-    four, which is taken for 5 %.
+    """Of tiles of BF16. Of as many weights twice the bytes of FP8 are loaded, and the products take
+    twice as long: so the ratios are those of FP8, without what adding up in registers takes. With
+    more than 128 rows three stages fit beside tokens of hidden 7168, with 128 four: taken for 8 %,
+    with which 128 rows are chosen where they were faster (H200, 2026-11-24, benchmarks/LOG.md).
 
     >>> [round(cost, 3) for cost in bf16_costs(112)]
     [1.14, 0.739]
     """
     further = 0.08 + rows / 170
-    return 1 + rows / 800, further * (1.05 if rows > 128 else 1)
+    return 1 + rows / 800, further * (1.08 if rows > 128 else 1)
 
 
 # Of FP8, in the unit of `promoted_costs`: an expert's last m-block in clusters of two, if their
-# number is odd. It shares its weights with nobody. It decides where tiles cost about the same
-# without it: with 256 tokens per expert 128 rows are 2.2 % faster than three times 96 (H200,
-# 2026-11-23, benchmarks/LOG.md). Of six numbers of tokens measured in clusters the fastest tile is
-# taken in five; with 768 tokens it is 128 rows, where 112 are 1.6 % faster. What a pair
-# gains is left out: fitted to the same times, it takes 72 rows for 128 tokens, which nobody timed,
-# and 88 and 112 rows, which were timed there, are slower than 128.
+# number is odd. It shares its weights with nobody. It decides where tiles of one size cost about
+# the same without it: with 256 tokens per expert 128 rows are 2.2 % faster than three times 96
+# (H200, 2026-11-23, benchmarks/LOG.md). What a pair gains is left out: fitted to the same times, it
+# takes 72 rows for 128 tokens, which nobody timed, and 88 and 112 rows, which were timed there, are
+# slower than 128.
 PROMOTED_LONE_M_BLOCK_COST = 0.03
 
 # Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
@@ -199,11 +204,21 @@ WEIGHTS = {
         False,
         True,
         True,
-        tuple((rows, rows) for rows in PROMOTED_ROWS),
+        (*((rows, rows) for rows in PROMOTED_ROWS), LARGE_FITTED_TILE),
         promoted_costs,
         PROMOTED_LONE_M_BLOCK_COST,
+        large_fitted_cost=1.04,
     ),
-    "bf16": WeightKind(32768, False, False, True, TILES, bf16_costs),
+    "bf16": WeightKind(
+        32768,
+        False,
+        False,
+        True,
+        (*TILES, LARGE_FITTED_TILE),
+        bf16_costs,
+        spared_tiles=(UNEVEN_TILE,),
+        large_fitted_cost=1.02,
+    ),
     "mxfp4_bf16": WeightKind(
         8704,
         True,
@@ -303,10 +318,12 @@ def choose_tile(
     >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
     [(32, 32), (48, 48), (128, 32), (128, 32)]
 
-    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 128, 192, 256, 768)]
-    [8, 24, 80, 112, 128, 112, 128, 128]
-    >>> [choose_tile(Fraction(m), weights="bf16")[0] for m in (3, 16, 64, 96, 128, 192, 768)]
-    [8, 24, 88, 120, 160, 128, 160]
+    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 110)]
+    [8, 24, 80, 112, 128]
+    >>> {choose_tile(Fraction(m), weights="fp8") for m in (128, 192, 256, 384, 512, 768)}
+    {(128, 16)}
+    >>> [choose_tile(Fraction(m), weights="bf16") for m in (64, 128, 192, 768)]
+    [(88, 88), (160, 160), (128, 16), (128, 16)]
     """
     # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
     # asks for every number: means closer than 1/64 to each other count as one.
@@ -329,12 +346,24 @@ def _expected_costs(
     """Of a routed expert, by tile."""
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
     kind = WEIGHTS[weights]
-    spared = (*kind.spared_tiles, *(FITTED_TILES if is_uneven else ()))
-    tiles = [tile for tile in kind.tiles if tile not in spared]
+    tiles = [
+        tile
+        for tile in kind.tiles
+        if tile not in kind.spared_tiles and not _is_of_others(tile, expected, is_uneven)
+    ]
     return {
         tile: _expected_cost(tile, counts, kind, _shares_copies(kind, expected, tile[0]))
         for tile in tiles
     }
+
+
+def _is_of_others(tile: tuple[int, int], expected: Fraction, is_uneven: bool) -> bool:
+    """Whether tiles of several sizes are for other numbers of tokens than these. Where experts have
+    one m-block, LARGE_FITTED_TILE took 1 to 4 % longer than the best tile of one size (FP8, H200,
+    2026-11-24)."""
+    if is_uneven:
+        return tile in FITTED_TILES
+    return tile == LARGE_FITTED_TILE and expected < tile[0]
 
 
 def _shares_copies(kind: WeightKind, expected: Fraction, block_m: int) -> bool:
@@ -394,6 +423,8 @@ def _expected_cost(
 def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:
     """Times what a tile of its rows takes."""
     block_m, step = tile
+    if tile == LARGE_FITTED_TILE:
+        return kind.large_fitted_cost
     if step != block_m:
         return MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST
     if not kind.has_row_factors:

@@ -12,10 +12,10 @@ from deep_moe.fused.deployment import deployment_configs
 from deep_moe.heuristics import MegaMoEConfig, choose_config, preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.heuristics.sm90 import (
-    FITTED_TILES,
     UNEVEN_VARIATION,
     WEIGHTS,
     _expected_cost,
+    _is_of_others,
     _likely_counts,
     choose_tile,
 )
@@ -50,8 +50,8 @@ def test_a_deployment_of_deepseek_v4_pro(arch: str, weights: str, most: int) -> 
 def test_tiles_that_are_spared_cost_less_than_half_a_percent(weights: str, is_uneven: bool) -> None:
     """At any number of tokens, by the formula."""
     kind = WEIGHTS[weights]
-    allowed = [tile for tile in kind.tiles if not (is_uneven and tile in FITTED_TILES)]
     for expected in (*range(1, 127), *range(128, 1024, 32)):
+        allowed = [tile for tile in kind.tiles if not _is_of_others(tile, expected, is_uneven)]
         chosen = choose_tile(Fraction(expected), is_uneven, weights)
         counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
         costs = {tile: _expected_cost(tile, counts, kind) for tile in allowed}

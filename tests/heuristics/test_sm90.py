@@ -74,12 +74,7 @@ def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
         assert mean_cost(counts, config.block_m, config.block_m_step) <= 1.03 * least
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "block_m"), [(2048, 128), (4096, 128), (6144, 104), (8192, 128)]
-)
-def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters(num_tokens, block_m):
-    """Of 4096 tokens an expert has 256: three m-blocks of 96 rows, of which one would share its
-    weights with nobody, cost as much as two or three of 128 otherwise."""
+def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters():
     fp8 = sm90.WEIGHTS["fp8"]
     alone, in_clusters = (
         [sm90._expected_cost((96, 96), [(96 * n, 1.0)], fp8, shares) for n in range(1, 5)]
@@ -87,8 +82,20 @@ def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters(num_tokens, block_m):
     )
     extra = np.subtract(in_clusters, alone)
     assert np.allclose(extra, [sm90.PROMOTED_LONE_M_BLOCK_COST, 0] * 2)
-    config = sm90_config(num_tokens, dataclasses.replace(PRO, weights="fp8"))
-    assert (config.block_m, config.cluster_size) == (block_m, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [3072, 4096, 6144, 8192])
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_weights_that_come_as_they_are_get_fitted_tiles_where_experts_have_several(
+    weights, num_tokens
+):
+    shape = dataclasses.replace(PRO, weights=weights)
+    for is_uneven in (False, True):
+        config = sm90_config(num_tokens, shape, is_uneven=is_uneven)
+        assert (config.min_block_m, config.block_m, config.block_m_step) == (80, 128, 16)
+        assert config.cluster_size == 2
+    few = sm90_config(num_tokens // 16, shape)
+    assert few.block_m == few.block_m_step
 
 
 def test_tiles_have_one_size_unless_the_formula_or_the_caller_wants_them_fitted():

@@ -9,6 +9,7 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
 
 MAX_TOKENS = 8192
 
@@ -40,9 +41,17 @@ MORE_PROBLEMS: dict[str, tuple[int, int, int, int, int, float | None, bool]] = {
 DECODED = ("mxfp4", "mxfp4_bf16")
 DECODED_BF16_TILES = ((8, 8), (152, 152), (160, 160), (176, 176), (88, 8), (128, 32))
 # With FP8 weights, whose products take registers of their own beside the sums.
-FP8_TILES = tuple((rows, rows) for rows in (8, 24, 48, 64, 80, 88, 96, 104, 112, 128))
+FP8_TILES = (
+    *((rows, rows) for rows in (8, 24, 48, 64, 80, 88, 96, 104, 112, 128)),
+    LARGE_FITTED_TILE,
+)
 # With BF16 weights: nothing is decoded, so that all sizes leave the others 72 registers.
-BF16_TILES = ((8, 8), (64, 64), (128, 128), (152, 152), (168, 168), (176, 176), (88, 8), (128, 32))
+BF16_TILES = (
+    *((rows, rows) for rows in (8, 64, 128, 152, 168, 176)),
+    (88, 8),
+    (128, 32),
+    LARGE_FITTED_TILE,
+)
 
 
 # In clusters the weight loader has more to keep: where it has 56 registers, so much spills.
@@ -130,11 +139,17 @@ def test_no_spills_with_fp8_weights_and_biases(tile: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "rows"),
-    [("fp8", 72), ("fp8", 112), ("fp8", 128), ("bf16", 128), ("bf16", 176), ("mxfp4", 176)],
+    ("weights", "tile"),
+    [
+        *(("fp8", (rows, rows)) for rows in (72, 112, 128)),
+        *(("bf16", (rows, rows)) for rows in (128, 176)),
+        ("mxfp4", (176, 176)),
+        ("fp8", LARGE_FITTED_TILE),
+        ("bf16", LARGE_FITTED_TILE),
+    ],
 )
-def test_spills_in_clusters(weights: str, rows: int) -> None:
-    check((rows, rows), "pro", weights, cluster_size=2)
+def test_spills_in_clusters(weights: str, tile: tuple[int, int]) -> None:
+    check(tile, "pro", weights, cluster_size=2)
 
 
 @pytest.mark.parametrize("tile", [(8, 8), (176, 176), (128, 32)])

@@ -21,6 +21,10 @@ MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of
 MIN_PART_M_BLOCKS = 2
 MAX_PART_M_BLOCKS = 64
 MAX_PARTS = 32  # of all shared experts: one register more of each lane that follows the list
+# Chunks of a ring (experts/chunk_walk.cuh): with some times what fills the grid it takes 0.6 to 2 %
+# longer than a pool that holds the call, with once 1.5 to 3 % (H200, 2026-11-24, calls of 4096 and
+# 8192 tokens: benchmarks/LOG.md).
+NUM_GRIDS_PER_CHUNK = 3
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool | str]
@@ -307,12 +311,14 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
     num_m_blocks = num_places // max_steps  # that certainly fit at once
     num_clusters = fields["num_sms"] // fields["cluster_size"]
     num_pairs = ceil_div(fields["num_l1_n_blocks"], fields["cluster_size"])
-    most = max(1, min(ceil_div(num_clusters, num_pairs), num_m_blocks // 3))
+    fill = ceil_div(num_clusters, num_pairs)
+    most = max(1, min(fill, num_m_blocks // 3), min(NUM_GRIDS_PER_CHUNK * fill, num_m_blocks // 6))
     chunk = choices.choose(
         "num_ring_chunk_m_blocks",
         # Whole pairs of m-blocks, where clusters take them so.
         max(1, most - most % fields["num_cluster_m_blocks"]),
-        "m-blocks whose Linear1 fills the grid once, at most a third of the ring",
+        f"m-blocks whose Linear1 fills the grid {NUM_GRIDS_PER_CHUNK} times, at most a sixth of "
+        "the ring, or once, at most a third",
     )
     _check_at_least_one("num_ring_chunk_m_blocks", chunk)
     lead = choices.choose(

@@ -27,8 +27,8 @@ MAX_TOKENS = 8192
     ("arch", "weights", "most"),
     [
         ("sm_90a", "mxfp4", 43),
-        ("sm_90a", "fp8", 28),
-        ("sm_90a", "bf16", 39),
+        ("sm_90a", "fp8", 22),
+        ("sm_90a", "bf16", 33),
         ("sm_90a", "mxfp4_bf16", 39),
         ("sm_100a", "mxfp4", 10),
     ],

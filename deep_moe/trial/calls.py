@@ -251,6 +251,19 @@ def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, torch.Tensor]:
     return {} if biases is None else {"l1_bias": biases.l1, "l2_bias": biases.l2}
 
 
+def rank_operands(
+    shape: MoEShape, layer: LayerParts, rank: int, device: torch.device, arch: str | None
+) -> tuple[MegaMoEWeights, dict[str, Any]]:
+    """A rank's transformed weights, and its biases by the names of a call's arguments."""
+    l1, l2 = (
+        (pair.weight.to(device), pair.sf.to(device))
+        for pair in layer.of_rank(rank, shape.num_ranks)
+    )
+    weights = transform_weights_for_mega_moe(l1, l2, arch=arch, weights=shape.weights)
+    biases = layer.biases_of_rank(rank, shape, arch or target_of_device(device).name)
+    return weights, {name: bias.to(device) for name, bias in bias_arguments(biases).items()}
+
+
 def rank_biases(layer: LayerParts, shape: MoEShape, arch: str | None) -> list[MegaMoEBiases] | None:
     """Each rank's, laid out for `arch` and the shape's weights, if the layer has some."""
     found = [layer.biases_of_rank(rank, shape, arch) for rank in range(shape.num_ranks)]
@@ -295,20 +308,10 @@ def _rank_process(
         dist.group.WORLD,
         **shape.buffer_arguments,
     )
-    l1, l2 = (
-        (pair.weight.to(device), pair.sf.to(device))
-        for pair in layer.of_rank(rank, shape.num_ranks)
-    )
-    weights = transform_weights_for_mega_moe(l1, l2, arch=call.get("arch"), weights=shape.weights)
-    biases = layer.biases_of_rank(rank, shape, call.get("arch") or target_of_device(device).name)
-    call = {**call, **bias_arguments(_on_device(biases, device))}
-    value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], call)
+    weights, biases = rank_operands(shape, layer, rank, device, call.get("arch"))
+    value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], {**call, **biases})
     torch.save(value, _output_file(folder, rank))
     dist.barrier()  # no rank takes its memory away while another still reads it
-
-
-def _on_device(biases: MegaMoEBiases | None, device: torch.device) -> MegaMoEBiases | None:
-    return biases and MegaMoEBiases(*(bias.to(device) for bias in biases))
 
 
 def _run_rank(

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
-from deep_moe.targets import target_of_device
 
-from .calls import Calls, RankOutput, bias_arguments, model_inputs
+from .calls import Calls, RankOutput, model_inputs, rank_operands
 from .rank_processes import run_on_ranks
 from .synthetic import Layer, LayerParts, Tokens
 
@@ -125,18 +123,7 @@ class RankExperts:
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
-        arch = options.get("arch") or target_of_device(device).name
-        l1, l2 = (
-            (pair.weight.to(device), pair.sf.to(device))
-            for pair in layer.of_rank(rank, shape.num_ranks)
-        )
-        self.weights: MegaMoEWeights = transform_weights_for_mega_moe(
-            l1, l2, arch=arch, weights=shape.weights
-        )
-        self.biases: dict[str, Any] = {
-            name: bias.to(device)
-            for name, bias in bias_arguments(layer.biases_of_rank(rank, shape, arch)).items()
-        }
+        self.weights, self.biases = rank_operands(shape, layer, rank, device, options.get("arch"))
         self.experts = GroupedExperts(
             max_received_rows(shape),
             shape.hidden,

@@ -16,12 +16,11 @@ from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.grouped_experts import format_of_tokens
 from deep_moe.split.throughput_moe import EXPERT_ALIGNMENT, ThroughputMoE, most_rows
 
-from .calls import Calls, RankOutput, model_inputs
+from .calls import Calls, RankOutput, model_inputs, rank_operands
 from .split_calls import outputs_of_processes
 from .split_trace import SplitTrace, newest_call
 from .synthetic import LayerParts, Tokens
 from .trace import record
-from .two_level import rank_operands
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule

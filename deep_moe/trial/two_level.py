@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
-from deep_moe.targets import target_of_device
 
 from .bounds import Bounds, reference_bounds, sum_of_domains
-from .calls import Calls, RankOutput, bias_arguments, model_inputs
+from .calls import Calls, RankOutput, model_inputs, rank_operands
 from .rank_processes import run_on_ranks
-from .synthetic import Layer, LayerParts, Tokens
+from .synthetic import Layer, Tokens
 
 
 def run_two_level(
@@ -108,19 +106,6 @@ def make_layer(
         device=device,
         **arguments,
     )
-
-
-def rank_operands(
-    shape: MoEShape, layer: LayerParts, rank: int, device: torch.device, arch: str | None
-) -> tuple[MegaMoEWeights, dict[str, Any]]:
-    """A rank's transformed weights, and its biases by the names of a call's arguments."""
-    l1, l2 = (
-        (pair.weight.to(device), pair.sf.to(device))
-        for pair in layer.of_rank(rank, shape.num_ranks)
-    )
-    weights = transform_weights_for_mega_moe(l1, l2, arch=arch, weights=shape.weights)
-    biases = layer.biases_of_rank(rank, shape, arch or target_of_device(device).name)
-    return weights, {name: bias.to(device) for name, bias in bias_arguments(biases).items()}
 
 
 def two_level_bounds(

@@ -13,7 +13,6 @@ from deep_moe.checkpoint.experts import save_experts
 from deep_moe.cli import app
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial import calls as trial
-from deep_moe.trial import split_calls
 from deep_moe.trial.synthetic import random_layer
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
@@ -365,9 +364,9 @@ def test_the_split_path_with_a_process_per_rank():
 
 
 def test_a_difference_on_the_split_path_is_a_failure(monkeypatch: pytest.MonkeyPatch):
-    given = split_calls.transform_weights_for_mega_moe
+    given = trial.transform_weights_for_mega_moe
     monkeypatch.setattr(
-        split_calls,
+        trial,
         "transform_weights_for_mega_moe",
         lambda l1, l2, **options: given((l1[0].flip(0), l1[1].flip(0)), l2, **options),
     )

@@ -16,12 +16,11 @@ from deep_moe.split.grouped_experts import format_of_tokens
 from deep_moe.targets import target_of
 from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import reference_bounds
-from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.split_trace import newest_call, summary
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
 from deep_moe.trial.trace import record
-from deep_moe.trial.two_level import rank_operands
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
 

@@ -15,10 +15,10 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
-from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
-from deep_moe.trial.two_level import rank_operands, two_level_bounds
+from deep_moe.trial.two_level import two_level_bounds
 from tests.layer.conftest import RunRanks
 from tests.layer.rank_pool import Place, Rank, RankPool
 

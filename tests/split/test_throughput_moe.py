@@ -12,11 +12,10 @@ from deep_moe.errors import MegaMoEError
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import reference_bounds
-from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
-from deep_moe.trial.two_level import rank_operands
 
 ARCH = "sm_90a"
 SHAPE = MoEShape(1, 4, 2, 256, 128, 8)

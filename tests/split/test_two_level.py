@@ -20,7 +20,7 @@ from deep_moe.heuristics.path_costs import CALL_STEPS, CHUNK_STEPS
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
-from deep_moe.trial.calls import fill_inputs, model_inputs
+from deep_moe.trial.calls import fill_inputs, model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import (
@@ -32,7 +32,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
-from deep_moe.trial.two_level import make_layer, rank_operands, two_level_bounds
+from deep_moe.trial.two_level import make_layer, two_level_bounds
 
 ARCH = "sm_90a"
 CALL = {"arch": ARCH, "num_sms": 2, "checked": False}

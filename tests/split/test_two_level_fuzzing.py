@@ -14,10 +14,10 @@ import torch.distributed as dist
 from deep_moe.errors import ForeignTokensError
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.two_level import TwoLevelShape
-from deep_moe.trial.calls import model_inputs
+from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import Tokens, exact_tokens, name_twice, put_nan
-from deep_moe.trial.two_level import make_layer, rank_operands
+from deep_moe.trial.two_level import make_layer
 
 from .test_two_level import ARCH, CPU, bounds_of, layer_of
 

@@ -139,7 +139,7 @@ class MachineRates:
         return next((rates for rates in MEASURED_RATES if rates.gpu == gpu), cls())
 
 
-# An H100's: a sum over 8 GiB and the same product, 300 in a row, on one GPU of 700 W, 2026-11-23.
+# As `python -m benchmarks.rates` takes them. An H100's: 300 in a row, one GPU of 700 W, 2026-11-23.
 # Its links are those of an H200; they were not measured.
 MEASURED_RATES = (MachineRates(), MachineRates(3.11e12, 1.38e15, gpu="NVIDIA H100 80GB HBM3"))
 

@@ -113,7 +113,7 @@ class WeightKind:
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
     lone_m_block_cost: on top, for one that shares its weights with no other where others do.
     spared_tiles: those of them that are not chosen unless they are asked for. large_fitted_cost:
-    times what its m-blocks would take in kernels of their own, a tile of LARGE_FITTED_TILE.
+    of LARGE_FITTED_TILE, by what its m-blocks would cost as tiles of one size.
     """
 
     block_bytes: int

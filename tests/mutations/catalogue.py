@@ -439,7 +439,6 @@ SM90_MUTATIONS = (
         replaced("lower_complete", "wgmma_wait_group<0>", "wgmma_wait_group<1>"),
         "race",
     ),
-    FP8("turn_not_given", removed("turn_given"), "misuse", one_size=96),
     FP8("promoted_stage_not_awaited", removed("promoted_stage_awaited"), "race"),
     FP8("promoted_without_fence", removed("promoted_fence"), "race"),
     FP8(
@@ -626,6 +625,11 @@ SM90_MUTATIONS = (
     M(
         "destinations_of_padding",
         replaced("has_destination", "num_valid_rows", "Config::block_m"),
+        "race|misuse",
+    ),
+    M(
+        "last_destinations_not_read",
+        replaced("all_read", "num_k_blocks_behind >=", "num_k_blocks_behind + 1 >="),
         "race|misuse",
     ),
     M("header_after_arrival", moved("header_stored", behind="header_told"), "race", one_size=96),

@@ -105,17 +105,17 @@ class SharedMemory {
         return base_ + Smem::l1_token_factors_offset + slot * Smem::l1_token_factors_stride;
     }
     // Activation loader, with the first stage of Linear1: f32 [block_m], their routing weights.
-    // With biases instead with the last stage of Linear2, and by ordinary stores only.
+    // With biases instead by the last stage of Linear2, and by ordinary stores only.
     __device__ uint32_t topk_weights(uint32_t slot) const {
         return base_ + Smem::topk_weights_offset + slot * Smem::topk_weights_stride;
     }
-    // Activation loader, with the last stage of Linear2: f32 [block_m], the tokens' scales in the
+    // Activation loader, by the last stage of Linear2: f32 [block_m], the tokens' scales in the
     // last k-block. Apart from Linear1's, which copies write: no fence has to stand between them.
     __device__ uint32_t l2_token_factors(uint32_t slot) const {
         static_assert(all_are<float, typename Smem::l2_token_factors_element>);
         return base_ + Smem::l2_token_factors_offset + slot * Smem::l2_token_factors_stride;
     }
-    // Activation loader, with the last stage of Linear2: u64 [block_m], where each token's result
+    // Activation loader, by the last stage of Linear2: u64 [block_m], where each token's result
     // goes, 0 behind the last valid one.
     __device__ uint32_t destinations(uint32_t slot) const {
         return base_ + Smem::destinations_offset + slot * Smem::destinations_stride;

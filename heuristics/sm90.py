@@ -51,8 +51,8 @@ BLOCK_MS = tuple(range(8, 184, 8))
 FITTED_TILES, NUM_FITTED_SIZES = ((64, 8), (72, 8), (80, 8), (88, 8)), 4
 UNEVEN_TILE = (128, 32)  # for experts whose counts differ by more than chance makes them
 # For experts of several m-blocks whose weights are not decoded. Their main loops need few registers
-# and are overlapped in kernels of four sizes, too; and rows that no token fills cost them more, for
-# both operands of their products come from shared memory, whose bandwidth bounds them.
+# and are overlapped in kernels of four sizes, too; and rows that no token fills cost them more:
+# nothing else that a tile takes, as decoding, bounds them beside products.
 LARGE_FITTED_TILE = (128, 16)
 # Of one size as large as fitted ones. None costs 0.12 % less than all others at any number of
 # tokens: so they are left to callers and tuning tables, and a deployment compiles fewer kernels.

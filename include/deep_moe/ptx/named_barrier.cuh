@@ -18,15 +18,6 @@ __device__ __forceinline__ void bar_sync(NamedBarrier barrier, uint32_t num_thre
                  : "memory");
 }
 
-// Arrives and goes on.
-__device__ __forceinline__ void bar_arrive(NamedBarrier barrier, uint32_t num_threads,
-                                           uint32_t offset = 0) {
-    asm volatile("bar.arrive %0, %1;"
-                 :
-                 : "r"(static_cast<uint32_t>(barrier) + offset), "r"(num_threads)
-                 : "memory");
-}
-
 // Arrives, waits for all others, and tells everyone whether `value` was true in every thread.
 __device__ __forceinline__ bool bar_red_and(NamedBarrier barrier, uint32_t num_threads, bool value,
                                             uint32_t offset = 0) {

@@ -38,12 +38,6 @@ enum class NamedBarrier : uint32_t {
     activation_loader = 7,
     weight_loader = 8,
     mma = 9,
-
-    // SM90 with FP8 weights, one per math warpgroup: first_product_turn + warpgroup index (0, 1).
-    // "The other warpgroup has started its products." Threads: this warpgroup syncs, the other
-    // one arrives. Protects nothing: it makes the warpgroups take turns on the tensor cores, so
-    // that one's products are under way while the other adds up its own (PromotingLoop).
-    first_product_turn = 10,
 };
 
 }  // namespace deep_moe

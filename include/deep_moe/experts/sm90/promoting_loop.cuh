@@ -10,9 +10,7 @@
 //
 // In tiles of up to 88 rows both times 64 have products of their own: while the sums of one are
 // added, the tensor core multiplies the other. Wider tiles have registers for one set only, and the
-// tensor core has the other warpgroup's products while this one's are added. Left alone, both
-// warpgroups start with the same stage and add up at the same time, so there they take turns: who
-// has started its products lets the other start.
+// tensor core has the other warpgroup's products while this one's are added.
 //
 // No product is under way from one k-block to the next: ptxas would serialize them all (C7514), for
 // it does not follow round the loop which accumulators are complete. Meanwhile the tensor core has
@@ -28,9 +26,8 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
-#include "deep_moe/ptx/named_barrier.cuh"
+#include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/ptx/wgmma.cuh"
-#include "deep_moe/sync/named_barriers.cuh"
 #include "deep_moe/sync/ring_position.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
@@ -45,7 +42,6 @@ class PromotingLoop {
     static constexpr uint32_t part_bytes = num_row_halves * rows_per_half * Config::block_k;
     static constexpr uint32_t max_rows_of_two_sets = 88;
     static constexpr uint32_t num_sets = Config::block_m <= max_rows_of_two_sets ? 2 : 1;
-    static constexpr bool takes_turns = num_sets == 1;
     static constexpr bool promotes_token_scales = Config::Weights::promotes_token_scales;
 
  public:
@@ -54,16 +50,7 @@ class PromotingLoop {
         : smem_(smem),
           warpgroup_idx_(__shfl_sync(full_warp, thread.warpgroup_idx(), 0)),
           thread_idx_(thread.warpgroup_thread_idx()),
-          waiter_(waiter) {
-        if constexpr (takes_turns) {
-            if (warpgroup_idx_ == 1) give_turn();  // to the first one's first products
-        }
-    }
-    __device__ ~PromotingLoop() {
-        if constexpr (takes_turns) {
-            if (warpgroup_idx_ == 0) await_turn();  // which the second one's last products gave
-        }
-    }
+          waiter_(waiter) {}
 
     // Until the next stage is loaded; false after an abort.
     __device__ __forceinline__ bool await_stage() {
@@ -86,14 +73,17 @@ class PromotingLoop {
         if constexpr (!promotes_token_scales) {
             may_change_scale = changes_scale(smem_, ring_.stage);
         }
+        uint32_t stage = ptx::uniform(enter_stage());
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
-            const uint32_t stage = enter_stage();
             multiply<0>(upper, stage);
             if constexpr (num_sets == 2) multiply<1>(lower, stage);
             // Asked for here, needed at the end: nobody waits for the answer.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
+            // Behind a wait ptxas takes it for divergent, and then copies every word of every
+            // descriptor to the uniform registers, 32 of them: so it is made plain before.
+            const uint32_t next_stage = ptx::uniform(ring_.stage);
             const float2 scales = load_scales(stage);
             if constexpr (!promotes_token_scales) {
                 if (k_block_idx > 0 && may_change_scale && changes_scale(smem_, stage)) {
@@ -115,6 +105,8 @@ class PromotingLoop {
             stage_wait_.start();
             if (!next_is_loaded) await_stage();  //~ promoted_stage_awaited
             stage_wait_.stop();
+            ring_.advance();
+            stage = next_stage;
         }
     }
 
@@ -128,16 +120,6 @@ class PromotingLoop {
         return stage;
     }
 
-    // Until the other warpgroup's products are started, behind which this one's come.
-    __device__ __forceinline__ void await_turn() const {
-        ptx::bar_sync(NamedBarrier::first_product_turn, MathThread<Config>::num_threads,
-                      warpgroup_idx_);
-    }
-    __device__ __forceinline__ void give_turn() const {
-        ptx::bar_arrive(NamedBarrier::first_product_turn, MathThread<Config>::num_threads,
-                        warpgroup_idx_ ^ 1);
-    }
-
     // Starts the products of 64 of the warpgroup's rows in a stage, as one group.
     template <uint32_t row_half, uint32_t num_accumulators>
     __device__ __forceinline__ void multiply(float (&products)[num_accumulators], uint32_t stage) {
@@ -145,7 +127,6 @@ class PromotingLoop {
             smem_.weight_blocks(stage) + warpgroup_idx_ * part_bytes +
             row_half * rows_per_half * Config::block_k);
         const uint32_t tokens = operand_descriptor_low<Config>(smem_.activations(stage));
-        if constexpr (takes_turns) await_turn();
         ptx::wgmma_keep_order(products);
         ptx::wgmma_fence();  //~ promoted_fence
 #pragma unroll
@@ -156,7 +137,6 @@ class PromotingLoop {
                                             i > 0);  //~ promoted_wgmma
         }
         ptx::wgmma_commit_group();
-        if constexpr (takes_turns) give_turn();  //~ turn_given
     }
 
     // Of the warpgroup's weights in a stage: of the rows of h = 0 and those of h = 1.

@@ -55,6 +55,8 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
         "--data-parallel-attention", action="store_true", help="each GPU has requests of its own"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    for part in ("attention", "sampling"):
+        parser.add_argument(f"--{part}-backend", help="SGLang's option; default: what it chooses")
     return parser.parse_args(words)
 
 
@@ -74,6 +76,8 @@ def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[
         "disable_cuda_graph": arguments.eager,
         "disable_radix_cache": True,
         "log_level": "info",
+        "attention_backend": arguments.attention_backend,
+        "sampling_backend": arguments.sampling_backend,
     }
     if arguments.data_parallel_attention:
         given |= {"dp_size": num_gpus, "enable_dp_attention": True}

@@ -24,6 +24,7 @@ from served_model import add_model_options, own_runs, prompts_of, report, run_ch
 # Of one step on one rank, for which the buffer is made.
 MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 MAX_TOKENS = 1024
+SPARE_TOKENS = 32  # of a context, which SGLang keeps some of to itself
 
 
 def main() -> int:
@@ -68,7 +69,7 @@ def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[
         "model_path": str(arguments.serve),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "context_length": arguments.prompt_tokens + arguments.new_tokens + 1,
+        "context_length": arguments.prompt_tokens + arguments.new_tokens + SPARE_TOKENS,
         "max_running_requests": arguments.prompts,
         "chunked_prefill_size": MAX_TOKENS,
         "mem_fraction_static": 0.5,
@@ -99,17 +100,17 @@ def serve(arguments: argparse.Namespace) -> None:
     prompts = prompts_of(arguments)
     is_kernel = os.environ["DEEP_MOE_SGLANG"] == "1"
     engine = sglang.Engine(**engine_arguments(arguments, is_kernel=is_kernel))
-    options = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
 
-    def generate(inputs: list[list[int]]) -> list[dict[str, Any]]:
+    def generate(inputs: list[list[int]], num_new: int) -> list[dict[str, Any]]:
+        options = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
         return engine.generate(
             input_ids=inputs, sampling_params=options, return_logprob=True, logprob_start_len=0
         )
 
-    outputs = generate(prompts)
+    outputs = generate(prompts, arguments.new_tokens)
     made = [list(output["output_ids"]) for output in outputs]
     # The same tokens once more, now all of them as a prompt.
-    again = generate([prompt + new for prompt, new in zip(prompts, made, strict=True)])
+    again = generate([prompt + new for prompt, new in zip(prompts, made, strict=True)], 1)
     result = {
         "prompts": [logprobs(output, "input")[1:] for output in outputs],
         "tokens": made,

@@ -14,6 +14,7 @@ from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.targets import target_of
 from docs import generate_api, generate_memory, generate_paths
+from tests.everyday import parametrize
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -112,6 +113,7 @@ def program(document: Path, *, gpu: bool) -> str:
 
 
 PROGRAMS = [path for path in DOCUMENTS if program(path, gpu=True)]
+EVERYDAY = ("README.md", "serving.md", "porting-from-deep-gemm.md")
 
 
 def run_program(document: Path, folder: Path, *, gpu: bool) -> None:
@@ -134,7 +136,12 @@ def run_program(document: Path, folder: Path, *, gpu: bool) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
+@parametrize(
+    "document",
+    PROGRAMS,
+    everyday=[path for path in PROGRAMS if path.name in EVERYDAY],
+    ids=lambda path: path.name,
+)
 def test_the_code_in_a_document_runs(document: Path, tmp_path: Path):
     run_program(document, tmp_path, gpu=False)
 

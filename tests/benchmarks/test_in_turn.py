@@ -53,6 +53,7 @@ def test_impossible_options_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_kernels_take_turns(tmp_path: Path):
     """On two ranks: this checkout's headers, others with the same results, another tile, another
     pool."""

@@ -17,11 +17,12 @@ from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial import fuzzing
 from deep_moe.trial.fuzzing import FuzzCase
 from deep_moe.trial.split_fuzzing import SplitCase
+from tests.everyday import parametrize
 
 FUSED = ["fuzz", "--path", "fused"]
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@parametrize("arch", ["sm_100a", "sm_90a"], everyday=["sm_100a"])
 def test_some_cases_pass(arch: str) -> None:
     """One of each path."""
     result = CliRunner().invoke(app, ["fuzz", "--count", "2", "--arch", arch])

@@ -317,6 +317,7 @@ def test_a_checkpoint_like_that_of_gpt_oss(tmp_path: Path, arch: str):
 TWO_DOMAINS = ("--domains", "2", "--ranks", "2", "--num-sms", "2")
 
 
+@pytest.mark.slow
 def test_two_domains_are_compared_with_the_sum_of_their_parts():
     document = ran(*TINY, *TWO_DOMAINS, "--tokens", "9,4", "--chunks", "2", "--unused-slots", "1")
     assert document["domains"] == 2

@@ -39,6 +39,7 @@ def test_every_kernel_is_in_the_cache_and_intact(warm_folder: Path):
     assert {entry.manifest["config"]["block_m"] for entry in entries} == {16, 32}
 
 
+@pytest.mark.slow
 def test_kernels_for_uneven_routing_are_compiled_too(tmp_path: Path):
     sizes = ["--ranks", "1", "--max-tokens", "96", "--experts", "4", "--topk", "2"]
     sizes += ["--hidden", "128", "--intermediate", "128", "--num-sms", "4", "--arch", "sm_90a"]

@@ -43,6 +43,7 @@ def test_every_kind_of_call_on_one_rank(buffer: Buffer) -> None:
     buffer.destroy()
 
 
+@pytest.mark.slow
 def test_every_kind_of_call_on_two_ranks(run_ranks) -> None:  # noqa: F811
     def work(rank: int) -> None:
         buffer = make(2, dist.group.WORLD)

@@ -13,6 +13,7 @@ from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 
 def make_shape(num_ranks: int) -> MoEShape:
@@ -226,7 +227,7 @@ def test_a_rank_that_never_arrives_is_named_and_reset_helps(run_ranks) -> None:
     assert "missing: rank 1" in message
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "values"),
     [
         ("num_sms", (2, 4)),
@@ -234,6 +235,7 @@ def test_a_rank_that_never_arrives_is_named_and_reset_helps(run_ranks) -> None:
         ("activation_clamp", (None, 7.0)),
         ("activation", ("swiglu", "situ")),
     ],
+    everyday=[("num_sms", (2, 4))],
 )
 def test_calls_that_differ_are_an_error_on_every_rank(run_ranks, name: str, values) -> None:
     """The first rank is already inside its kernel when the second finds the difference."""

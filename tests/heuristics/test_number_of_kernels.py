@@ -19,11 +19,12 @@ from deep_moe.heuristics.sm90 import (
     _likely_counts,
     choose_tile,
 )
+from tests.everyday import parametrize
 
 MAX_TOKENS = 8192
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arch", "weights", "most"),
     [
         ("sm_90a", "mxfp4", 43),
@@ -32,6 +33,7 @@ MAX_TOKENS = 8192
         ("sm_90a", "mxfp4_bf16", 39),
         ("sm_100a", "mxfp4", 10),
     ],
+    everyday=[("sm_90a", "mxfp4", 43), ("sm_100a", "mxfp4", 10)],
 )
 def test_a_deployment_of_deepseek_v4_pro(arch: str, weights: str, most: int) -> None:
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=MAX_TOKENS)

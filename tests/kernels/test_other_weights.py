@@ -9,6 +9,7 @@ import torch
 
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape
 
@@ -19,7 +20,6 @@ KERNELS = (
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
 )
-OTHER_NAMES = (("sm_103a", "fp8"), ("sm_103a", "bf16"))  # of the kernels of sm_100a
 each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
 
@@ -46,7 +46,7 @@ def test_odd_numbers_of_blocks(
     assert result.is_exact, result
 
 
-@pytest.mark.parametrize(("arch", "weights"), [*KERNELS, *OTHER_NAMES])
+@parametrize(("arch", "weights"), KERNELS, everyday=[("sm_90a", "fp8"), ("sm_100a", "bf16")])
 def test_ranks_and_calls_in_a_row(arch: str, weights: str) -> None:
     case = exact_case(arch, weights, num_ranks=2)
     calls = [

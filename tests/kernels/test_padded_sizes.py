@@ -16,15 +16,14 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase
 
 ARCHS = ("sm_90a", "sm_100a")
 each_arch = pytest.mark.parametrize("arch", ARCHS)
-each_kernel = pytest.mark.parametrize(
-    ("arch", "weights"),
-    [(name, own.format) for name in ARCHS for own in target_of(name).weights],
-)
+KERNELS = [(name, own.format) for name in ARCHS for own in target_of(name).weights]
+each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
 
 def shape_of(
@@ -89,7 +88,7 @@ def test_one_scale_in_each_block_is_found_beside_the_padding() -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@each_kernel
+@parametrize(("arch", "weights"), KERNELS, everyday=[("sm_90a", "mxfp4")])
 def test_prepared_inputs_of_two_ranks(arch: str, weights: str) -> None:
     """Whose rows in the buffer are longer than theirs."""
     shape = shape_of(352, 160, num_ranks=2, weights=weights)

@@ -146,6 +146,7 @@ def test_a_token_with_nan_spoils_no_other(arch: str) -> None:
         assert torch.equal(y.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("num_pool_tokens", [None, 384])
 def test_calls_in_a_row(arch: str, num_pool_tokens: int | None) -> None:

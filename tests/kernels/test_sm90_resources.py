@@ -10,6 +10,7 @@ from deep_moe import jit
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
+from tests.everyday import parametrize
 
 MAX_TOKENS = 8192
 
@@ -123,21 +124,23 @@ def test_spills_with_the_default_pool(model: str, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("tile", FP8_TILES)
+@parametrize("tile", FP8_TILES, everyday=[(128, 128), LARGE_FITTED_TILE])
 def test_no_spills_with_fp8_weights(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem, "fp8")
 
 
-@pytest.mark.parametrize("tile", [(8, 8), (88, 8), (152, 152), (160, 160)])
+@parametrize("tile", [(8, 8), (88, 8), (152, 152), (160, 160)], everyday=[(152, 152)])
 def test_no_spills_with_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", biases=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 8), (80, 80), (128, 128)])
 def test_no_spills_with_fp8_weights_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "fp8", biases=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "tile"),
     [
@@ -152,23 +155,25 @@ def test_spills_in_clusters(weights: str, tile: tuple[int, int]) -> None:
     check(tile, "pro", weights, cluster_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 8), (176, 176), (128, 32)])
 def test_no_spills_with_bf16_weights_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "bf16", biases=True)
 
 
-@pytest.mark.parametrize("tile", DECODED_BF16_TILES)
+@parametrize("tile", DECODED_BF16_TILES, everyday=[(152, 152), (128, 32)])
 def test_no_spills_with_weights_decoded_to_bf16(tile: tuple[int, int]) -> None:
     check(tile, "pro", "mxfp4_bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 8), (152, 152)])
 def test_no_spills_with_weights_decoded_to_bf16_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "mxfp4_bf16", biases=True)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("tile", BF16_TILES)
+@parametrize("tile", BF16_TILES, everyday=[(176, 176), LARGE_FITTED_TILE])
 def test_no_spills_with_bf16_weights(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem, "bf16")
 

@@ -12,6 +12,7 @@ from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import TARGETS
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase
 
@@ -85,7 +86,9 @@ def test_every_target_has_tiles() -> None:
     assert TILES.keys() == TARGETS.keys()
 
 
-@pytest.mark.parametrize(("arch", "overrides"), CASES)
+@parametrize(
+    ("arch", "overrides"), CASES, everyday=[(arch, tiles[0]) for arch, tiles in TILES.items()]
+)
 def test_two_calls(arch: str, overrides: dict[str, int]) -> None:
     num_tokens = (200, 170)
     shape = shape_of(num_tokens)
@@ -96,6 +99,7 @@ def test_two_calls(arch: str, overrides: dict[str, int]) -> None:
     check_calls(arch, overrides, calls, shape, "random")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "overrides"), CASES)
 def test_all_to_one_expert(arch: str, overrides: dict[str, int]) -> None:
     """Every slot of every token, and then a call that uses no row twice."""

@@ -19,6 +19,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
 
 TILES = (16, 32, 64, 96, 128, 192)
@@ -44,7 +45,7 @@ def test_b1_shared_memory_of_hidden_8192_adds_up(block_m: int, num_experts: int)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])  # with a warp for each chunk, and without
-@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+@parametrize("num_chunks", [1, 2, 4], everyday=[2])
 def test_b2_combine_in_chunks_reuses_its_buffers_only_after_they_were_read(
     num_chunks: int, num_tokens: int
 ):

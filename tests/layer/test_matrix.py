@@ -10,6 +10,7 @@ import torch
 
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
 
 TILES = (16, 32, 64, 96, 128, 192)
@@ -43,9 +44,7 @@ def check_exact(shape: MoEShape, tokens: list[Tokens], **options: object) -> Non
     assert torch.equal(torch.cat(stats), received(shape, tokens))
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)], ids=lambda n: f"{n}_ranks"
-)
+@parametrize("num_ranks", [1, 2, 3, 4, 8], everyday=[1, 2, 3], ids=lambda n: f"{n}_ranks")
 def test_ranks_with_unequal_tokens(num_ranks: int):
     counts = UNEQUAL_COUNTS[:num_ranks]
     shape = make_shape(num_ranks, max(counts))
@@ -59,7 +58,7 @@ def test_hundreds_of_tokens(counts: tuple[int, ...]):
     check_exact(shape, [exact_tokens(shape, n, seed=n) for n in counts])
 
 
-@pytest.mark.parametrize("num_topk", range(1, 9))
+@parametrize("num_topk", range(1, 9), everyday=[1, 8])
 def test_every_topk(num_topk: int):
     shape = make_shape(2, 9, num_experts=8, num_topk=num_topk, hidden=128)
     tokens = [exact_tokens(shape, n, seed=n) for n in (9, 4)]
@@ -93,7 +92,7 @@ def test_all_tokens_to_one_expert(expert: int):
     check_exact(shape, tokens)
 
 
-@pytest.mark.parametrize("num_unused_slots", [1, 2, 3])
+@parametrize("num_unused_slots", [1, 2, 3], everyday=[2])
 def test_unused_slots(num_unused_slots: int):
     """Up to tokens that go nowhere: their rows of y are zero."""
     shape = make_shape(2, 20, num_topk=3)

@@ -83,7 +83,7 @@ def one_domain(
 @pytest.mark.parametrize(
     ("arguments", "shared"),
     [
-        pytest.param({}, 0, id="fixed"),
+        pytest.param({}, 0, id="fixed", marks=pytest.mark.slow),
         pytest.param({"num_chunks": 2, "exact_sizes": True}, 0, id="exact_in_chunks"),
         pytest.param({"num_chunks": 2}, 1, id="shared_expert", marks=pytest.mark.slow),
     ],

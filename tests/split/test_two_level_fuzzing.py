@@ -109,6 +109,7 @@ def check_cases(run_ranks: Any, seeds: range) -> None:
     assert set(of_ranks[0]) == {True, False}
 
 
+@pytest.mark.slow
 def test_cases(run_ranks) -> None:
     check_cases(run_ranks, range(2))
 

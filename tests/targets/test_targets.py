@@ -22,6 +22,7 @@ from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of
 from deep_moe.targets.sm90 import Sm90
 from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def test_sm_103a_is_the_kernel_of_sm_100a_under_its_own_name() -> None:
 PAIRS = [(name, own.format) for name, target in TARGETS.items() for own in target.weights]
 
 
-@pytest.mark.parametrize(("name", "weights"), PAIRS)
+@parametrize(("name", "weights"), PAIRS, everyday=[(name, "mxfp4") for name in TARGETS])
 def test_a_target_runs_in_the_emulator_as_its_reference(name: str, weights: str) -> None:
     shape = dataclasses.replace(SHAPE, weights=weights)
     own = target_of(name).weights_of(weights)

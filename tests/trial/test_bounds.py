@@ -41,6 +41,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.everyday import parametrize
 from tests.trial.random_layers import judge_layers, numerics_of, of_one_shape
 
 # What runs where: the emulator with each architecture's rules, and SM90 on a GPU.
@@ -90,8 +91,10 @@ def bounds(
 # ---- right results are right
 
 
-@pytest.mark.parametrize(
-    ("arch", "hopper"), [("sm_100a", False), ("sm_90a", False), ("sm_90a", True)]
+@parametrize(
+    ("arch", "hopper"),
+    [("sm_100a", False), ("sm_90a", False), ("sm_90a", True)],
+    everyday=[("sm_90a", True)],
 )
 def test_random_layers_of_the_emulated_kernel_are_right(arch: str, hopper: bool) -> None:
     """A sample of what docs/numerics.md tells of 2,000."""

@@ -12,11 +12,17 @@ medians of the rounds are reported. Paths:
     mxfp8       ours with precision="mxfp8"
     plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
     products    the six grouped products alone, on rows that are there
+    quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
+                with the tiles that they have without a search
+    quack-tuned the same with the tiles that it finds fastest
+
+The last two are timed where they are asked for, and need `pip install quack-kernels`.
 
 Each path is timed as Python calls it (`ms`) and as a CUDA graph of the same step is replayed
 (`graph_ms`): what the two differ by is time in which the GPU waits for the host, of which small
-layers have much. Before anything is timed, the plain layer's results are compared with ours.
-`tflops` counts the products of routed slots, without padding, and the time called from Python.
+layers have much. Before anything is timed, ours and the library's results are compared with the
+plain layer's. `tflops` counts the products of routed slots, without padding, and the time called
+from Python.
 `peak_gib` is what a path allocates beyond its inputs, parameters and gradients included.
 """
 
@@ -35,6 +41,7 @@ import torch
 import torch.nn.functional as F
 
 import deep_moe
+from benchmarks.quack_layer import Products, QuackLayer, installed_products, interleaved, separated
 from deep_moe.training.products import grouped_product, grouped_weight_gradient
 
 GIB = 2**30
@@ -56,6 +63,8 @@ MODELS = {
     "fine-grained": Model(1536, 256, 128, 8),
 }
 TOKENS = (8192, 16384, 32768)
+PATHS = ("ours", "separate", "recompute", "mxfp8", "plain", "products")
+LIBRARY_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 
 
 @dataclass(frozen=True)
@@ -185,14 +194,28 @@ def paths_of(case: Case) -> dict[str, Callable[[], Any]]:
     }
 
 
+def library_paths(case: Case, products: Products) -> dict[str, Callable[[], Any]]:
+    w13 = interleaved(case.w13.detach()).requires_grad_()
+
+    def path(layer: QuackLayer) -> Callable[[], Any]:
+        return lambda: case.step(layer, w13, case.w2)
+
+    return {name: path(QuackLayer(products, **options)) for name, options in LIBRARY_PATHS.items()}
+
+
 def check(case: Case, paths: dict[str, Callable[[], Any]]) -> None:
-    """Ours against the plain layer, as norms: BF16 rounds both a few times."""
-    for name, a, b in zip(
-        ("out", "x", "topk_weights", "w13", "w2"), paths["ours"](), paths["plain"](), strict=True
-    ):
-        error = (a.float() - b.float()).norm() / b.float().norm()
-        if not error < 0.02:
-            raise RuntimeError(f"{name} differs from the plain layer's by {error:.3f}")
+    """Ours and the library's against the plain layer, as norms: BF16 rounds all a few times."""
+    plain = paths["plain"]()
+    for path in ("ours", *LIBRARY_PATHS):
+        if path not in paths:
+            continue
+        found = paths[path]()
+        if path in LIBRARY_PATHS:
+            found[3] = separated(found[3])
+        for name, a, b in zip(("out", "x", "topk_weights", "w13", "w2"), found, plain, strict=True):
+            error = (a.float() - b.float()).norm() / b.float().norm()
+            if not error < 0.02:
+                raise RuntimeError(f"{path}: {name} differs from the plain layer's by {error:.3f}")
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -219,6 +242,10 @@ def captured(paths: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]
 def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
     """By path: milliseconds (median) called and replayed, tflops, peak_gib."""
     paths = paths_of(case)
+    library = [name for name in wanted if name in LIBRARY_PATHS]
+    if library:
+        made = library_paths(case, installed_products())
+        paths |= {name: made[name] for name in library}
     check(case, paths)
     paths = {name: paths[name] for name in wanted}
     results: dict[str, dict[str, float]] = {}
@@ -254,8 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    paths = ("ours", "separate", "recompute", "mxfp8", "plain", "products")
-    parser.add_argument("--paths", nargs="+", choices=paths, default=list(paths))
+    parser.add_argument("--paths", nargs="+", choices=[*PATHS, *LIBRARY_PATHS], default=list(PATHS))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(arguments)
@@ -277,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["results"].append(entry)
             for path, result in results.items():
                 print(
-                    f"{name:24} {num_tokens:6} {path:10} {result['ms']:9.3f} ms "
+                    f"{name:24} {num_tokens:6} {path:11} {result['ms']:9.3f} ms "
                     f"{result['graph_ms']:9.3f} ms in a graph "
                     f"{result['tflops']:7.1f} TFLOPS  {result['peak_gib']:7.2f} GiB",
                     flush=True,

@@ -1,12 +1,14 @@
 """SGLang serves a model of random weights, once with its experts in the kernel and once without.
 
-Its experts have DeepSeek-V4-Flash's sizes, in FP8 with a scale per 128 x 128 values, which
-SGLang's class of this model takes on Hopper (served_model.py). It is served three times, each in a
-process of its own: by deep_moe, by SGLang alone, and by SGLang with the experts' weights as BF16
-numbers, which is the reference. All of them get the same prompts, and say how probable every token
-of them is. Needs GPUs, SGLang and an installed deep_moe; fetches nothing.
+Its experts have DeepSeek-V4-Flash's sizes, in FP8 with a scale per 128 x 128 values, or with
+`--weights mxfp4` in MXFP4, as SGLang's class of this model takes them on Hopper (served_model.py).
+It is served three times, each in a process of its own: by deep_moe, by SGLang alone, and by SGLang
+with the experts' weights as BF16 numbers, which is the reference. All of them get the same prompts,
+and say how probable every token of them is. Needs GPUs, SGLang and an installed deep_moe; fetches
+nothing.
 
     python examples/serve_sglang.py
+    python examples/serve_sglang.py --weights mxfp4
     python examples/serve_sglang.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_sglang.py --tensor-parallel-size 2 --data-parallel-attention
 """
@@ -24,6 +26,8 @@ from served_model import add_model_options, own_runs, prompts_of, report, run_ch
 # Of one step on one rank, for which the buffer is made.
 MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 MAX_TOKENS = 1024
+REFERENCE = "bf16"
+FORMATS = {"fp8": "fp8", "mxfp4": "mxfp4_in_fp8"}  # of write_models
 SPARE_TOKENS = 32  # of a context, which SGLang keeps some of to itself
 
 
@@ -33,14 +37,13 @@ def main() -> int:
         serve(arguments)
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        quantized, reference = Path(folder, "fp8"), Path(folder, "bf16")
-        write_models(quantized, reference, arguments, "fp8")
+        quantized, reference = Path(folder, arguments.weights), Path(folder, REFERENCE)
+        write_models(quantized, reference, arguments, FORMATS[arguments.weights])
         tokens = {MAX_TOKENS_VARIABLE: str(MAX_TOKENS)}
         off, on = ({"DEEP_MOE_SGLANG": switch} | tokens for switch in "01")
-        runs = {
-            "reference": run_child("reference", reference, [off], "SGLang"),
-            "SGLang": run_child("SGLang", quantized, [off], "SGLang"),
-        }
+        runs = {"reference": run_child("reference", reference, [off], "SGLang")}
+        if not arguments.without_sglang_alone:
+            runs["SGLang"] = run_child("SGLang", quantized, [off], "SGLang")
         status = 0
         for name, variables in own_runs(arguments).items():
             served = run_child(name, quantized, [on | variables], "SGLang")
@@ -51,11 +54,17 @@ def main() -> int:
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
+    parser.add_argument("--weights", choices=FORMATS, default="fp8", help="of the experts")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs")
     parser.add_argument(
         "--data-parallel-attention", action="store_true", help="each GPU has requests of its own"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--without-sglang-alone",
+        action="store_true",
+        help="do not serve by SGLang's own experts; its kernel for MXFP4 takes minutes to compile",
+    )
     for part in ("attention", "sampling"):
         parser.add_argument(f"--{part}-backend", help="SGLang's option; default: what it chooses")
     return parser.parse_args(words)
@@ -88,6 +97,9 @@ def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[
             "moe_a2a_backend": "megamoe",
             "moe_runner_backend": "deep_gemm",
         }
+    elif arguments.serve.name == "mxfp4":
+        # What SGLang would choose by itself for such a checkpoint reads experts in FP8.
+        given["moe_runner_backend"] = "marlin"
     return given
 
 

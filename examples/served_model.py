@@ -2,7 +2,8 @@
 
 The model is Qwen3-MoE's, since its attention runs on any GPU that engines know. It is written
 twice, as checkpoints have it: with its experts in MXFP4 or FP8, and with their numbers in BF16,
-which is the reference.
+which is the reference. MXFP4 experts are those of a checkpoint that has nothing else quantized, or,
+under FP8's name as DeepSeek-V4 has them, of one whose other experts would be FP8.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def variable(text: str) -> dict[str, str]:
 def write_models(
     quantized: Path, reference: Path, arguments: argparse.Namespace, weights: str
 ) -> None:
-    """weights: of the experts in `quantized`, "mxfp4" or "fp8"."""
+    """weights: of the experts in `quantized`, "mxfp4", "fp8", or "mxfp4_in_fp8"."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
 
@@ -118,10 +119,15 @@ def add_weight(
     stored: dict[str, torch.Tensor], key: str, weight: torch.Tensor, weights: str
 ) -> torch.Tensor:
     """Put a matrix into `stored` as a checkpoint has it; what its numbers then are, in bfloat16."""
-    if weights == "mxfp4":
+    if weights.startswith("mxfp4"):
         values, scales = deep_moe.quantize_mxfp4(weight)
-        stored[key] = values.view(torch.uint8).cpu()
-        stored[key + "_scale"] = unpack_ue8m0(scales).cpu()
+        bytes_of_scales = unpack_ue8m0(scales).cpu()
+        if weights == "mxfp4":
+            stored[key] = values.view(torch.uint8).cpu()
+            stored[key + "_scale"] = bytes_of_scales
+        else:
+            stored[key] = values.view(torch.int8).cpu()
+            stored[key + "_scale_inv"] = bytes_of_scales.view(torch.float8_e8m0fnu)
         return deep_moe.dequantize_mxfp4(values, scales, torch.bfloat16)
     blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     # Powers of two, so that BF16 holds the numbers.
@@ -159,7 +165,7 @@ def model_config(arguments: argparse.Namespace, weights: str | None) -> dict[str
     }
     if weights == "mxfp4":
         config["quantization_config"] = {"quant_method": "mxfp4"}
-    elif weights == "fp8":
+    elif weights is not None:
         attention = [
             f"model.layers.{layer}.self_attn.{name}_proj"
             for layer in range(arguments.layers)
@@ -173,6 +179,8 @@ def model_config(arguments: argparse.Namespace, weights: str | None) -> dict[str
             "ignored_layers": ["lm_head", *attention, *gates],
             "modules_to_not_convert": ["lm_head", *attention, *gates],
         }
+        if weights == "mxfp4_in_fp8":
+            config["quantization_config"]["routed_experts_quant_method"] = "mxfp4"
     return config
 
 

@@ -33,7 +33,7 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp4_in_fp8", "fp8"])
 def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_path, monkeypatch):
     served_model = example("served_model", monkeypatch)
     monkeypatch.setattr(served_model, "VOCABULARY", 64)
@@ -44,8 +44,10 @@ def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_pat
     own, expected = (load_file(f / "experts-0.safetensors") for f in (quantized, reference))
     assert len(own) == 2 * len(expected) == 12
     for name, numbers in expected.items():
-        if weights == "mxfp4":
-            values, scales = own[name].view(torch.int8), pack_ue8m0(own[f"{name}_scale"])
+        if weights != "fp8":
+            suffix = "_scale" if weights == "mxfp4" else "_scale_inv"
+            bytes_of_scales = own[f"{name}{suffix}"].view(torch.uint8)
+            values, scales = own[name].view(torch.int8), pack_ue8m0(bytes_of_scales)
             made = deep_moe.dequantize_mxfp4(values, scales, torch.bfloat16)
         else:
             scales = own[f"{name}_scale_inv"]
@@ -55,7 +57,10 @@ def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_pat
         assert torch.equal(made, numbers), name
         assert 0.5 < numbers.float().std() * numbers.shape[1] ** 0.5 < 5
     config = json.loads((quantized / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == weights
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == weights.removeprefix("mxfp4_in_")
+    experts = quantization.get("routed_experts_quant_method")
+    assert experts == ("mxfp4" if weights == "mxfp4_in_fp8" else None)
     assert "quantization_config" not in json.loads((reference / "config.json").read_text())
 
 

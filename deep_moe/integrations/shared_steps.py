@@ -9,7 +9,7 @@ import torch
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.grouped_experts import (
     GroupedExperts,
-    formats_for,
+    format_of_tokens,
     grouped_experts_workspace_size,
 )
 from deep_moe.split.low_latency import LowLatencyAllToAll
@@ -66,6 +66,7 @@ class SharedSteps:
                     sizes.num_experts // num_ranks,
                     weights=sizes.weights,
                     biases=sizes.biases,
+                    format=format_of_tokens(sizes.weights, sizes.token_scales),
                     activation=activation,
                     num_pool_tokens=sizes.num_pool_tokens,
                     device=device,
@@ -100,7 +101,7 @@ def check_step_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int
             num_topk=sizes.num_topk,
             hidden=sizes.hidden,
             num_max_tokens_per_rank=max_tokens_per_rank,
-            format=formats_for(sizes.weights)[0],
+            format=format_of_tokens(sizes.weights, sizes.token_scales),
         )
         grouped_experts_workspace_size(
             _max_rows(sizes, num_ranks, max_tokens_per_rank),

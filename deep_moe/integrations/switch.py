@@ -6,13 +6,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.targets import TARGETS
 
+from .fp8_token_scales import check_fp8_token_scales
 from .mxfp4_tokens import check_mxfp4_tokens
 
 OFF, ON = "0", "1"
 TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
+SCALES_VARIABLE = "DEEP_MOE_FP8_TOKEN_SCALES"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 FUSED, LOW_LATENCY = "fused", "low_latency"
@@ -46,6 +49,14 @@ def read_mxfp4_tokens() -> str | None:
     Raises ValueError for what is no name of such tokens."""
     value = os.environ.get(TOKENS_VARIABLE) or None
     check_mxfp4_tokens(TOKENS_VARIABLE, value)
+    return value
+
+
+def read_fp8_token_scales() -> str:
+    """What DEEP_MOE_FP8_TOKEN_SCALES says of the scales of tokens beside FP8 experts. Raises
+    ValueError for what is no name of such scales."""
+    value = os.environ.get(SCALES_VARIABLE) or DEFAULT_TOKEN_SCALES
+    check_fp8_token_scales(SCALES_VARIABLE, value)
     return value
 
 

@@ -17,10 +17,11 @@ from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError, MegaMoETimeoutError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
+from deep_moe.integrations.fp8_token_scales import served_token_scales
 from deep_moe.integrations.mxfp4_tokens import served_format
 from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
-from deep_moe.integrations.switch import read_mxfp4_tokens
+from deep_moe.integrations.switch import read_fp8_token_scales, read_mxfp4_tokens
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.trial.rank_processes import run_on_ranks
 
@@ -233,6 +234,49 @@ def test_the_format_that_tokens_beside_mxfp4_need():
         served_format("mxfp4", "bf16", "sm_103a", CPU)
     with pytest.raises(UnsupportedError, match="only sm_90a has a kernel, not sm_100a"):
         served_format("mxfp4", "bf16", None, CPU)
+
+
+def test_scales_of_tokens_beside_fp8_may_be_chosen(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_FP8_TOKEN_SCALES", raising=False)
+    assert read_fp8_token_scales() == "ue8m0_per_32"
+    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    assert read_fp8_token_scales() == "float32_per_128"
+    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32")
+    words = "DEEP_MOE_FP8_TOKEN_SCALES must be ue8m0_per_32 or float32_per_128; got 'float32'"
+    with pytest.raises(ValueError, match=words):
+        read_fp8_token_scales()
+
+
+def test_where_tokens_may_have_float_scales():
+    scales = "float32_per_128"
+    assert served_token_scales("fp8", scales, "sm_90a", CPU) == scales
+    assert served_token_scales("fp8", "ue8m0_per_32", "sm_100a", CPU) == "ue8m0_per_32"
+    assert served_token_scales("mxfp4", scales, "sm_100a", CPU) == "ue8m0_per_32"  # not of these
+    words = "FP8 experts with token scales float32_per_128 .* only sm_90a .*, not sm_103a"
+    with pytest.raises(UnsupportedError, match=words):
+        served_token_scales("fp8", scales, "sm_103a", CPU)
+
+
+def test_float_scales_of_tokens_are_the_buffers():
+    """As an engine quantizes tokens for FP8 experts of its own."""
+    generator = torch.Generator().manual_seed(0)
+    blocks, numbers = [], []
+    for shape in ((4, 256, 256), (4, 256, 128)):
+        weight = (torch.randn(shape, generator=generator) / 16).to(torch.float8_e4m3fn)
+        blocks.append((weight, torch.ones(4, shape[1] // 128, shape[2] // 128)))
+        numbers.append(weight.float())
+    sizes = SIZES._replace(weights="fp8", token_scales="float32_per_128")
+    layer = ServedExperts(sizes, Swiglu(), None, CPU, 8, "sm_90a")
+    layer.load(*blocks)
+    assert layer.buffer().x_sf.dtype == torch.float32
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    expected = torch.zeros(3, 256)
+    for token, experts in enumerate(IDS.tolist()):
+        for expert in (each for each in experts if each >= 0):
+            gate, up = (numbers[0][expert] @ x[token]).chunk(2)
+            expected[token] += 0.5 * (numbers[1][expert] @ (torch.nn.functional.silu(gate) * up))
+    difference = (call(layer, IDS).float() - expected).norm()
+    assert difference < 0.05 * expected.norm()
 
 
 def test_a_pool_may_be_bounded():

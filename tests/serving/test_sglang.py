@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,30 @@ def test_tokens_in_bf16_beside_mxfp4(caplog, monkeypatch):
     assert caplog.messages == ["layer 3: experts run by deep_moe (mxfp4_bf16, 1 rank)"]
 
 
+def test_float_scales_of_tokens_beside_fp8(monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    module = started(monkeypatch.setenv, "sm_90a")
+    source, (x, logits) = checkpoint("fp8"), tokens(5)
+    experts = layer("fp8", source, swiglu_limit=1.0)
+    module.build_mega_moe_experts_weights(experts)
+    result = forward(module, block(experts), x, logits)
+    own, default = (
+        called_directly("fp8", "sm_90a", source, x, logits, 1.0, scales) + x
+        for scales in ("float32_per_128", "ue8m0_per_32")
+    )
+    assert torch.equal(result, own)
+    assert not torch.equal(result, default)
+
+
+def test_float_scales_are_sglangs_where_there_is_no_kernel(caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    module = started(monkeypatch.setenv, "sm_100a")
+    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):  # SGLang's own way
+        module.build_mega_moe_experts_weights(layer("fp8", checkpoint("fp8")))
+    (line,) = caplog.messages
+    assert line.endswith("for which only sm_90a has a kernel, not sm_100a")
+
+
 def test_tokens_in_bf16_are_sglangs_where_there_is_no_kernel(caplog, monkeypatch):
     monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
     module = started(monkeypatch.setenv, "sm_100a")
@@ -308,7 +333,8 @@ def test_the_layer_of_these_tests_has_the_names_of_sglangs():
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--tensor-parallel-size", "2", "--data-parallel-attention"]]
+    "words",
+    [[], ["--weights", "mxfp4"], ["--tensor-parallel-size", "2", "--data-parallel-attention"]],
 )
 def test_the_example_asks_for_what_sglang_knows(monkeypatch, words):
     """By the names in SGLang's source: its server cannot be imported without a GPU."""
@@ -317,8 +343,10 @@ def test_the_example_asks_for_what_sglang_knows(monkeypatch, words):
     serve_sglang = example("serve_sglang", monkeypatch)
     source = sglang_stage.source_of("sglang.srt.arg_groups.field_order").read_text()
     arguments = serve_sglang.parsed(words)
-    given = serve_sglang.engine_arguments(arguments, is_kernel=True)
-    assert [name for name in given if f'"{name}"' not in source] == []
+    arguments.serve = Path("mxfp4")
+    for is_kernel in (False, True):
+        given = serve_sglang.engine_arguments(arguments, is_kernel=is_kernel)
+        assert [name for name in given if f'"{name}"' not in source] == []
     environ = sglang_stage.source_of("sglang.srt.environ").read_text()
     assert f"{serve_sglang.MAX_TOKENS_VARIABLE} = " in environ
     generate = sglang_stage.source_of("sglang.srt.entrypoints.engine").read_text()

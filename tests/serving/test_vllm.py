@@ -172,13 +172,27 @@ def tokens(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def called_directly(
-    weights: str, arch: str, source: Weights, x: Any, logits: Any, limit: float = math.inf
+    weights: str,
+    arch: str,
+    source: Weights,
+    x: Any,
+    logits: Any,
+    limit: float = math.inf,
+    token_scales: str = "ue8m0_per_32",
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
     topk_weights, ids = route(x, logits, TOPK, True)
     intermediate = source[0][0].shape[1] // 2
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
-        None, EXPERTS, MAX_TOKENS, TOPK, HIDDEN, intermediate, weights=weights, device="cpu"
+        None,
+        EXPERTS,
+        MAX_TOKENS,
+        TOPK,
+        HIDDEN,
+        intermediate,
+        weights=weights,
+        token_scales=token_scales,
+        device="cpu",
     )
     transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, weights=weights)
     deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
@@ -253,6 +267,23 @@ def test_tokens_in_bf16_are_vllms_where_there_is_no_kernel(installed, caplog, mo
         f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): MXFP4 experts with tokens in bf16 were "
         "asked for, for which only sm_90a has a kernel, not sm_100a"
     ]
+
+
+def test_float_scales_of_tokens_beside_fp8(installed, caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    installed("sm_90a")
+    source, (x, logits) = checkpoint("fp8"), tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner("fp8", swiglu_limit=1.0)
+        load(runner, "fp8", source)
+        result = forward(runner, config, x, logits)
+    own, default = (
+        called_directly("fp8", "sm_90a", source, x, logits, 1.0, scales)
+        for scales in ("float32_per_128", "ue8m0_per_32")
+    )
+    assert torch.equal(result, own)
+    assert not torch.equal(result, default)
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (fp8)"]
 
 
 GPT_OSS_SIZES = {"hidden_size": 160, "intermediate_size": 96}

@@ -11,7 +11,12 @@ import torch
 
 import deep_moe
 from deep_moe.activations import Swiglu
-from deep_moe.integrations.switch import LOW_LATENCY, PATH_VARIABLE, TOKENS_VARIABLE
+from deep_moe.integrations.switch import (
+    LOW_LATENCY,
+    PATH_VARIABLE,
+    SCALES_VARIABLE,
+    TOKENS_VARIABLE,
+)
 from deep_moe.trial.rank_processes import run_on_ranks
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
@@ -57,7 +62,7 @@ def called_directly(
     weights: str, arch: str, source: Weights, x: Any, topk_weights: Any, ids: Any
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
-    token_format = "fp8_32" if weights == "mxfp4" else "bf16"
+    token_format = {"mxfp4": "fp8_32", "fp8": "fp8_128"}.get(weights, "bf16")
     all_to_all = deep_moe.LowLatencyAllToAll(
         None, MAX_TOKENS, HIDDEN, EXPERTS, TOPK, format=token_format, device="cpu", arch=arch
     )
@@ -67,6 +72,7 @@ def called_directly(
         INTERMEDIATE,
         EXPERTS,
         weights=weights,
+        format=token_format,
         activation=Swiglu(),
         device="cpu",
         arch=arch,
@@ -82,7 +88,13 @@ def called_directly(
 
 @pytest.mark.parametrize(
     ("weights", "arch"),
-    [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("bf16", "sm_90a"), ("mxfp4_bf16", "sm_90a")],
+    [
+        ("mxfp4", "sm_90a"),
+        ("mxfp4", "sm_100a"),
+        ("fp8", "sm_90a"),
+        ("bf16", "sm_90a"),
+        ("mxfp4_bf16", "sm_90a"),
+    ],
 )
 def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch):
     """Padded rows have expert -1 in every slot. A second call, of another size, and shared experts
@@ -93,6 +105,8 @@ def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch
     loaded = weights.removesuffix("_bf16")
     if loaded != weights:
         monkeypatch.setenv(TOKENS_VARIABLE, "bf16")
+    if weights == "fp8":
+        monkeypatch.setenv(SCALES_VARIABLE, "float32_per_128")
     in_steps(arch)
     source = checkpoint(loaded)
     shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)

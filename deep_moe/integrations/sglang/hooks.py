@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
 
+from ..fp8_token_scales import served_token_scales
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
-from ..switch import read_mxfp4_tokens, read_num_pool_tokens
+from ..switch import read_fp8_token_scales, read_mxfp4_tokens, read_num_pool_tokens
 from ..unsupported import UnsupportedError
 from . import engine
 
@@ -194,6 +195,7 @@ def _taken_over(experts: Any) -> ServedExperts:
             w13.shape[1] // 2,
             served_format(weights, read_mxfp4_tokens(), arch, w13.device),
             num_pool_tokens=read_num_pool_tokens(),
+            token_scales=served_token_scales(weights, read_fp8_token_scales(), arch, w13.device),
         ),
         activation,
         group.device_group if group.world_size > 1 else None,

@@ -31,12 +31,14 @@ from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
 
+from ..fp8_token_scales import served_token_scales
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, check_step_sizes
 from ..switch import (
     FUSED,
     LOW_LATENCY,
+    read_fp8_token_scales,
     read_mxfp4_tokens,
     read_num_pool_tokens,
     read_path,
@@ -125,6 +127,9 @@ class DeepMoERoutedExperts(RoutedExperts):
                     if path == FUSED
                     # The steps' work space; what a bounded one costs was not measured.
                     else read_num_pool_tokens(default=None)
+                ),
+                token_scales=served_token_scales(
+                    form.weights, read_fp8_token_scales(), arch, device
                 ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank

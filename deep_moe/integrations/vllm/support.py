@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
@@ -34,12 +35,13 @@ def plan_of(
     *,
     is_gpt_oss: bool = False,
     num_pool_tokens: int | None = None,
+    token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> Plan:
     """The plan for a layer under construction, or UnsupportedError.
 
     layer: a RoutedExperts with its `moe_config` and `expert_map_manager`. weights: the format.
     tp_size: ranks of the tensor parallel group. is_gpt_oss: experts have biases, and rows of gate
-    and up alternate. num_pool_tokens: of the buffer.
+    and up alternate. num_pool_tokens, token_scales: of the buffer.
     """
     moe, placement = layer.moe_config, layer.expert_map_manager
     parallel = moe.moe_parallel_config
@@ -94,6 +96,7 @@ def plan_of(
             weights,
             is_gpt_oss,
             num_pool_tokens,
+            token_scales,
         ),
         activation_of(moe, is_interleaved=is_gpt_oss),
         parallel.ep_size if parallel.use_ep else 1,

@@ -206,6 +206,7 @@ def run_child(
     `environments`, whose variables it gets. Their results one behind the other; `paths`: what the
     engine's log says of who runs experts."""
     print(f"{name}: {engine} loads and serves the model", flush=True)
+    began = time.monotonic()
     stem = re.sub(r"\W+", "-", name)
     outs = [model.with_name(f"{stem}-{i}.json") for i in range(len(environments))]
     logs = [model.with_name(f"{stem}-{i}.log") for i in range(len(environments))]
@@ -232,6 +233,7 @@ def run_child(
             raise SystemExit(f"{name}: {engine} ended with exit status {child.returncode}")
     if any(child.returncode for child in children):
         raise SystemExit(f"{name}: {engine} was killed")
+    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     result: dict[str, Any] = {"paths": []}
     for out, log in zip(outs, logs, strict=True):
         for key, value in json.loads(out.read_text()).items():

@@ -65,6 +65,7 @@ def test_random_layer_is_right(arch: str, weights: str) -> None:
     assert result.is_right, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_ranks_and_calls_in_a_row(arch: str) -> None:
     shape = shape_of(num_ranks=2)
@@ -94,6 +95,7 @@ def test_tiles_on_sm100(block_m: int) -> None:
     assert result.is_exact, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_m", [8, 64])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_a_ring_keeps_the_weights_until_linear2_has_them(arch: str, block_m: int) -> None:
@@ -148,6 +150,7 @@ def test_a_weight_that_is_nan_or_zero_stays_in_its_slot(arch: str) -> None:
     assert torch.equal(y[others], clean[others])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_shared_experts_have_biases_of_their_own(arch: str, weights: str) -> None:

@@ -66,6 +66,7 @@ def check(
         assert counter.tolist() == [2 * len(COUNTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_calls_in_a_row(arch: str, num_ranks: int, schedule: Schedule) -> None:

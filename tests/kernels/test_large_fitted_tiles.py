@@ -18,6 +18,7 @@ COUNTS = (250, 80, 200, 130)
 SCALE_BLOCKS = {"fp8": (128, 128), "bf16": SCALE_GROUP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pool_tokens", [None, 384])
 @pytest.mark.parametrize("cluster_size", [1, 2])
 @pytest.mark.parametrize("weights", SCALE_BLOCKS)

@@ -11,6 +11,7 @@ from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from .layer_case import LayerCase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_result_is_exact(arch: str, num_ranks: int) -> None:
     shape = MoEShape(num_ranks, 512 * num_ranks, 16, 128, 128, 6)

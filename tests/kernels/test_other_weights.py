@@ -36,6 +36,7 @@ def random_case(arch: str, weights: str, **sizes: int) -> LayerCase:
     return LayerCase(shape, random_layer(shape, scale_block=scale_block), arch=arch)
 
 
+@pytest.mark.slow
 @each_kernel
 @pytest.mark.parametrize(("hidden", "intermediate_hidden"), [(128, 128), (384, 128), (128, 640)])
 def test_odd_numbers_of_blocks(

@@ -83,6 +83,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "tile", "num_pool_tokens", "num_experts_per_part"), PARTS)
 def test_parts_between_experts(
     arch: str, tile: dict[str, int], num_pool_tokens: int | None, num_experts_per_part: int

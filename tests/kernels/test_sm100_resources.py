@@ -63,6 +63,7 @@ def test_no_spills(block_m: int, problem: str) -> None:
     check(block_m, PROBLEMS[problem])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_m", TILES)
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:

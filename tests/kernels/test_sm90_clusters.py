@@ -64,6 +64,7 @@ def test_even_and_odd_numbers_of_blocks(
     check(case_of(weights, num_tokens, **sizes), num_tokens, overrides={**CLUSTERS, **tile})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("turn", [1, 2])
 def test_uneven_experts_in_waves(schedule: Schedule, turn: int) -> None:

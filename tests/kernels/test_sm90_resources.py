@@ -99,7 +99,7 @@ def check_config(config: MegaMoEConfig, max_spill_bytes: int, max_stack_bytes: i
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("tile", TILES)
+@parametrize("tile", TILES, everyday=[(8, 8), (152, 152), (176, 176), (128, 32)])
 def test_no_spills(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem)
 

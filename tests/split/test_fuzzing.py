@@ -103,6 +103,7 @@ def run_case(seed: int) -> None:
     layer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_cases(seed: int) -> None:
     run_case(seed)

@@ -84,6 +84,7 @@ def test_biases_and_another_activation(arch: str) -> None:
     assert compare(run_padded(case, activation=activation), bounds).is_right
 
 
+@pytest.mark.slow
 @each_kernel
 def test_a_small_pool_is_used_again(arch: str, weights: str) -> None:
     case = exact_case(arch, (310, 0, 190, 70), weights=weights, num_pool_tokens=384)

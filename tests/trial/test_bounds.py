@@ -106,6 +106,7 @@ def test_random_layers_of_the_emulated_kernel_are_right(arch: str, hopper: bool)
 OTHER_ACTIVATIONS = (SwigluOai(), SwigluOai(alpha=5.0, limit=0.7), Situ(), Situ(0.6, 0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", OTHER_ACTIVATIONS, ids=str)
 @pytest.mark.parametrize(
     ("arch", "hopper"), [("sm_100a", False), ("sm_90a", False), ("sm_90a", True)]

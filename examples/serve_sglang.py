@@ -63,7 +63,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--without-sglang-alone",
         action="store_true",
-        help="do not serve by SGLang's own experts; its kernel for MXFP4 takes minutes to compile",
+        help="do not serve by SGLang's own experts",
     )
     for part in ("attention", "sampling"):
         parser.add_argument(f"--{part}-backend", help="SGLang's option; default: what it chooses")

@@ -23,15 +23,11 @@ class Products:
     gated: Callable[..., Any]
     dgated: Callable[..., Any]
 
-    @classmethod
-    def of(cls, module: Any) -> Products:
-        return cls(module.gemm, module.gemm_gated, module.gemm_dgated)
-
 
 def installed_products() -> Products:
     from quack import gemm_interface
 
-    return Products.of(gemm_interface)
+    return Products(gemm_interface.gemm, gemm_interface.gemm_gated, gemm_interface.gemm_dgated)
 
 
 def interleaved(w13: torch.Tensor) -> torch.Tensor:
@@ -40,7 +36,7 @@ def interleaved(w13: torch.Tensor) -> torch.Tensor:
     """
     num_experts, hidden, width = w13.shape
     pairs = w13.view(num_experts, hidden, 2, width // 2)
-    return pairs.permute(0, 3, 2, 1).reshape(num_experts, width, hidden).contiguous()
+    return pairs.permute(0, 3, 2, 1).reshape(num_experts, width, hidden)
 
 
 def separated(w13: torch.Tensor) -> torch.Tensor:
@@ -87,15 +83,8 @@ class QuackLayer:
         self.weighted_sum = torch.compile(weighted_sum)
         self.plain_sum = torch.compile(plain_sum)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-    ) -> torch.Tensor:
-        return _Layer.apply(self, x, topk_idx, topk_weights, w13, w2)
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return _Layer.apply(self, *tensors)
 
 
 class _Layer(torch.autograd.Function):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TOKEN_SCALES
-from deep_moe.targets import TARGETS, target_of, target_of_device
+from deep_moe.targets import TARGETS
 
-from .unsupported import UnsupportedError
+from .unsupported import check_target
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,5 @@ def served_token_scales(
         for name, own in TARGETS.items()
         if token_scales in own.weights_of(_WEIGHTS).allowed_token_scales
     ]
-    target = target_of_device(device) if arch is None else target_of(arch)
-    if target.name not in having:
-        raise UnsupportedError(
-            f"FP8 experts with token scales {token_scales} were asked for, for which only "
-            f"{', '.join(having)} has a kernel, not {target.name}"
-        )
+    check_target(f"FP8 experts with token scales {token_scales}", having, arch, device)
     return token_scales

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS, weight_format
-from deep_moe.targets import TARGETS, target_of, target_of_device
+from deep_moe.targets import TARGETS
 
-from .unsupported import UnsupportedError
+from .unsupported import check_target
 
 if TYPE_CHECKING:
     import torch
@@ -47,13 +47,8 @@ def served_format(weights: str, tokens: str | None, arch: str | None, device: to
     if tokens is None or weights != DEFAULT_WEIGHTS:
         return weights
     chosen = formats_by_tokens()[tokens]
-    target = target_of_device(device) if arch is None else target_of(arch)
     having = [
         name for name, own in TARGETS.items() if chosen in {each.format for each in own.weights}
     ]
-    if target.name not in having:
-        raise UnsupportedError(
-            f"MXFP4 experts with tokens in {tokens} were asked for, for which only "
-            f"{', '.join(having)} has a kernel, not {target.name}"
-        )
+    check_target(f"MXFP4 experts with tokens in {tokens}", having, arch, device)
     return chosen

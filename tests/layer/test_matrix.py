@@ -73,11 +73,7 @@ def test_every_tile_between_ranks(block_m: int):
     check_exact(shape, tokens, overrides={"block_m": block_m})
 
 
-@pytest.mark.parametrize(
-    "hidden",
-    [128, 1024, 2560]
-    + [pytest.param(hidden, marks=pytest.mark.slow) for hidden in (4096, 7168, 8192)],
-)
+@parametrize("hidden", [128, 1024, 2560, 4096, 7168, 8192], everyday=[128, 1024, 2560])
 def test_hidden_sizes(hidden: int):
     shape = make_shape(2, 5, hidden=hidden)
     check_exact(shape, [exact_tokens(shape, n, seed=n) for n in (5, 2)])

@@ -175,20 +175,20 @@ def test_float_scales_of_tokens_beside_fp8(monkeypatch):
     assert not torch.equal(result, default)
 
 
-def test_float_scales_are_sglangs_where_there_is_no_kernel(caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+@pytest.mark.parametrize(
+    ("weights", "variable", "value"),
+    [
+        ("mxfp4", "DEEP_MOE_MXFP4_TOKENS", "bf16"),
+        ("fp8", "DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128"),
+    ],
+)
+def test_tokens_that_there_is_no_kernel_for_are_sglangs(
+    caplog, monkeypatch, weights, variable, value
+):
+    monkeypatch.setenv(variable, value)
     module = started(monkeypatch.setenv, "sm_100a")
     with pytest.raises(ModuleNotFoundError, match="deep_gemm"):  # SGLang's own way
-        module.build_mega_moe_experts_weights(layer("fp8", checkpoint("fp8")))
-    (line,) = caplog.messages
-    assert line.endswith("for which only sm_90a has a kernel, not sm_100a")
-
-
-def test_tokens_in_bf16_are_sglangs_where_there_is_no_kernel(caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
-    module = started(monkeypatch.setenv, "sm_100a")
-    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):  # SGLang's own way
-        module.build_mega_moe_experts_weights(layer("mxfp4", checkpoint("mxfp4")))
+        module.build_mega_moe_experts_weights(layer(weights, checkpoint(weights)))
     (line,) = caplog.messages
     assert line.endswith("for which only sm_90a has a kernel, not sm_100a")
 

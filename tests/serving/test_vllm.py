@@ -233,14 +233,21 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "vllm.deep_moe"]
 
 
+def served(
+    caplog: pytest.LogCaptureFixture, weights: str, source: Weights, x: Any, logits: Any
+) -> torch.Tensor:
+    """By a layer of vLLM's that has just been loaded; its lines are in caplog."""
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner(weights, swiglu_limit=1.0)
+        load(runner, weights, source)
+        return forward(runner, config, x, logits)
+
+
 @pytest.mark.parametrize(("weights", "arch"), CASES)
 def test_a_layer_gives_what_the_kernel_gives(installed, weights, arch, caplog):
     installed(arch)
     source, (x, logits) = checkpoint(weights), tokens(5)
-    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
-        runner = make_runner(weights, swiglu_limit=1.0)
-        load(runner, weights, source)
-        result = forward(runner, config, x, logits)
+    result = served(caplog, weights, source, x, logits)
     assert torch.equal(result, called_directly(weights, arch, source, x, logits, limit=1.0))
     assert result.abs().max() > 0.01
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights})"]
@@ -250,10 +257,7 @@ def test_tokens_in_bf16_beside_mxfp4(installed, caplog, monkeypatch):
     monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
     installed("sm_90a")
     source, (x, logits) = checkpoint("mxfp4"), tokens(5)
-    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
-        runner = make_runner("mxfp4", swiglu_limit=1.0)
-        load(runner, "mxfp4", source)
-        result = forward(runner, config, x, logits)
+    result = served(caplog, "mxfp4", source, x, logits)
     assert torch.equal(result, called_directly("mxfp4_bf16", "sm_90a", source, x, logits, limit=1))
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4_bf16)"]
 
@@ -273,10 +277,7 @@ def test_float_scales_of_tokens_beside_fp8(installed, caplog, monkeypatch):
     monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
     installed("sm_90a")
     source, (x, logits) = checkpoint("fp8"), tokens(5)
-    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
-        runner = make_runner("fp8", swiglu_limit=1.0)
-        load(runner, "fp8", source)
-        result = forward(runner, config, x, logits)
+    result = served(caplog, "fp8", source, x, logits)
     own, default = (
         called_directly("fp8", "sm_90a", source, x, logits, 1.0, scales)
         for scales in ("float32_per_128", "ue8m0_per_32")

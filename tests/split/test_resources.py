@@ -13,12 +13,12 @@ from deep_moe import jit
 from deep_moe.errors import CompileError
 from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
 from deep_moe.jit.kernel_args import LowLatencyArgs, SplitTraceCta, layout_checks
+from tests.everyday import parametrize
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/low_latency_args.cuh"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 PARTS = ((True, True), (True, False), (False, True))
 STEPS = ("dispatch", "combine")
-EVERYDAY = (("sm_90a", "v3"),)
 # ranks, experts, top-k, hidden, tokens
 PROBLEMS = {
     "v3": (8, 256, 8, 7168, 128),
@@ -37,13 +37,11 @@ def compile_kernel(config: LowLatencyConfig):
     )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arch", "problem"),
     # sm_103a's kernels are those of sm_100a.
-    [
-        pytest.param(arch, problem, marks=[] if (arch, problem) in EVERYDAY else pytest.mark.slow)
-        for arch, problem in [*product(ARCHS[:2], PROBLEMS), (ARCHS[2], "v3")]
-    ],
+    [*product(ARCHS[:2], PROBLEMS), (ARCHS[2], "v3")],
+    everyday=[("sm_90a", "v3")],
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_spills(arch: str, format: str, problem: str) -> None:
@@ -72,7 +70,7 @@ def test_no_spills(arch: str, format: str, problem: str) -> None:
         assert "warning" not in compilation.log.lower(), compilation.log
 
 
-@pytest.mark.parametrize("problem", ["v3", pytest.param("most_ranks", marks=pytest.mark.slow)])
+@parametrize("problem", ["v3", "most_ranks"], everyday=["v3"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_spills_with_a_message_for_each_expert(arch: str, problem: str) -> None:
     shape = LowLatencyShape(*PROBLEMS[problem], "fp8_128", placement="experts")

@@ -81,7 +81,7 @@ class Layer:
         leaves = {name: tensor for name, tensor in self.tensors.items() if tensor is not None}
         if d_out is None:
             d_out = random_like(out)
-        found = torch.autograd.grad(out, list(leaves.values()), d_out.to(out.dtype))
+        found = torch.autograd.grad(out, list(leaves.values()), d_out.to(out))
         return dict(zip(leaves, found, strict=True))
 
     def double(self) -> Layer:

@@ -230,7 +230,7 @@ def test_rounds_are_counted_past_32_bits() -> None:
             own._segment("num_rounds").view(torch.int32).fill_(-1)
             own._segment("num_counts").view(torch.int32).fill_(-1)
             own._segment("arrivals").view(torch.int32).fill_(-4)
-            own._segment("counted_ctas").view(torch.int32).fill_(-4)
+            own._segment("count_arrivals").view(torch.int32).fill_(-1)
         for seed in range(2):
             check_call(layer, random_inputs(layer.shape, (8, 5), seed))
 

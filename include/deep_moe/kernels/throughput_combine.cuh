@@ -38,6 +38,7 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     }
     if (is_sound) {
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
+        step.count_on();
         reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
             return returned_row(args, ranks, token_idx);
         });

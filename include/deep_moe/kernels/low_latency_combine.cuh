@@ -29,11 +29,13 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const uint32_t shared_memory = ptx::shared_address(shared_bytes);
     const LowLatencyRanks<Config> ranks(args);
     const LowLatencyBuffer<Config> local = ranks.local();
+    first_anchor<Config>(args);
+    // All loads that depend on nothing are under way before the first of them is waited for.
+    const CallState state(local);
+    const uint32_t call_idx = *args.call_idx;
     const ActiveRanks<Config> active(local);
     Waiter waiter(args);
-    first_anchor<Config>(args);
-    uint32_t call_idx;
-    bool is_sound = resume_call(args, local, waiter, call_idx);
+    bool is_sound = resume_call<Config>(state, call_idx, waiter);
     const uint32_t half = half_of(call_idx);
     const auto arrivals = [&](uint32_t rank_idx) { return local.combine_arrivals(half, rank_idx); };
     const auto arrive = [&] {

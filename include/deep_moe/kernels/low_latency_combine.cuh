@@ -63,17 +63,22 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     }
     if constexpr (Config::receives) {
         const WaitCost cost(args.wait_cycles);
+        const auto find_row = [&](uint32_t token_idx) {
+            return sent_row(args, ranks, active, half, token_idx);
+        };
+        SlotReduction<Config, decltype(find_row)> reduction(args.out, args.num_tokens, find_row);
         {
             const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
+            if constexpr (!Config::fetches_rows) reduction.begin();
             is_sound = is_sound &&
                        await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
                                            num_rounds, cost, waiter);  //~ contributions_awaited
         }
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) {
-            reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
-                return sent_row(args, ranks, active, half, token_idx);
-            });
+            // Where rows are to be fetched from comes with the arrivals.
+            if constexpr (Config::fetches_rows) reduction.begin();
+            reduction.run();
         }
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);

@@ -299,6 +299,20 @@ def test_odd_sizes(
         check_call(layer, random_inputs(layer.shape, (6, 3)))
 
 
+def test_several_warps_count_more_slots_than_they_load_at_once() -> None:
+    """The last CTA counts 1120 slots before its own, with two warps that load 1024 at once."""
+    with ranks(
+        hidden=2048,
+        num_experts=32,
+        num_topk=32,
+        num_sms=2,
+        max_tokens_per_rank=70,
+        max_recv_rows=2048,
+        expert_alignment=1,
+    ) as layer:
+        check_dispatch(layer, random_inputs(layer.shape, (70, 3), unused=0.7))
+
+
 def test_rows_fit_to_the_last_one() -> None:
     with ranks(max_recv_rows=32, expert_alignment=32) as layer:
         inputs = random_inputs(layer.shape, (8, 2))

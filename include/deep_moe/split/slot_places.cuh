@@ -69,15 +69,18 @@ class SlotPlaces {
         const uint32_t end = block_.begin * Config::num_topk;
 #pragma unroll 1
         for (uint32_t first = threadIdx.x; first < end; first += loads_at_once * num_threads) {
-            uint32_t experts[loads_at_once];
+            // Without branches, so that no load waits for one before it.
+            int64_t experts[loads_at_once];
 #pragma unroll
             for (uint32_t i = 0; i < loads_at_once; ++i) {
-                experts[i] = expert_of(first + i * num_threads, end);
+                const uint32_t slot_idx = min(first + i * num_threads, end - 1);
+                experts[i] = load_topk_idx<Config>(args_.topk_idx, slot_idx);
             }
 #pragma unroll
             for (uint32_t i = 0; i < loads_at_once; ++i) {
-                if (experts[i] == ExpertPlace::none) continue;
-                ptx::red_add_shared(word(experts[i]), 1);  //~ earlier_added
+                if (first + i * num_threads >= end || !is_routed<Config>(experts[i])) continue;
+                const auto expert_idx = static_cast<uint32_t>(experts[i]);
+                ptx::red_add_shared(word(expert_idx), 1);  //~ earlier_added
             }
         }
     }

@@ -106,12 +106,12 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
         builder.add(name, dtype, dims, purpose, alignment=DATA_ALIGNMENT)
 
     control("num_rounds", "u32", (1,), "rounds of arrivals that this rank has been through")
-    control("num_counts", "u32", (1,), "dispatches in which its CTAs have counted")
+    control("num_counts", "u32", (1,), "dispatches in which ranks have told counts")
     control("last_step", "u32", (1,), "what the step before took over the links")
     control("gave_up", "u32", (1,), "not zero after a failed call")
     control("gather_counter", "u32", (1,), "CTAs that have ended a step")
-    control("counted_ctas", "u32", (1,), "CTAs that have counted, over all dispatches")
     control("arrivals", "i32", (shape.num_ranks,), "CTAs of a rank that have come, over all rounds")
+    control("count_arrivals", "i32", (shape.num_ranks,), "dispatches whose counts have come")
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
     data("num_tokens", "u32", (shape.num_ranks,), "of each source rank")
     dims = (shape.num_ranks, shape.num_experts)
@@ -141,7 +141,7 @@ class ThroughputConfig:
     >>> shape = ThroughputShape(8, 256, 8, 7168, 8192, 81_920)
     >>> config = ThroughputConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
-    (512, 5120)
+    (512, 4240)
     """
 
     shape: ThroughputShape
@@ -203,13 +203,14 @@ class ThroughputConfig:
         if self.copies_rows:
             num_words = shape.num_experts_per_rank + 1
             add("expert_rows", (num_words,), "rows before each local expert")
+        if self.step == "dispatch":
+            add("claims", (2,), "tokens that are shared, and what is fetched")
         if self.step == "dispatch" and not self.knows_rows:
-            add("slot_counts", (shape.num_experts,), "slots of the CTA that name an expert")
-            add("earlier_counts", (shape.num_experts,), "those of the CTAs before it")
+            add("slot_counts", (shape.num_experts,), "slots up to the CTA's that name an expert")
             add("expert_begins", (shape.num_experts,), "first row of an expert, on its rank")
             add("own_rows", (shape.num_experts,), "rows there before those of this rank")
-            dims = (shape.num_experts_per_rank, shape.num_ranks)
-            add("first_rows", dims, "rows of a local expert before those of a rank")
+            dims = (shape.num_experts_per_rank, shape.num_ranks + 1)
+            add("first_rows", dims, "rows of a local expert before those of a rank, and all")
         return builder.build(alignment=16)
 
     @property

@@ -218,7 +218,6 @@ class ThroughputArgs(ctypes.Structure):
         ("recv_x", ctypes.c_uint64),
         ("recv_scales", ctypes.c_uint64),
         ("recv_weights", ctypes.c_uint64),
-        ("block_counts", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("scalars", ctypes.c_uint64),

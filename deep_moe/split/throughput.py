@@ -201,8 +201,6 @@ class AllToAll(SplitLayer):
         self._generation = 0
         self._num_dispatches = 0
         self._last_step: Step | None = None
-        size = (self._settings.num_sms, shape.num_experts)
-        self._block_counts = torch.empty(size, dtype=torch.int32, device=self.device)
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -401,7 +399,6 @@ class AllToAll(SplitLayer):
             read.update(places)
         else:
             written.update(places)
-            written["block_counts"] = self._block_counts
             self._num_dispatches += 1
         return self._launch(config, handle.number, args, read, written), (received, handle)
 

@@ -27,7 +27,7 @@ SPLIT_MUTATIONS = (
     M("count_before_cleared", removed("counts_cleared"), "race"),
     M("place_before_counted", removed("tokens_counted"), "race"),
     M("cleared_before_published", removed("counts_read"), "race"),
-    M("destinations_before_found", removed("destinations_found"), "race"),
+    M("destinations_before_found", removed("destinations_found"), "race|misuse"),
     M("zero_is_a_count", replaced("count_encoded", "~count", "0u - count"), "timeout|result"),
     M(
         "count_one_too_low",

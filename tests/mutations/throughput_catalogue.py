@@ -14,29 +14,22 @@ THROUGHPUT_MUTATIONS = (
     M("rounds_not_counted", removed("rounds_counted"), "race|timeout"),
     # ---- dispatch, sending
     M("counted_before_cleared", removed("slot_counts_cleared"), "race"),
-    M("slots_of_a_warp_share_a_place", replaced("place_in_block", "num_in_warp", "0u"), ANYTHING),
+    M("placed_before_earlier_counted", removed("earlier_counted"), "race"),
+    M("earlier_slots_forgotten", removed("earlier_added"), ANYTHING),
+    M("slots_of_a_warp_share_a_place", replaced("place_found", "num_in_warp", "0u"), ANYTHING),
+    M("every_other_item_claimed", replaced("item_claimed", "1", "2"), ANYTHING),
     M(
-        "counts_not_released",
-        replaced("counts_released", "red_add_release_gpu", "red_add_relaxed_gpu"),
+        "totals_not_released",
+        replaced("totals_released", "red_add_release_sys", "red_add_relaxed_gpu"),
         "race",
     ),
-    M(
-        "counts_not_acquired",
-        replaced("block_counts_acquired", "ld_acquire_gpu", "ld_relaxed_gpu"),
-        "race",
-    ),
-    M("counts_of_one_thread_only", removed("counts_passed_on"), "race"),
-    M("places_before_shared", removed("earlier_shared"), "race"),
-    M(
-        "earlier_ctas_of_the_last_group_only",
-        replaced("earlier_added", "red_add_shared", "st_shared_u32"),
-        ANYTHING,
-    ),
+    M("counts_counted_never", removed("counts_counted"), ANYTHING),
     M("total_one_too_high", replaced("total_published", "count", "count + 1"), ANYTHING),
     # ---- dispatch, receiving
+    M("counts_of_others_not_awaited", removed("counts_of_all_awaited"), ANYTHING),
     M("tokens_of_others_not_awaited", removed("tokens_of_all_awaited"), ANYTHING),
     M("experts_placed_before_summed", removed("totals_summed"), "race|misuse"),
-    M("places_used_before_shared", instead("places_shared", "return true;"), "race|misuse"),
+    M("places_used_before_shared", instead("arrivals_passed_on", "return true;"), "race|misuse"),
     M("experts_begin_at_their_end", replaced("expert_placed", "begin", "expert_end"), ANYTHING),
     M(
         "overflow_not_seen",

@@ -230,7 +230,7 @@ def test_rounds_are_counted_past_32_bits() -> None:
             own._segment("num_rounds").view(torch.int32).fill_(-1)
             own._segment("num_counts").view(torch.int32).fill_(-1)
             own._segment("arrivals").view(torch.int32).fill_(-4)
-            own._segment("counted_ctas").view(torch.int32).fill_(-4)
+            own._segment("count_arrivals").view(torch.int32).fill_(-1)
         for seed in range(2):
             check_call(layer, random_inputs(layer.shape, (8, 5), seed))
 
@@ -297,6 +297,20 @@ def test_odd_sizes(
         max_tokens_per_rank=6,
     ) as layer:
         check_call(layer, random_inputs(layer.shape, (6, 3)))
+
+
+def test_several_warps_count_more_slots_than_they_load_at_once() -> None:
+    """The last CTA counts 1120 slots before its own, with two warps that load 1024 at once."""
+    with ranks(
+        hidden=2048,
+        num_experts=32,
+        num_topk=32,
+        num_sms=2,
+        max_tokens_per_rank=70,
+        max_recv_rows=2048,
+        expert_alignment=1,
+    ) as layer:
+        check_dispatch(layer, random_inputs(layer.shape, (70, 3), unused=0.7))
 
 
 def test_rows_fit_to_the_last_one() -> None:

@@ -29,11 +29,13 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const uint32_t shared_memory = ptx::shared_address(shared_bytes);
     const LowLatencyRanks<Config> ranks(args);
     const LowLatencyBuffer<Config> local = ranks.local();
+    first_anchor<Config>(args);
+    // All loads that depend on nothing are under way before the first of them is waited for.
+    const CallState state(local);
+    const uint32_t call_idx = *args.call_idx;
     const ActiveRanks<Config> active(local);
     Waiter waiter(args);
-    first_anchor<Config>(args);
-    uint32_t call_idx;
-    bool is_sound = resume_call(args, local, waiter, call_idx);
+    bool is_sound = resume_call<Config>(state, call_idx, waiter);
     const uint32_t half = half_of(call_idx);
     const auto arrivals = [&](uint32_t rank_idx) { return local.combine_arrivals(half, rank_idx); };
     const auto arrive = [&] {
@@ -61,17 +63,22 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     }
     if constexpr (Config::receives) {
         const WaitCost cost(args.wait_cycles);
+        const auto find_row = [&](uint32_t token_idx) {
+            return sent_row(args, ranks, active, half, token_idx);
+        };
+        SlotReduction<Config, decltype(find_row)> reduction(args.out, args.num_tokens, find_row);
         {
             const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
+            if constexpr (!Config::fetches_rows) reduction.begin();
             is_sound = is_sound &&
                        await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
                                            num_rounds, cost, waiter);  //~ contributions_awaited
         }
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) {
-            reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
-                return sent_row(args, ranks, active, half, token_idx);
-            });
+            // Where rows are to be fetched from comes with the arrivals.
+            if constexpr (Config::fetches_rows) reduction.begin();
+            reduction.run();
         }
     }
     if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);

@@ -29,7 +29,8 @@ namespace deep_moe {
 template <class Config>
 __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                               const ActiveRanks<Config>& active, uint32_t shared_memory,
-                              uint32_t call_idx, const Waiter& waiter) {
+                              uint32_t call_idx, const NextToken<Config>& first_token,
+                              const Waiter& waiter) {
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const TokenCounts<Config> counts(shared_memory);
@@ -47,7 +48,7 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
     }
     {
         const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
-        send_tokens(args, ranks, active, counts, shared_memory, half);
+        send_tokens(args, ranks, active, counts, shared_memory, half, first_token);
         arrive_at_ranks<Config>(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
             return buffer.dispatch_arrivals(half, ranks.rank_idx());
         });
@@ -96,18 +97,22 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     const uint32_t shared_memory = ptx::shared_address(shared_bytes);
     const LowLatencyRanks<Config> ranks(args);
     const LowLatencyBuffer<Config> local = ranks.local();
-    const ActiveRanks<Config> active(local);
-    Waiter waiter(args);
     first_anchor<Config>(args);
-    uint32_t call_idx;
+    // All loads that depend on nothing are under way before the first of them is waited for.
+    const CallState state(local);
+    const uint32_t call_idx = Config::sends ? state.num_calls : *args.call_idx;
+    NextToken<Config> first_token(args, blockIdx.x);
+    const ActiveRanks<Config> active(local);
+    first_token.route(args, active, blockIdx.x);
+    Waiter waiter(args);
     bool is_sound;
     if constexpr (Config::sends) {
-        is_sound = begin_call(local, waiter, call_idx);
+        is_sound = begin_call<Config>(state, waiter);
+        if (is_sound) {
+            dispatch_send(args, ranks, active, shared_memory, call_idx, first_token, waiter);
+        }
     } else {
-        is_sound = resume_call(args, local, waiter, call_idx);
-    }
-    if constexpr (Config::sends) {
-        if (is_sound) dispatch_send(args, ranks, active, shared_memory, call_idx, waiter);
+        is_sound = resume_call<Config>(state, call_idx, waiter);
     }
     if constexpr (Config::receives) {
         if (is_sound) dispatch_receive(args, ranks, active, shared_memory, call_idx, waiter);

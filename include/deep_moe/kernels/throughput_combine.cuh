@@ -26,11 +26,14 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     Waiter waiter(args);
     first_anchor<Config>(args);
     Step<Config> step(ranks, StepKind::rows, waiter);
+    const auto find_row = [&](uint32_t token_idx) { return returned_row(args, ranks, token_idx); };
+    SlotReduction<Config, decltype(find_row)> reduction(args.out, args.num_tokens, find_row);
     bool is_sound = step.begin();
     if (is_sound) {
         const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
         if constexpr (Config::copies_rows) share_rows(args, ranks.local(), shared_memory);
         step.arrive();
+        reduction.begin();
     }
     if (is_sound) {
         const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
@@ -38,9 +41,8 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     }
     if (is_sound) {
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
-        reduce_slots<Config>(args.out, args.num_tokens, [&](uint32_t token_idx) {
-            return returned_row(args, ranks, token_idx);
-        });
+        step.count_on();
+        reduction.run();
     }
     step.end();
     last_anchor<Config>(args);

@@ -9,6 +9,8 @@
 
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/arrivals.cuh"
+#include "deep_moe/split/claims.cuh"
 #include "deep_moe/split/expert_places.cuh"
 #include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/pull_tokens.cuh"
@@ -21,55 +23,74 @@
 
 namespace deep_moe {
 
+// A CTA's tokens that are shared, and what it fetches.
+template <class Config>
+struct DispatchClaims {
+    Claims tokens;
+    Claims fetches;
+
+    __device__ explicit DispatchClaims(uint32_t shared_memory)
+        : tokens(shared_memory + Config::Smem::claims_offset),
+          fetches(shared_memory + Config::Smem::claims_offset + sizeof(uint32_t)) {}
+
+    // All threads of the CTA; a barrier has to stand behind it, such as that of `Step::begin`.
+    __device__ void clear() const {
+        if (threadIdx.x != 0) return;
+        tokens.clear();
+        fetches.clear();
+    }
+};
+
 // All threads of a CTA: what other ranks need to know and to fetch.
 template <class Config>
-__device__ bool dispatch_share(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                               uint32_t shared_memory, Waiter& waiter) {
+__device__ void dispatch_share(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
+                               uint32_t shared_memory, const Claims& claims) {
     const ThroughputBuffer<Config> local = ranks.local();
     if (blockIdx.x == 0) {
         for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
             *ranks.of(i).num_tokens(ranks.rank_idx()) = args.num_tokens;
         }
     }
-    if constexpr (Config::knows_rows) {
-        const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
-        share_tokens(args, local, 0);
-        return true;
-    } else {
-        static_assert(Config::num_threads > warp_size, "one warp counts, the others share");
-        const PhaseSpan<Config> span(args, SplitPhase::count_put);
-        const SlotPlaces<Config> places(args, ranks, shared_memory);
-        places.clear();
-        if (ptx::warp_idx() == 0) {
-            places.count();
-        } else {
-            const PhaseSpan<Config> share_span(args, SplitPhase::quant_and_put, warp_size);
-            share_tokens(args, local, 1);
+    constexpr uint32_t sharing_thread = Config::num_threads - warp_size;  // that stamps
+    if constexpr (!Config::knows_rows) {
+        using Places = SlotPlaces<Config>;
+        static_assert(Places::num_warps * warp_size <= sharing_thread, "some count, others share");
+        if (ptx::warp_idx() < Places::num_warps) {
+            const PhaseSpan<Config> span(args, SplitPhase::count_put);
+            Places(args, ranks, shared_memory).find();
         }
-        return places.add_earlier_ctas(waiter);
     }
+    const PhaseSpan<Config> span(args, SplitPhase::quant_and_put, sharing_thread);
+    share_tokens(args, local, claims);
 }
 
-template <class Config, class Rows>
-__device__ void pull_tokens(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                            const Rows& rows) {
-    const TokenPull<Config, Rows> pull(args, ranks, rows);
-    pull.run();
-    pull.clear_padding();
+// All threads of a CTA, which has shared: from the counts of all ranks to where their slots go; to
+// be read behind the wait for the tokens. num_counts: dispatches before this one.
+template <class Config>
+__device__ void dispatch_place(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
+                               uint32_t shared_memory, uint32_t num_counts, Waiter& waiter) {
+    const ThroughputBuffer<Config> local = ranks.local();
+    const auto arrivals = [&](uint32_t rank_idx) { return local.count_arrivals(rank_idx); };
+    bool have_come = true;
+    //~ counts_of_all_awaited
+    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks{}, arrivals, 1,
+                                       WaitCost(nullptr), waiter, num_counts);
+    const ExpertPlaces<Config> places(shared_memory);
+    if (have_come) places.sum_up(args, local, ranks.rank_idx(), waiter);
 }
 
 // All threads of a CTA, when all ranks have shared.
 template <class Config>
 __device__ void dispatch_pull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                              uint32_t shared_memory, Waiter& waiter) {
+                              uint32_t shared_memory, const Claims& claims) {
     if constexpr (Config::knows_rows) {
-        pull_tokens(args, ranks, KnownRows<Config>(args));
+        const KnownRows<Config> rows(args);
+        TokenPull(args, ranks, rows, claims).run();
     } else {
-        const ThroughputBuffer<Config> local = ranks.local();
         const ExpertPlaces<Config> places(shared_memory);
-        if (!places.sum_up(args, local, ranks.rank_idx(), waiter)) return;
-        pull_tokens(args, ranks, CountedRows<Config>(places, ranks));
-        tell_slot_rows(args, local, places);  // last: nobody waits for it
+        const CountedRows<Config> rows(places, ranks);
+        TokenPull(args, ranks, rows, claims).run();
+        tell_slot_rows(args, ranks.local(), places);  // last: nobody waits for it
     }
 }
 
@@ -82,18 +103,26 @@ __device__ __forceinline__ void throughput_dispatch(const ThroughputArgs& args) 
     const ThroughputRanks<Config> ranks(args);
     Waiter waiter(args);
     first_anchor<Config>(args);
+    const DispatchClaims<Config> claims(shared_memory);
+    claims.clear();
+    const uint32_t num_counts = ptx::ld_relaxed_gpu(ranks.local().num_counts());
     Step<Config> step(ranks, StepKind::tokens, waiter);
-    bool is_sound = step.begin() && dispatch_share(args, ranks, shared_memory, waiter);
+    bool is_sound = step.begin();
     if (is_sound) {
+        dispatch_share(args, ranks, shared_memory, claims.tokens);
         const PhaseSpan<Config> span(args, SplitPhase::wait);
         step.arrive();
+        if constexpr (!Config::knows_rows) {
+            dispatch_place(args, ranks, shared_memory, num_counts, waiter);
+        }
         is_sound = step.await();  //~ tokens_of_all_awaited
     }
     if (is_sound) {
         const PhaseSpan<Config> span(args, SplitPhase::postprocess);
-        dispatch_pull(args, ranks, shared_memory, waiter);
+        if (step.count_on() && !Config::knows_rows) SlotPlaces<Config>::count_on(ranks.local());
+        dispatch_pull(args, ranks, shared_memory, claims.fetches);
     }
-    if (step.end() && !Config::knows_rows) SlotPlaces<Config>::count_on(ranks.local());
+    step.end();
     last_anchor<Config>(args);
 }
 

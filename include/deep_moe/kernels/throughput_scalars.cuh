@@ -23,7 +23,10 @@ __device__ __forceinline__ void throughput_scalars(const ThroughputArgs& args) {
         step.arrive();
         is_sound = step.await();  //~ scalars_of_all_awaited
     }
-    if (is_sound) fetch_scalars(args, ranks);
+    if (is_sound) {
+        step.count_on();
+        fetch_scalars(args, ranks);
+    }
     step.end();
 }
 

@@ -48,17 +48,16 @@ class WaitCost {
     uint64_t begin_;
 };
 
-// All threads of a CTA: until all CTAs of all ranks have arrived `num_rounds` times, above
-// `num_earlier` arrivals. `arrivals(rank_idx)`: that rank's word in the own buffer. What they had
-// sent may be read then, by the whole CTA: one thread acquires it per rank, and the barrier passes
-// it on.
+// All threads of a CTA: until `num_expected` arrivals have come from each rank, above
+// `num_earlier`. `arrivals(rank_idx)`: that rank's word in the own buffer. What came before them
+// may be read then, by the whole CTA: one thread acquires it per rank, and the barrier passes it
+// on.
 template <class Config, class Active, class Arrivals>
-__device__ bool await_ranks(WaitSite site, const Active& active, const Arrivals& arrivals,
-                            uint32_t num_rounds, const WaitCost& cost, Waiter& waiter,
-                            uint32_t num_earlier = 0) {
+__device__ bool await_arrivals(WaitSite site, const Active& active, const Arrivals& arrivals,
+                               uint32_t num_expected, const WaitCost& cost, Waiter& waiter,
+                               uint32_t num_earlier) {
     for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
         if (!active.contains(i)) continue;
-        const uint32_t num_expected = num_rounds * Config::num_ctas;  //~ ranks_awaited
         // A CTA that has seen all come may have come to the next round before this one looks.
         const auto num_arrived = [&] {
             const auto seen = ptx::ld_acquire_sys(arrivals(i));  //~ arrival_acquired
@@ -72,7 +71,16 @@ __device__ bool await_ranks(WaitSite site, const Active& active, const Arrivals&
         waiter.until(site, num_expected, num_arrived, late_rank);
         cost.add(i);
     }
-    return cta_agrees<Config>(waiter);
+    return cta_agrees<Config>(waiter);  //~ arrivals_passed_on
+}
+
+// The same until all CTAs of all ranks have arrived `num_rounds` times.
+template <class Config, class Active, class Arrivals>
+__device__ bool await_ranks(WaitSite site, const Active& active, const Arrivals& arrivals,
+                            uint32_t num_rounds, const WaitCost& cost, Waiter& waiter,
+                            uint32_t num_earlier = 0) {
+    const uint32_t num_expected = num_rounds * Config::num_ctas;  //~ ranks_awaited
+    return await_arrivals<Config>(site, active, arrivals, num_expected, cost, waiter, num_earlier);
 }
 
 }  // namespace deep_moe

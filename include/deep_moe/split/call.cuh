@@ -17,26 +17,34 @@ __device__ __forceinline__ uint32_t half_of(uint32_t call_idx) {
     return call_idx % 2;  //~ half_in_turn
 }
 
-// All threads of a CTA, first of all. The call that this kernel sends. False if an earlier kernel
-// of this rank gave up.
+// What a kernel reads of its own buffer, first of all: before anything else waits for a load, so
+// that one wait does for all.
+struct CallState {
+    uint32_t num_calls;
+    uint32_t gave_up;
+
+    template <class Config>
+    __device__ explicit CallState(const LowLatencyBuffer<Config>& local)
+        : num_calls(ptx::ld_relaxed_gpu(local.num_calls())),
+          gave_up(ptx::ld_relaxed_gpu(local.gave_up())) {}
+};
+
+// All threads of a CTA, which sends call `state.num_calls`. False if an earlier kernel of this rank
+// gave up.
 //
 // Nobody counts on before all CTAs of the rank have come to the gather of `end_sending`.
 template <class Config>
-__device__ bool begin_call(const LowLatencyBuffer<Config>& local, Waiter& waiter,
-                           uint32_t& call_idx) {
-    call_idx = ptx::ld_relaxed_gpu(local.num_calls());
-    waiter.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
+__device__ bool begin_call(const CallState& state, Waiter& waiter) {
+    waiter.follow(state.gave_up == 0);
     return cta_agrees<Config>(waiter);
 }
 
-// The same in a kernel that goes on with a dispatch: it knows the call from what that one left.
+// The same in a kernel that goes on with a dispatch, whose call it knows from what that one left.
 // Fails if the buffer's half has another call's data by now.
 template <class Config>
-__device__ bool resume_call(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
-                            Waiter& waiter, uint32_t& call_idx) {
-    call_idx = *args.call_idx;
-    const uint32_t age = ptx::ld_relaxed_gpu(local.num_calls()) - call_idx;  // 1 for the newest
-    waiter.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
+__device__ bool resume_call(const CallState& state, uint32_t call_idx, Waiter& waiter) {
+    const uint32_t age = state.num_calls - call_idx;  // 1 for the newest
+    waiter.follow(state.gave_up == 0);
     const bool is_own = age == 1 || age == 2;  //~ half_is_own
     if (!is_own && !waiter.aborted()) {
         waiter.fail(WaitCode::stale_handle, WaitSite::none, 2, age);

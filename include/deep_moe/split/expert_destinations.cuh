@@ -31,12 +31,9 @@ class ExpertDestinations {
     }
 
     // A whole warp: finds them for a token, and writes its control to each. `counts`: of all tokens
-    // before it.
-    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                         const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
-                         uint32_t half, uint32_t token_idx) const {
-        const RoutedSlot slot =
-            route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
+    // before it. `slot`: the token's that the lane stands for.
+    __device__ void find(const LowLatencyRanks<Config>& ranks, const TokenCounts<Config>& counts,
+                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot) const {
         const uint32_t firsts = __ballot_sync(full_warp, slot.is_first_of_expert());
         if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, __popc(firsts));
         if (!slot.is_first_of_expert()) return;

@@ -27,9 +27,10 @@ class ExpertPlaces {
           own_rows_(shared_memory + Config::Smem::own_rows_offset),
           first_rows_(shared_memory + Config::Smem::first_rows_offset) {}
 
-    // All threads of a CTA, when all ranks have told: false if a rank's rows do not fit. The first
-    // CTA tells the caller of its own rank's experts. A barrier stands behind it.
-    __device__ bool sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
+    // All threads of a CTA, when all ranks' counts are here. Fails if a rank's rows do not fit. The
+    // first CTA tells the caller of its own rank's experts. The others may read it behind a barrier
+    // that votes, such as that of `Step::await`.
+    __device__ void sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
                            uint32_t rank_idx, Waiter& waiter) const {
         for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
             sum_up_expert(local, rank_idx, i);
@@ -39,7 +40,6 @@ class ExpertPlaces {
              i += Config::num_threads / warp_size) {
             place_experts(args, i, i == rank_idx && blockIdx.x == 0, waiter);
         }
-        return cta_agrees<Config>(waiter);  //~ places_shared
     }
 
     // The row, on its owner, of this rank's first slot that names an expert.
@@ -52,47 +52,74 @@ class ExpertPlaces {
         return ptx::ld_shared_u32(begins_ + expert_idx * sizeof(uint32_t)) +
                ptx::ld_shared_u32(first_row_word(expert_idx, source_rank));
     }
+    // Behind its last row here.
+    __device__ uint32_t end_of(uint32_t expert_idx) const {
+        return first_row(expert_idx, Config::num_ranks);
+    }
 
  private:
     // How many slots name it, and how many of those stand before each rank's.
     __device__ void sum_up_expert(const ThroughputBuffer<Config>& local, uint32_t rank_idx,
                                   uint32_t expert_idx) const {
+        constexpr uint32_t loads_at_once = min(8u, Config::num_ranks);
         const bool is_local = expert_idx / Config::num_experts_per_rank == rank_idx;
         uint32_t num_rows = 0;
-#pragma unroll 8  // loads that wait for nothing
-        for (uint32_t source = 0; source < Config::num_ranks; ++source) {
-            if (is_local) ptx::st_shared_u32(first_row_word(expert_idx, source), num_rows);
-            if (source == rank_idx) {
-                ptx::st_shared_u32(own_rows_ + expert_idx * sizeof(uint32_t), num_rows);
+#pragma unroll 1
+        for (uint32_t first = 0; first < Config::num_ranks; first += loads_at_once) {
+            uint32_t counts[loads_at_once];
+#pragma unroll
+            for (uint32_t i = 0; i < loads_at_once; ++i) {
+                const bool is_valid = first + i < Config::num_ranks;
+                counts[i] = is_valid ? *local.expert_totals(first + i, expert_idx) : 0;
             }
-            num_rows += *local.expert_totals(source, expert_idx);
+#pragma unroll
+            for (uint32_t i = 0; i < loads_at_once; ++i) {
+                const uint32_t source = first + i;
+                if (source >= Config::num_ranks) break;
+                if (is_local) ptx::st_shared_u32(first_row_word(expert_idx, source), num_rows);
+                if (source == rank_idx) {
+                    ptx::st_shared_u32(own_rows_ + expert_idx * sizeof(uint32_t), num_rows);
+                }
+                num_rows += counts[i];
+            }
+        }
+        if (is_local) {
+            ptx::st_shared_u32(first_row_word(expert_idx, Config::num_ranks), num_rows);
         }
         ptx::st_shared_u32(begins_ + expert_idx * sizeof(uint32_t), num_rows);
     }
 
-    // A whole warp: from counts to where the experts of a rank begin.
+    // A whole warp: from counts to where the experts of a rank begin. A lane takes neighbours, so
+    // that one sum over the warp is enough.
     __device__ void place_experts(const ThroughputArgs& args, uint32_t rank_idx, bool tells_caller,
                                   Waiter& waiter) const {
-        uint32_t end = 0;
-        for (uint32_t base = 0; base < Config::num_experts_per_rank; base += warp_size) {
-            const uint32_t local_expert_idx = base + ptx::lane_idx();
-            const bool is_valid = local_expert_idx < Config::num_experts_per_rank;
-            const uint32_t word =
-                begins_ +
-                (rank_idx * Config::num_experts_per_rank + local_expert_idx) * sizeof(uint32_t);
-            const uint32_t count = is_valid ? ptx::ld_shared_u32(word) : 0;
-            const uint32_t room = align_up(count, uint32_t{Config::expert_alignment});
-            const uint32_t expert_end = end + ptx::inclusive_sum(room);
-            const uint32_t begin = expert_end - room;
-            if (is_valid) ptx::st_shared_u32(word, begin);  //~ expert_placed
-            if (is_valid && tells_caller) {
-                args.expert_begin[local_expert_idx] = static_cast<int32_t>(begin);
-                args.expert_count[local_expert_idx] = static_cast<int32_t>(count);
-                args.expert_end[local_expert_idx] = static_cast<int32_t>(expert_end);
-                tell_own_rows(args, rank_idx, local_expert_idx, begin, count);
-            }
-            end = __shfl_sync(full_warp, expert_end, warp_size - 1);
+        constexpr uint32_t num_local = Config::num_experts_per_rank;
+        constexpr uint32_t experts_per_lane = ceil_div(num_local, warp_size);
+        const uint32_t words = begins_ + rank_idx * num_local * sizeof(uint32_t);
+        const uint32_t first = min(ptx::lane_idx() * experts_per_lane, num_local);
+        const uint32_t last = min(first + experts_per_lane, num_local);
+        const auto room_for = [](uint32_t count) {
+            return align_up(count, uint32_t{Config::expert_alignment});
+        };
+        uint32_t num_rows = 0;
+        for (uint32_t i = first; i < last; ++i) {
+            num_rows += room_for(ptx::ld_shared_u32(words + i * sizeof(uint32_t)));
         }
+        const uint32_t lane_end = ptx::inclusive_sum(num_rows);
+        uint32_t begin = lane_end - num_rows;
+        for (uint32_t i = first; i < last; ++i) {
+            const uint32_t count = ptx::ld_shared_u32(words + i * sizeof(uint32_t));
+            const uint32_t expert_end = begin + room_for(count);
+            ptx::st_shared_u32(words + i * sizeof(uint32_t), begin);  //~ expert_placed
+            if (tells_caller) {
+                args.expert_begin[i] = static_cast<int32_t>(begin);
+                args.expert_count[i] = static_cast<int32_t>(count);
+                args.expert_end[i] = static_cast<int32_t>(expert_end);
+                tell_own_rows(args, rank_idx, i, begin);
+            }
+            begin = expert_end;
+        }
+        const uint32_t end = __shfl_sync(full_warp, lane_end, warp_size - 1);
         if (end > Config::max_recv_rows && ptx::lane_idx() == 0) {  //~ overflow_seen
             RankSet overflowing;
             overflowing.insert(rank_idx);
@@ -103,26 +130,24 @@ class ExpertPlaces {
 
     // For combine, which need not copy the rows that are for its own rank.
     __device__ void tell_own_rows(const ThroughputArgs& args, uint32_t rank_idx,
-                                  uint32_t local_expert_idx, uint32_t begin, uint32_t count) const {
+                                  uint32_t local_expert_idx, uint32_t begin) const {
         const uint32_t first = ptx::ld_shared_u32(first_row_word(local_expert_idx, rank_idx));
-        const uint32_t next_rank = rank_idx + 1;
-        const uint32_t end = next_rank == Config::num_ranks
-                                 ? count
-                                 : ptx::ld_shared_u32(first_row_word(local_expert_idx, next_rank));
+        const uint32_t end = ptx::ld_shared_u32(first_row_word(local_expert_idx, rank_idx + 1));
         int32_t* const range = args.own_rows + 2 * local_expert_idx;
         range[0] = static_cast<int32_t>(begin + first);
         range[1] = static_cast<int32_t>(begin + end);  //~ own_rows_told
     }
 
     __device__ uint32_t first_row_word(uint32_t expert_idx, uint32_t source_rank) const {
-        return first_rows_ +
-               (expert_idx % Config::num_experts_per_rank * Config::num_ranks + source_rank) *
-                   sizeof(uint32_t);
+        constexpr uint32_t num_words = Config::Smem::first_rows_dim1;
+        return first_rows_ + (expert_idx % Config::num_experts_per_rank * num_words + source_rank) *
+                                 sizeof(uint32_t);
     }
 
-    uint32_t begins_;      // u32[E]: first counts, then where each begins on its owner
-    uint32_t own_rows_;    // u32[E]: rows of the ranks before this one
-    uint32_t first_rows_;  // u32[E_local][ranks]: rows of the ranks before each, of local experts
+    uint32_t begins_;    // u32[E]: first counts, then where each begins on its owner
+    uint32_t own_rows_;  // u32[E]: rows of the ranks before this one
+    // u32[E_local][ranks + 1]: rows of the ranks before each, of local experts; at last, all.
+    uint32_t first_rows_;
 };
 
 // All threads of a CTA: for the steps that follow, where the slots of its tokens went.

@@ -7,6 +7,7 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/claims.cuh"
 #include "deep_moe/split/pulled_rows.cuh"
 #include "deep_moe/split/share_tokens.cuh"
 #include "deep_moe/split/spread_row.cuh"
@@ -27,46 +28,63 @@ __device__ __forceinline__ uint4 multiply_chunk(uint4 chunk, float factor) {
 }
 
 // All warps of the grid, when all ranks' tokens may be fetched. A CTA takes the same part of every
-// rank's tokens, so that each pair of ranks is at it all the time.
+// rank's tokens, so that each pair of ranks is at it all the time, and of the padding rows every
+// num_ctas-th. Its warps claim both, padding evenly among tokens: what links and what this GPU's
+// memory have to do goes on side by side, to the end.
 //
 // `Rows`: CountedRows or KnownRows.
 template <class Config, class Rows>
 class TokenPull {
     using Format = TokenFormat<Config>;
-    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+    static constexpr uint32_t alignment = Config::expert_alignment;
+    // Rows that may be padding, of all experts and of a CTA: behind each expert's last one there
+    // are fewer than `alignment`.
+    static constexpr uint32_t num_gaps = Config::num_experts_per_rank * (alignment - 1);
+    static constexpr uint32_t gaps_per_cta = ceil_div(num_gaps, Config::num_ctas);
     // Over a link a load takes two microseconds and more: a token of E4M3 with hidden 7168 is here
     // after one. To multiply them takes registers, too.
     static constexpr uint32_t most_loads_at_once = Rows::are_known ? 8 : 16;
 
  public:
     __device__ TokenPull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                         const Rows& rows)
-        : args_(args), ranks_(ranks), local_(ranks.local()), rows_(rows) {}
+                         const Rows& rows, const Claims& claims)
+        : args_(args), ranks_(ranks), local_(ranks.local()), rows_(rows), claims_(claims) {}
 
     __device__ void run() const {
-        const uint32_t num_items = longest_block() * Config::num_ranks;
-        // CTAs begin with different ranks, and ranks do, too.
-        const uint32_t first_rank = blockIdx.x + ranks_.rank_idx();
-        for (uint32_t i = ptx::warp_idx(); i < num_items; i += num_warps) {
-            const uint32_t source = (first_rank + i) % Config::num_ranks;
-            const TokenBlock<Config> block(*local_.num_tokens(source));
-            const uint32_t token_idx = block.begin + i / Config::num_ranks;
-            if (token_idx < block.end) pull(source, token_idx);
-        }
-    }
-
-    // All threads of the grid.
-    __device__ void clear_padding() const {
-        constexpr uint32_t alignment = Config::expert_alignment;
-        for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
-             i < Config::num_experts_per_rank * alignment; i += num_warps * Config::num_ctas) {
-            const uint32_t end = rows_.end_of(i / alignment);
-            const uint32_t row = end + i % alignment;
-            if (row < align_up(end, alignment)) clear_row(row);  //~ padding_cleared
+        const uint32_t num_tokens = longest_block() * Config::num_ranks;
+        const uint32_t num_items = num_tokens + gaps_per_cta;
+        const auto tokens_before = [&](uint32_t item) {
+            return static_cast<uint32_t>(uint64_t{item} * num_tokens / num_items);
+        };
+        for (uint32_t item = claims_.next(); item < num_items; item = claims_.next()) {
+            const uint32_t i = tokens_before(item);
+            if (tokens_before(item + 1) != i) {
+                pull_item(i);
+            } else {
+                clear_gap(item - i);
+            }
         }
     }
 
  private:
+    __device__ void pull_item(uint32_t i) const {
+        // CTAs begin with different ranks, and ranks do, too.
+        const uint32_t source = (blockIdx.x + ranks_.rank_idx() + i) % Config::num_ranks;
+        const TokenBlock<Config> block(*local_.num_tokens(source));
+        const uint32_t token_idx = block.begin + i / Config::num_ranks;
+        if (token_idx < block.end) pull(source, token_idx);
+    }
+
+    __device__ void clear_gap(uint32_t i) const {
+        if constexpr (alignment > 1) {
+            const uint32_t gap = i * Config::num_ctas + blockIdx.x;
+            if (gap >= num_gaps) return;
+            const uint32_t end = rows_.end_of(gap / (alignment - 1));
+            const uint32_t row = end + gap % (alignment - 1);
+            if (row < align_up(end, alignment)) clear_row(row);  //~ padding_cleared
+        }
+    }
+
     // Of all ranks' in this CTA.
     __device__ uint32_t longest_block() const {
         uint32_t longest = 0;
@@ -137,6 +155,7 @@ class TokenPull {
     const ThroughputRanks<Config>& ranks_;
     const ThroughputBuffer<Config> local_;
     const Rows& rows_;
+    const Claims claims_;
 };
 
 }  // namespace deep_moe

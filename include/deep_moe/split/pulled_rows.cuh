@@ -30,11 +30,7 @@ class CountedRows {
 
     // Behind a local expert's last row.
     __device__ uint32_t end_of(uint32_t local_expert_idx) const {
-        constexpr uint32_t last_rank = Config::num_ranks - 1;
-        const uint32_t expert_idx =
-            ranks_.rank_idx() * Config::num_experts_per_rank + local_expert_idx;
-        return places_.first_row(expert_idx, last_rank) +
-               *ranks_.local().expert_totals(last_rank, expert_idx);
+        return places_.end_of(ranks_.rank_idx() * Config::num_experts_per_rank + local_expert_idx);
     }
 
  private:

@@ -7,7 +7,6 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/token_counts.cuh"
@@ -47,12 +46,9 @@ class RankDestinations {
     }
 
     // A whole warp: finds them for a token, and writes its header to each. `counts`: of all tokens
-    // before it.
-    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                         const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
-                         uint32_t half, uint32_t token_idx) const {
-        const RoutedSlot slot =
-            route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
+    // before it. `slot`: the token's that the lane stands for.
+    __device__ void find(const LowLatencyRanks<Config>& ranks, const TokenCounts<Config>& counts,
+                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot) const {
         uint32_t row = RowOfExpert::none;
         if (slot.is_first_of_expert()) {
             row = RowOfExpert::pack(slot.expert_idx % Config::num_experts_per_rank,

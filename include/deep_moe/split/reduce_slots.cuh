@@ -31,27 +31,45 @@ struct SlotRow {
     float weight;
 };
 
-// All warps of the grid, when all rows are here, or complete where they are. out: bf16
-// [num_tokens, hidden]. `find_row(token_idx)`, for a whole warp: the SlotRow of the slot that the
+// All warps of the grid. `find_row(token_idx)`, for a whole warp: the SlotRow of the slot that the
 // lane stands for; unused behind the last slot.
 template <class Config, class FindRow>
-__device__ void reduce_slots(void* out, uint32_t num_tokens, const FindRow& find_row) {
-    constexpr uint32_t num_warps = Config::num_threads / warp_size;
-    constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
-    constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
-    constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
-    const uint32_t num_items = num_tokens * num_parts;
-    uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
-    if (i >= num_items) return;
-    SlotRow next_slot = find_row(i / num_parts);
-    for (; i < num_items; i += num_warps * Config::num_ctas) {
+class SlotReduction {
+    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+    static constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
+    static constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
+
+ public:
+    // out: bf16 [num_tokens, hidden].
+    __device__ SlotReduction(void* out, uint32_t num_tokens, const FindRow& find_row)
+        : out_(out), num_items_(num_tokens * num_parts), find_row_(find_row) {}
+
+    // Finds the first row: while others are awaited, if it can be known by then.
+    __device__ void begin() {
+        if (first_item() < num_items_) next_slot_ = find_row_(first_item() / num_parts);
+    }
+
+    // Behind `begin`, when all rows are here, or complete where they are.
+    __device__ void run() {
+        for (uint32_t i = first_item(); i < num_items_; i += num_warps * Config::num_ctas) {
+            add(i);
+        }
+    }
+
+ private:
+    static __device__ uint32_t first_item() {
+        return ptx::warp_idx() * Config::num_ctas + blockIdx.x;
+    }
+
+    __device__ void add(uint32_t i) {
+        constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
         const uint32_t token_idx = i / num_parts;
         const uint32_t chunk_idx = i % num_parts * warp_size + ptx::lane_idx();
         const bool is_valid = chunk_idx < num_chunks;
-        const SlotRow slot = next_slot;
+        const SlotRow slot = next_slot_;
         // The next one is looked up while the rows of this one are on their way.
         const uint32_t next = i + num_warps * Config::num_ctas;
-        if (next < num_items) next_slot = find_row(next / num_parts);
+        if (next < num_items_) next_slot_ = find_row_(next / num_parts);
         const uint32_t used = __ballot_sync(full_warp, slot.address != 0);
         float sums[8] = {};
 #pragma unroll 1
@@ -71,11 +89,16 @@ __device__ void reduce_slots(void* out, uint32_t num_tokens, const FindRow& find
             }
         }
         if (is_valid) {
-            static_cast<uint4*>(out)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
+            static_cast<uint4*>(out_)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
                 ptx::cvt_rn_bf16x2_f32(sums[1], sums[0]), ptx::cvt_rn_bf16x2_f32(sums[3], sums[2]),
                 ptx::cvt_rn_bf16x2_f32(sums[5], sums[4]), ptx::cvt_rn_bf16x2_f32(sums[7], sums[6])};
         }
     }
-}
+
+    void* out_;
+    uint32_t num_items_;
+    const FindRow& find_row_;
+    SlotRow next_slot_ = {0, 0.0f};
+};
 
 }  // namespace deep_moe

@@ -46,7 +46,7 @@ __device__ void share_scalars(const ThroughputArgs& args, const ThroughputBuffer
     }
 }
 
-// What `reduce_slots` asks. A whole warp.
+// What `SlotReduction` asks. A whole warp.
 template <class Config>
 __device__ SlotRow returned_row(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
                                 uint32_t token_idx) {

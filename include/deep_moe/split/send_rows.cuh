@@ -43,11 +43,11 @@ __device__ void send_rows(const LowLatencyArgs& args, const LowLatencyRanks<Conf
          i += num_warps * Config::num_ctas) {
         const uint32_t local_expert_idx = rows.expert_of(i);
         const uint32_t row = i - rows.first(local_expert_idx);
+        const uint64_t row_idx = uint64_t{local_expert_idx} * rows_per_expert<Config> + row;
+        const auto source = static_cast<uint32_t>(args.src_slots[row_idx]);  // with its rank
         const uint32_t rank_idx =
             source_rank<Config>(args.layout_range + local_expert_idx * Config::num_ranks, row);
         if (!active.contains(rank_idx)) continue;
-        const uint64_t row_idx = uint64_t{local_expert_idx} * rows_per_expert<Config> + row;
-        const auto source = static_cast<uint32_t>(args.src_slots[row_idx]);
         copy_row<Config>(
             ranks.of(rank_idx).combine(half, source % Config::num_topk, source / Config::num_topk),
             static_cast<const uint16_t*>(args.y) + row_idx * Config::hidden);  //~ row_sent

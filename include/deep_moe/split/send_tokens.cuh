@@ -13,6 +13,7 @@
 #include "deep_moe/split/loaded_chunk.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/rank_destinations.cuh"
+#include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/split/token_format.cuh"
 
@@ -21,6 +22,25 @@ namespace deep_moe {
 template <class Config>
 using Destinations = cuda::std::conditional_t<Config::stages_by_expert, ExpertDestinations<Config>,
                                               RankDestinations<Config>>;
+
+// A token that the CTA sends next, as far as it can be known ahead.
+template <class Config>
+struct NextToken {
+    LoadedChunk<Config> chunk;  // this thread's first one
+    RoutedSlot slot;            // in the first warp: the slot that the lane stands for
+
+    // All threads of a CTA: its values are on their way then. There may be no such token.
+    __device__ NextToken(const LowLatencyArgs& args, uint32_t token_idx) {
+        if (!Config::sends || token_idx >= args.num_tokens) return;
+        chunk = LoadedChunk<Config>(args.x, token_idx, threadIdx.x);
+    }
+    // The same: `slot`, which is waited for.
+    __device__ void route(const LowLatencyArgs& args, const ActiveRanks<Config>& active,
+                          uint32_t token_idx) {
+        if (!Config::sends || token_idx >= args.num_tokens || ptx::warp_idx() != 0) return;
+        slot = route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
+    }
+};
 
 // All threads of a CTA: one token. `loaded`: this thread's first chunk of it.
 template <class Config>
@@ -51,25 +71,29 @@ __device__ void send_token(const LowLatencyArgs& args, const LowLatencyRanks<Con
     }
 }
 
-// All threads of the grid.
+// All threads of the grid. first_token: the CTA's, blockIdx.x.
 template <class Config>
 __device__ void send_tokens(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                             const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
-                            uint32_t shared_memory, uint32_t half) {
+                            uint32_t shared_memory, uint32_t half,
+                            const NextToken<Config>& first_token) {
     const Destinations<Config> destinations(shared_memory);
     counts.clear();
+    NextToken<Config> token = first_token;
     uint32_t num_counted = 0;
     for (uint32_t token_idx = blockIdx.x; token_idx < args.num_tokens;
          token_idx += Config::num_ctas) {
-        const LoadedChunk<Config> loaded(args.x, token_idx,
-                                         threadIdx.x);  // while tokens are counted
+        if (token_idx != blockIdx.x) {
+            token = NextToken<Config>(args, token_idx);  // while tokens are counted
+            token.route(args, active, token_idx);
+        }
         counts.add(args.topk_idx, active, num_counted, token_idx);
         num_counted = token_idx;
         if (ptx::warp_idx() == 0) {
-            destinations.find(args, ranks, active, counts, half, token_idx);
+            destinations.find(ranks, counts, half, token_idx, token.slot);
         }
         cta_sync<Config>();  //~ destinations_found
-        send_token(args, ranks, destinations, half, token_idx, loaded);
+        send_token(args, ranks, destinations, half, token_idx, token.chunk);
         // The next token's search, behind the barrier of its count, overwrites the destinations.
     }
 }

@@ -27,7 +27,7 @@ __device__ uint64_t row_address(const LowLatencyRanks<Config>& ranks,
     }
 }
 
-// What `reduce_slots` asks. A whole warp.
+// What `SlotReduction` asks. A whole warp.
 template <class Config>
 __device__ SlotRow sent_row(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                             const ActiveRanks<Config>& active, uint32_t half, uint32_t token_idx) {

@@ -6,6 +6,7 @@
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/split/claims.cuh"
 #include "deep_moe/split/loaded_chunk.cuh"
 #include "deep_moe/split/spread_row.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
@@ -27,7 +28,7 @@ __device__ void quantize_token(const ThroughputArgs& args, const ThroughputBuffe
                                uint32_t token_idx) {
     using Format = TokenFormat<Config>;
     constexpr uint32_t num_chunks = align_up(Format::num_chunks, warp_size);
-    constexpr uint32_t chunks_at_once = min(4u, num_chunks / warp_size);
+    constexpr uint32_t chunks_at_once = equal_loads(num_chunks / warp_size, 7);
     uint4* const values = shared_token(local, token_idx);
 #pragma unroll 1
     for (uint32_t first = 0; first < num_chunks; first += chunks_at_once * warp_size) {
@@ -67,14 +68,13 @@ __device__ void copy_token(const ThroughputArgs& args, const ThroughputBuffer<Co
     }
 }
 
-// The CTA's warps from `first_warp` on.
+// Any number of the CTA's warps, until none of its tokens is left.
 template <class Config>
 __device__ void share_tokens(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                             uint32_t first_warp) {
-    constexpr uint32_t num_warps = Config::num_threads / warp_size;
+                             const Claims& claims) {
     const TokenBlock<Config> block(args.num_tokens);
-    for (uint32_t token_idx = block.begin + ptx::warp_idx() - first_warp; token_idx < block.end;
-         token_idx += num_warps - first_warp) {
+    for (uint32_t i = claims.next(); i < block.size(); i = claims.next()) {
+        const uint32_t token_idx = block.begin + i;
         if constexpr (TokenFormat<Config>::is_quantized && !Config::is_quantized_input) {
             quantize_token(args, local, token_idx);
         } else {

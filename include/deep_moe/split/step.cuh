@@ -61,20 +61,24 @@ class Step {
                                    num_earlier);
     }
 
-    // All threads of a CTA, last of all. Counts on when all CTAs of the rank have begun; true in
-    // the thread that does.
-    __device__ bool end() const {
+    // All threads of a CTA, which has passed its last wait. Counts on when all CTAs of the rank
+    // have begun; true in the thread that does. The last warp asks, before it fetches anything, so
+    // that nobody is left to ask at the end of the kernel.
+    __device__ bool count_on() const {
+        if (ptx::warp_idx() != Config::num_threads / warp_size - 1) return false;
         const ThroughputBuffer<Config> local = ranks_.local();
-        if (waiter_.aborted()) {
-            if (threadIdx.x == 0) ptx::red_or_relaxed_gpu(local.gave_up(), 1);
-            return false;
-        }
-        if (ptx::warp_idx() != 0) return false;
         const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter_);
         if (!is_last || ptx::lane_idx() != 0) return false;
         ptx::st_relaxed_sys(local.num_rounds(), round_);                       //~ rounds_counted
         ptx::st_relaxed_sys(local.last_step(), static_cast<uint32_t>(kind_));  //~ step_kept
         return true;
+    }
+
+    // All threads of a CTA, last of all.
+    __device__ void end() const {
+        if (waiter_.aborted() && threadIdx.x == 0) {
+            ptx::red_or_relaxed_gpu(ranks_.local().gave_up(), 1);
+        }
     }
 
  private:

@@ -29,13 +29,12 @@ struct ThroughputArgs {
     const float* topk_weights;  // [T, topk]
 
     // Dispatch.
-    const void* topk_idx;    // i64 or i32 [T, topk]
-    const void* x;           // bf16 [T, hidden], or e4m3 with Config::is_quantized_input
-    const uint32_t* x_sf;    // [T, hidden/128] with Config::is_quantized_input
-    void* recv_x;            // [N, hidden] of the format
-    uint32_t* recv_scales;   // [N, words]
-    float* recv_weights;     // [N]
-    uint32_t* block_counts;  // [CTAs, experts], of this rank alone: slots of a CTA's tokens
+    const void* topk_idx;   // i64 or i32 [T, topk]
+    const void* x;          // bf16 [T, hidden], or e4m3 with Config::is_quantized_input
+    const uint32_t* x_sf;   // [T, hidden/128] with Config::is_quantized_input
+    void* recv_x;           // [N, hidden] of the format
+    uint32_t* recv_scales;  // [N, words]
+    float* recv_weights;    // [N]
 
     // Combine.
     const void* y;         // bf16 [N, hidden]; null if it lies in the symmetric buffer

@@ -23,7 +23,7 @@ class ThroughputBuffer {
     __device__ uint32_t* num_rounds() const {
         return at<typename Symm::num_rounds_element>(Symm::num_rounds_offset);
     }
-    // Dispatches in which its CTAs have counted, modulo 2^32.
+    // Dispatches in which ranks have told each other counts, modulo 2^32.
     __device__ uint32_t* num_counts() const {
         return at<typename Symm::num_counts_element>(Symm::num_counts_offset);
     }
@@ -40,13 +40,15 @@ class ThroughputBuffer {
     __device__ uint32_t* gather_counter() const {
         return at<typename Symm::gather_counter_element>(Symm::gather_counter_offset);
     }
-    // CTAs of this rank that have counted their tokens' slots, over all dispatches.
-    __device__ uint32_t* counted_ctas() const {
-        return at<typename Symm::counted_ctas_element>(Symm::counted_ctas_offset);
-    }
     // CTAs of a rank that have come, over all rounds.
     __device__ int32_t* arrivals(uint32_t rank_idx) const {
         return at<typename Symm::arrivals_element>(Symm::arrivals_offset) + rank_idx;  // [ranks]
+    }
+
+    // Dispatches of a rank whose counts have come.
+    __device__ int32_t* count_arrivals(uint32_t rank_idx) const {
+        return at<typename Symm::count_arrivals_element>(Symm::count_arrivals_offset) +
+               rank_idx;  // [ranks]
     }
 
     // What each source rank tells all ranks: its tokens, and its slots that name each expert.

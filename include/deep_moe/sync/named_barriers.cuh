@@ -38,6 +38,10 @@ enum class NamedBarrier : uint32_t {
     activation_loader = 7,
     weight_loader = 8,
     mma = 9,
+
+    // Throughput dispatch, warps that count slots among themselves, all threads sync: "the counts
+    // in shared memory are zero", and "they have the slots before this CTA's".
+    slot_counts = 10,
 };
 
 }  // namespace deep_moe

@@ -43,7 +43,6 @@ enum class WaitSite : uint32_t {
     split_tokens = 17,                // tokens of another rank, in a split dispatch
     split_contributions = 18,         // rows of another rank's experts, in a split combine
     block_claim = 19,                 // the next blocks of a cluster, from its first CTA
-    split_block_counts = 20,          // token counts of this rank's other CTAs, in a split dispatch
 };
 
 struct RankSet {

@@ -16,6 +16,7 @@
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/sync/ring_position.cuh"
@@ -85,6 +86,24 @@ __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, u
     }
 }
 
+// Between the stages that a CTA fills first, while its tokens are on their way. Whole warp; true,
+// but not before the loads are there.
+//
+// Weights of all stages at once would be 8 us of what HBM can give, and behind them would stand
+// what dispatch needs for a token: counts, lists, scales, values, and its own instructions, each of
+// which it has to wait for before it knows the next. Two loads that wait for one another take about
+// as long as the memory takes for the stage; longer, if others' stages wait there. So its queue
+// stays short, and the stages are full as soon as they would be.
+template <class Config>
+__device__ __forceinline__ bool give_way(const SymmBuffer<Config>& local, uint32_t pool_block_idx) {
+    constexpr uint32_t no_count = ~0u;
+    const uint32_t* const count = local.l1_arrival_count(pool_block_idx);  // any word that L2 has
+    const uint32_t seen = ptx::ld_relaxed_gpu(count);
+    // An address that depends on what was seen, though only in form.
+    const uint32_t again = ptx::ld_relaxed_gpu(count + (seen == no_count ? 1 : 0));
+    return __any_sync(full_warp, again != no_count);
+}
+
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& smem,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
@@ -104,6 +123,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
+    bool gives_way = true;
     auto claims = claims_of(smem, local);
     L1Publisher<Config> publisher(smem, local);
     for (Block block; walk.find(block); slots.advance()) {
@@ -184,6 +204,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 if constexpr (Weights::has_block_scales) factors += scales_per_block;
             }
             ring.advance();
+            if (gives_way) {
+                gives_way = give_way(local, block.pool_block_idx) && ring.stage != 0;
+            }
         }
         if constexpr (Config::cluster_size == 1) {
             walk.advance(claims.take());

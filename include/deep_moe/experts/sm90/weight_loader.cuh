@@ -123,7 +123,8 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    bool gives_way = true;
+    // With wide tiles there are so many tokens that the first ones do not matter.
+    [[maybe_unused]] bool gives_way = true;
     auto claims = claims_of(smem, local);
     L1Publisher<Config> publisher(smem, local);
     for (Block block; walk.find(block); slots.advance()) {
@@ -204,8 +205,10 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 if constexpr (Weights::has_block_scales) factors += scales_per_block;
             }
             ring.advance();
-            if (gives_way) {
-                gives_way = give_way(local, block.pool_block_idx) && ring.stage != 0;
+            if constexpr (!has_few_loader_registers<Config>) {
+                if (gives_way) {
+                    gives_way = give_way(local, block.pool_block_idx) && ring.stage != 0;
+                }
             }
         }
         if constexpr (Config::cluster_size == 1) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, u
 // Between the stages that a CTA fills first, while its tokens are on their way. Whole warp; true,
 // but not before the loads are there.
 //
-// Weights of all stages at once would be 8 us of what HBM can give, and behind them would stand
+// Weights of all stages at once would be 8 us of what an H100 reads, and behind them would stand
 // what dispatch needs for a token: counts, lists, scales, values, and its own instructions, each of
 // which it has to wait for before it knows the next. Two loads that wait for one another take about
 // as long as the memory takes for the stage; longer, if others' stages wait there. So its queue
@@ -123,7 +123,6 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    // With wide tiles there are so many tokens that the first ones do not matter.
     [[maybe_unused]] bool gives_way = true;
     auto claims = claims_of(smem, local);
     L1Publisher<Config> publisher(smem, local);
@@ -205,8 +204,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 if constexpr (Weights::has_block_scales) factors += scales_per_block;
             }
             ring.advance();
+            // Where registers are few, tiles are wide: so many tokens that the first do not matter.
             if constexpr (!has_few_loader_registers<Config>) {
-                if (gives_way) {
+                if (gives_way) {  // the first time around the ring
                     gives_way = give_way(local, block.pool_block_idx) && ring.stage != 0;
                 }
             }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import time
 from enum import IntEnum
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from .headers import find_library
 from .kernel_args import NO_PEER_RANK, WaitStatus
 
 _WAIT_HEADER = "deep_moe/sync/wait.cuh"
+_REPORT_S = 1.0  # a kernel writes its report in microseconds, unless it is ended meanwhile
 
 
 class StatusCode(IntEnum):
@@ -32,12 +34,18 @@ class StatusCode(IntEnum):
     RECV_OVERFLOW = 5
     TOO_MANY_ROWS = 6
     ROWS_OUTSIDE = 7
+    REPORTING = 8
 
 
 def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
-    """The error that `rank`'s status stands for, or None."""
+    """The error that `rank`'s status stands for, or None. The kernel may be running."""
     if status.code == StatusCode.OK:
         return None
+    deadline = time.monotonic() + _REPORT_S
+    while status.code == StatusCode.REPORTING:
+        if time.monotonic() > deadline:
+            return MegaMoEError(f"rank {rank} stopped, and did not get to say why")
+        time.sleep(1e-5)
     where = f"rank {rank}, CTA {status.cta}, warp {status.warp}"
     site = site_text(status.site)
     if status.code == StatusCode.TIMEOUT:

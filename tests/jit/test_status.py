@@ -1,6 +1,7 @@
 """A kernel's WaitStatus as an error text."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,24 @@ def test_other_codes_are_errors_too(code: int, text: str) -> None:
     assert isinstance(error, MegaMoEError)
     assert not isinstance(error, MegaMoETimeoutError)
     assert text in str(error)
+
+
+def test_a_report_is_read_when_it_is_complete() -> None:
+    """A host call may look between a failure and what the kernel has to say of it."""
+    status = WaitStatus(code=StatusCode.REPORTING, cta=3)
+
+    def complete() -> None:
+        status.seen, status.expected = 48, 24
+        status.code = StatusCode.RECV_OVERFLOW
+
+    kernel = threading.Timer(0.05, complete)
+    kernel.start()
+    assert "would get 48 rows, padding included; max_recv_rows is 24" in str(error_of(status, 0))
+    kernel.join()
+
+
+def test_a_kernel_that_is_ended_in_its_report_is_an_error() -> None:
+    assert "did not get to say why" in str(error_of(WaitStatus(code=StatusCode.REPORTING), rank=0))
 
 
 def test_every_wait_site_has_a_text() -> None:

@@ -23,6 +23,7 @@ enum class WaitCode : uint32_t {
     recv_overflow = 5,
     too_many_rows = 6,
     rows_outside = 7,
+    reporting = 8,  // a failure whose other fields are still on their way
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.
@@ -31,7 +32,8 @@ constexpr uint32_t received_unevenly = 1u << 31;
 // What the host reads of a call without waiting for it. One per rank, zero before the first call.
 //
 // Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
-// rank gives up. The first failure wins.
+// rank gives up. The first failure wins. The host may look at any time: what the code stands for is
+// there when it is not `reporting` any more.
 struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite

@@ -14,6 +14,7 @@
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/timer.cuh"
@@ -210,11 +211,12 @@ class Waiter {
         return aborted_;
     }
 
-    // The other fields are complete when the kernel is: nobody reads them before.
+    // Host calls look while the kernel runs: they see the code behind what it stands for.
     __device__ void report(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
                            uint64_t waited_ns, RankSet missing_ranks) const {
-        const uint32_t first = ptx::atom_cas_relaxed_sys(
-            &status_->code, static_cast<uint32_t>(WaitCode::ok), static_cast<uint32_t>(code));
+        const uint32_t first =
+            ptx::atom_cas_relaxed_sys(&status_->code, static_cast<uint32_t>(WaitCode::ok),
+                                      static_cast<uint32_t>(WaitCode::reporting));
         if (first != static_cast<uint32_t>(WaitCode::ok)) return;
         status_->site = static_cast<uint32_t>(site);
         status_->cta = blockIdx.x;
@@ -225,6 +227,8 @@ class Waiter {
         status_->waited_ns = waited_ns;
         status_->missing_ranks[0] = missing_ranks.low;
         status_->missing_ranks[1] = missing_ranks.high;
+        ptx::fence_release_sys();
+        ptx::st_relaxed_sys(&status_->code, static_cast<uint32_t>(code));
     }
 
     WaitStatus* const& status_;  // in the parameter, where it takes no registers meanwhile

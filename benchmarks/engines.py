@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -273,6 +274,9 @@ def first_failure(work: Callable[[], Any]) -> str | None:
         work()
     except Exception as error:
         own = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not str(error):  # a bare assertion: where it stands says what it is about
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            own += f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, own)
     return next((failure for failure in failures if failure is not None), None)

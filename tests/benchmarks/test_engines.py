@@ -87,6 +87,7 @@ class _Engine:
     def __call__(self, x: Any, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
         if self.name == "broken":
             raise OSError("no compiler\nat all")
+        assert self.name != "refusing"
         shape, arguments, device = self.given
         rank = torch.distributed.get_rank()
         own_x, tokens = model_tokens(shape, x.shape[0], rank, arguments, device)
@@ -98,7 +99,8 @@ class _Engine:
 
 def engines(shape: Any, layer: Any, arguments: Any, device: Any, absent: Any, stack: Any) -> Any:
     absent["far"] = "far away"
-    return {name: _Engine(name, shape, arguments, device) for name in ("exact", "wrong", "broken")}
+    names = ("exact", "wrong", "broken", "refusing")
+    return {name: _Engine(name, shape, arguments, device) for name in names}
 
 
 def test_a_run_beside_engines_that_are_right_wrong_and_broken(tmp_path: Path) -> None:
@@ -118,6 +120,9 @@ def test_a_run_beside_engines_that_are_right_wrong_and_broken(tmp_path: Path) ->
             "RuntimeError: engine that is wrong is 2 away from the exact result"
         )
         assert result["failed"]["broken"] == "OSError: no compiler"
+        assert result["failed"]["refusing"].startswith(
+            'AssertionError: assert self.name != "refusing" (test_engines.py:'
+        )
     assert "only sm_90a has a kernel, not sm_100a" in report["absent"]["deep_moe_bf16"]
     text = markdown([report])
     assert text.count("\n| ") == 3

@@ -27,10 +27,15 @@ MAX_SHARED_EXPERTS = 4
 MAX_CANDIDATE_BLOCK_M = 192
 POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
 # Rows of a buffer's pool where a caller says nothing. With 8,192 tokens on each of 8 ranks
-# deepseek-v4-pro's buffer takes 1.03 GiB, where a row for each token that may come takes 5.6. It
+# deepseek-v4-pro's buffer takes 0.97 GiB, where a row for each token that may come takes 5.5. It
 # costs at most 1.6 % of the time (H200, 2026-11-23: benchmarks/LOG.md).
 DEFAULT_POOL_TOKENS = 24_576
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
+# A page of a list holds so many times what an even routing of the most tokens brings to a list, and
+# all tokens of a rank that brings no more than so many.
+_EVEN_SHARES_PER_LIST_PAGE = 4
+_TOKENS_PER_LIST_PAGE = 128
+_LIST_PAGE_ROUNDING = 32  # slots, 128 bytes
 
 
 def require_int(name: str, value: object, allowed: str) -> int:
@@ -272,6 +277,37 @@ class MoEShape:
         """
         worst_case = self.most_pool_tokens // 16 * 128
         return min(worst_case, 2 * self.num_pool_rows) if self.is_bounded else worst_case
+
+    @property
+    def num_list_page_slots(self) -> int:
+        """Slots in a page of the lists that ranks write for each other, one for each expert and
+        source rank. So many that lists have one page but where routing is far from even, or tokens
+        name an expert in several slots.
+
+        >>> MoEShape(8, 384, 6, 7168, 3072, 8192).num_list_page_slots  # 4 * 8192*6/384
+        512
+        >>> MoEShape(8, 384, 6, 7168, 3072, 512).num_list_page_slots
+        128
+        """
+        num_slots = self.num_max_tokens_per_rank * self.num_topk
+        even_share = -(-num_slots // self.num_experts)
+        wanted = max(
+            _EVEN_SHARES_PER_LIST_PAGE * even_share,
+            min(self.num_max_tokens_per_rank, _TOKENS_PER_LIST_PAGE),
+        )
+        return min(align_up(wanted, _LIST_PAGE_ROUNDING), num_slots)
+
+    @property
+    def num_further_list_pages(self) -> int:
+        """Pages of a source rank's lists on one owner beyond each list's first. A list of n slots
+        takes (n - 1) // page of them, and all together have no more slots than the rank: so many
+        suffice for all, and one may need them all.
+
+        >>> MoEShape(8, 384, 6, 7168, 3072, 8192).num_further_list_pages
+        95
+        """
+        num_slots = self.num_max_tokens_per_rank * self.num_topk
+        return (num_slots - 1) // self.num_list_page_slots
 
     @property
     def num_l2_mask_words(self) -> int:

@@ -1,6 +1,6 @@
 """The symmetric buffer: one layout, equal on every rank and for every architecture.
 
-Control words come first. A call expects everything before `src_token_topk_idx` to be zero, except
+Control words come first. A call expects everything up to the mark `zeroed_end` to be zero, except
 for the barrier words, whose phase survives from call to call, and leaves it so.
 """
 
@@ -29,6 +29,7 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     num_ranks, num_topk = shape.num_ranks, shape.num_topk
     num_experts_per_rank = shape.num_experts_per_rank
     max_tokens, hidden = shape.num_max_tokens_per_rank, shape.hidden
+    num_further_pages = shape.num_further_list_pages  # of one source rank's lists
 
     parts = _Parts(shape)
     control, data = parts.control, parts.data
@@ -55,12 +56,33 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
         "high word: CTAs of all ranks that reported; low word: tokens",
     )
     parts.add_block_words()
+    if num_further_pages:
+        control(
+            "num_taken_pages",
+            "u32",
+            (num_ranks,),
+            "pages on that rank that this rank's lists have taken beyond their first",
+        )
+        control(
+            "taken_pages",
+            "u32",
+            (shape.num_experts, num_further_pages),
+            "this rank's list for the expert: page of its next slots; 0: not taken",
+        )
     parts.mark("zeroed_end", alignment=SEGMENT_ALIGNMENT)
+    if num_further_pages:
+        control(
+            "src_list_pages",
+            "u32",
+            (num_experts_per_rank, num_ranks, num_further_pages),
+            "the list of one source rank for one local expert: page of its next slots",
+        )
     control(
         "src_token_topk_idx",
         "u32",
-        (num_experts_per_rank, num_ranks, max_tokens * num_topk),
-        "token * num_topk + slot on the source rank; a token may name an expert in every slot",
+        (shape.num_experts + num_ranks * num_further_pages, shape.num_list_page_slots),
+        "token * num_topk + slot on the source rank, by page: the first of each list by expert and "
+        "source, then further ones by source",
     )
     parts.add_sources("rank, token, slot: the way back")
     parts.mark("control_bytes", alignment=TMA_ALIGNMENT)

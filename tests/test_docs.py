@@ -178,10 +178,11 @@ def test_the_formulas_of_memory_hold(
     pool, scales_share = -(-(num_ranks * tokens * topk + experts * 191) // 384) * 384, 4
     if num_pool_tokens is not None:
         pool, scales_share = num_pool_tokens, 16
+    list_page = max(-(-4 * tokens * topk // (experts * num_ranks)), min(tokens, 128))
     num_bytes = (
         pool * (hidden + intermediate) * (1 + scales_share) // scales_share
         + 2 * topk * tokens * hidden
-        + 4 * experts * num_ranks * tokens * topk
+        + 4 * num_ranks * (tokens * topk + experts * list_page)
         + tokens * (hidden + hidden // 32 + 12 * topk)
     )
     assert 0 <= symm_buffer_layout(shape).num_bytes - num_bytes < 0.01 * num_bytes

@@ -248,9 +248,9 @@ def buffer_size(
     each token that may come:
 
     >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30, 2)
-    1.03
+    0.97
     >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=None) / 2**30, 2)
-    5.59
+    5.52
     """
     shape = MoEShape(
         num_ranks=num_ranks,

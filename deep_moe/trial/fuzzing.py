@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from .training_fuzzing import TrainingCase
 
 ARCHS = tuple(TARGETS)
-CASES_PER_ROUND = 48  # of each architecture: pairs need 40 at most, the rest is by chance
+CASES_PER_ROUND = 56  # of each architecture: pairs need 50 at most, the rest is by chance
 NUM_KERNEL_AXES = 8  # the first ones, which are compiled in
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
-# One's intermediate size is padded, to 128.
+# One's intermediate size is padded, to 128. One's lists may have several pages.
 _SHAPES = (
     (1, 4, 2, 256, 256),
     (2, 4, 3, 256, 96),
     (2, 6, 2, 384, 512),
-    (3, 6, 2, 128, 128),
+    (3, 12, 3, 128, 128),
     (1, 3, 3, 128, 1152),
 )
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
@@ -91,7 +91,14 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
         "tokens": ("any", "few", "many", "one rank has none"),
-        "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
+        "slots": (
+            "all",
+            "unused",
+            "named twice",
+            "none in the last token",
+            "all to one expert",
+            "one expert in all",
+        ),
         "values": ("numbers", "NaN"),
         "schedule": SCHEDULES,
     }
@@ -297,6 +304,8 @@ class FuzzCase:
             topk_idx[-1:] = -1
         elif slots == "all to one expert":
             topk_idx[~(topk_idx == 0).any(dim=1), -1] = 0
+        elif slots == "one expert in all":
+            topk_idx[:] = 0
         return put_nan(tokens, 1, seed=seed) if self.values["values"] == "NaN" else tokens
 
 

@@ -90,6 +90,9 @@ def test_symmetric_buffer_segments_come_in_the_agreed_order():
         "l1_arrival_count",
         "l2_arrival_mask",
         "num_claimed_blocks",
+        "num_taken_pages",
+        "taken_pages",
+        "src_list_pages",
         "src_token_topk_idx",
         "token_src_metadata",
         "input_x",
@@ -113,7 +116,10 @@ def test_symmetric_buffer_shapes():
     layout = symm_buffer_layout(SMALL)
     pool = SMALL.num_pool_rows
     assert layout["expert_recv_count"].shape == (2, 4)
-    assert layout["src_token_topk_idx"].shape == (4, 2, 16 * 3)
+    assert layout["num_taken_pages"].shape == (2,)
+    assert layout["taken_pages"].shape == (8, 1)
+    assert layout["src_list_pages"].shape == (4, 2, 1)
+    assert layout["src_token_topk_idx"].shape == (8 + 2, 32)  # 48 slots: up to two pages
     assert layout["token_src_metadata"].shape == (pool, 3)
     assert layout["l1_arrival_count"].shape == (pool // 8,)
     assert layout["l2_arrival_mask"].shape == (pool // 8, 1)
@@ -126,7 +132,7 @@ def test_a_ring_has_fewer_rows_and_a_count_of_releases():
     bounded = dataclasses.replace(SMALL, num_pool_tokens=384)
     unbounded, ring = symm_buffer_layout(SMALL), symm_buffer_layout(bounded)
     assert ring["release_count"].shape == ring["l1_arrival_count"].shape
-    assert ring["release_count"].end <= ring.mark("zeroed_end") == ring["src_token_topk_idx"].offset
+    assert ring["release_count"].end <= ring.mark("zeroed_end") == ring["src_list_pages"].offset
     assert ring["token_src_metadata"].shape == (384, 3)
     assert ring["l1_token_sf"].shape == (2, 768)
     assert ring["l2_tokens"].shape == (384, 128)
@@ -138,18 +144,49 @@ def test_a_ring_has_fewer_rows_and_a_count_of_releases():
 def test_the_words_that_each_call_zeroes_are_contiguous():
     layout = symm_buffer_layout(SMALL)
     assert layout.mark("zeroed_begin") == layout["expert_send_count"].offset
-    assert layout.mark("zeroed_end") == layout["src_token_topk_idx"].offset
+    assert layout["taken_pages"].end <= layout.mark("zeroed_end") == layout["src_list_pages"].offset
     assert layout["rank_barrier_signals"].end <= layout.mark("zeroed_begin")
     assert layout.mark("control_bytes") == layout["input_x"].offset
 
 
 @pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "num_topk", "max_tokens", "page", "num_further"),
+    [
+        (8, 384, 6, 8192, 512, 95),
+        (8, 896, 16, 8192, 608, 215),
+        (8, 384, 6, 128, 128, 5),
+        (8, 384, 1, 128, 128, 0),  # all slots of a rank fit into a page
+        (2, 4, 2, 100, 200, 0),
+        (2, 1024, 32, 8192, 1024, 255),
+        (72, 72, 16, 4096, 3648, 17),
+        (1, 8, 8, 1, 8, 0),
+    ],
+)
+def test_pages_of_lists(
+    num_ranks: int, num_experts: int, num_topk: int, max_tokens: int, page: int, num_further: int
+) -> None:
+    shape = MoEShape(num_ranks, num_experts, num_topk, 128, 128, max_tokens)
+    assert (shape.num_list_page_slots, shape.num_further_list_pages) == (page, num_further)
+    # What routing takes the most pages of: lists of a slot more than whole pages, or one list.
+    num_slots = max_tokens * num_topk
+    num_long, rest = divmod(num_slots, page + 1)
+    assert num_long + max(rest - 1, 0) // page <= num_further
+    assert (num_slots - 1) // page == num_further
+    layout = symm_buffer_layout(shape)
+    names = [segment.name for segment in layout.segments]
+    assert ("src_list_pages" in names) == ("taken_pages" in names) == (num_further > 0)
+    assert (
+        prod(layout["src_token_topk_idx"].shape) < (num_ranks + 8) * num_slots + 256 * num_experts
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "num_ranks", "max_tokens", "num_bytes"),
     [
-        ("deepseek-v3", 8, 256, 294_773_760),
-        ("deepseek-v4-flash", 8, 1024, 486_668_288),
-        ("deepseek-v4-pro", 32, 4096, 10_530_273_280),
-        ("deepseek-v3", 64, 16, 108_422_144),  # fewer local experts than slots
+        ("deepseek-v3", 8, 256, 292_899_840),
+        ("deepseek-v4-flash", 8, 1024, 480_796_672),
+        ("deepseek-v4-pro", 32, 4096, 10_496_323_584),
+        ("deepseek-v3", 64, 16, 108_354_560),  # fewer local experts than slots
     ],
 )
 def test_golden_buffer_sizes(name, num_ranks, max_tokens, num_bytes):

@@ -22,7 +22,8 @@ def test_they_take_rows_slots_and_weights() -> None:
     assert shape.most_pool_tokens >= PRO.most_pool_tokens + 2 * 8192
     layout = symm_buffer_layout(shape)
     assert layout["combine"].shape == (8, 8192, 7168)
-    assert layout["src_token_topk_idx"].shape == (96, 4, 8192 * 6)  # their tokens need no list
+    assert layout["src_list_pages"].shape == (96, 4, 95)  # their tokens need no list
+    assert layout["src_token_topk_idx"].shape == (384 + 4 * 95, 512)
     assert layout["expert_recv_sum"].shape == (96,)
     sizes = (4, 384, 8192, 6, 7168, 3072)
     size = partial(deep_moe.buffer_size, *sizes, num_shared_experts=2)

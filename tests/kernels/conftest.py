@@ -154,10 +154,11 @@ class Ranks:
         only: Sequence[int] | None = None,
         timeout_ns: int = 100 * SECOND,
         cluster_size: int = 1,
+        schedule: Schedule = "random",
     ) -> None:
         """Run `kernel` of `source` on all ranks, or on those in `only`, to completion."""
         ranks = range(self.config.num_ranks) if only is None else only
-        machine = self._machine(ranks)
+        machine = self._machine(ranks, schedule)
         module = self._load(machine, source, arch)
         for rank in ranks:
             args = self.args(

@@ -26,7 +26,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     Waiter waiter(args);
     DispatchBarriers<Config> barriers(buffers, threadIdx.x, waiter);
     count_tokens<Config>(buffers, args.num_tokens, blockIdx.x, threadIdx.x,
-                         ptx::shared_address(counts), barriers);
+                         ptx::shared_address(counts), barriers, waiter);
 }
 """
 
@@ -118,7 +118,7 @@ def test_they_are_counted_and_listed(make_config: Any, make_ranks: Any) -> None:
     assert ranks.segment(0, "expert_send_count").tolist() == [
         (config.num_sms << 32) + count for count in (0, 0, 0, num_tokens)
     ]
-    listed = ranks.segment(1, "src_token_topk_idx")[1, 0]
+    listed = ranks.segment(1, "src_token_topk_idx")[2]  # of its second expert, from rank 0
     assert np.array_equal(np.sort(listed), np.arange(num_tokens))
 
 
@@ -129,7 +129,7 @@ def test_they_are_found_in_their_lists(make_config: Any, make_ranks: Any) -> Non
     reports = np.uint64(config.num_sms) << np.uint64(32)
     ranks.segment(0, "expert_recv_sum")[:] = np.array([0, NUM_TOKENS], np.uint64) + 2 * reports
     ranks.segment(0, "expert_recv_count")[:, 1] = np.array(COUNTS, np.uint64) + reports
-    lists = ranks.segment(0, "src_token_topk_idx")[1]
+    lists = ranks.segment(0, "src_token_topk_idx")[2:]  # of its second expert
     lists[:] = [np.arange(COUNTS[0])[::-1], np.arange(COUNTS[0])]
     ranks.output(0, np.uint32, len(places))[:] = places
 

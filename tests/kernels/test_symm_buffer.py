@@ -11,6 +11,8 @@ from deep_moe.heuristics.segments import DTYPE_BYTES
 
 # Accessors that take one index for two dimensions, for who goes through all slots of all tokens.
 FLAT = ("input_topk_idx", "input_topk_weights")
+# Accessors that take none, of one word.
+COUNTERS = ("grid_gather_counter", "rank_barrier_counter", "num_claimed_blocks")
 # Accessors that lead to the start of a row.
 ROWS = ("token_src_metadata", "input_x", "input_x_sf", "l1_tokens", "l2_tokens", "combine")
 
@@ -32,10 +34,10 @@ STORES
 
 
 def num_indices(name: str, shape: tuple[int, ...]) -> int:
-    """How many an accessor takes: rows are read as a whole, counters of one word have none."""
+    """How many an accessor takes: rows are read as a whole."""
     if name in FLAT:
         return 1
-    return len(shape) - (name in ROWS or shape == (1,))
+    return len(shape) - (name in ROWS or name in COUNTERS)
 
 
 def last_place(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

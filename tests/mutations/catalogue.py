@@ -91,6 +91,12 @@ class Mutation:
 
 
 M = Mutation
+# Where lists have several pages, in two calls.
+PAGES = partial(
+    M,
+    test="test_list_pages::test_calls_with_long_lists_follow_each_other",
+    arguments={"arch": "sm_100a", "num_calls": 2},
+)
 ODD_BLOCKS_IN_CLUSTERS = {
     "weights": "fp8",
     "tile": {"block_m": 40},
@@ -164,6 +170,29 @@ SM100_MUTATIONS = (
         "result|race",
     ),
     M("pull_slot_of_neighbour", replaced("pull_source", "slot %", "(slot + 1) %"), "result|race"),
+    # ---- pages of lists
+    PAGES("pages_not_taken", removed("pages_taken"), "timeout|result"),
+    PAGES("page_of_another_list", replaced("pages_drawn", "end - begin", "0"), "race|result"),
+    PAGES("owner_not_told_of_pages", removed("page_listed"), "race|result|misuse"),
+    PAGES("own_ctas_not_told_of_pages", removed("page_told"), "timeout|result"),
+    M(
+        "page_not_awaited",
+        replaced("page_awaited", "place.page_idx != 0", "true"),
+        "race|result",
+        test="test_list_pages::test_slots_are_listed_page_by_page",
+        arguments={"routing": "one expert", "num_sms": 9, "schedule": "round_robin"},
+    ),
+    PAGES("slot_behind_the_page", removed("slot_in_page"), "race|result|misuse"),
+    PAGES("always_the_second_page", replaced("page_found", "page - 1)", "0)"), "race|result"),
+    PAGES("pages_kept_for_the_next_call", removed("pages_forgotten"), "race|result"),
+    PAGES("taken_pages_kept", removed("taken_zeroed"), "race|result"),
+    PAGES("number_of_taken_pages_kept", removed("num_taken_zeroed"), "race|result"),
+    M(
+        "failed_rank_takes_pages",
+        removed("failed_takes_none"),
+        "misuse|result",
+        test="test_list_pages::test_a_rank_that_gave_up_lists_no_pages",
+    ),
     # ---- barriers between ranks and CTAs
     M("gather_before_cta_is_done", removed("lists_written"), "race"),
     M("gather_not_reset", removed("gather_reset"), "timeout"),
@@ -724,7 +753,7 @@ SM90_MUTATIONS = (
     ),
     M(
         "lists_of_wrong_rank",
-        replaced("slot_listed", "buffers.rank_idx()", "1 - buffers.rank_idx()"),
+        replaced("slot_listed", "place.page_idx", "place.page_idx ^ 1"),
         "race|result",
     ),
     M(

@@ -77,7 +77,7 @@ def test_slots_are_what_their_axis_says(slots: str) -> None:
             ids = tokens.topk_idx
             valid = (ids >= 0) & (ids < case.shape.num_experts)
             is_twice = (ids[:, 0] == ids[:, 1]) & valid[:, 0]
-            assert is_twice.any() == (slots == "named twice")
+            assert is_twice.any() == (slots in ("named twice", "one expert in all"))
             unused = (~valid).sum(dim=1)
             if slots == "unused":
                 assert (unused == 1).all()
@@ -87,6 +87,7 @@ def test_slots_are_what_their_axis_says(slots: str) -> None:
                 assert not unused.any()
             if slots == "all to one expert":
                 assert (ids == 0).any(dim=1).all()
+            assert (ids == 0).all() == (slots == "one expert in all")
 
 
 def test_calls_have_other_tokens_and_one_may_be_nan() -> None:

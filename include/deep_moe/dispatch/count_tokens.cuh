@@ -6,10 +6,12 @@
 
 #include "deep_moe/dispatch/dispatch_barriers.cuh"
 #include "deep_moe/dispatch/expert_batches.cuh"
+#include "deep_moe/dispatch/list_pages.cuh"
 #include "deep_moe/dispatch/routing.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
@@ -32,10 +34,11 @@ __device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t n
 // A slot is looked at twice, by the same CTA both times, so that the CTA's counts match its writes.
 // After it, until the next gather, the source lists are on their way to their owners, unless an
 // earlier call of this rank has failed: then nothing is sent, and the dispatch warps have given up.
+// A thread that waits for a page of a list in vain gives up, and its CTA at the next barrier.
 template <class Config>
 __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_tokens,
                              uint32_t cta_idx, uint32_t thread_idx, uint32_t expert_counts,
-                             DispatchBarriers<Config>& barriers) {
+                             DispatchBarriers<Config>& barriers, Waiter& waiter) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
     const SymmBuffer<Config> local = buffers.local();
     auto* const counts = static_cast<uint32_t*>(__cvta_shared_to_generic(expert_counts));
@@ -51,7 +54,8 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
     barriers.cta();  //~ slots_counted
 
     // One atomic reports the count and draws as many consecutive places in the owner's list:
-    // the low word it returns is the first of them.
+    // the low word it returns is the first of them. Where pages begin among them, this CTA takes
+    // these before it waits for any.
     constexpr uint64_t one_cta = uint64_t{1} << 32;
     bool earlier_call_failed = false;
     for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
@@ -60,6 +64,11 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
             before[i] = ptx::atom_add_relaxed_gpu(local.expert_send_count(expert_idx),
                                                   one_cta + counts[expert_idx]);
         });
+        if constexpr (ListPages<Config>::num_further != 0) {
+            if (num_tokens * Config::num_topk > ListPages<Config>::num_slots) {
+                take_pages<Config>(buffers, batch, before, counts);  //~ pages_taken
+            }
+        }
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             counts[expert_idx] = static_cast<uint32_t>(before[i]);  //~ first_place
             earlier_call_failed |= (before[i] & SymmBuffer<Config>::rank_gave_up) != 0;
@@ -72,9 +81,10 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
         local, num_tokens, cta_idx, thread_idx, [&](uint32_t slot, uint32_t expert_idx) {
             const uint32_t list_idx =
                 ptx::atom_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);
+            ListPlace place;
+            if (!find_own_place<Config>(buffers, expert_idx, list_idx, waiter, place)) return;
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
-            *owner.src_token_topk_idx(expert_idx % Config::num_experts_per_rank, buffers.rank_idx(),
-                                      list_idx) = slot;  //~ slot_listed
+            *owner.src_token_topk_idx(place.page_idx, place.slot_idx) = slot;  //~ slot_listed
         });
 }
 

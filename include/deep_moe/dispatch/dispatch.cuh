@@ -57,7 +57,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     // Send.
     trace.mark(TraceStep::count_tokens);
     count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
-                         shared_memory + Config::Smem::expert_count_offset, barriers);
+                         shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
     trace.mark(TraceStep::gather_before_publish);
     barriers.cta();                   //~ lists_written
     if (barriers.come_to_gather()) {  //~ gather_to_publish

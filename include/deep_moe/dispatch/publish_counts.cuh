@@ -4,6 +4,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/expert_batches.cuh"
+#include "deep_moe/dispatch/list_pages.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/fence.cuh"
@@ -41,6 +42,11 @@ __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thre
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
             ptx::red_add_relaxed_sys(
                 owner.expert_recv_sum(expert_idx % Config::num_experts_per_rank), send_counts[i]);
+        });
+        // Nobody of this rank asks for pages any more: all CTAs have written their lists.
+        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            //~ pages_forgotten
+            forget_pages<Config>(local, expert_idx, static_cast<uint32_t>(send_counts[i]));
         });
     });
 }

@@ -7,6 +7,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/dispatch/list_pages.cuh"
 #include "deep_moe/dispatch/min_peeling.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/expert_order.cuh"
@@ -111,9 +112,9 @@ class PoolWalk : ExpertRuns<Config> {
         if (token_idx >= expert_end_ && !enter(token_idx)) return false;
         const uint32_t idx_in_expert = token_idx - expert_begin_;
         const ExpertTiles<Config> tiles(expert_end_ - expert_begin_);
-        set_destination(token, place_.pool_block_idx, tiles, idx_in_expert);
         if constexpr (Order::has_shared) {
             if (Order::is_shared(place_.expert_idx)) {
+                set_destination(token, place_.pool_block_idx, tiles, idx_in_expert);
                 //~ shared_source
                 token.source = {counts_.own_rank_idx(),
                                 counts_.first_token(place_.expert_idx) + idx_in_expert,
@@ -122,8 +123,10 @@ class PoolWalk : ExpertRuns<Config> {
             }
         }
         const RankToken source = find_source_rank<Config::num_ranks>(num_tokens_, idx_in_expert);
-        const uint32_t slot = *local_.src_token_topk_idx(Order::routed_expert(place_.expert_idx),
-                                                         source.rank_idx, source.list_idx);
+        const uint32_t slot =
+            *listed_slot<Config>(local_, Order::routed_expert(place_.expert_idx), source);
+        // While the slot is on its way. In front of it, it would cost two registers more.
+        set_destination(token, place_.pool_block_idx, tiles, idx_in_expert);
         //~ pull_source
         token.source = {source.rank_idx, slot / Config::num_topk, slot % Config::num_topk};
         return true;

@@ -75,14 +75,31 @@ class SymmBuffer {
         return at<typename Symm::release_count_element>(Symm::release_count_offset) +
                pool_block_idx;  // [pool_blocks]
     }
+    // Where lists may have several pages (dispatch/list_pages.cuh): pages on a rank that this
+    // rank's lists have taken beyond their first.
+    __device__ uint32_t* num_taken_pages(uint32_t rank_idx) const {
+        return at<typename Symm::num_taken_pages_element>(Symm::num_taken_pages_offset) +
+               rank_idx;  // [ranks]
+    }
+    // Of this rank's list for an expert, for its own CTAs: the page behind further_idx others and
+    // the first. 0: nobody has taken it yet.
+    __device__ uint32_t* taken_pages(uint32_t expert_idx, uint32_t further_idx) const {
+        return at<typename Symm::taken_pages_element>(Symm::taken_pages_offset) +
+               expert_idx * Symm::taken_pages_dim1 + further_idx;  // [experts][further pages]
+    }
 
     // Written before it is read in every call, so never cleaned.
+    // As taken_pages of the source rank, for this rank to read.
+    __device__ uint32_t* src_list_pages(uint32_t local_expert_idx, uint32_t rank_idx,
+                                        uint32_t further_idx) const {
+        const uint32_t row = local_expert_idx * Symm::src_list_pages_dim1 + rank_idx;
+        return at<typename Symm::src_list_pages_element>(Symm::src_list_pages_offset) +
+               row * Symm::src_list_pages_dim2 + further_idx;  // [E_local][ranks][further pages]
+    }
     // token_idx * num_topk + topk_idx on the source rank.
-    __device__ uint32_t* src_token_topk_idx(uint32_t local_expert_idx, uint32_t rank_idx,
-                                            uint32_t slot_idx) const {
-        const uint64_t row = local_expert_idx * Symm::src_token_topk_idx_dim1 + rank_idx;
+    __device__ uint32_t* src_token_topk_idx(uint32_t page_idx, uint32_t slot_idx) const {
         return at<typename Symm::src_token_topk_idx_element>(Symm::src_token_topk_idx_offset) +
-               row * Symm::src_token_topk_idx_dim2 + slot_idx;  // [E_local][ranks][tokens * topk]
+               uint64_t{page_idx} * Symm::src_token_topk_idx_dim1 + slot_idx;  // [pages][slots]
     }
     __device__ TokenSource* token_src_metadata(uint32_t pool_token_idx) const {
         return at<TokenSource>(Symm::token_src_metadata_offset) + pool_token_idx;  // [pool_tokens]

@@ -27,6 +27,15 @@ __device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* address) {
     return old;
 }
 
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(value)
+                 : "memory");
+    return old;
+}
+
 __device__ __forceinline__ uint64_t atom_add_relaxed_gpu(uint64_t* address, uint64_t value) {
     uint64_t old;
     asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;"

@@ -56,6 +56,10 @@ __device__ __forceinline__ int32_t ld_acquire_sys(const int32_t* address) {
     return value;
 }
 
+__device__ __forceinline__ void st_relaxed_gpu(uint32_t* address, uint32_t value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }

@@ -44,6 +44,7 @@ enum class WaitSite : uint32_t {
     split_tokens = 17,                // tokens of another rank, in a split dispatch
     split_contributions = 18,         // rows of another rank's experts, in a split combine
     block_claim = 19,                 // the next blocks of a cluster, from its first CTA
+    list_page = 20,                   // a page for a list of tokens, from another CTA of this rank
 };
 
 struct RankSet {
@@ -162,8 +163,9 @@ class Waiter {
     static constexpr uint32_t sleep_ns = 200;
 
     // In limits of the call. A wait shall not run out before those on which it depends, so that the
-    // report names the cause: other ranks and copies depend on no wait of this rank, dispatch on
-    // counts and copies, everything else on dispatch, and the end of all CTAs on all of it.
+    // report names the cause: other ranks, copies and pages depend on no wait of this rank,
+    // dispatch on counts and copies, everything else on dispatch, and the end of all CTAs on all of
+    // it.
     static constexpr uint64_t limit_across_ranks = 1;
     static constexpr uint64_t limit_of_dispatch = 2;
     static constexpr uint64_t limit_behind_dispatch = 3;
@@ -179,6 +181,7 @@ class Waiter {
             case WaitSite::split_counts:
             case WaitSite::split_tokens:
             case WaitSite::split_contributions:
+            case WaitSite::list_page:
                 return limit_across_ranks;
             case WaitSite::l1_block_arrival:
             case WaitSite::rows_released:

@@ -3,7 +3,8 @@
 One entry is one folder, named after its key:
 
     <cache>/deep_moe_cache.txt             the mark: it says that the folder is such a cache
-    <cache>/<key>/kernel.cubin, kernel.ptx, kernel.cu, manifest.json
+    <cache>/<key>/kernel.cubin, kernel.ptx, kernel.cu, manifest.json; without a cubin if it was
+                                           made for the emulator
     <cache>/locks/<key>.lock
     <cache>/temporary/<key>-<random>/      an entry being written, or a damaged one on its way out
 
@@ -76,6 +77,7 @@ class _OtherSchemaError(_DamagedEntryError):
 class CompiledKernel:
     """A kernel as the cache holds it.
 
+    cubin: empty if it was made for the emulator.
     manifest: what it was made from and what the compiler said about it (see jit/__init__.py).
     """
 
@@ -305,7 +307,7 @@ class KernelCache:
         return CompiledKernel(
             key=key,
             folder=folder,
-            cubin=contents["kernel.cubin"],
+            cubin=contents.get("kernel.cubin", b""),
             ptx=contents["kernel.ptx"].decode(),
             source=contents["kernel.cu"].decode(),
             manifest=manifest,

@@ -102,6 +102,7 @@ def run_emulated(
                 arrays=_arrays(region.layout),
             )
         kernel = launch.kernel
+        resources = kernel.manifest["resources"]  # else as many as it may use at most
         if kernel.key not in modules:
             modules[kernel.key] = machine.load(kernel.ptx, name=str(kernel.folder / "kernel.ptx"))
         machine.launch(
@@ -113,7 +114,7 @@ def run_emulated(
             args=bytes(launch.args),
             rank=launch.rank,
             in_order=True,
-            registers=kernel.manifest["resources"]["num_registers"],
+            registers=None if resources is None else resources["num_registers"],
             roles=launch.warp_roles,
             shared_arrays=_arrays(launch.smem_layout),
         )

@@ -323,9 +323,9 @@ def _choose_config(
 
 
 @lru_cache(maxsize=256)
-def built_kernel(config: MegaMoEConfig) -> CompiledKernel:
+def built_kernel(config: MegaMoEConfig, for_emulator: bool = False) -> CompiledKernel:
     """Compiled, and read from the cache, once in a process."""
-    return jit.build(config)
+    return jit.build(config, for_emulator=for_emulator)
 
 
 # The loaded kernels, one per kernel and device: a module belongs to the device's context.

@@ -43,7 +43,7 @@ def prepare_launch(
     config = plan.config
     return MegaMoELaunch(
         buffer.rank,
-        built_kernel(config),
+        built_kernel(config, for_emulator=True),
         config.num_sms,
         config.num_threads,
         config.smem_bytes,

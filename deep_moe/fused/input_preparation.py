@@ -239,9 +239,8 @@ def _prepare_inputs(
         if written[name].numel()
     ]
     config = plan.config
-    launch = RankLaunch(
-        0, _kernel(config), plan.num_ctas, config.num_threads, 0, args, tuple(memory)
-    )
+    kernel = _kernel(config, for_emulator=True)
+    launch = RankLaunch(0, kernel, plan.num_ctas, config.num_threads, 0, args, tuple(memory))
     run_emulated([launch], seed=0, checks=True, clock="virtual")
 
 
@@ -367,8 +366,8 @@ def _make_plan(
 
 
 @lru_cache(maxsize=64)
-def _kernel(config: PrepareInputsConfig) -> CompiledKernel:
-    return jit.build_prepare_inputs(config)
+def _kernel(config: PrepareInputsConfig, for_emulator: bool = False) -> CompiledKernel:
+    return jit.build_prepare_inputs(config, for_emulator=for_emulator)
 
 
 @lru_cache(maxsize=64)

@@ -520,7 +520,7 @@ class GroupedExperts:
             regions.append(MemoryRegion.of_tensor("trace", stamps, is_writable=True))
         launch = RankLaunch(
             0,
-            built_kernel(config),
+            built_kernel(config, for_emulator=True),
             config.num_sms,
             config.num_threads,
             config.smem_bytes,

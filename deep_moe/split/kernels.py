@@ -44,7 +44,7 @@ class Launch:
         config = self.config
         return RankLaunch(
             rank,
-            built_kernel(config),
+            built_kernel(config, for_emulator=True),
             config.num_ctas,
             config.num_threads,
             config.smem_bytes,
@@ -55,11 +55,11 @@ class Launch:
 
 
 @lru_cache(maxsize=256)
-def built_kernel(config: SplitConfig) -> CompiledKernel:
+def built_kernel(config: SplitConfig, for_emulator: bool = False) -> CompiledKernel:
     """Compiled, and read from the cache, once in a process."""
     if isinstance(config, ThroughputConfig):
-        return jit.build_throughput(config)
-    return jit.build_low_latency(config)
+        return jit.build_throughput(config, for_emulator=for_emulator)
+    return jit.build_low_latency(config, for_emulator=for_emulator)
 
 
 _launchers: BoundedCache[tuple[SplitConfig, Gpu], CudaLauncher] = BoundedCache(256)

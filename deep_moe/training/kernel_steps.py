@@ -273,7 +273,8 @@ class KernelSteps:
             *(MemoryRegion.of_tensor(name, t, is_writable=True) for name, t in written.items()),
         ]
         memory = tuple(_joined(regions))
-        launch = RankLaunch(0, _kernel(config), num_ctas, config.num_threads, 0, args, memory)
+        kernel = _kernel(config, for_emulator=True)
+        launch = RankLaunch(0, kernel, num_ctas, config.num_threads, 0, args, memory)
         run_emulated([launch], seed=0, checks=True, clock="virtual")
 
 
@@ -308,8 +309,8 @@ def _bias_tensors(biases: Biases | None) -> dict[str, torch.Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _kernel(config: TrainingConfig) -> CompiledKernel:
-    return jit.build_training(config)
+def _kernel(config: TrainingConfig, for_emulator: bool = False) -> CompiledKernel:
+    return jit.build_training(config, for_emulator=for_emulator)
 
 
 @lru_cache(maxsize=256)

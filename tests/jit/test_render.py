@@ -170,12 +170,28 @@ def test_build_gives_a_kernel_whose_manifest_says_what_it_is(tmp_path: Path) -> 
     assert manifest["resources"]["num_registers"] * config.num_threads <= 65536
 
 
-def test_a_compile_error_shows_the_config(tmp_path: Path, monkeypatch) -> None:
+def test_the_emulators_kernel_has_the_same_ptx_and_no_cubin(tmp_path: Path) -> None:
+    cache = jit.KernelCache(tmp_path)
+    emulated = jit.build(small_config(), cache=cache, for_emulator=True)
+    assert emulated.cubin == b""
+    assert emulated.manifest["resources"] is None
+    assert emulated.manifest["compile_seconds"] > 0
+    complete = jit.build(small_config(), cache=cache)
+    assert complete.cubin.startswith(b"\x7fELF")
+    assert complete.ptx == emulated.ptx
+    # What is there with a cubin will do.
+    assert jit.build(small_config(), cache=cache, for_emulator=True).key == complete.key
+    assert {entry.problem for entry in cache.entries()} == {None}
+    assert len(list(cache.entries())) == 2
+
+
+@pytest.mark.parametrize("for_emulator", [False, True])
+def test_a_compile_error_shows_the_config(tmp_path: Path, monkeypatch, for_emulator: bool) -> None:
     monkeypatch.setattr(
         "deep_moe.jit.render_kernel", lambda config: render_kernel(config) + "\nbroken"
     )
     with pytest.raises(CompileError, match="'num_experts_per_wave': "):
-        jit.build(small_config(), cache=jit.KernelCache(tmp_path))
+        jit.build(small_config(), cache=jit.KernelCache(tmp_path), for_emulator=for_emulator)
 
 
 def test_a_cached_kernel_needs_neither_torch_nor_cuda() -> None:

@@ -222,7 +222,7 @@ class Ranks:
         """The compiled kernel, with `Config` between its includes and the rest."""
         includes, _, rest = source.partition("\n\n")
         text = "\n\n".join((includes, config_struct(self.config), rest))
-        compiled = jit.compile_cached(text, arch=arch, kernel="kernel")
+        compiled = jit.compile_cached(text, arch=arch, kernel="kernel", for_emulator=True)
         return machine.load(compiled.ptx, name="kernel.ptx")
 
 

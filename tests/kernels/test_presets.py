@@ -16,17 +16,18 @@ DECODE, PREFILL, OTHERS = 64, 8192, (1, 512, 1024)  # tokens per rank
 
 
 def cases() -> list[tuple[str, str, int]]:
-    """Each model in decode and in prefill on both kernels, and as sm_103a, whose kernel is that of
-    sm_100a, in decode; of the other numbers of tokens each model has one, and each number a third
-    of the models. Every tile meets every problem in test_sm90_resources.py and
-    test_sm100_resources.py."""
+    """Each model in decode and in prefill on both kernels; on one of them in turn with another
+    number of tokens, of which each has a third of the models; and a third of the models as sm_103a,
+    whose kernel is that of sm_100a, in decode. Every tile meets problems in test_sm90_resources.py
+    and test_sm100_resources.py."""
     chosen = []
     for i, name in enumerate(PRESETS):
         for arch in ARCHS:
-            for num_tokens in (DECODE, PREFILL, OTHERS[i % len(OTHERS)]):
-                if not (name in SAMPLE and num_tokens == DECODE):
-                    chosen.append((name, arch, num_tokens))
-        chosen += [(name, arch, DECODE) for arch in TARGETS if arch not in ARCHS]
+            chosen += [] if name in SAMPLE else [(name, arch, DECODE)]
+            chosen.append((name, arch, PREFILL))
+        chosen.append((name, ARCHS[i % len(ARCHS)], OTHERS[i % len(OTHERS)]))
+        if i % 3 == 0:
+            chosen += [(name, arch, DECODE) for arch in TARGETS if arch not in ARCHS]
     return chosen
 
 

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
-from deep_moe import jit
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.jit import headers
-from deep_moe.jit.nvrtc import Compilation, Resources
 
 from .catalogue import Edit, Mutation, TextEdit
 from .marks import find_marks
@@ -102,12 +100,6 @@ def plant_into_module(edit: TextEdit) -> ModuleType:
     return module
 
 
-def compile_without_cubin(source: str, **options: Any) -> Compilation:
-    """What the emulator needs of a kernel that will never see a GPU, in half of the time."""
-    of_any_number = Resources(0, 0, 0, 0, 0)  # 0 registers: as many as the compiler may use
-    return Compilation(b"", jit.compile_to_ptx(source, **options), "", of_any_number, 0.0)
-
-
 def noticed_in(run: Callable[[], bool]) -> str:
     """Who noticed something: "race", "misuse", "timeout", "result" or "" (nobody). `run` says
     whether the results are right, or fails as a test does."""
@@ -156,7 +148,6 @@ def planted_in_headers(
     functions that keep compiled kernels."""
     planted = plant_into_header(mutation, folder)
     monkeypatch.setattr(headers, "find_library", lambda: planted)
-    monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
     for cache in caches:
         cache.cache_clear()
     try:

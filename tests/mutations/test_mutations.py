@@ -32,7 +32,6 @@ from .planting import (
     INCLUDE,
     ROOT,
     check_edits,
-    compile_without_cubin,
     header_edits,
     noticed_in,
     plant_into_module,
@@ -236,7 +235,6 @@ def planted(
         monkeypatch.setattr(
             jit, "render_kernel", lambda config: with_text_edit(edit, render(config))
         )
-        monkeypatch.setattr(jit, "compile_source", compile_without_cubin)
     else:
         planted_module = plant_into_module(edit)
         sound = importlib.import_module(planted_module.__name__)

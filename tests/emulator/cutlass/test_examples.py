@@ -15,6 +15,8 @@ from .examples import Example, Launch, run
 
 # NVRTC takes minutes for some, and a busy machine a multiple of them.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+# Each compiles for half a minute to two, and what it does, others do as well.
+covered = pytest.mark.exhaustive
 
 
 def tutorial(name: str) -> Example:
@@ -105,11 +107,13 @@ def test_one_cta_with_ordinary_loads(size):
     check_tutorial(MMA, *size, "they are ordered, but no fence.proxy.async stands between them")
 
 
+@covered
 @pytest.mark.parametrize("size", [(128, 256, 64), (256, 512, 192)])
 def test_one_cta_with_tma(size):
     check_tutorial(tutorial("02_mma_tma_sm100"), *size)
 
 
+@covered
 @pytest.mark.parametrize("size", [(512, 1024, 64), (512, 2048, 192)])
 def test_multicast(size):
     check_tutorial(tutorial("03_mma_tma_multicast_sm100"), *size)
@@ -201,6 +205,7 @@ def test_nvfp4_in_cta_pairs(size, capfd):
     np.testing.assert_array_equal(bfloat16_values(d).reshape(m, n), rounded_to_bfloat16(expected))
 
 
+@covered
 @pytest.mark.parametrize("size", [(256, 128, 256), (384, 256, 512)])
 def test_nvfp4_with_nvfp4_results(size, capfd):
     """Results in E2M1, with a factor in UE8M0 for 16 of them that the kernel chooses."""
@@ -265,7 +270,7 @@ def test_product(example, dtype, size, capfd):
 # ---- FP8
 
 
-@pytest.mark.parametrize("example", [FP8_ON_SM90, FP8_ON_SM100])
+@pytest.mark.parametrize("example", [FP8_ON_SM90, pytest.param(FP8_ON_SM100, marks=covered)])
 @pytest.mark.parametrize("size", [(512, 256, 256), (304, 208, 144)])
 def test_fp8_with_scales_activation_and_largest_value(example, size, capfd):
     m, n, k = size

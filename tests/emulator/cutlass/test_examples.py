@@ -193,7 +193,7 @@ def test_mxfp8_times_mxfp4_in_cta_pairs(size, beta, capfd):
     np.testing.assert_array_equal(bfloat16_values(d).reshape(m, n), rounded_to_bfloat16(expected))
 
 
-@pytest.mark.exhaustive
+@covered
 @pytest.mark.parametrize("size", [(512, 1024, 256), (256, 1024, 768)])
 def test_nvfp4_in_cta_pairs(size, capfd):
     m, n, k = size
@@ -249,7 +249,7 @@ def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
 # ---- plain products
 
 
-@pytest.mark.exhaustive
+@covered
 @pytest.mark.parametrize(
     ("example", "dtype"), [(TF32_ON_SM90, np.float32), (FP16_ON_SM100, np.float16)]
 )

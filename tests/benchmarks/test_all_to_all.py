@@ -12,6 +12,7 @@ import torch
 import benchmarks.all_to_all
 from benchmarks.all_to_all import add_models, line, parse_arguments, run_rank
 from deep_moe.trial.rank_processes import run_on_ranks
+from tests.everyday import parametrize
 
 SMALL = ["--hidden", "128", "--topk", "2", "--experts", "4", "--sms", "2"]
 BRIEF = ["--calls", "2", "--rounds", "1", "--warmup", "0", "--commit", "abc"]
@@ -57,7 +58,7 @@ def test_the_model_is_of_one_token_and_the_links() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "options",
     [
         [],
@@ -65,6 +66,7 @@ def test_the_model_is_of_one_token_and_the_links() -> None:
         ["--path", "throughput"],
         ["--path", "throughput", "--zero-copy", "--format", "bf16"],
     ],
+    everyday=[[], ["--path", "throughput"]],
 )
 def test_a_run_checks_and_times_every_step(tmp_path: Path, options: list[str]) -> None:
     words = [*SMALL, *BRIEF, *options, "--tokens", "1", "3", "--json", str(tmp_path / "out.json")]

@@ -59,7 +59,7 @@ def test_ranks_and_calls_in_a_row(arch: str, weights: str) -> None:
 
 
 @each_kernel
-@pytest.mark.parametrize("activation_clamp", [None, 0.3])
+@parametrize("activation_clamp", [None, 0.3], everyday=[0.3])
 def test_random_layer_is_right(arch: str, weights: str, activation_clamp: float | None) -> None:
     case = random_case(arch, weights, hidden=512)
     tokens = random_tokens(case.shape, 50, seed=1)

@@ -42,7 +42,7 @@ def scale_block(arch: str, weights: str) -> tuple[int, int]:
 
 @each_arch
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize(("hidden", "intermediate"), [(352, 160), (96, 288), (384, 224)])
+@parametrize(("hidden", "intermediate"), [(352, 160), (96, 288), (384, 224)], everyday=[(352, 160)])
 def test_exact_layer(arch: str, hidden: int, intermediate: int, biases: bool) -> None:
     shape = shape_of(hidden, intermediate, biases=biases)
     case = LayerCase(shape, exact_layer(shape), arch=arch)

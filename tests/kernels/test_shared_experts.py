@@ -20,6 +20,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.everyday import parametrize
 
 from .layer_case import FITTED, LayerCase
 
@@ -56,7 +57,7 @@ def check(case: LayerCase, tokens: list[Tokens], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("num_shared", [1, 2, 4])
+@parametrize("num_shared", [1, 2, 4], everyday=[2])
 @pytest.mark.parametrize("counts", [(40, 96), (1, 0), (0, 0)])
 def test_shared_experts_are_added(arch: str, num_shared: int, counts: tuple[int, int]) -> None:
     case = make_case(arch, num_shared_experts=num_shared)

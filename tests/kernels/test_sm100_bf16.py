@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import pytest
-
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape
 
@@ -21,7 +20,7 @@ def exact_case(shape: MoEShape) -> LayerCase:
     return LayerCase(shape, exact_layer(shape))
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64, 96, 128, 192])
+@parametrize("block_m", [16, 32, 64, 96, 128, 192], everyday=[16, 192])
 def test_every_tile(block_m: int) -> None:
     shape = shape_of(num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
     tokens = exact_tokens(shape, block_m + 5, seed=block_m)

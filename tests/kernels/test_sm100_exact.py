@@ -9,6 +9,7 @@ import torch
 
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase
 
@@ -27,7 +28,7 @@ def to_one_expert(tokens: Tokens, expert: int) -> Tokens:
     return Tokens(tokens.x, tokens.x_sf, topk_idx, tokens.topk_weights)
 
 
-@pytest.mark.parametrize("block_m", TILES)
+@parametrize("block_m", TILES, everyday=[16, 192])
 def test_every_tile(block_m: int) -> None:
     # One expert gets a full tile and a bit of a second one; the others' tiles stay partly empty.
     shape = one_rank(block_m + 11)

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape
 
 shape_of = partial(small_shape, "fp8", hidden=256)
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64, 96, 128, 192])
+@parametrize("block_m", [16, 32, 64, 96, 128, 192], everyday=[16, 192])
 def test_every_tile(block_m: int) -> None:
     shape = shape_of(num_experts=2, num_max_tokens_per_rank=block_m + 11)
     tokens = exact_tokens(shape, block_m + 11, seed=block_m)

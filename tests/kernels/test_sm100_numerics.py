@@ -8,6 +8,7 @@ import torch
 from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase
 
@@ -27,7 +28,7 @@ def case() -> LayerCase:
 
 
 @pytest.mark.parametrize("fast_math", [True, False])
-@pytest.mark.parametrize("activation_clamp", [None, 0.3, 10.0])
+@parametrize("activation_clamp", [None, 0.3, 10.0], everyday=[0.3])
 def test_random_layer_is_right(
     case: LayerCase, activation_clamp: float | None, fast_math: bool
 ) -> None:

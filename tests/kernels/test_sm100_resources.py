@@ -6,6 +6,7 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
+from tests.everyday import parametrize
 
 TILES = (16, 32, 64, 96, 128, 192)
 # ranks, experts, top-k, hidden, intermediate, clamp, fast math
@@ -58,7 +59,7 @@ def check(
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("block_m", TILES)
+@parametrize("block_m", TILES, everyday=[16, 192])
 def test_no_spills(block_m: int, problem: str) -> None:
     check(block_m, PROBLEMS[problem])
 

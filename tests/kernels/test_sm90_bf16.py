@@ -11,6 +11,7 @@ import pytest
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 
 from .layer_case import FITTED, LayerCase, small_shape
 
@@ -25,7 +26,7 @@ def random_case(shape: MoEShape) -> LayerCase:
     return LayerCase(shape, random_layer(shape), arch="sm_90a")
 
 
-@pytest.mark.parametrize("block_m", range(8, 184, 24))
+@parametrize("block_m", range(8, 184, 24), everyday=[8, 104, 176])
 def test_tiles(block_m: int) -> None:
     shape = shape_of(num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
     tokens = exact_tokens(shape, block_m + 5, seed=block_m)

@@ -12,6 +12,7 @@ from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from .layer_case import FITTED, LayerCase
 
@@ -46,7 +47,7 @@ def check(case: LayerCase, num_tokens: tuple[int, ...], **options: Any) -> None:
     assert all(result.is_exact for result in results), results
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("weights", "tile"),
     [
         ("fp8", {"block_m": 8}),  # math publishes by itself
@@ -54,6 +55,7 @@ def check(case: LayerCase, num_tokens: tuple[int, ...], **options: Any) -> None:
         ("bf16", {"block_m": 24}),
         ("mxfp4", FITTED),
     ],
+    everyday=[("fp8", {"block_m": 40})],
 )
 @pytest.mark.parametrize("sizes", [{}, ODD], ids=["even", "odd"])
 def test_even_and_odd_numbers_of_blocks(

@@ -187,7 +187,11 @@ def test_schedules(schedule_seed: int) -> None:
 
 
 @pytest.mark.parametrize("activation_clamp", [None, 1.0])
-@pytest.mark.parametrize("tile", [{"block_m": 16}, {"block_m": 64}, {"block_m": 128}, FITTED])
+@parametrize(
+    "tile",
+    [{"block_m": 16}, {"block_m": 64}, {"block_m": 128}, FITTED],
+    everyday=[{"block_m": 16}, FITTED],
+)
 def test_random_layers_follow_the_reference(
     tile: dict[str, int], activation_clamp: float | None
 ) -> None:

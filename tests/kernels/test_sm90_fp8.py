@@ -19,6 +19,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape
 
@@ -36,7 +37,7 @@ def random_case(shape: MoEShape) -> LayerCase:
     return LayerCase(shape, random_layer(shape, scale_block=BLOCK), arch="sm_90a")
 
 
-@pytest.mark.parametrize("block_m", [*range(8, 96, 8), 112])
+@parametrize("block_m", [*range(8, 96, 8), 112], everyday=[8, 40, 112])
 def test_every_tile(block_m: int) -> None:
     shape = shape_of(num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
     tokens = exact_tokens(shape, block_m + 5, seed=block_m)

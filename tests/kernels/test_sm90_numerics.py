@@ -9,6 +9,7 @@ from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e2m1_ue8m0, quant
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Layer, Tokens, random_layer, random_tokens
+from tests.everyday import parametrize
 
 from .layer_case import FITTED, LayerCase
 
@@ -38,7 +39,7 @@ def random_values(num_tokens: int, *, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fast_math", [True, False])
-@pytest.mark.parametrize("activation_clamp", [None, 0.3, 10.0])
+@parametrize("activation_clamp", [None, 0.3, 10.0], everyday=[0.3])
 def test_random_layer_is_right(
     case: LayerCase, activation_clamp: float | None, fast_math: bool
 ) -> None:

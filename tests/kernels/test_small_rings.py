@@ -112,7 +112,7 @@ def test_all_to_one_expert(arch: str, overrides: dict[str, int]) -> None:
     check_calls(arch, overrides, [many, few, many], shape, "random")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize("schedule", SCHEDULES, everyday=["random"])
 def test_a_small_ring(arch: str, schedule: Schedule) -> None:
     """One call in which every wait for rows matters."""
     overrides = {"sm_90a": {"block_m": 64, "num_stages": 3}, "sm_100a": {"block_m": 96}}[arch]
@@ -122,7 +122,7 @@ def test_a_small_ring(arch: str, schedule: Schedule) -> None:
     check_calls(arch, overrides, [tokens], shape, schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize("schedule", SCHEDULES, everyday=["random"])
 def test_one_rank_with_small_blocks(arch: str, schedule: Schedule) -> None:
     """Linear1's epilogues read routing weights in rows that Linear2's release."""
     shape = MoEShape(1, 4, 2, 256, 256, 192, SMALLEST)

@@ -14,6 +14,7 @@ from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.handle import Dispatched
+from tests.everyday import parametrize
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
 
@@ -77,7 +78,7 @@ def check_call(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("format", FORMATS)
+@parametrize("format", FORMATS, everyday=["bf16", "fp8_128_ue8m0"])
 def test_every_bit(format: str, arch: str) -> None:
     hidden = 512 if format == "fp8_128_ue8m0" else 256  # which has four scales in a word
     with ranks(format=format, arch=arch, hidden=hidden) as layer:
@@ -173,7 +174,7 @@ def test_two_calls_under_way(receive: bool) -> None:
                     assert torch.equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@parametrize("format", FORMATS, everyday=["bf16", "fp8_128"])
 def test_send_first_and_receive_later(format: str) -> None:
     with ranks(format=format, hidden=512) as layer:
         for seed in range(3):

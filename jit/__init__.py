@@ -82,7 +82,7 @@ def build(
 ) -> CompiledKernel:
     """The Mega MoE kernel for `config`, from the cache or compiled now.
 
-    for_emulator: PTX is enough, which takes half of the time; the kernel may have no cubin.
+    for_emulator: PTX is enough, and ptxas need not run; the kernel may have no cubin.
     Raises CompileError with the compiler's log, MissingPackageError, or CacheError.
     """
     source = render_kernel(config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,6 @@ class Compilation:
     ptx: str
     log: str
     resources: Resources
-    seconds: float
 
 
 def compile_source(
@@ -65,9 +63,9 @@ def compile_source(
 
     `kernel` is the entry whose resources are reported, `context` is added to a CompileError.
     """
-    results, log, seconds = _compile(source, arch, include_paths, kernel, context, ("CUBIN", "PTX"))
+    results, log = _compile(source, arch, include_paths, kernel, context, ("CUBIN", "PTX"))
     cubin, ptx = results
-    return Compilation(cubin, _decoded(ptx), log, parse_resources(log, kernel), seconds)
+    return Compilation(cubin, _decoded(ptx), log, parse_resources(log, kernel))
 
 
 def compile_to_ptx(
@@ -92,7 +90,7 @@ def compile_to_ptx(
         if not isinstance(option, str) or isinstance(options, str):
             raise ValueError(f"options must be a sequence of strings; got {options!r}")
     virtual = arch.replace("sm_", "compute_", 1)
-    (ptx,), _, _ = _compile(
+    (ptx,), _ = _compile(
         source, virtual, include_paths, kernel, context, ("PTX",), options, headers or {}
     )
     return _decoded(ptx)
@@ -107,8 +105,8 @@ def _compile(
     results: Sequence[str],
     more_options: Sequence[str] = (),
     headers: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[list[bytes], str, float]:
-    """The results that are asked for by NVRTC's names, the log, and the seconds that it took."""
+) -> tuple[list[bytes], str]:
+    """The results that are asked for by NVRTC's names, and the log."""
     nvrtc = _load_nvrtc()
     # NVRTC refuses an option that is given twice.
     replaced = {option.partition("=")[0] for option in more_options}
@@ -129,10 +127,8 @@ def _compile(
             [header.encode() for header in headers],
         ),
     )
-    started = time.perf_counter()
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        seconds = time.perf_counter() - started
         log = _decoded(_content(nvrtc, program, "ProgramLog"))
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(
@@ -142,7 +138,7 @@ def _compile(
         contents = [_content(nvrtc, program, what) for what in results]
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return contents, log, seconds
+    return contents, log
 
 
 def compiler_version() -> str:

@@ -87,9 +87,8 @@ def test_uneven_experts_in_waves(schedule: Schedule, turn: int) -> None:
     assert all(result.is_exact for result in results), results
 
 
-@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_small_ring(schedule: Schedule, seed: int) -> None:
+def test_a_small_ring(schedule: Schedule) -> None:
     """Chunks of three m-blocks, of which a cluster has two together, and one by itself. Rows are
     used again while CTAs still have blocks of them whose results nobody waits for."""
     num_tokens = (190,)
@@ -97,7 +96,8 @@ def test_a_small_ring(schedule: Schedule, seed: int) -> None:
         "fp8", num_tokens, num_experts=3, hidden=128, intermediate_hidden=640, num_pool_tokens=384
     )
     overrides = {**CLUSTERS, "block_m": 16, "num_ring_chunk_m_blocks": 3}
-    check(case, num_tokens, overrides=overrides, schedule=schedule, schedule_seed=seed)
+    # With seed 0 no CTA at random is late enough to notice rows that are used too early.
+    check(case, num_tokens, overrides=overrides, schedule=schedule, schedule_seed=1)
 
 
 def test_calls_in_a_row() -> None:

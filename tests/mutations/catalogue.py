@@ -613,7 +613,7 @@ SM90_MUTATIONS = (
         replaced("idle_without_rows", "!reads_pool", "false"),
         "race|misuse|timeout",
         test="test_sm90_clusters::test_a_small_ring",
-        arguments={"schedule": "random", "seed": 1},
+        arguments={"schedule": "random"},
     ),
     M(
         "block_behind_linear2s_last_stored",

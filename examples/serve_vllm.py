@@ -47,6 +47,7 @@ def parsed() -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines")
+    parser.add_argument("--attention-backend", help="vLLM's option of this name")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     arguments = parser.parse_args()
     if arguments.prompts % arguments.data_parallel_size:
@@ -99,6 +100,7 @@ def serve(arguments: argparse.Namespace) -> None:
         tensor_parallel_size=arguments.tensor_parallel_size,
         enable_expert_parallel=num_gpus > 1,
         enable_prefix_caching=False,
+        attention_backend=arguments.attention_backend,
         enforce_eager=arguments.eager,
         # Graphs of decoding steps, without a compiler between model and kernels.
         compilation_config={"mode": 0}

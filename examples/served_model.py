@@ -223,16 +223,19 @@ def run_child(
                 )
             )
     while any(child.poll() is None for child in children):
-        if any(child.poll() for child in children):
+        ended = zip(children, outs, strict=True)
+        if any(child.poll() and not out.exists() for child, out in ended):
             for child in children:  # those that wait for the one that failed
                 child.terminate()
         time.sleep(0.2)
-    for log, child in zip(logs, children, strict=True):
-        if child.returncode > 0:
-            print(log.read_text())
-            raise SystemExit(f"{name}: {engine} ended with exit status {child.returncode}")
-    if any(child.returncode for child in children):
-        raise SystemExit(f"{name}: {engine} was killed")
+    # Whose result is there has served, however an engine's threads end with it.
+    failed = [i for i, out in enumerate(outs) if not out.exists()]
+    if failed:
+        # Who failed by itself, rather than who was ended for it.
+        first = max(failed, key=lambda i: children[i].returncode)
+        print(logs[first].read_text())
+        status = children[first].returncode
+        raise SystemExit(f"{name}: {engine} ended with exit status {status}")
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     result: dict[str, Any] = {"paths": []}
     for out, log in zip(outs, logs, strict=True):

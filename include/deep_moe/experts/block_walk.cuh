@@ -14,8 +14,7 @@
 // and MMAs, whose results nobody stores.
 #pragma once
 
-#include <cuda/std/type_traits>
-
+#include "deep_moe/conditional.cuh"
 #include "deep_moe/experts/chunk_walk.cuh"
 #include "deep_moe/experts/expert_walk.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
@@ -23,7 +22,6 @@
 namespace deep_moe {
 
 template <class Config>
-using BlockWalk =
-    cuda::std::conditional_t<PoolRing<Config>::wraps, ChunkWalk<Config>, ExpertWalk<Config>>;
+using BlockWalk = conditional_t<PoolRing<Config>::wraps, ChunkWalk<Config>, ExpertWalk<Config>>;
 
 }  // namespace deep_moe

@@ -15,8 +15,8 @@
 #pragma once
 
 #include <cuda/std/cstdint>
-#include <cuda/std/type_traits>
 
+#include "deep_moe/conditional.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/math.cuh"
 
@@ -106,7 +106,7 @@ class SharedExpertOrder {
 };
 
 template <class Config>
-using ExpertOrder = cuda::std::conditional_t<Config::num_shared_experts == 0,
-                                             RoutedExpertOrder<Config>, SharedExpertOrder<Config>>;
+using ExpertOrder = conditional_t<Config::num_shared_experts == 0, RoutedExpertOrder<Config>,
+                                  SharedExpertOrder<Config>>;
 
 }  // namespace deep_moe

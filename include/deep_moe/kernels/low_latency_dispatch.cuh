@@ -7,8 +7,8 @@
 #pragma once
 
 #include <cuda/std/cstdint>
-#include <cuda/std/type_traits>
 
+#include "deep_moe/conditional.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/active_ranks.cuh"
@@ -84,8 +84,8 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRan
     const ReceivedTokens<Config> received(shared_memory);
     if (!await_tokens(args, local, active, received, half, waiter)) return;
     const PhaseSpan<Config> span(args, SplitPhase::postprocess);
-    using Unpacking = cuda::std::conditional_t<Config::stages_by_expert, MessageUnpacking<Config>,
-                                               TokenExpansion<Config>>;
+    using Unpacking =
+        conditional_t<Config::stages_by_expert, MessageUnpacking<Config>, TokenExpansion<Config>>;
     Unpacking(args, ranks, received, half).run();
 }
 

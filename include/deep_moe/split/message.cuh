@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cuda/std/cstdint>
-#include <cuda/std/type_traits>
 
 #include "deep_moe/split/token_format.cuh"
 
@@ -16,6 +15,17 @@ struct MessageControl {
     uint32_t unused[2];
 };
 static_assert(sizeof(MessageControl) == 16, "values behind it are loaded by 16 bytes");
+
+// T, as const as `Byte` is.
+template <class Byte, class T>
+struct AsConst {
+    using type = T;
+};
+
+template <class Byte, class T>
+struct AsConst<const Byte, T> {
+    using type = const T;
+};
 
 // `Byte`: const or not.
 template <class Config, class Byte>
@@ -36,11 +46,7 @@ class Message {
  private:
     template <class T>
     __device__ auto* at(uint32_t offset) const {
-        if constexpr (cuda::std::is_const_v<Byte>) {
-            return reinterpret_cast<const T*>(bytes_ + offset);
-        } else {
-            return reinterpret_cast<T*>(bytes_ + offset);
-        }
+        return reinterpret_cast<typename AsConst<Byte, T>::type*>(bytes_ + offset);
     }
 
     Byte* bytes_;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cuda/std/cstdint>
-#include <cuda/std/type_traits>
 
+#include "deep_moe/conditional.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
@@ -20,8 +20,8 @@
 namespace deep_moe {
 
 template <class Config>
-using Destinations = cuda::std::conditional_t<Config::stages_by_expert, ExpertDestinations<Config>,
-                                              RankDestinations<Config>>;
+using Destinations =
+    conditional_t<Config::stages_by_expert, ExpertDestinations<Config>, RankDestinations<Config>>;
 
 // A token that the CTA sends next, as far as it can be known ahead.
 template <class Config>

@@ -16,6 +16,8 @@ from typing import Any
 
 from deep_moe.errors import CompileError, MissingPackageError
 
+from .precompiled_headers import PrecompiledHeaders
+
 # CUTLASS leaves functions unannotated, which are host functions unless -default-device is given.
 # -no-cache: with a driver present NVRTC keeps results of its own, and a kept one has no log.
 # -v makes ptxas report registers and spills; Config members that one kernel does not use and
@@ -49,6 +51,22 @@ class Compilation:
     ptx: str
     log: str
     resources: Resources
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Of the compiler. failure: its name for it; contents: the results, in the order asked for."""
+
+    failure: str | None
+    contents: list[bytes]
+    log: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.failure is None
+
+
+_precompiled_headers = PrecompiledHeaders()
 
 
 def compile_source(
@@ -114,31 +132,37 @@ def _compile(
     options += [o for o in COMPILE_OPTIONS if o.partition("=")[0] not in replaced]
     options += [f"-I{path}" for path in include_paths]
     options += more_options
-    encoded = [option.encode() for option in options]
     # An absolute name keeps the working folder of this process out of the PTX.
     name = f"/deep_moe/{kernel}.cu"
-    program = _checked(
-        nvrtc,
-        nvrtc.nvrtcCreateProgram(
-            source.encode(),
-            name.encode(),
-            len(headers),
-            [text.encode() for text in headers.values()],
-            [header.encode() for header in headers],
-        ),
-    )
-    try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = _decoded(_content(nvrtc, program, "ProgramLog"))
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(
-                f"NVRTC could not compile {kernel} for {arch} ({result.name})\n"
-                f"options: {' '.join(options)}\n{context}\n{log}"
-            )
-        contents = [_content(nvrtc, program, what) for what in results]
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return contents, log
+
+    def run(options: Sequence[str]) -> _Run:
+        program = _checked(
+            nvrtc,
+            nvrtc.nvrtcCreateProgram(
+                source.encode(),
+                name.encode(),
+                len(headers),
+                [text.encode() for text in headers.values()],
+                [header.encode() for header in headers],
+            ),
+        )
+        try:
+            encoded = [option.encode() for option in options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            log = _decoded(_content(nvrtc, program, "ProgramLog"))
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                return _Run(status.name, [], log)
+            return _Run(None, [_content(nvrtc, program, what) for what in results], log)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    last = _precompiled_headers.compile(source, options, run)
+    if not last.succeeded:
+        raise CompileError(
+            f"NVRTC could not compile {kernel} for {arch} ({last.failure})\n"
+            f"options: {' '.join(options)}\n{context}\n{last.log}"
+        )
+    return last.contents, last.log
 
 
 def compiler_version() -> str:

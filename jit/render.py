@@ -86,6 +86,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
         layouts.append(_layout_struct("Tmem", config.tmem_layout, "unsigned int"))
     return _template("mega_moe.cu.j2").render(
         arch=config.arch,
+        foreign_headers=target.foreign_headers,
         header=target.header,
         policy_headers=[
             f"deep_moe/formats/{target.kernel}_{weights.format}.cuh",

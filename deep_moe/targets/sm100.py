@@ -29,6 +29,7 @@ class Sm100(Target):
     registers: tuple[int, int, int] = sm100.USUAL_REGISTERS
 
     kernel = "sm100"
+    foreign_headers = ("cute/arch/mma_sm100_desc.hpp",)
     cluster_size = sm100.CLUSTER_SIZE
     smem_capacity = sm100.SMEM_CAPACITY
     heeds_uneven = False  # nothing is known of how fast tiles are there

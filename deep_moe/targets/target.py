@@ -132,6 +132,8 @@ class Target(ABC):
     which `gpus` names some. default_num_sms: SMs of such a GPU.
 
     kernel: namespace of the kernel in the header library, and the beginning of its file's name.
+    foreign_headers: what it includes of other libraries that takes long to parse, so that kernels
+    of one process share it (jit/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
     ask for.
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
@@ -145,6 +147,7 @@ class Target(ABC):
     default_num_sms: int
 
     kernel: ClassVar[str]
+    foreign_headers: ClassVar[tuple[str, ...]] = ()
     cluster_size: ClassVar[int]
     smem_capacity: ClassVar[int]
     heeds_uneven: ClassVar[bool]

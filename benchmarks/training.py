@@ -82,15 +82,24 @@ class Case:
     d_out: torch.Tensor
 
     @classmethod
-    def random(cls, model: Model, num_tokens: int, device: str = "cuda") -> Case:
-        generator = torch.Generator(device).manual_seed(0)
+    def random(
+        cls,
+        model: Model,
+        num_tokens: int,
+        device: str | torch.device = "cuda",
+        *,
+        seed: int = 0,
+        num_ranks: int = 1,
+    ) -> Case:
+        """num_ranks: that have as many experts each, which tokens are routed to."""
+        generator = torch.Generator(device).manual_seed(seed)
         hidden, intermediate, num_experts = model.hidden, model.intermediate, model.num_experts
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             values = torch.empty(shape, device=device, dtype=torch.bfloat16)
             return values.normal_(0, scale, generator=generator)
 
-        scores = torch.rand(num_tokens, num_experts, device=device, generator=generator)
+        scores = torch.rand(num_tokens, num_ranks * num_experts, device=device, generator=generator)
         topk_weights, topk_idx = scores.softmax(-1).topk(model.num_topk)
         w13 = normal(num_experts, hidden, 2 * intermediate, scale=hidden**-0.5)
         return cls(
@@ -139,14 +148,14 @@ def plain_layer(
         experts[order], torch.arange(num_experts, device=x.device), right=True
     ).int()
     rows = x[order // num_topk]
-    gate, up = _grouped_mm(rows, w13, offs).chunk(2, dim=-1)
-    y = _grouped_mm(F.silu(gate) * up, w2, offs)
+    gate, up = grouped_mm(rows, w13, offs).chunk(2, dim=-1)
+    y = grouped_mm(F.silu(gate) * up, w2, offs)
     weighted = y * topk_weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
     slots = torch.empty_like(weighted).index_copy(0, order, weighted)
     return slots.view(*topk_idx.shape, -1).sum(1)
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(a, b, offs=offs)
 
 

@@ -47,5 +47,5 @@ def test_a_wrong_layer_is_not_timed() -> None:
     wrong = [*right[:3], right[3].clone(), right[4]]
     wrong[3][0] = 1.1
     paths = {"plain": lambda: right, "all_to_all": lambda: right, "kept": lambda: wrong}
-    with pytest.raises(RuntimeError, match="kept: w13 differs from the plain layer's by 0.05"):
+    with pytest.raises(RuntimeError, match="kept: w13 differs from the plain layer's by"):
         training_ranks.check(paths)

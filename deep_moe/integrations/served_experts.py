@@ -21,6 +21,7 @@ from deep_moe.formats.weights import (
     MegaMoEWeights,
     Pair,
     empty_weights_for_mega_moe,
+    inverse_transform_weights,
     transform_weights_for_mega_moe,
     weight_pair,
 )
@@ -128,6 +129,41 @@ class ServedExperts:
             return
         for own, new in zip(self.biases, new_biases, strict=True):
             own.copy_(new)
+
+    def replace_expert(self, place: int, l1: Pair | None, l2: Pair | None) -> None:
+        """Write new weights of the local expert at `place`, or of one of its layers where the
+        other is None, into the same memory, on the current stream.
+
+        l1, l2: as `load` takes them, of one expert, [1, ...].
+
+        Raises DeepMoEError for weights that the kernel cannot take: the expert then has those that
+        it had.
+        """
+        assert self.weights is not None
+        own = self.weights.expert(place)
+        try:
+            new_l1 = None if l1 is None else self._one("l1", l1, 0)
+            new_l2 = None if l2 is None else self._one("l2", l2, 0)
+            # The transformation takes both layers. What it makes of one that stays is not used.
+            kept = own if l1 is not None and l2 is not None else self._as_loaded(own)
+            made = transform_weights_for_mega_moe(
+                new_l1 or kept.l1, new_l2 or kept.l2, self.arch, weights=self.sizes.weights
+            )
+        except (TypeError, ValueError) as error:
+            raise self._refusal(str(error)) from error
+        for given, new, old in zip((l1, l2), made, own, strict=True):
+            if given is not None:
+                for new_tensor, old_tensor in zip(new, old, strict=True):
+                    old_tensor.copy_(new_tensor)
+
+    def _as_loaded(self, weights: MegaMoEWeights) -> MegaMoEWeights:
+        return inverse_transform_weights(
+            *weights,
+            self.arch,
+            weights=self.sizes.weights,
+            hidden=self.sizes.hidden,
+            intermediate_hidden=self.sizes.intermediate_hidden,
+        )
 
     def _refusal(self, reason: str) -> Exception:
         if self.weights is None:

@@ -73,6 +73,45 @@ def test_weights_that_replace_others_lie_where_those_lay(arch):
     assert torch.equal(after, call(served(arch, seed=1), IDS))
 
 
+def of_one(source_weights: list, expert_idx: int) -> list:
+    return [tuple(t[expert_idx : expert_idx + 1] for t in pair) for pair in source_weights]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_one_expert_or_one_of_its_layers_is_replaced(arch, given):
+    layer, old, new = served(arch), source(0), source(1)
+    addresses = [tensor.data_ptr() for tensor in layer.tensors()]
+    one = of_one(new, 2)
+    writes = [weight._version for weight, _ in layer.weights]
+    layer.replace_expert(2, *(pair if own else None for pair, own in zip(one, given, strict=True)))
+    assert [tensor.data_ptr() for tensor in layer.tensors()] == addresses
+    is_written = [
+        weight._version != before for (weight, _), before in zip(layer.weights, writes, strict=True)
+    ]
+    assert is_written == list(given)
+    expected = [tuple(tensor.clone() for tensor in pair) for pair in old]
+    for own, pair, new_pair in zip(given, expected, new, strict=True):
+        for tensor, new_tensor in zip(pair, new_pair, strict=True):
+            tensor[2] = new_tensor[2] if own else tensor[2]
+    from_the_start = ServedExperts(SIZES, Swiglu(), None, CPU, 8, arch)
+    from_the_start.load(*expected)
+    for tensor, other in zip(layer.tensors(), from_the_start.tensors(), strict=True):
+        assert torch.equal(tensor, other)
+
+
+def test_an_expert_whose_new_weights_are_none_keeps_the_old_ones():
+    layer = served("sm_90a")
+    before = [tensor.clone() for tensor in layer.tensors()]
+    l1, l2 = of_one(source(1), 2)
+    bad = (l2[0], l2[1].clone())
+    bad[1][0, -1, :2] = torch.tensor([90, 140])  # too far apart for one row; found behind l1
+    with pytest.raises(DeepMoEError, match=r"weights that replace others .* l2_weights"):
+        layer.replace_expert(2, l1, bad)
+    for tensor, old in zip(layer.tensors(), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_experts_may_be_permuted_in_what_the_kernel_reads(arch):
     layer = served(arch)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from deep_moe.activations import Situ, Swiglu, SwigluOai
-from deep_moe.errors import CheckpointError, DeepMoEError, MissingPackageError
+from deep_moe.errors import DeepMoEError, MissingPackageError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.shared_steps import check_step_sizes
 from deep_moe.integrations.switch import Switch, read_num_pool_tokens, read_path, read_switch
 from deep_moe.integrations.unsupported import UnsupportedError
-from deep_moe.integrations.vllm.completeness import LoadedParts
 from deep_moe.integrations.vllm.support import check_steps, plan_of
 
 from .vllm_fakes import layer
@@ -97,25 +96,6 @@ def test_activations_with_their_parameters(activation, changes, expected):
 def test_what_it_leaves_to_vllm_it_says_why(activation, changes, words):
     with pytest.raises(UnsupportedError, match=words):
         plan_of(layer(activation, **changes), "mxfp4", 1)
-
-
-def loaded(leave_out: tuple[str, str, int] | None = None) -> LoadedParts:
-    parts = LoadedParts()
-    for tensor, shards in (("w13_weight", ("w1", "w3")), ("w2_weight", ("w2",))):
-        for shard in shards:
-            parts.add(tensor, shard, [i for i in range(4) if (tensor, shard, i) != leave_out])
-    return parts
-
-
-def test_missing_experts_are_named_by_their_global_ids():
-    loaded().require_all("layer", ("w13_weight", "w2_weight"), 4, 4)
-    parts = loaded(leave_out=("w13_weight", "w3", 2))
-    with pytest.raises(CheckpointError, match=r"layer: .* no w3 for w13_weight of experts 6,"):
-        parts.require_all("layer", ("w13_weight", "w2_weight"), 4, 4)
-
-
-def test_a_loader_that_goes_another_way_is_believed():
-    LoadedParts().require_all("layer", ("w13_weight",), 0, 4)
 
 
 @pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "1.0", "0.34.0rc1"])

@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
 
+from ..completeness import ALL_SHARDS, LoadedParts, shards_of
 from ..fp8_token_scales import served_token_scales
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
@@ -45,7 +46,6 @@ from ..switch import (
 )
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
-from .completeness import ALL_SHARDS, LoadedParts, shards_of
 from .experts import make_kernel, on_own_share
 from .support import Plan, check_steps, plan_of
 
@@ -256,7 +256,13 @@ class DeepMoEMethod(FusedMoEMethodBase):
         weights: those are written into the same tensors."""
         names = self.form.tensors
         first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
-        layer.loaded_parts.require_all(layer.layer_name, names, first, layer.local_num_experts)
+        # vLLM itself misses a tensor that no part was loaded of.
+        layer.loaded_parts.require_all(
+            layer.layer_name,
+            layer.loaded_parts.begun(names),
+            range(first, first + layer.local_num_experts),
+            ", as vLLM places them",
+        )
         given = [getattr(layer, name).data for name in names]
         biases = None
         if self.form.is_gpt_oss:

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,17 +60,18 @@ def started(setenv: Any, arch: str, group: Any = ONE_RANK) -> Any:
 
 
 def layer(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1, **changes: Any) -> Any:
-    """What SGLang's `FusedMoE` is when a checkpoint has been loaded into it."""
-    experts = torch.nn.Module()
-    local = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
-    for name, (values, sf) in zip(("w13", "w2"), source, strict=True):
-        own = values[local]
-        scales = sf[local]
-        if weights == "mxfp4":
-            scales = ue8m0_to_float(unpack_ue8m0(scales), torch.float32)
-        for suffix, tensor in (("weight", own), ("weight_scale_inv", scales)):
-            parameter = torch.nn.Parameter(tensor.clone(), requires_grad=False)
-            experts.register_parameter(f"{name}_{suffix}", parameter)
+    """SGLang's `FusedMoE`, into which its own loader has loaded a checkpoint."""
+    experts = empty_layer(weights, rank, num_ranks, **changes)
+    load(experts, weights, source)
+    return experts
+
+
+def empty_layer(weights: str, rank: int = 0, num_ranks: int = 1, **changes: Any) -> Any:
+    """`FusedMoE` as it is when its method has made the tensors that are loaded into. It is not
+    initialized by itself, as that asks for a server's arguments."""
+    fused_moe = sglang_stage.module("layers.moe.fused_moe_triton.layer").FusedMoE
+    experts = fused_moe.__new__(fused_moe)
+    torch.nn.Module.__init__(experts)
     config = {
         "num_fused_shared_experts": 0,
         "apply_router_weight_on_input": False,
@@ -83,10 +84,22 @@ def layer(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1, **ch
     attributes = {
         "layer_id": 3,
         "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS // num_ranks,
+        "_num_local_routed": EXPERTS // num_ranks,
         "top_k": TOPK,
         "moe_tp_size": 1,
+        "moe_tp_rank": 0,
         "moe_ep_size": num_ranks,
+        "moe_ep_rank": rank,
+        "_expert_storage_rank": rank,
         "with_bias": False,
+        "quant_config": None,
+        "weight_load_method": None,
+        "uses_expert_location": True,
+        "use_presharded_weights": False,
+        "use_triton_kernels": False,
+        "use_flashinfer_trtllm_moe": False,
+        "_has_fused_shared": False,
         "_mega_moe_nvfp4": False,
         "_mega_moe_w4a4": False,
         "_mega_moe_weights_built": False,
@@ -96,7 +109,82 @@ def layer(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1, **ch
     )
     for name, value in attributes.items():
         setattr(experts, name, changes.get(name, value))
+    experts.quant_method = Method(weights)
+    values, columns = (torch.int8, 2) if weights == "mxfp4" else (torch.float8_e4m3fn, 1)
+    block = (1, 32) if weights == "mxfp4" else (128, 128)
+    for name, rows, width in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
+        num_local = experts.num_local_experts
+        scales = num_local, rows // block[0], width // block[1]
+        made = {
+            "weight": torch.zeros(num_local, rows, width // columns).to(values),
+            "weight_scale_inv": torch.ones(scales),
+        }
+        for suffix, tensor in made.items():
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            parameter.weight_loader = experts.weight_loader
+            if suffix == "weight_scale_inv":
+                parameter.quant_method = "block"
+            experts.register_parameter(f"{name}_{suffix}", parameter)
     return experts
+
+
+class Method:
+    """As SGLang's method of FP8 calls what lays weights out, whenever some were loaded."""
+
+    def __init__(self, weights: str) -> None:
+        self.is_fp4_expert = weights == "mxfp4"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not self.is_fp4_expert:
+            sglang_stage.module("layers.moe.mega_moe_sm90").build_sm90_mega_moe_experts_weights(
+                layer
+            )
+            return
+        layer.w13_weight.data = layer.w13_weight.data.view(torch.int8)
+        layer.w2_weight.data = layer.w2_weight.data.view(torch.int8)
+        sglang_stage.module("layers.moe.mega_moe").build_mega_moe_experts_weights(layer)
+
+
+class Model(torch.nn.Module):
+    """One with a layer of experts, which finds loaders as SGLang's models do."""
+
+    def __init__(self, experts: Any, num_experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.experts = experts
+        self.mapping = type(experts).make_expert_params_mapping("w1", "w2", "w3", num_experts)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            for own, part, expert_idx, shard in self.mapping:
+                if part in name:
+                    parameter = parameters[name.replace(part, own)]
+                    parameter.weight_loader(
+                        parameter,
+                        tensor,
+                        name.replace(part, own),
+                        shard_id=shard,
+                        expert_id=expert_idx,
+                    )
+
+
+def named(weights: str, source: Weights) -> list[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensors, in the order of their names."""
+    made = {}
+    for layer_name, (values, sf) in zip(("w13", "w2"), source, strict=True):
+        scales = sf
+        if weights == "mxfp4":
+            scales = ue8m0_to_float(unpack_ue8m0(sf), torch.float32)
+        for suffix, tensor in (("weight", values), ("weight_scale_inv", scales)):
+            for i, own in enumerate(tensor):
+                shards = zip(("w1", "w3"), own.chunk(2), strict=True)
+                for shard, part in shards if layer_name == "w13" else [("w2", own)]:
+                    made[f"experts.{i}.{shard}.{suffix}"] = part
+    return sorted(made.items())
+
+
+def load(experts: Any, weights: str, source: Weights) -> None:
+    Model(experts).load_weights(named(weights, source))
 
 
 def block(experts: Any, scale: float = 1.0) -> Any:
@@ -244,6 +332,14 @@ def test_what_the_kernel_does_not_run_goes_sglangs_way_with_one_line(name, caplo
     assert not module.is_mega_moe_experts_ready(experts)
 
 
+def test_elastic_expert_parallelism_is_sglangs(caplog, monkeypatch):
+    module = started(monkeypatch.setenv, "sm_90a")
+    sglang_stage.module("runtime_context").get_exec().moe.elastic_ep_backend = "mooncake"
+    with pytest.raises(ModuleNotFoundError, match="deep_gemm"):
+        module.build_mega_moe_experts_weights(layer("mxfp4", checkpoint("mxfp4")))
+    assert caplog.messages == ["layer 3: experts run by SGLang: expert parallelism is elastic"]
+
+
 def test_a_call_that_asks_for_something_else_is_refused(monkeypatch):
     module = started(monkeypatch.setenv, "sm_90a")
     experts = layer("mxfp4", checkpoint("mxfp4"))
@@ -295,38 +391,52 @@ def run_two_ranks(device: torch.device) -> None:
 
 def test_hooks_have_the_parameters_of_what_they_stand_around():
     for target, hook in hooks.HOOKS.items():
-        path, _, name = target.rpartition(".")
-        parameters = list(_parameters(path, name))
+        parameters = list(_parameters(target))
         own = list(inspect.signature(hook).parameters)
         assert own[0] == "original"
-        if own[-1] == "options":  # by keyword, those that it checks or knows to be without effect
+        if own[-2:] == ["arguments", "options"]:  # passed on as they are
+            assert parameters[0] == "self"
+        elif own[-1] == "options":  # by keyword, those that it checks or knows to be without effect
             assert parameters[: len(own) - 2] == own[1:-1]
             known = {"shared_l1_weights", "shared_l2_weights", "num_tokens"}
             known |= {"hidden_size", "intermediate_size", "top_k", "activation_clamp"}
             known |= {"routed_scaling_factor", "activation", "num_shared_experts"}
             assert set(parameters[len(own) - 2 :]) == known | {"routing_in_buffer"}
+        elif parameters[0] == "self":
+            assert parameters[1:] == own[2:]
         else:
             assert parameters == own[1:]
 
 
-def _parameters(path: str, name: str) -> Iterator[str]:
-    """Of a function in SGLang's source."""
-    source = sglang_stage.source_of(path)
-    for node in ast.parse(source.read_text()).body:
+def _parameters(target: str) -> Iterator[str]:
+    """Of a function, or of a class's method, in SGLang's source."""
+    path, _, name = target.rpartition(".")
+    owner = ""
+    if path.rpartition(".")[2][0].isupper():
+        path, _, owner = path.rpartition(".")
+    body = ast.parse(sglang_stage.source_of(path).read_text()).body
+    if owner:
+        (body,) = (
+            node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner
+        )
+    for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             yield from (each.arg for each in (*node.args.args, *node.args.kwonlyargs))
             return
-    raise AssertionError(f"{path} has no function {name}")
+    raise AssertionError(f"SGLang has no {target}")
 
 
-def test_the_layer_of_these_tests_has_the_names_of_sglangs():
+def test_the_layer_of_these_tests_has_the_names_of_sglangs(monkeypatch):
+    started(monkeypatch.setenv, "sm_90a")
     moe = "sglang.srt.layers.moe"
     source = sglang_stage.source_of(f"{moe}.fused_moe_triton.layer").read_text()
+    method = sglang_stage.source_of("sglang.srt.layers.quantization.fp8").read_text()
     experts = layer("mxfp4", checkpoint("mxfp4"))
-    for name in ("layer_id", "num_experts", "top_k", "moe_tp_size", "moe_ep_size", "with_bias"):
-        assert f"self.{name} = " in source, name
-    for name in ("_mega_moe_nvfp4", "_mega_moe_w4a4", "_mega_moe_weights_built"):
-        assert f"self.{name} = " in source, name
+    own = set(vars(experts)) - set(vars(torch.nn.Module())) - {"use_padded_loading"}
+    for name in own:
+        assert name.startswith("_deep_moe") or f"self.{name} = " in source, name
+    for name in ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"):
+        assert f'layer.register_parameter("{name}", ' in method, name
     config = sglang_stage.source_of(f"{moe}.moe_runner.base").read_text()
     for name in vars(experts.moe_runner_config):
         assert f"    {name}: " in config, name

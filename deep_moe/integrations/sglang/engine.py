@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 
 def expert_group() -> Any:
     """SGLang's coordinator of the ranks that experts are spread over, with `world_size`,
@@ -25,3 +27,42 @@ def tokens_of_ranks() -> list[int] | None:
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 
     return get_dp_global_num_tokens()
+
+
+def is_megamoe() -> bool:
+    """Whether whole layers of experts are given to one kernel."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    return bool(get_moe_a2a_backend().is_megamoe())
+
+
+def is_elastic() -> bool:
+    """Whether ranks may fail and come, with their experts."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe.elastic_ep_backend is not None
+
+
+def expert_ids(experts: Any) -> list[int]:
+    """The ids that a layer's local experts have in checkpoints, which a load balancer moves."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    num_local = experts.num_local_experts
+    first = experts.moe_ep_rank * num_local
+    located = get_global_expert_location_metadata() if experts.uses_expert_location else None
+    # Layers beyond the map, of draft models, have their experts in order.
+    if located is None or experts.layer_id >= located.num_layers:
+        return list(range(first, first + num_local))
+    own = located.physical_to_logical_map_cpu[experts.layer_id, first : first + num_local]
+    ids: list[int] = own.tolist()
+    return ids
+
+
+def first_of_ranks(value: Any) -> Any:
+    """The first that is not None, of the ranks that experts are spread over. They all come here."""
+    group = expert_group()
+    if group.world_size == 1:
+        return value
+    values: list[Any] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return next((one for one in values if one is not None), None)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
+from deep_moe.errors import CheckpointError
 
 from ..fp8_token_scales import served_token_scales
 from ..mxfp4_tokens import served_format
@@ -23,13 +23,12 @@ from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
 from ..switch import read_fp8_token_scales, read_mxfp4_tokens, read_num_pool_tokens
 from ..unsupported import UnsupportedError
-from . import engine
+from . import engine, loading
 
 # SGLang shows the lines of every logger.
 logger = logging.getLogger("sglang.deep_moe")
 
 _STATE = "_deep_moe_experts"
-_TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
 _PACKED = (torch.int8, torch.uint8)
 
 _emulated_arch: str | None = None
@@ -57,20 +56,30 @@ def served_of(experts: Any) -> ServedExperts | None:
 
 def build(original: Callable[..., Any], experts: Any) -> Any:
     """Lay a layer's weights out, when they have been loaded, on every rank. The layer's parameters
-    become the kernel's own tensors, which a load balancer permutes."""
+    become the kernel's own tensors, which a load balancer permutes. SGLang calls this again when
+    it has loaded other weights.
+
+    Raises CheckpointError, on all ranks, if the checkpoint lacks an expert of one of them.
+    """
     if served_of(experts) is not None:
         return None
-    name = f"layer {experts.layer_id}"
-    served, reason = None, None
+    if experts._mega_moe_weights_built:
+        return original(experts)
+    name = loading.name_of(experts)
+    served: ServedExperts | None = None
+    refusal: Exception | None = None
     try:
         served = _taken_over(experts)
-    except UnsupportedError as error:
-        reason = str(error)
-    reason = _first_reason(reason)
-    if served is None or reason is not None:
-        logger.warning("%s: experts run by SGLang: %s", name, reason)
+    except (UnsupportedError, CheckpointError) as error:
+        refusal = error
+    refusal = engine.first_of_ranks(refusal)  # a rank alone cannot go SGLang's way
+    if isinstance(refusal, CheckpointError):
+        raise refusal
+    if served is None or refusal is not None:
+        logger.warning("%s: experts run by SGLang: %s", name, refusal)
         return original(experts)
-    for tensor_name, tensor in zip(_TENSORS, served.tensors(), strict=True):
+    loading.await_replacement(experts, served)
+    for tensor_name, tensor in zip(loading.TENSORS, served.tensors(), strict=True):
         getattr(experts, tensor_name).data = tensor
     served.buffer()  # before SGLang looks how much memory is left, and before any graph
     experts.__dict__[_STATE] = served
@@ -151,11 +160,13 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MEGA_MOE}.should_fuse_mega_moe_shared_experts": should_fuse_shared_experts,
     f"{_MEGA_MOE}.run_mega_routed_experts": run,
     "sglang.srt.layers.moe.mega_gate.should_use_mega_gate": should_use_gate,
+    **loading.HOOKS,
 }
 
 
 def _taken_over(experts: Any) -> ServedExperts:
-    """The layer's experts, laid out, or UnsupportedError."""
+    """The layer's experts, laid out, or UnsupportedError; CheckpointError for experts that a
+    checkpoint lacks."""
     config = experts.moe_runner_config
     for is_unsupported, reason in (
         (experts.with_bias, "experts have biases"),
@@ -165,6 +176,7 @@ def _taken_over(experts: Any) -> ServedExperts:
         (config.apply_router_weight_on_input, "routing weights are applied to the input"),
         (experts.num_experts % experts.moe_ep_size, "experts are unevenly spread over ranks"),
         (experts.moe_tp_size != 1, "ranks hold slices of experts"),
+        (engine.is_elastic(), "expert parallelism is elastic"),
         (
             config.activation != "silu"
             or not config.is_gated
@@ -180,7 +192,7 @@ def _taken_over(experts: Any) -> ServedExperts:
         activation = Swiglu(math.inf if config.swiglu_limit is None else config.swiglu_limit)
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None
-    w13, w13_scale, w2, w2_scale = (getattr(experts, name).data for name in _TENSORS)
+    w13, w13_scale, w2, w2_scale = (getattr(experts, name).data for name in loading.TENSORS)
     is_packed = w13.dtype in _PACKED
     if not is_packed and w13.dtype != torch.float8_e4m3fn:
         raise UnsupportedError(f"weights of {w13.dtype} are not supported")
@@ -203,18 +215,9 @@ def _taken_over(experts: Any) -> ServedExperts:
         engine.max_tokens_per_rank(),
         arch,
     )
+    loading.require_all(experts)
     served.load((w13, w13_scale), (w2, w2_scale))
     return served
-
-
-def _first_reason(reason: str | None) -> str | None:
-    """Of the first rank that cannot take its weights: a rank alone cannot go SGLang's way."""
-    group = engine.expert_group()
-    if group.world_size == 1:
-        return reason
-    reasons: list[str | None] = [None] * group.world_size
-    dist.all_gather_object(reasons, reason, group=group.cpu_group)
-    return next((one for one in reasons if one is not None), None)
 
 
 def _check_call(served: ServedExperts, options: dict[str, Any]) -> None:

@@ -166,9 +166,9 @@ def _halves(tensors: Tensors) -> list[Tensors]:
     return [tensors[:middle], tensors[middle:]]
 
 
-def serve(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1) -> Any:
+def serve(weights: str, source: Weights, rank: int = 0, num_ranks: int = 1, **changes: Any) -> Any:
     """A layer that the kernel runs, with these weights from the start."""
-    experts = layer(weights, source, rank, num_ranks)
+    experts = layer(weights, source, rank, num_ranks, **changes)
     experts.quant_method.process_weights_after_loading(experts)
     assert hooks.served_of(experts) is not None
     return experts
@@ -293,6 +293,18 @@ def test_an_expert_that_lacks_something_stays_as_it_was(way, monkeypatch):
     assert not WAYS[way](server, new_tensors(only="experts.5.w3.")).success
     assert WAYS[way](server, new_tensors()).success
     assert_same(experts, serve("mxfp4", checkpoint("mxfp4", NEW)))
+
+
+def test_of_many_layers_some_are_named(monkeypatch):
+    started(monkeypatch.setenv, "sm_90a")
+    layers = [serve("mxfp4", checkpoint("mxfp4", OLD), layer_id=i) for i in range(6)]
+    server = Server(torch.nn.ModuleList(layers))
+    assert server.manager.begin_weight_update(_request()).success
+    for experts in layers:
+        Model(experts).load_weights(new_tensors(only="experts.5.w2.weight_scale_inv"))
+    answer = server.manager.end_weight_update(_request())
+    lines = ". ".join(f"layer {i}: there is no w2 for w2_weight of experts 5" for i in range(4))
+    assert f"{lines}. And so in 2 more layers. These experts are as they were" in answer.message
 
 
 def test_values_do_not_come_without_their_scales(monkeypatch):

@@ -171,9 +171,9 @@ def _end_of_update(models: Iterable[Any]) -> str | None:
         refusal = (
             f"deep_moe has not replaced all experts: {'. '.join(lacking[:_MOST_LAYERS])}"
             + (f". And so in {more} more layers" if more > 0 else "")
-            + ". Experts that are named are as they were, the others are replaced."
+            + ". These experts are as they were, others that came are replaced: send all again."
         )
-        logger.error(refusal)
+        logger.error("%s", refusal)
     return engine.first_of_ranks(refusal)
 
 

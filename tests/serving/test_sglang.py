@@ -389,6 +389,12 @@ def run_two_ranks(device: torch.device) -> None:
         assert torch.equal(result, called_directly("mxfp4", "sm_90a", source, x, logits) + x)
 
 
+def test_sglang_applies_every_hook(monkeypatch):
+    started(monkeypatch.setenv, "sm_90a")
+    registry = sglang_stage.module("plugins.hook_registry").HookRegistry
+    assert registry._patched == set(hooks.HOOKS)
+
+
 def test_hooks_have_the_parameters_of_what_they_stand_around():
     for target, hook in hooks.HOOKS.items():
         parameters = list(_parameters(target))

@@ -9,11 +9,13 @@ NVRTC does not look whether the headers have changed since, so only what stays a
 process runs may stand before the pragma: no header of this library.
 
 A file of 110 MB for CuTe's, where temporary files go. It has no name once it is made, so that it
-goes with the process, however that ends.
+goes with the process, however that ends. NVRTC writes it through mapped memory, and where there is
+no room any more, that ends the process; so none is made unless there is far more.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 HEADER_STOP = "#pragma nv_hdrstop\n"
+
+# Room for files of 64 processes that begin at a time, each of the 256 MB that NVRTC has for one.
+MIN_FREE_BYTES = 64 * 256 * 2**20
 
 
 class Outcome(Protocol):
@@ -79,6 +84,9 @@ class PrecompiledHeaders:
         made: _State | BinaryIO = _State.SEEN  # what the source itself may be at fault for
         try:
             with tempfile.TemporaryDirectory(prefix="deep_moe-") as folder:
+                if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+                    made = _State.REFUSED
+                    return run(options)
                 path = Path(folder, "headers.pch")
                 outcome = run([*options, f"--create-pch={path}"])
                 if outcome.succeeded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -13,11 +14,21 @@ import pytest
 
 from deep_moe.errors import CompileError
 from deep_moe.jit import compile_to_ptx, find_headers, nvrtc, render_kernel
-from deep_moe.jit.precompiled_headers import HEADER_STOP, PrecompiledHeaders
+from deep_moe.jit.precompiled_headers import (
+    HEADER_STOP,
+    MIN_FREE_BYTES,
+    PrecompiledHeaders,
+)
 from tests.kernels.conftest import small_config
 
 OPTIONS = ("--gpu-architecture=sm_100a", "-Ia")
 SOURCE = f"#include <other.h>\n{HEADER_STOP}int own;\n"
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=MIN_FREE_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,17 @@ def test_without_temporary_files_all_is_parsed(monkeypatch: pytest.MonkeyPatch) 
     compiler = Compiler()
     compiled(compiler, 3)
     assert compiler.asked == [PLAIN] * 3
+
+
+def test_without_much_room_all_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC would end the process where the file does not fit."""
+    usage = shutil.disk_usage("/")
+    for free, asked in ((MIN_FREE_BYTES - 1, PLAIN), (MIN_FREE_BYTES, MADE)):
+        found = usage._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, found=found: found)
+        compiler = Compiler()
+        compiled(compiler, 2)
+        assert compiler.asked == [PLAIN, asked]
 
 
 def test_one_that_cannot_be_used_is_left_alone() -> None:

@@ -19,6 +19,7 @@ from deep_moe import jit
 from deep_moe.activations import Activation
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage, WaitStatus
+from deep_moe.jit.precompiled_headers import HEADER_STOP
 
 if TYPE_CHECKING:
     from deep_moe.emulator import Machine
@@ -72,6 +73,12 @@ def small_config(
         fast_math=fast_math,
         overrides=overrides,
     )
+
+
+def foreign_headers(config: MegaMoEConfig) -> str:
+    """The beginning of a rendered kernel that others of a process share, if it has one."""
+    begin, stop, _ = jit.render_kernel(config).partition(HEADER_STOP)
+    return begin + stop if stop else ""
 
 
 def config_struct(config: MegaMoEConfig) -> str:
@@ -221,7 +228,8 @@ class Ranks:
     def _load(self, machine: Machine, source: str, arch: str) -> Module:
         """The compiled kernel, with `Config` between its includes and the rest."""
         includes, _, rest = source.partition("\n\n")
-        text = "\n\n".join((includes, config_struct(self.config), rest))
+        headers = foreign_headers(self.config) + includes
+        text = "\n\n".join((headers, config_struct(self.config), rest))
         compiled = jit.compile_cached(text, arch=arch, kernel="kernel", for_emulator=True)
         return machine.load(compiled.ptx, name="kernel.ptx")
 

@@ -212,6 +212,7 @@ def run_child(
     logs = [model.with_name(f"{stem}-{i}.log") for i in range(len(environments))]
     children = []
     for out, log, environment in zip(outs, logs, environments, strict=True):
+        out.unlink(missing_ok=True)  # of a run before
         command = [sys.executable, *sys.argv, "--serve", str(model), "--out", str(out)]
         with log.open("w") as file:
             children.append(

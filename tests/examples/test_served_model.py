@@ -75,6 +75,9 @@ if os.environ.get("FAILS") == "1":
 out = sys.argv[sys.argv.index("--out") + 1]
 json.dump({"prompts": [[rank - 1.0, -3.0]], "tokens": [[1]], "decoded": [[-1.0]], "read": [[-1.0]]},
           open(out, "w"))
+if os.environ.get("ABORTS") == "1":
+    sys.stdout.flush()
+    os.abort()
 """
 
 
@@ -95,6 +98,9 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert served_model.report(runs | {"an engine": far}, "deep_moe", 1) == 0
     assert served_model.report(runs | {"deep_moe": far}, "deep_moe", 1) == 1
     assert "deep_moe is further from the reference than 0.1" in capsys.readouterr().out
+    # As an engine may end whose threads outlive it.
+    monkeypatch.setitem(os.environ, "ABORTS", "1")
+    assert served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine") == run
     monkeypatch.setitem(os.environ, "FAILS", "1")
     with pytest.raises(SystemExit, match="an engine ended with exit status 3"):
         served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("vllm", reason="make test-serving installs it")
+
 from deep_moe.errors import CheckpointError
 from deep_moe.integrations import served_experts
 from deep_moe.integrations.sglang import hooks, loading

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -43,7 +42,6 @@ from deep_moe.heuristics.low_latency import CONTROL_BYTES, FORMATS, PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput import AllToAll, AllToAllHandle
-from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.timing import SLEEP_CYCLES, machine
 
 from .mega_moe import run_on_gpus
@@ -56,9 +54,6 @@ MAX_RELATIVE_ERROR = {"bf16": 0.01, "fp8_128": 0.05, "fp8_32": 0.05}
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
-        return
     run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,6 @@ from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.integrations.mxfp4_tokens import formats_by_tokens, served_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.targets import target_of_device
-from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
 from deep_moe.trial.timing import TimedLayer, machine
@@ -69,9 +67,6 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.show:
         show([json.loads(path.read_text()) for path in arguments.show], arguments.markdown)
-        return
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
         return
     run_on_gpus(run_rank, arguments.ranks, arguments)
 

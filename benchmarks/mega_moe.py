@@ -78,14 +78,15 @@ def main() -> None:
     # sgl-deep-gemm takes a symmetric tensor to begin where its allocation does; from a pool it may
     # not.
     os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
-        return
     run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
 
 
 def run_on_gpus(work: Callable[..., None], num_ranks: int, arguments: argparse.Namespace) -> None:
-    """Run work(device, arguments) in a process for each rank, if there are as many GPUs."""
+    """Run work(device, arguments) in a process for each rank, if there are as many GPUs; as one of
+    the ranks, where torchrun has made the processes."""
+    if "RANK" in os.environ:
+        run_in_group(work, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
+        return
     if not 1 <= num_ranks <= torch.cuda.device_count():
         raise SystemExit(
             f"--ranks must be 1 to the number of GPUs ({torch.cuda.device_count()}); "

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,7 +37,6 @@ from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput_moe import ThroughputMoE
 from deep_moe.trial.calls import bias_arguments, model_inputs
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.real_size import rank_tokens
 from deep_moe.trial.split_calls import max_received_rows
 from deep_moe.trial.synthetic import Tokens
@@ -64,9 +62,6 @@ SIZES = {
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
-        return
     run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
 
 

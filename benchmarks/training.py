@@ -34,6 +34,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ MODELS = {
 }
 TOKENS = (8192, 16384, 32768)
 PATHS = ("ours", "separate", "recompute", "mxfp8", "plain", "products")
+RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
 LIBRARY_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 
 
@@ -132,6 +134,15 @@ class Case:
         out = layer(self.x, self.topk_idx, self.topk_weights, *weights)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out)]
 
+    def our_step(self, **options: Any) -> list[torch.Tensor]:
+        """Of deep_moe.moe, W1 and W3 in one tensor."""
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            x, topk_idx, topk_weights, w13, w2 = tensors
+            return deep_moe.moe(x, topk_idx, topk_weights, w13, None, w2, **options)
+
+        return self.step(layer, self.w13, self.w2)
+
 
 def plain_layer(
     x: torch.Tensor,
@@ -147,15 +158,26 @@ def plain_layer(
     offs = torch.searchsorted(
         experts[order], torch.arange(num_experts, device=x.device), right=True
     ).int()
-    rows = x[order // num_topk]
-    gate, up = grouped_mm(rows, w13, offs).chunk(2, dim=-1)
-    y = grouped_mm(F.silu(gate) * up, w2, offs)
+    y = plain_experts(x[order // num_topk], w13, w2, offs)
+    return weighted_sums(y, order, topk_weights)
+
+
+def plain_experts(
+    rows: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor
+) -> torch.Tensor:
+    """rows: sorted by expert, of which each ends at its `offs`."""
+    gate, up = _grouped_mm(rows, w13, offs).chunk(2, dim=-1)
+    return _grouped_mm(F.silu(gate) * up, w2, offs)
+
+
+def weighted_sums(y: torch.Tensor, order: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Of each token's slots. order: which slot each row of `y` is of."""
     weighted = y * topk_weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
     slots = torch.empty_like(weighted).index_copy(0, order, weighted)
-    return slots.view(*topk_idx.shape, -1).sum(1)
+    return slots.view(*topk_weights.shape, -1).sum(1)
 
 
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(a, b, offs=offs)
 
 
@@ -185,19 +207,12 @@ def products_alone(case: Case) -> Callable[[], Any]:
 
 
 def paths_of(case: Case) -> dict[str, Callable[[], Any]]:
-    def ours(**options: Any) -> Callable[[], Any]:
-        def layer(*tensors: torch.Tensor) -> torch.Tensor:
-            x, topk_idx, topk_weights, w13, w2 = tensors
-            return deep_moe.moe(x, topk_idx, topk_weights, w13, None, w2, **options)
-
-        return lambda: case.step(layer, case.w13, case.w2)
-
     compiled = torch.compile(plain_layer)
     return {
-        "ours": ours(),
+        "ours": case.our_step,
         "separate": lambda: case.step(deep_moe.moe, case.w1, case.w3, case.w2),
-        "recompute": ours(recompute=True),
-        "mxfp8": ours(precision="mxfp8"),
+        "recompute": partial(case.our_step, recompute=True),
+        "mxfp8": partial(case.our_step, precision="mxfp8"),
         "plain": lambda: case.step(compiled, case.w13, case.w2),
         "products": products_alone(case),
     }
@@ -221,10 +236,15 @@ def check(case: Case, paths: dict[str, Callable[[], Any]]) -> None:
         found = paths[path]()
         if path in LIBRARY_PATHS:
             found[3] = separated(found[3])
-        for name, a, b in zip(("out", "x", "topk_weights", "w13", "w2"), found, plain, strict=True):
-            error = (a.float() - b.float()).norm() / b.float().norm()
-            if not error < 0.02:
-                raise RuntimeError(f"{path}: {name} differs from the plain layer's by {error:.3f}")
+        require_close(path, found, plain)
+
+
+def require_close(path: str, found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
+    """Of two steps' results; RuntimeError for one that is not the plain layer's."""
+    for name, a, b in zip(RESULTS, found, plain, strict=True):
+        error = (a.float() - b.float()).norm() / b.float().norm()
+        if not error < 0.02:
+            raise RuntimeError(f"{path}: {name} differs from the plain layer's by {error:.3f}")
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
@@ -260,12 +280,7 @@ def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dic
     results: dict[str, dict[str, float]] = {}
     for name, call in paths.items():
         call()  # compiles, and fills caches
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        peak = torch.cuda.max_memory_allocated() - held
-        results[name] = {"peak_gib": round(peak / GIB, 3)}
+        results[name] = {"peak_gib": peak_gib(call)}
     medians = times(paths, num_rounds)
     replayed = times(captured(paths), num_rounds)
     for name, ms in medians.items():
@@ -275,6 +290,15 @@ def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dic
             "tflops": round(case.flop / ms / 1e9, 1),
         }
     return results
+
+
+def peak_gib(call: Callable[[], Any]) -> float:
+    """What it allocates beyond what is there."""
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return round((torch.cuda.max_memory_allocated() - held) / GIB, 3)
 
 
 def times(paths: dict[str, Callable[[], Any]], num_rounds: int) -> dict[str, float]:

@@ -23,36 +23,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import deep_moe
-from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.timing import machine
 
 from .all_to_all import timed_steps
 from .mega_moe import run_on_gpus
-from .training import GIB, MODELS, Case, Model, grouped_mm
+from .training import (
+    GIB,
+    MODELS,
+    Case,
+    Model,
+    peak_gib,
+    plain_experts,
+    require_close,
+    weighted_sums,
+)
 
 TOKENS = (8192,)
 WITHOUT_WAIT = ("all_to_all", "kept")
 PATHS = (*WITHOUT_WAIT, "process_group", "plain")
-NAMES = ("out", "x", "topk_weights", "w13", "w2")
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
-        return
     run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
 
 
@@ -80,7 +83,7 @@ class PlainLayer:
     def __init__(self, num_experts: int) -> None:
         """num_experts: of this rank."""
         self._num_experts = num_experts
-        self._experts = torch.compile(_experts)
+        self._experts = torch.compile(plain_experts)
 
     def __call__(
         self,
@@ -110,17 +113,7 @@ class PlainLayer:
         y = self._experts(rows[by_expert], w13, w2, offs)
         y = torch.empty_like(y).index_copy(0, by_expert, y)
         y = all_to_all_single_autograd(y, sent, received, group)
-
-        weighted = y * topk_weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
-        slots = torch.empty_like(weighted).index_copy(0, order, weighted)
-        return slots.view(*topk_idx.shape, -1).sum(1)
-
-
-def _experts(
-    rows: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor
-) -> torch.Tensor:
-    gate, up = grouped_mm(rows, w13, offs).chunk(2, dim=-1)
-    return grouped_mm(F.silu(gate) * up, w2, offs)
+        return weighted_sums(y, order, topk_weights)
 
 
 def own_case(model: Model, num_tokens: int, device: torch.device) -> Case:
@@ -138,18 +131,11 @@ def most_rows(case: Case) -> int:
 
 
 def paths_of(case: Case, layer: deep_moe.AllToAll) -> dict[str, Callable[[], Any]]:
-    def ours(**options: Any) -> Callable[[], Any]:
-        def step_layer(*tensors: torch.Tensor) -> torch.Tensor:
-            x, topk_idx, topk_weights, w13, w2 = tensors
-            return deep_moe.moe(x, topk_idx, topk_weights, w13, None, w2, **options)
-
-        return lambda: case.step(step_layer, case.w13, case.w2)
-
     plain = PlainLayer(case.model.num_experts)
     return {
-        "all_to_all": ours(group=layer),
-        "kept": ours(group=layer, keep_received=True),
-        "process_group": ours(group=dist.group.WORLD),
+        "all_to_all": partial(case.our_step, group=layer),
+        "kept": partial(case.our_step, group=layer, keep_received=True),
+        "process_group": partial(case.our_step, group=dist.group.WORLD),
         "plain": lambda: case.step(plain, case.w13, case.w2),
     }
 
@@ -158,10 +144,7 @@ def check(paths: dict[str, Callable[[], Any]]) -> None:
     """Ours against the plain layer, as norms: BF16 rounds all a few times."""
     plain = paths["plain"]()
     for path, call in paths.items():
-        for name, a, b in zip(NAMES, call(), plain, strict=True):
-            error = (a.float() - b.float()).norm() / b.float().norm()
-            if not error < 0.02:
-                raise RuntimeError(f"{path}: {name} differs from the plain layer's by {error:.3f}")
+        require_close(path, call(), plain)
 
 
 def run_rank(
@@ -206,7 +189,7 @@ def result_of(
         results: dict[str, dict[str, float]] = {name: {} for name in paths}
         if device.type == "cuda":
             for name, call in paths.items():
-                results[name]["peak_gib"] = round(peak_bytes(call) / GIB, 3)
+                results[name]["peak_gib"] = peak_gib(call)
         for name, times in timed_steps(paths, arguments, device).items():
             results[name] |= in_ms(times, "ms")
         if device.type == "cuda":
@@ -219,14 +202,6 @@ def result_of(
         dist.barrier()
         layer.close()
     return {"tokens_per_rank": num_tokens, "buffer_gib": layer.nbytes / GIB, "paths": results}
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - held
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:

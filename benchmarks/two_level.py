@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.path_costs import H200, Network, fused_cost, two_level_cost
 from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.comparison import cosine_distance
-from deep_moe.trial.rank_processes import run_in_group
 from deep_moe.trial.real_size import rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
@@ -57,9 +55,6 @@ MAX_DISTANCE = 1e-4  # cosine, from the fused call: partial sums are rounded onc
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" in os.environ:  # torchrun has made the processes
-        run_in_group(run_rank, torch.device("cuda", int(os.environ["LOCAL_RANK"])), (arguments,))
-        return
     run_on_gpus(run_rank, arguments.ranks or torch.cuda.device_count(), arguments)
 
 

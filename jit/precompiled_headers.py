@@ -84,15 +84,13 @@ class PrecompiledHeaders:
         made: _State | BinaryIO = _State.SEEN  # what the source itself may be at fault for
         try:
             with tempfile.TemporaryDirectory(prefix="deep_moe-") as folder:
-                if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
-                    made = _State.REFUSED
-                    return run(options)
-                path = Path(folder, "headers.pch")
-                outcome = run([*options, f"--create-pch={path}"])
-                if outcome.succeeded:
-                    # NVRTC goes on without a file where its memory for one is too small.
-                    made = path.open("rb") if path.exists() else _State.REFUSED
-                    return outcome
+                if shutil.disk_usage(folder).free >= MIN_FREE_BYTES:
+                    path = Path(folder, "headers.pch")
+                    outcome = run([*options, f"--create-pch={path}"])
+                    if outcome.succeeded:
+                        # NVRTC goes on without a file where its memory for one is too small.
+                        made = path.open("rb") if path.exists() else _State.REFUSED
+                        return outcome
             outcome = run(options)
             if outcome.succeeded:
                 made = _State.REFUSED

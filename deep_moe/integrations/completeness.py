@@ -14,9 +14,14 @@ _MOST_NAMED = 8  # experts, in one error
 Part = tuple[str, str]  # tensor, shard
 
 
+def layer_of(tensor: str) -> str:
+    """w13 or w2, by the name of one of its tensors."""
+    return tensor.partition("_")[0]
+
+
 def shards_of(tensor: str) -> tuple[str, ...]:
     """Of a layer's tensor by its name."""
-    return _SHARDS[tensor.partition("_")[0]]
+    return _SHARDS[layer_of(tensor)]
 
 
 def missing_parts(parts: Collection[Part], tensors: Iterable[str]) -> tuple[Part, ...]:

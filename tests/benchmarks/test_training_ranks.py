@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import training_ranks
+from benchmarks import training, training_ranks
 from benchmarks.training import Model
 from benchmarks.training_ranks import PATHS, parse_arguments, run_rank
 from deep_moe.trial.rank_processes import run_on_ranks
@@ -43,7 +43,7 @@ def test_all_paths_agree_and_are_timed(tmp_path: Path) -> None:
 
 
 def test_a_wrong_layer_is_not_timed() -> None:
-    right = [torch.ones(4) for _ in training_ranks.NAMES]
+    right = [torch.ones(4) for _ in training.RESULTS]
     wrong = [*right[:3], right[3].clone(), right[4]]
     wrong[3][0] = 1.1
     paths = {"plain": lambda: right, "all_to_all": lambda: right, "kept": lambda: wrong}

@@ -16,7 +16,7 @@ import torch
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.weights import Pair
 
-from ..completeness import Part, in_words, missing_parts
+from ..completeness import Part, in_words, layer_of, missing_parts
 from ..served_experts import ServedExperts
 
 
@@ -88,8 +88,8 @@ class Replacement:
             waiting, self._waiting = self._waiting, {}
         missing: dict[int, tuple[Part, ...]] = {}
         for place, new in sorted(waiting.items()):
-            begun = {_layer_of(name) for name in new.tensors}
-            of_begun = [name for name in self._forms if _layer_of(name) in begun]
+            begun = {layer_of(name) for name in new.tensors}
+            of_begun = [name for name in self._forms if layer_of(name) in begun]
             if expert_ids[place] != new.expert:
                 self.refuse(f"expert {new.expert} was moved while its weights came")
             elif lacking := missing_parts(new.parts, of_begun):
@@ -110,7 +110,7 @@ class Replacement:
 
     def _pair(self, new: _NewExpert, layer: str) -> Pair | None:
         """One layer's values and scales, if they have come."""
-        values, scales = (name for name in self._forms if _layer_of(name) == layer)
+        values, scales = (name for name in self._forms if layer_of(name) == layer)
         if values not in new.tensors:
             return None
         return new.tensors[values].data, new.tensors[scales].data
@@ -124,7 +124,3 @@ class Replacement:
             made = torch.nn.Parameter(memory, requires_grad=False)
         made.__dict__.update(parameter.__dict__)
         return made
-
-
-def _layer_of(tensor: str) -> str:
-    return tensor.partition("_")[0]

@@ -11,6 +11,7 @@ nothing.
     python examples/serve_sglang.py --weights mxfp4
     python examples/serve_sglang.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_sglang.py --tensor-parallel-size 2 --data-parallel-attention
+    python examples/serve_sglang.py --new-weights             # and replaces them while it runs
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from served_model import add_model_options, own_runs, prompts_of, report, run_child, write_models
+from served_model import (
+    add_model_options,
+    after,
+    own_runs,
+    prompts_of,
+    report,
+    run_child,
+    with_new_weights,
+    write_models,
+)
 
 # Of one step on one rank, for which the buffer is made.
 MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
@@ -47,7 +57,9 @@ def main() -> int:
         status = 0
         for name, variables in own_runs(arguments).items():
             served = run_child(name, quantized, [on | variables], "SGLang")
-            status |= report(runs | {name: served}, name, arguments.layers)
+            status |= report(
+                runs | {name: served}, name, arguments.layers, new_weights=arguments.new_weights
+            )
     return status
 
 
@@ -119,16 +131,24 @@ def serve(arguments: argparse.Namespace) -> None:
             input_ids=inputs, sampling_params=options, return_logprob=True, logprob_start_len=0
         )
 
-    outputs = generate(prompts, arguments.new_tokens)
-    made = [list(output["output_ids"]) for output in outputs]
-    # The same tokens once more, now all of them as a prompt.
-    again = generate([prompt + new for prompt, new in zip(prompts, made, strict=True)], 1)
-    result = {
-        "prompts": [logprobs(output, "input")[1:] for output in outputs],
-        "tokens": made,
-        "decoded": [logprobs(output, "output") for output in outputs],
-        "read": [logprobs(output, "input")[-arguments.new_tokens :] for output in again],
-    }
+    def served() -> dict[str, Any]:
+        outputs = generate(prompts, arguments.new_tokens)
+        made = [list(output["output_ids"]) for output in outputs]
+        # The same tokens once more, now all of them as a prompt.
+        again = generate([prompt + new for prompt, new in zip(prompts, made, strict=True)], 1)
+        return {
+            "prompts": [logprobs(output, "input")[1:] for output in outputs],
+            "tokens": made,
+            "decoded": [logprobs(output, "output") for output in outputs],
+            "read": [logprobs(output, "input")[-arguments.new_tokens :] for output in again],
+        }
+
+    result = served()
+    if arguments.new_weights:
+        is_replaced, message, *_ = engine.update_weights_from_disk(str(after(arguments.serve)))
+        if not is_replaced:
+            raise SystemExit(message)
+        result |= with_new_weights(served())
     arguments.out.write_text(json.dumps(result))
     engine.shutdown()
 

@@ -9,6 +9,8 @@ probable every token of them is. Needs GPUs, vLLM and an installed deep_moe; fet
     python examples/serve_vllm.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_vllm.py --data-parallel-size 2      # and each with requests of its own
     python examples/serve_vllm.py --also DEEP_MOE_VLLM_PATH=low_latency    # and in three kernels
+    python examples/serve_vllm.py --data-parallel-size 2 --redundant-experts 4  # experts move
+    python examples/serve_vllm.py --new-weights     # and replaces them while it runs
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from served_model import add_model_options, own_runs, prompts_of, report, run_child, write_models
+from served_model import (
+    add_model_options,
+    after,
+    own_runs,
+    prompts_of,
+    report,
+    run_child,
+    with_new_weights,
+    write_models,
+)
 
 
 def main() -> int:
@@ -38,7 +49,12 @@ def main() -> int:
         status = 0
         for name, variables in own_runs(arguments).items():
             served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
-            status |= report(runs | {name: served}, name, arguments.layers)
+            status |= report(
+                runs | {name: served}, name, arguments.layers, new_weights=arguments.new_weights
+            )
+            if arguments.redundant_experts is not None and not served["moves"]:
+                print(f"{name}: no experts were moved")
+                status = 1
     return status
 
 
@@ -47,6 +63,12 @@ def parsed() -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines")
+    parser.add_argument(
+        "--redundant-experts",
+        type=int,
+        metavar="N",
+        help="with so many, or 0, vLLM's load balancer moves experts every 8 steps, of all runs",
+    )
     parser.add_argument("--attention-backend", help="vLLM's option of this name")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     arguments = parser.parse_args()
@@ -100,6 +122,7 @@ def serve(arguments: argparse.Namespace) -> None:
         tensor_parallel_size=arguments.tensor_parallel_size,
         enable_expert_parallel=num_gpus > 1,
         enable_prefix_caching=False,
+        **load_balancing(arguments.redundant_experts),
         attention_backend=arguments.attention_backend,
         enforce_eager=arguments.eager,
         # Graphs of decoding steps, without a compiler between model and kernels.
@@ -115,25 +138,46 @@ def serve(arguments: argparse.Namespace) -> None:
         prompt_logprobs=0,
         detokenize=False,
     )
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], options)
-    made = [list(output.outputs[0].token_ids) for output in outputs]
-    decoded = [
-        [step[token].logprob for step, token in zip(output.outputs[0].logprobs, new, strict=True)]
-        for output, new in zip(outputs, made, strict=True)
-    ]
-    # The same tokens once more, now all of them as a prompt.
-    whole = [prompt + new for prompt, new in zip(prompts, made, strict=True)]
-    again = llm.generate([{"prompt_token_ids": tokens} for tokens in whole], options)
-    result = {
-        "prompts": [prompt_logprobs(o, p) for o, p in zip(outputs, prompts, strict=True)],
-        "tokens": made,
-        "decoded": decoded,
-        "read": [
-            prompt_logprobs(o, t)[-arguments.new_tokens :]
-            for o, t in zip(again, whole, strict=True)
-        ],
-    }
+
+    def served() -> dict[str, Any]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], options)
+        made = [list(output.outputs[0].token_ids) for output in outputs]
+        decoded = [
+            [
+                step[token].logprob
+                for step, token in zip(output.outputs[0].logprobs, new, strict=True)
+            ]
+            for output, new in zip(outputs, made, strict=True)
+        ]
+        # The same tokens once more, now all of them as a prompt.
+        whole = [prompt + new for prompt, new in zip(prompts, made, strict=True)]
+        again = llm.generate([{"prompt_token_ids": tokens} for tokens in whole], options)
+        return {
+            "prompts": [prompt_logprobs(o, p) for o, p in zip(outputs, prompts, strict=True)],
+            "tokens": made,
+            "decoded": decoded,
+            "read": [
+                prompt_logprobs(o, t)[-arguments.new_tokens :]
+                for o, t in zip(again, whole, strict=True)
+            ],
+        }
+
+    result = served()
+    if arguments.new_weights:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(after(arguments.serve))})
+        result |= with_new_weights(served())
     arguments.out.write_text(json.dumps(result))
+
+
+def load_balancing(redundant_experts: int | None) -> dict[str, Any]:
+    """vLLM's options. Between two steps, so that the tokens that are made have moved experts."""
+    if redundant_experts is None:
+        return {}
+    eplb = {"window_size": 8, "step_interval": 8, "use_async": False}
+    return {
+        "enable_eplb": True,
+        "eplb_config": eplb | {"num_redundant_experts": redundant_experts},
+    }
 
 
 def prompt_logprobs(output: Any, prompt: list[int]) -> list[float]:

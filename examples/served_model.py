@@ -28,6 +28,8 @@ VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
 # Of how far apart tokens' log-probabilities lie in the reference. Activations in FP8 make for less
 # than this; experts that are swapped, or scales that are shifted, for far more.
 ALLOWED = 0.1
+# A line of an engine's log: its load balancer has moved experts. vLLM tries it once at start.
+MOVED = re.compile(r"Rearranged experts(?!.*profile)")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="VARIABLE=VALUE",
         help="serve by deep_moe once more, with this in the environment; may be given again",
     )
+    parser.add_argument(
+        "--new-weights",
+        action="store_true",
+        help="give the running engine the weights of another model, and serve that one too",
+    )
     parser.add_argument("--folder", help="where models are written for the time; default: /tmp")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)  # the model of a child
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -64,8 +71,21 @@ def write_models(
     quantized: Path, reference: Path, arguments: argparse.Namespace, weights: str
 ) -> None:
     """weights: of the experts in `quantized`, "mxfp4", "fp8", or "mxfp4_in_fp8"."""
+    write_model(quantized, reference, arguments, weights, seed=0)
+    if arguments.new_weights:
+        write_model(after(quantized), after(reference), arguments, weights, seed=2)
+
+
+def after(model: Path) -> Path:
+    """The folder of the weights that take the place of those in `model`."""
+    return model.with_name(f"{model.name}-new")
+
+
+def write_model(
+    quantized: Path, reference: Path, arguments: argparse.Namespace, weights: str, seed: int
+) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int, std: float) -> torch.Tensor:
         values = torch.randn(*shape, generator=generator, device=device)
@@ -204,7 +224,7 @@ def run_child(
 ) -> dict[str, Any]:
     """Run the calling script once more, with --serve and --out, in a process for each of
     `environments`, whose variables it gets. Their results one behind the other; `paths`: what the
-    engine's log says of who runs experts."""
+    engine's log says of who runs experts, `moves`: of experts that its load balancer moved."""
     print(f"{name}: {engine} loads and serves the model", flush=True)
     began = time.monotonic()
     stem = re.sub(r"\W+", "-", name)
@@ -238,18 +258,38 @@ def run_child(
         status = children[first].returncode
         raise SystemExit(f"{name}: {engine} ended with exit status {status}")
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    result: dict[str, Any] = {"paths": []}
+    result: dict[str, Any] = {"paths": [], "moves": []}
     for out, log in zip(outs, logs, strict=True):
         for key, value in json.loads(out.read_text()).items():
             result.setdefault(key, []).extend(value)
         lines = log.read_text().splitlines()
         result["paths"] += [line for line in lines if "experts run by" in line]
+        result["moves"] += [line for line in lines if MOVED.search(line)]
     return result
 
 
-def report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
+def with_new_weights(result: dict[str, Any]) -> dict[str, Any]:
+    """What a child found after its engine got new weights, as it writes it."""
+    return {f"new_{key}": value for key, value in result.items()}
+
+
+def report(
+    runs: dict[str, dict[str, Any]], own: str, num_layers: int, *, new_weights: bool = False
+) -> int:
     """Print how near `runs` are to the one of the name "reference"; 1 if `own`, the one by
-    deep_moe, is too far, or if it did not run all layers."""
+    deep_moe, is too far, or if it did not run all layers. new_weights: of those, too."""
+    status = _report(runs, own, num_layers)
+    if new_weights:
+        print("\nwith new weights in the running engine:")
+        replaced = {
+            name: run | {key: run[f"new_{key}"] for key in run if f"new_{key}" in run}
+            for name, run in runs.items()
+        }
+        status |= _report(replaced, own, num_layers)
+    return status
+
+
+def _report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
     exact = torch.tensor(runs["reference"]["prompts"])
     spread = (exact - exact.mean()).abs().mean().item()
     print(f"\nlog-probabilities of {exact.numel()} tokens, {spread:.3f} from their mean\n")
@@ -267,7 +307,7 @@ def report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
             f" {sum(equal):10} of {len(equal)}"
         )
     paths = runs[own]["paths"]
-    print("", *paths, sep="\n")
+    print("", *paths, *runs[own]["moves"], sep="\n")
     lines = [line for line in paths if "experts run by deep_moe" in line]
     layers = {line.split(": experts run")[0].split()[-1] for line in lines}
     if len(layers) != num_layers:

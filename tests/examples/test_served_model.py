@@ -64,9 +64,29 @@ def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_pat
     assert "quantization_config" not in json.loads((reference / "config.json").read_text())
 
 
+def test_new_weights_are_another_model(tmp_path, monkeypatch):
+    served_model = example("served_model", monkeypatch)
+    monkeypatch.setattr(served_model, "VOCABULARY", 64)
+    parser = argparse.ArgumentParser()
+    served_model.add_model_options(parser)
+    models = [tmp_path / "a", tmp_path / "b"]
+    arguments = parser.parse_args([*SMALL, "--new-weights"])
+    served_model.write_models(*models, arguments, "mxfp4")
+    for model in models:
+        for file in ("experts-0.safetensors", "rest.safetensors"):
+            old, new = (load_file(folder / file) for folder in (model, served_model.after(model)))
+            assert {name: (t.shape, t.dtype) for name, t in old.items()} == {
+                name: (t.shape, t.dtype) for name, t in new.items()
+            }
+            equal = {name for name in old if torch.equal(old[name], new[name])}
+            assert all("norm" in name for name in equal)
+
+
 CHILD = """
 import json, os, sys
 print("model.layers.0.mlp.experts: experts run by deep_moe (mxfp4)")
+print("Rearranged experts  (profile)  in 0.01 s.")
+print("Rearranged experts   in 0.02 s.")
 rank = int(os.environ["RANK_OF_TEST"])
 if os.environ.get("FAILS") == "1":
     if rank == 1:
@@ -90,6 +110,7 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     run = served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
     assert run["prompts"] == [[-1.0, -3.0], [0.0, -3.0]]
     assert len(run["paths"]) == 2
+    assert run["moves"] == ["Rearranged experts   in 0.02 s."] * 2
     runs = {"reference": run, "deep_moe": run}
     assert served_model.report(runs, "deep_moe", 1) == 0
     assert served_model.report(runs, "deep_moe", 2) == 1
@@ -98,6 +119,15 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert served_model.report(runs | {"an engine": far}, "deep_moe", 1) == 0
     assert served_model.report(runs | {"deep_moe": far}, "deep_moe", 1) == 1
     assert "deep_moe is further from the reference than 0.1" in capsys.readouterr().out
+    # After other weights: ours has not got them.
+    kept = served_model.with_new_weights({"prompts": run["prompts"]})
+    replaced = served_model.with_new_weights({"prompts": far["prompts"]})
+    runs = {"reference": run | replaced, "deep_moe": run | replaced}
+    assert served_model.report(runs, "deep_moe", 1, new_weights=True) == 0
+    assert capsys.readouterr().out.count("mean difference to reference") == 2
+    runs["deep_moe"] = run | kept
+    assert served_model.report(runs, "deep_moe", 1) == 0
+    assert served_model.report(runs, "deep_moe", 1, new_weights=True) == 1
     # As an engine may end whose threads outlive it.
     monkeypatch.setitem(os.environ, "ABORTS", "1")
     assert served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine") == run

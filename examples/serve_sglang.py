@@ -24,6 +24,7 @@ from typing import Any
 
 from served_model import (
     add_model_options,
+    add_new_weights_option,
     after,
     own_runs,
     prompts_of,
@@ -66,6 +67,7 @@ def main() -> int:
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
+    add_new_weights_option(parser)
     parser.add_argument("--weights", choices=FORMATS, default="fp8", help="of the experts")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs")
     parser.add_argument(

@@ -49,14 +49,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="VARIABLE=VALUE",
         help="serve by deep_moe once more, with this in the environment; may be given again",
     )
+    parser.add_argument("--folder", help="where models are written for the time; default: /tmp")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)  # the model of a child
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+
+
+def add_new_weights_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-weights",
         action="store_true",
         help="give the running engine the weights of another model, and serve that one too",
     )
-    parser.add_argument("--folder", help="where models are written for the time; default: /tmp")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)  # the model of a child
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
 
 
 def variable(text: str) -> dict[str, str]:

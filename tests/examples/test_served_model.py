@@ -39,6 +39,7 @@ def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_pat
     monkeypatch.setattr(served_model, "VOCABULARY", 64)
     parser = argparse.ArgumentParser()
     served_model.add_model_options(parser)
+    served_model.add_new_weights_option(parser)
     quantized, reference = tmp_path / "a", tmp_path / "b"
     served_model.write_models(quantized, reference, parser.parse_args(SMALL), weights)
     own, expected = (load_file(f / "experts-0.safetensors") for f in (quantized, reference))
@@ -69,6 +70,7 @@ def test_new_weights_are_another_model(tmp_path, monkeypatch):
     monkeypatch.setattr(served_model, "VOCABULARY", 64)
     parser = argparse.ArgumentParser()
     served_model.add_model_options(parser)
+    served_model.add_new_weights_option(parser)
     models = [tmp_path / "a", tmp_path / "b"]
     arguments = parser.parse_args([*SMALL, "--new-weights"])
     served_model.write_models(*models, arguments, "mxfp4")

@@ -1,4 +1,4 @@
-// cp.async.bulk*, cp.reduce.async.bulk*, prefetches of tensor maps.
+// cp.async.bulk*, cp.reduce.async.bulk*, prefetches of bytes and of tensor maps.
 //
 // A copy is checked when it is issued and happens later, at a moment that the seed chooses: first
 // its data, then its completion. A store of a bulk group happens in two steps, reading its source
@@ -731,6 +731,37 @@ void decode_wait_group(Decoder& d) {
 
 // ---- hints
 
+// address, size. Nothing is read. An H100 faults at the address only, and takes any size and memory
+// that is not there.
+Flow prefetch_bytes(Warp& w, const Op& op) {
+    w.for_each_lane([&](int lane) {
+        const uint64_t source = w.address(op.operands[0], lane);
+        const uint32_t size = w.in<uint32_t>(op.operands[1])[lane];
+        check_aligned(source, 16, "bulk prefetch: source", lane);
+        if (!w.machine->checks) return;
+        if (size % 16 != 0) {
+            w.machine->find(FaultKind::misaligned, [&] {
+                return format("bulk prefetch: size %u is not a multiple of 16", size);
+            });
+        }
+        const Region* region = w.grid->rank->memory.find(source);
+        if (!region || size > region->address + region->size - source) {
+            w.machine->find(FaultKind::out_of_bounds, [&] {
+                return format("bulk prefetch of %u bytes at 0x%llx: not all of them are there",
+                              size, static_cast<unsigned long long>(source));
+            });
+        }
+    });
+    return Flow::next;
+}
+
+void decode_prefetch(Decoder& d) {
+    d.ignore({"L2", "global"});
+    const bool policy = d.take("L2::cache_hint");
+    d.expect_operands(2 + policy);
+    d.emit(prefetch_bytes, {d.address(0), d.source(1, Type::u32)});
+}
+
 Flow nothing(Warp&, const Op&) {
     return Flow::next;
 }
@@ -750,7 +781,7 @@ InstructionTable bulk_copy_instructions() {
         {"cp.async.bulk.commit_group", decode_commit_group, "closes the thread's bulk group"},
         {"cp.async.bulk.wait_group", decode_wait_group,
          "waits until all but N groups are complete (.read: read)"},
-        {"cp.async.bulk.prefetch", decode_hint, "hint, no effect"},
+        {"cp.async.bulk.prefetch", decode_prefetch, "hint, no effect"},
         {"cp.async.bulk.prefetch.tensor", decode_tensor_prefetch, "hint, no effect"},
         {"cp.reduce.async.bulk", decode_bulk_reduction,
          "bytes combined with the destination's elements"},

@@ -137,6 +137,28 @@ KERNEL()(const __grid_constant__ Map map, int x) {
         run_kernel(source, image, 4, threads=1, memory=(tensor,))
 
 
+def test_prefetched_bytes_are_there():
+    tensor = aligned(np.zeros(4096, np.uint8))
+    source = """
+KERNEL()(const u8* src, u32 offset, u32 num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+        :: "l"(src + offset), "r"(num_bytes));
+}
+"""
+
+    def prefetch(offset: int, num_bytes: int) -> None:
+        run_kernel(source, tensor, offset, num_bytes, threads=1)
+
+    prefetch(16, 4080)
+    for offset, num_bytes, message in (
+        (8, 16, "bulk prefetch: source 0x.* is not a multiple of 16"),
+        (0, 24, "bulk prefetch: size 24 is not a multiple of 16"),
+        (16, 4096, "bulk prefetch of 4096 bytes at 0x.*: not all of them are there"),
+    ):
+        with pytest.raises(EmulatorError, match=message):
+            prefetch(offset, num_bytes)
+
+
 @pytest.mark.parametrize("data_type", ["16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"])
 def test_packed_types_are_not_for_sm90(data_type):
     number = 13 + ["16U4_ALIGN8B", "16U4_ALIGN16B", "16U6_ALIGN16B"].index(data_type)

@@ -682,6 +682,18 @@ SM90_MUTATIONS = (
     ),
     M("clean_up_forgets_claims", removed("claims_zeroed"), "result|timeout|race|misuse"),
     M(
+        "expected_experts_of_others",
+        replaced("expected_expert", "idx < Config::num_experts_per_rank", "true"),
+        "misuse",
+        one_size=8,
+    ),
+    M(
+        "expected_blocks_behind_the_expert",
+        replaced("expected_blocks", "block_idx < num_blocks", "true"),
+        "misuse",
+        one_size=8,
+    ),
+    M(
         "weights_not_expected",
         instead("weight_bytes", "ptx::mbarrier_arrive(full);"),
         "race|misuse",

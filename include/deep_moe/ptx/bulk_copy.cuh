@@ -57,6 +57,11 @@ __device__ __forceinline__ void cp_async_bulk_shared_global_multicast_evict_firs
         : "memory");
 }
 
+// Global memory to L2. A hint: nobody can wait for it, and it may be dropped.
+__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* src, uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(src), "r"(num_bytes));
+}
+
 // Own shared memory to global memory, part of the thread's open bulk group.
 __device__ __forceinline__ void cp_async_bulk_global_shared(void* dst, uint32_t src,
                                                             uint32_t num_bytes) {

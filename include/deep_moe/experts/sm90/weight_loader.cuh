@@ -10,6 +10,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm90/block_claims.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/expected_weights.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
 #include "deep_moe/experts/sm90/loader_registers.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
@@ -115,6 +116,10 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     constexpr uint32_t bias_bytes = Config::Biases::exist ? Config::block_n * sizeof(float) : 0;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
+    // Where registers are few, tiles are wide, for calls that weights do not bound.
+    if constexpr (!Config::Tokens::are_here && !has_few_loader_registers<Config>) {
+        prefetch_expected_weights<Config>(args, local);
+    }
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
     counts.count_shared(args);

@@ -11,6 +11,7 @@ nothing.
     python examples/serve_sglang.py --weights mxfp4
     python examples/serve_sglang.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_sglang.py --tensor-parallel-size 2 --data-parallel-attention
+    python examples/serve_sglang.py --tensor-parallel-size 2 --redundant-experts 4  # experts move
     python examples/serve_sglang.py --new-weights             # and replaces them while it runs
 """
 
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from served_model import (
+    STEPS_BETWEEN_MOVES,
+    add_engine_options,
     add_model_options,
-    add_new_weights_option,
     after,
     own_runs,
     prompts_of,
@@ -59,7 +61,11 @@ def main() -> int:
         for name, variables in own_runs(arguments).items():
             served = run_child(name, quantized, [on | variables], "SGLang")
             status |= report(
-                runs | {name: served}, name, arguments.layers, new_weights=arguments.new_weights
+                runs | {name: served},
+                name,
+                arguments.layers,
+                new_weights=arguments.new_weights,
+                moves_experts=arguments.redundant_experts is not None,
             )
     return status
 
@@ -67,7 +73,7 @@ def main() -> int:
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
-    add_new_weights_option(parser)
+    add_engine_options(parser)
     parser.add_argument("--weights", choices=FORMATS, default="fp8", help="of the experts")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs")
     parser.add_argument(
@@ -81,7 +87,10 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     )
     for part in ("attention", "sampling"):
         parser.add_argument(f"--{part}-backend", help="SGLang's option; default: what it chooses")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.redundant_experts is not None and arguments.tensor_parallel_size == 1:
+        parser.error("--redundant-experts needs --tensor-parallel-size: one rank has none to move")
+    return arguments
 
 
 def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[str, Any]:
@@ -111,6 +120,12 @@ def engine_arguments(arguments: argparse.Namespace, *, is_kernel: bool) -> dict[
             "moe_a2a_backend": "megamoe",
             "moe_runner_backend": "deep_gemm",
         }
+        if arguments.redundant_experts is not None:
+            given |= {
+                "enable_eplb": True,
+                "ep_num_redundant_experts": arguments.redundant_experts,
+                "eplb_rebalance_num_iterations": STEPS_BETWEEN_MOVES,
+            }
     elif arguments.serve.name == "mxfp4":
         # What SGLang would choose by itself for such a checkpoint reads experts in FP8.
         given["moe_runner_backend"] = "marlin"

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from served_model import (
+    STEPS_BETWEEN_MOVES,
+    add_engine_options,
     add_model_options,
-    add_new_weights_option,
     after,
     own_runs,
     prompts_of,
@@ -51,26 +52,21 @@ def main() -> int:
         for name, variables in own_runs(arguments).items():
             served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
             status |= report(
-                runs | {name: served}, name, arguments.layers, new_weights=arguments.new_weights
+                runs | {name: served},
+                name,
+                arguments.layers,
+                new_weights=arguments.new_weights,
+                moves_experts=arguments.redundant_experts is not None,
             )
-            if arguments.redundant_experts is not None and not served["moves"]:
-                print(f"{name}: no experts were moved")
-                status = 1
     return status
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
-    add_new_weights_option(parser)
+    add_engine_options(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines")
-    parser.add_argument(
-        "--redundant-experts",
-        type=int,
-        metavar="N",
-        help="with so many, or 0, vLLM's load balancer moves experts every 8 steps, of all runs",
-    )
     parser.add_argument("--attention-backend", help="vLLM's option of this name")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     arguments = parser.parse_args()
@@ -175,10 +171,14 @@ def load_balancing(redundant_experts: int | None) -> dict[str, Any]:
     """vLLM's options. Between two steps, so that the tokens that are made have moved experts."""
     if redundant_experts is None:
         return {}
-    eplb = {"window_size": 8, "step_interval": 8, "use_async": False}
     return {
         "enable_eplb": True,
-        "eplb_config": eplb | {"num_redundant_experts": redundant_experts},
+        "eplb_config": {
+            "window_size": STEPS_BETWEEN_MOVES,
+            "step_interval": STEPS_BETWEEN_MOVES,
+            "use_async": False,
+            "num_redundant_experts": redundant_experts,
+        },
     }
 
 

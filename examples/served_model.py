@@ -29,7 +29,8 @@ VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
 # than this; experts that are swapped, or scales that are shifted, for far more.
 ALLOWED = 0.1
 # A line of an engine's log: its load balancer has moved experts. vLLM tries it once at start.
-MOVED = re.compile(r"Rearranged experts(?!.*profile)")
+MOVED = re.compile(r"Rearranged experts(?!.*profile)|EPLBManager\] rebalance end")
+STEPS_BETWEEN_MOVES = 8
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +55,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
 
 
-def add_new_weights_option(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-weights",
         action="store_true",
         help="give the running engine the weights of another model, and serve that one too",
+    )
+    parser.add_argument(
+        "--redundant-experts",
+        type=int,
+        metavar="N",
+        help="with so many, or 0, the engine's load balancer moves experts every "
+        f"{STEPS_BETWEEN_MOVES} steps",
     )
 
 
@@ -277,11 +285,21 @@ def with_new_weights(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(
-    runs: dict[str, dict[str, Any]], own: str, num_layers: int, *, new_weights: bool = False
+    runs: dict[str, dict[str, Any]],
+    own: str,
+    num_layers: int,
+    *,
+    new_weights: bool = False,
+    moves_experts: bool = False,
 ) -> int:
     """Print how near `runs` are to the one of the name "reference"; 1 if `own`, the one by
-    deep_moe, is too far, or if it did not run all layers. new_weights: of those, too."""
+    deep_moe, is too far, if it did not run all layers, or if experts were to be moved and were not.
+    new_weights: of those, too."""
     status = _report(runs, own, num_layers)
+    print("", *runs[own]["moves"], sep="\n")
+    if moves_experts and not runs[own]["moves"]:
+        print(f"{own}: no experts were moved")
+        status = 1
     if new_weights:
         print("\nwith new weights in the running engine:")
         replaced = {
@@ -310,7 +328,7 @@ def _report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
             f" {sum(equal):10} of {len(equal)}"
         )
     paths = runs[own]["paths"]
-    print("", *paths, *runs[own]["moves"], sep="\n")
+    print("", *paths, sep="\n")
     lines = [line for line in paths if "experts run by deep_moe" in line]
     layers = {line.split(": experts run")[0].split()[-1] for line in lines}
     if len(layers) != num_layers:

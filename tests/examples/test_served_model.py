@@ -39,7 +39,7 @@ def test_the_reference_has_the_numbers_of_the_quantized_experts(weights, tmp_pat
     monkeypatch.setattr(served_model, "VOCABULARY", 64)
     parser = argparse.ArgumentParser()
     served_model.add_model_options(parser)
-    served_model.add_new_weights_option(parser)
+    served_model.add_engine_options(parser)
     quantized, reference = tmp_path / "a", tmp_path / "b"
     served_model.write_models(quantized, reference, parser.parse_args(SMALL), weights)
     own, expected = (load_file(f / "experts-0.safetensors") for f in (quantized, reference))
@@ -70,7 +70,7 @@ def test_new_weights_are_another_model(tmp_path, monkeypatch):
     monkeypatch.setattr(served_model, "VOCABULARY", 64)
     parser = argparse.ArgumentParser()
     served_model.add_model_options(parser)
-    served_model.add_new_weights_option(parser)
+    served_model.add_engine_options(parser)
     models = [tmp_path / "a", tmp_path / "b"]
     arguments = parser.parse_args([*SMALL, "--new-weights"])
     served_model.write_models(*models, arguments, "mxfp4")
@@ -114,6 +114,11 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert len(run["paths"]) == 2
     assert run["moves"] == ["Rearranged experts   in 0.02 s."] * 2
     runs = {"reference": run, "deep_moe": run}
+    assert served_model.report(runs, "deep_moe", 1, moves_experts=True) == 0
+    kept = runs | {"deep_moe": run | {"moves": []}}
+    assert served_model.report(kept, "deep_moe", 1) == 0
+    assert served_model.report(kept, "deep_moe", 1, moves_experts=True) == 1
+    assert "deep_moe: no experts were moved" in capsys.readouterr().out
     assert served_model.report(runs, "deep_moe", 1) == 0
     assert served_model.report(runs, "deep_moe", 2) == 1
     assert "deep_moe ran 1 of 2 layers" in capsys.readouterr().out

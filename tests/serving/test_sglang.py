@@ -450,7 +450,12 @@ def test_the_layer_of_these_tests_has_the_names_of_sglangs(monkeypatch):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--weights", "mxfp4"], ["--tensor-parallel-size", "2", "--data-parallel-attention"]],
+    [
+        [],
+        ["--weights", "mxfp4"],
+        ["--tensor-parallel-size", "2", "--data-parallel-attention"],
+        ["--tensor-parallel-size", "2", "--redundant-experts", "4"],
+    ],
 )
 def test_the_example_asks_for_what_sglang_knows(monkeypatch, words):
     """By the names in SGLang's source: its server cannot be imported without a GPU."""

@@ -31,6 +31,7 @@ from deep_moe.formats.block_scaled import unpack_ue8m0
 
 # What a run has in its environment: who runs experts, and how the kernel takes tokens.
 EXPERTS, TOKENS = "EXPERTS", "MXFP4_TOKENS"
+TP_PLAN = {"lm_head": "colwise_gather_output"}  # transformers wants one for tensor parallel ranks
 
 
 def main() -> int:
@@ -165,7 +166,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     import deep_moe.integrations.transformers as deep_moe_transformers
 
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in WORLD.items())
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -212,10 +213,6 @@ def serve(arguments: argparse.Namespace) -> None:
         deep_moe_transformers.close_buffers()
     if ranks > 1:
         torch.distributed.destroy_process_group()
-
-
-WORLD = {"RANK": "0", "WORLD_SIZE": "1"}
-TP_PLAN = {"lm_head": "colwise_gather_output"}  # transformers wants one for tensor parallel ranks
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

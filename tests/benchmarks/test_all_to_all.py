@@ -66,7 +66,7 @@ def test_the_model_is_of_one_token_and_the_links() -> None:
         ["--path", "throughput"],
         ["--path", "throughput", "--zero-copy", "--format", "bf16"],
     ],
-    everyday=[[], ["--path", "throughput"]],
+    everyday=[["--path", "throughput"]],
 )
 def test_a_run_checks_and_times_every_step(tmp_path: Path, options: list[str]) -> None:
     words = [*SMALL, *BRIEF, *options, "--tokens", "1", "3", "--json", str(tmp_path / "out.json")]

@@ -103,6 +103,7 @@ def engines(shape: Any, layer: Any, arguments: Any, device: Any, absent: Any, st
     return {name: _Engine(name, shape, arguments, device) for name in names}
 
 
+@pytest.mark.slow
 def test_a_run_beside_engines_that_are_right_wrong_and_broken(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     words = [*SMALL, *BRIEF, "--tokens", "3", "5", "--json", str(path)]

@@ -13,6 +13,7 @@ import benchmarks.in_turn
 from benchmarks.in_turn import parse_arguments, run_rank
 from deep_moe.jit.headers import find_library
 from deep_moe.trial.rank_processes import run_on_ranks
+from tests.everyday import parametrize
 
 SMALL = ["--experts", "4", "--topk", "2", "--hidden", "256", "--intermediate", "128"]
 BRIEF = ["--rounds", "2", "--calls", "1", "--warm-seconds", "0"]
@@ -74,7 +75,7 @@ def test_kernels_take_turns(tmp_path: Path):
         assert min(result["us"].values()) > 0
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@parametrize("is_first", [False, True], everyday=[False])
 def test_another_result_ends_the_run(tmp_path: Path, is_first: bool):
     wrong = copied_headers(tmp_path, "combine/combine.cuh", "pairs[j] << 16", "pairs[j] << 15")
     kernels = ["now", f"wrong include={wrong}"]

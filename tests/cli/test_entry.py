@@ -13,6 +13,7 @@ import deep_moe
 from deep_moe import cli
 from deep_moe.cli.packages import REQUIREMENTS
 from deep_moe.heuristics import PRESETS
+from tests.everyday import parametrize
 
 COMMAND = [sys.executable, "-c", "from deep_moe.cli import main; main()"]
 
@@ -159,7 +160,7 @@ def test_what_is_refused_is_said_in_words_and_as_json(
     assert words in json.loads(as_json.stdout)["error"]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("package", "line"),
     [
         ("jinja2", "run --hidden 128 --intermediate 128 --tokens 1 --device cpu"),
@@ -167,6 +168,7 @@ def test_what_is_refused_is_said_in_words_and_as_json(
         ("safetensors", "run --checkpoint ."),
         ("torch", "run"),
     ],
+    everyday=[("torch", "run")],
 )
 def test_a_missing_package_is_named(
     package: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -16,18 +16,25 @@ import torch
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.reference import SM90
+from tests.everyday import parametrize
 from tests.hardware_layer import record
 from tests.hardware_layer.agreement import agreement
 from tests.hardware_layer.cases import CASES, RecordedCase
 
 RECORDINGS = Path(__file__).parent / "recordings"
+EVERYDAY = ("long_linear1", "wide_tile", "different_blocks", "clamp", "two_ranks")
 
 pytestmark = pytest.mark.skipif(
     not any(RECORDINGS.glob("*.npz")), reason="nothing has been recorded on a GPU yet"
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@parametrize(
+    "case",
+    CASES,
+    everyday=[case for case in CASES if case.name in EVERYDAY],
+    ids=lambda case: case.name,
+)
 def test_the_emulator_agrees_with_the_hardware(case: RecordedCase) -> None:
     recorded, about = record.read(RECORDINGS / f"{case.name}.npz")
     assert about["case"] == case.name

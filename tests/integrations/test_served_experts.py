@@ -24,6 +24,7 @@ from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.switch import read_fp8_token_scales, read_mxfp4_tokens
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.trial.rank_processes import run_on_ranks
+from tests.everyday import parametrize
 
 SIZES = LayerSizes(4, 2, 256, 128, "mxfp4")
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def call(layer: ServedExperts, ids: torch.Tensor) -> torch.Tensor:
 IDS = torch.tensor([[0, 1], [2, 3], [3, -1]])
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
 def test_weights_that_replace_others_lie_where_those_lay(arch):
     layer = served(arch)
     addresses = [tensor.data_ptr() for tensor in layer.tensors()]
@@ -148,7 +149,7 @@ def interleaved(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_100a"])
 def test_experts_like_those_of_gpt_oss(arch):
     """Biases, rows of gate and up in turn, sizes that the kernel pads: as the public call has it.
     Experts are permuted, and other weights go into the same memory."""
@@ -206,7 +207,7 @@ def test_experts_like_those_of_gpt_oss(arch):
     assert torch.equal(run(layer, torch.where(IDS < 0, IDS, place[IDS])), result)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
 def test_bf16_experts(arch):
     """They have no scales, and their tokens are not quantized."""
     generator = torch.Generator().manual_seed(3)

@@ -19,6 +19,7 @@ from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
 from deep_moe.trial.rank_processes import run_on_ranks
+from tests.everyday import parametrize
 
 from .conftest import counting
 
@@ -71,7 +72,7 @@ PROMPT = counting(torch.tensor([[21]]), 5)
 ANSWER = counting(torch.tensor([[26]]), NUM_NEW_TOKENS)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
 def test_it_generates_what_the_eager_path_generates(checkpoint, eager, arch):
     adapter.register(arch=arch)
     model = load(checkpoint)

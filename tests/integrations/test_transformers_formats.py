@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import deep_moe
 import deep_moe.integrations.transformers as adapter
 from deep_moe.formats.block_scaled import unpack_ue8m0
+from tests.everyday import parametrize
 
 from .conftest import NUM_COUNTED, counting
 from .test_transformers import (
@@ -95,13 +96,14 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arch", "mxfp4_tokens", "weights", "most"),
     [
         ("sm_90a", None, "mxfp4", 0.12),
         ("sm_100a", "e4m3", "mxfp4", 0.12),
         ("sm_90a", "bf16", "mxfp4_bf16", 0.005),
     ],
+    everyday=[("sm_100a", "e4m3", "mxfp4", 0.12)],
 )
 def test_gpt_oss_generates_what_the_eager_path_generates(
     gpt_oss, arch, mxfp4_tokens, weights, most
@@ -183,7 +185,7 @@ def qwen(qwen_folder: Path) -> Callable[[], Any]:
     return lambda: load(qwen_folder, "eager")
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
 def test_bf16_experts_generate_what_the_eager_path_generates(qwen, arch):
     """Nothing is quantized: logits are nearer than FP8 tokens could make them."""
     adapter.register(arch=arch, num_pool_tokens=384)
@@ -212,7 +214,7 @@ def test_two_ranks_generate_with_bf16_experts(qwen_folder, tmp_path, monkeypatch
         assert relative_error(logits, expected) < 0.02  # attention adds up two ranks' sums
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
 def test_fp8_experts_generate_what_their_numbers_generate(qwen, arch):
     """The modules that transformers has for FP8 on GPUs, in a model; the eager path multiplies
     their numbers as BF16."""

@@ -174,6 +174,7 @@ def test_other_threads_do_not_wait_for_the_file() -> None:
     assert compiler.asked == [PLAIN, PLAIN, MADE]
 
 
+@pytest.mark.slow
 def test_a_kernel_is_the_same_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By NVRTC itself, for an SM100 kernel, in this process and in one that it begot."""
     headers = PrecompiledHeaders()

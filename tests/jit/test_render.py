@@ -18,6 +18,7 @@ from deep_moe.jit.headers import find_headers
 from deep_moe.jit.kernel_args import KernelArgs, LayoutCheck, WaitStatus, layout_checks
 from deep_moe.jit.nvrtc import compile_source
 from deep_moe.jit.render import render_kernel
+from tests.everyday import parametrize
 
 ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(
@@ -119,7 +120,10 @@ def test_equal_configs_render_equal_text_and_others_do_not() -> None:
     assert render_kernel(small_config()) != render_kernel(small_config(fast_math=False))
 
 
-@pytest.mark.parametrize("check", list(layout_checks(KernelArgs))[::5])
+CHECKS = list(layout_checks(KernelArgs))[::5]
+
+
+@parametrize("check", CHECKS, everyday=CHECKS[:2])  # the size and a member's place
 def test_a_mirror_that_drifts_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, check: LayoutCheck
 ) -> None:

@@ -33,7 +33,7 @@ def numbers(shape: MoEShape, *counts: int) -> list[torch.Tensor]:
     return [(y * size.exp2()).bfloat16() for y, size in zip(made, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@parametrize("arch", ARCHS, everyday=["sm_90a"])
 @parametrize(
     ("num_shared", "counts"), [(0, (40, 9)), (2, (1, 96)), (1, (0, 3))], everyday=[(2, (1, 96))]
 )
@@ -59,7 +59,7 @@ def test_what_y_holds_is_added(arch: str, num_shared: int, counts: tuple[int, in
         assert torch.equal(ys[0][1::5], onto[0][1::5])
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@parametrize("arch", ARCHS, everyday=["sm_100a"])
 def test_a_random_layer_on_top_of_y_is_within_bounds(arch: str) -> None:
     case = LayerCase(SHAPE, random_layer(SHAPE, seed=3), arch=arch)
     tokens = [random_tokens(SHAPE, n, seed=n, num_unused_slots=1) for n in (50, 21)]

@@ -27,7 +27,6 @@ from .layer_case import FITTED, LayerCase
 COMBINATIONS = [
     (name, weights.format) for name in ("sm_90a", "sm_100a") for weights in TARGETS[name].weights
 ]
-each_combination = pytest.mark.parametrize(("arch", "weights"), COMBINATIONS)
 
 
 def shape_of(weights: str = "mxfp4", num_ranks: int = 1, **sizes: Any) -> MoEShape:
@@ -47,7 +46,11 @@ def case_of(shape: MoEShape, arch: str, *, exact: bool = True, **how: Any) -> La
     return LayerCase(shape, make(shape, scale_block=scale_block, **how), arch=arch)
 
 
-@each_combination
+@parametrize(
+    ("arch", "weights"),
+    COMBINATIONS,
+    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4_bf16"), ("sm_100a", "bf16")],
+)
 def test_exact_layer(arch: str, weights: str) -> None:
     shape = shape_of(weights)
     tokens = exact_tokens(shape, 40, seed=3)
@@ -77,8 +80,11 @@ def test_ranks_and_calls_in_a_row(arch: str) -> None:
         assert all(result.is_exact for result in of_call), of_call
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"block_m": 8}, {"block_m": 24}, {"block_m": 168}, FITTED], ids=str
+@parametrize(
+    "overrides",
+    [{"block_m": 8}, {"block_m": 24}, {"block_m": 168}, FITTED],
+    everyday=[{"block_m": 8}, FITTED],
+    ids=str,
 )
 def test_kinds_of_tiles_on_sm90(overrides: dict[str, int]) -> None:
     shape = shape_of(num_experts=2)

@@ -17,6 +17,7 @@ import torch
 
 from deep_moe.heuristics import MegaMoEConfig
 from deep_moe.jit.status import site_text
+from tests.everyday import parametrize
 
 SECOND = 1_000_000_000
 
@@ -230,7 +231,7 @@ def test_tokens_reach_their_experts_and_come_back(
         ),
     ],
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@parametrize("seed", [0, 1], everyday=[0])
 def test_shapes_at_the_edges(
     make_config: Any, make_ranks: Any, shape: dict[str, Any], seed: int
 ) -> None:

@@ -50,7 +50,11 @@ def test_exact_layer(arch: str, hidden: int, intermediate: int, biases: bool) ->
     assert result.is_exact, result
 
 
-@each_kernel
+@parametrize(
+    ("arch", "weights"),
+    KERNELS,
+    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4_bf16"), ("sm_100a", "bf16")],
+)
 def test_random_layer_is_right(arch: str, weights: str) -> None:
     shape = shape_of(352, 160, biases=True, weights=weights)
     layer = random_layer(shape, scale_block=scale_block(arch, weights))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from deep_moe import jit
@@ -58,8 +60,11 @@ def check(
     assert "warning" not in compilation.log.lower(), compilation.log
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@parametrize("block_m", TILES, everyday=[16, 192])
+@parametrize(
+    ("block_m", "problem"),
+    product(TILES, PROBLEMS),
+    everyday=[(16, "plain"), (192, "clamp_precise")],
+)
 def test_no_spills(block_m: int, problem: str) -> None:
     check(block_m, PROBLEMS[problem])
 
@@ -78,8 +83,11 @@ def test_no_spills_with_biases(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@parametrize(
+    ("arch", "weights"),
+    product(("sm_100a", "sm_103a"), ("mxfp4", "bf16")),
+    everyday=[("sm_100a", "mxfp4"), ("sm_103a", "bf16")],
+)
 def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
     check(192, PROBLEMS["plain"], weights, arch=arch, num_pool_tokens=12288)
 

@@ -113,7 +113,7 @@ RING_SPILL_BYTES = {
 }
 
 
-@pytest.mark.parametrize("model", RING_SPILL_BYTES)
+@parametrize("model", RING_SPILL_BYTES, everyday=["deepseek-v3"])
 @parametrize("num_tokens", [128, MAX_TOKENS], everyday=[MAX_TOKENS])
 def test_spills_with_the_default_pool(model: str, num_tokens: int) -> None:
     shape = preset_shape(model, num_ranks=8, num_max_tokens_per_rank=MAX_TOKENS)

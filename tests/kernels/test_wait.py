@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from deep_moe.jit.status import site_text
+from tests.everyday import parametrize
 
 # The emulator's clock leaps by up to 14 s while everybody polls, and a wait looks at it every 32
 # polls: only limits of minutes show which wait comes first.
@@ -85,7 +85,7 @@ def test_the_first_wait_over_its_limit_reports_and_all_others_give_up(
     assert status.warp in range(3)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("cause", "dependent"),
     [
         ("expert_counts", "l1_block_arrival"),
@@ -97,6 +97,12 @@ def test_the_first_wait_over_its_limit_reports_and_all_others_give_up(
         ("l1_block_arrival", "accumulator_empty"),
         ("l1_block_arrival", "accumulator_full"),
         ("l1_block_arrival", "block_header"),
+    ],
+    everyday=[
+        ("expert_counts", "l1_block_arrival"),
+        ("token_arrival", "l1_block_arrival"),
+        ("l1_block_arrival", "l2_block_arrival"),
+        ("l1_block_arrival", "stage_full"),
     ],
 )
 def test_a_wait_reports_before_those_that_depend_on_it(

@@ -21,6 +21,7 @@ from deep_moe.fused import call_plan, input_preparation
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from ..kernels.conftest import Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
@@ -249,7 +250,7 @@ def planted(
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize("schedule", SCHEDULES, everyday=["random", "late_copies"])
 def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     assert outcome(arch, schedule) == ""
     assert outcome(arch, schedule, in_a_row=True) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from deep_moe import jit
 from deep_moe.errors import CompileError
 from deep_moe.heuristics.throughput import ThroughputConfig, ThroughputShape
 from deep_moe.jit.kernel_args import ThroughputArgs, layout_checks
+from tests.everyday import parametrize
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/throughput_args.cuh"
 KINDS = {
@@ -24,6 +26,7 @@ KINDS = {
     "fetched": {"step": "combine"},
     "scalars": {"step": "scalars"},
 }
+SM90_EVERYDAY = ("bf16", "combine", "scalars")  # one of each step
 # ranks, experts, top-k, hidden, tokens, received rows
 PROBLEMS = {
     "v3": (8, 256, 8, 7168, 8192, 81_920),
@@ -41,8 +44,11 @@ def compile_kernel(config: ThroughputConfig):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@parametrize(
+    ("arch", "kind"),
+    product(("sm_90a", "sm_100a"), KINDS),
+    everyday=[("sm_90a" if kind in SM90_EVERYDAY else "sm_100a", kind) for kind in KINDS],
+)
 def test_no_spills(arch: str, kind: str) -> None:
     problems = PROBLEMS.values() if arch == "sm_90a" else [PROBLEMS["v3"]]
     for sizes in problems:

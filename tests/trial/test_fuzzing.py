@@ -15,6 +15,7 @@ from deep_moe.trial.calls import RankOutput, initial_y, model_inputs
 from deep_moe.trial.fuzzing import ARCHS, CASES_PER_ROUND, Coverage, FuzzCase, axes, pairwise
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import received
+from tests.everyday import parametrize
 
 
 def one_round(arch: str, first_round: int = 0) -> list[FuzzCase]:
@@ -148,8 +149,16 @@ def one_count(outputs: list[list[RankOutput]]) -> None:
     outputs[1][0].stats[0] += 1
 
 
-@pytest.mark.parametrize("activation", axes(ARCHS[0])["activation"], ids=str)
-@pytest.mark.parametrize("spoil", [one_value, a_nan, a_nan_lost, one_count])
+SPOILS = (one_value, a_nan, a_nan_lost, one_count)
+ACTIVATIONS = axes(ARCHS[0])["activation"]
+
+
+@parametrize(
+    ("spoil", "activation"),
+    itertools.product(SPOILS, ACTIVATIONS),
+    everyday=list(zip(SPOILS, ACTIVATIONS, strict=True)),
+    ids=lambda value: str(value) if isinstance(value, Activation) else None,
+)
 def test_what_is_wrong_in_either_call_is_told(
     spoil: Callable[[list[list[RankOutput]]], None],
     activation: Activation,

@@ -19,6 +19,7 @@ from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.sm90 import BLOCK_MS
 from deep_moe.trial import trace
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
+from tests.everyday import parametrize
 
 from ..kernels.layer_case import LayerCase
 
@@ -428,7 +429,7 @@ def test_only_a_kernel_with_the_switch_looks_at_a_clock(recorded: Recorded) -> N
     assert "%smid" not in without
 
 
-@pytest.mark.parametrize("block_m", [BLOCK_MS[0], BLOCK_MS[-1]])
+@parametrize("block_m", [BLOCK_MS[0], BLOCK_MS[-1]], everyday=[BLOCK_MS[-1]])
 def test_recording_leaves_the_overlap_of_products_alone(block_m: int) -> None:
     without, recording = (
         jit.compile_source(

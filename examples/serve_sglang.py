@@ -28,10 +28,10 @@ from served_model import (
     add_engine_options,
     add_model_options,
     after,
-    own_runs,
+    engine_checks,
     prompts_of,
-    report,
     run_child,
+    serve_own,
     with_new_weights,
     write_models,
 )
@@ -57,17 +57,11 @@ def main() -> int:
         runs = {"reference": run_child("reference", reference, [off], "SGLang")}
         if not arguments.without_sglang_alone:
             runs["SGLang"] = run_child("SGLang", quantized, [off], "SGLang")
-        status = 0
-        for name, variables in own_runs(arguments).items():
-            served = run_child(name, quantized, [on | variables], "SGLang")
-            status |= report(
-                runs | {name: served},
-                name,
-                arguments.layers,
-                new_weights=arguments.new_weights,
-                moves_experts=arguments.redundant_experts is not None,
-            )
-    return status
+
+        def by_deep_moe(name: str, variables: dict[str, str]) -> dict[str, Any]:
+            return run_child(name, quantized, [on | variables], "SGLang")
+
+        return serve_own(arguments, runs, by_deep_moe, **engine_checks(arguments))
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

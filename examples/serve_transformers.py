@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from served_model import VOCABULARY, add_model_options, own_runs, prompts_of, report, run_child
+from served_model import VOCABULARY, add_model_options, prompts_of, run_child, serve_own
 
 import deep_moe
 from deep_moe.formats.block_scaled import unpack_ue8m0
@@ -43,12 +43,12 @@ def main() -> int:
         quantized, reference = Path(folder, "mxfp4"), Path(folder, "bf16")
         write_models(quantized, reference, arguments)
         runs = {"reference": run_child("reference", reference, [{EXPERTS: ""}], "transformers")}
-        status = 0
-        for name, variables in own_runs(arguments).items():
+
+        def by_deep_moe(name: str, variables: dict[str, str]) -> dict[str, Any]:
             ranks = [{EXPERTS: "deep_moe"} | rank | variables for rank in ranks_of(arguments)]
-            served = run_child(name, quantized, ranks, "transformers")
-            status |= report(runs | {name: served}, name, arguments.layers)
-    return status
+            return run_child(name, quantized, ranks, "transformers")
+
+        return serve_own(arguments, runs, by_deep_moe)
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

@@ -27,10 +27,10 @@ from served_model import (
     add_engine_options,
     add_model_options,
     after,
-    own_runs,
+    engine_checks,
     prompts_of,
-    report,
     run_child,
+    serve_own,
     with_new_weights,
     write_models,
 )
@@ -48,17 +48,11 @@ def main() -> int:
             "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
             "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
         }
-        status = 0
-        for name, variables in own_runs(arguments).items():
-            served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
-            status |= report(
-                runs | {name: served},
-                name,
-                arguments.layers,
-                new_weights=arguments.new_weights,
-                moves_experts=arguments.redundant_experts is not None,
-            )
-    return status
+
+        def by_deep_moe(name: str, variables: dict[str, str]) -> dict[str, Any]:
+            return run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
+
+        return serve_own(arguments, runs, by_deep_moe, **engine_checks(arguments))
 
 
 def parsed() -> argparse.Namespace:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,29 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.prompts, arguments.prompt_tokens)
     return torch.randint(VOCABULARY, shape, generator=generator).tolist()
+
+
+def serve_own(
+    arguments: argparse.Namespace,
+    runs: dict[str, dict[str, Any]],
+    serve: Callable[[str, dict[str, str]], dict[str, Any]],
+    **checks: bool,
+) -> int:
+    """Run each of those by deep_moe, by its name and variables, and report it beside `runs`.
+    checks: of `report`; its result, 1 if that of any is 1."""
+    status = 0
+    for name, variables in own_runs(arguments).items():
+        served = serve(name, variables)
+        status |= report(runs | {name: served}, name, arguments.layers, **checks)
+    return status
+
+
+def engine_checks(arguments: argparse.Namespace) -> dict[str, bool]:
+    """What `report` has to look at for the options of `add_engine_options`."""
+    return {
+        "new_weights": arguments.new_weights,
+        "moves_experts": arguments.redundant_experts is not None,
+    }
 
 
 def own_runs(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:

@@ -744,8 +744,7 @@ Flow prefetch_bytes(Warp& w, const Op& op) {
                 return format("bulk prefetch: size %u is not a multiple of 16", size);
             });
         }
-        const Region* region = w.grid->rank->memory.find(source);
-        if (!region || size > region->address + region->size - source) {
+        if (!w.grid->rank->memory.find(source, size)) {
             w.machine->find(FaultKind::out_of_bounds, [&] {
                 return format("bulk prefetch of %u bytes at 0x%llx: not all of them are there",
                               size, static_cast<unsigned long long>(source));

@@ -49,10 +49,14 @@ const Region* RegionTable::find(uint64_t address) const {
     return address - r.address < r.size ? &r : nullptr;
 }
 
-std::byte* RegionTable::resolve(uint64_t address, uint64_t bytes, Access access) const {
+const Region* RegionTable::find(uint64_t address, uint64_t bytes) const {
     const Region* r = find(address);
-    if (!r || bytes > r->size - (address - r->address) || (access != Access::read && !r->writable))
-        fail(address, bytes, access);
+    return r && bytes <= r->size - (address - r->address) ? r : nullptr;
+}
+
+std::byte* RegionTable::resolve(uint64_t address, uint64_t bytes, Access access) const {
+    const Region* r = find(address, bytes);
+    if (!r || (access != Access::read && !r->writable)) fail(address, bytes, access);
     return reinterpret_cast<std::byte*>(address);
 }
 

@@ -26,6 +26,7 @@ class RegionTable {
     void add(uint64_t address, uint64_t size, const std::string& name, bool writable);
     void remove(uint64_t address);
     const Region* find(uint64_t address) const;
+    const Region* find(uint64_t address, uint64_t bytes) const;  // that has all of them
     // Names an array inside the region that starts at `address`.
     void name(uint64_t address, NamedArray array);
     // Host pointer, or Fault that says what lies around the address.

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from served_model import VOCABULARY, add_model_options, prompts_of, run_child, serve_own
 
 import deep_moe
@@ -100,32 +99,34 @@ def write_models(quantized: Path, reference: Path, arguments: argparse.Namespace
             scores = torch.rand(len(buffer), arguments.experts, device=buffer.device)
             buffer.copy_(scores.topk(arguments.topk).indices)
     model.save_pretrained(reference, max_shard_size="1000GB")
+    # All but experts, whose products of FP8 would need kernels that transformers fetches.
+    linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     quantized.mkdir()
+    publish(reference, quantized, linears)
+
+
+def publish(floats: Path, folder: Path, unconverted: list[str]) -> None:
+    """Write the checkpoint in `floats` as published ones are: experts in packed E2M1 with UE8M0
+    scales per 32, everything else in bfloat16. unconverted: modules that are not to be FP8's."""
     tensors: dict[str, torch.Tensor] = {}
-    with safe_open(reference / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it has no other iterator)
-            tensor = file.get_tensor(name)
-            if ".ffn.experts." not in name:
-                tensors[name] = tensor
-                continue
+    for name, tensor in load_file(floats / "model.safetensors").items():
+        if ".ffn.experts." in name:
             values, scales = deep_moe.quantize_mxfp4(tensor.to(device_of(0)))
             tensors[name] = values.cpu()
-            tensors[name.replace(".weight", ".scale")] = (
-                unpack_ue8m0(scales).cpu().view(torch.float8_e8m0fnu)
-            )
-    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((reference / "config.json").read_text())
+            bytes_of_scales = unpack_ue8m0(scales).cpu()
+            tensors[name.replace(".weight", ".scale")] = bytes_of_scales.view(torch.float8_e8m0fnu)
+        else:
+            tensors[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((floats / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
         "expert_dtype": "fp4",
         "scale_fmt": "ue8m0",
         "weight_block_size": [128, 128],
-        # All but experts, whose products of FP8 would need kernels that transformers fetches.
-        "modules_to_not_convert": [
-            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-        ],
+        "modules_to_not_convert": unconverted,
     }
-    (quantized / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def model_config(arguments: argparse.Namespace) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import deep_moe
-from deep_moe.formats.block_scaled import unpack_ue8m0
+
+from ..examples.test_served_model import example
 
 SIZES = {
     "vocab_size": 32,
@@ -73,23 +72,7 @@ def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(float_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts in packed E2M1 with UE8M0 scales per 32, everything else in bfloat16."""
     folder = tmp_path_factory.mktemp("published")
-    tensors = {}
-    for name, tensor in load_file(float_checkpoint / "model.safetensors").items():
-        if ".ffn.experts." in name:
-            packed, sf = deep_moe.quantize_mxfp4(tensor)
-            tensors[name] = packed
-            scales = unpack_ue8m0(sf).view(torch.float8_e8m0fnu)
-            tensors[name.replace(".weight", ".scale")] = scales
-        else:
-            tensors[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((float_checkpoint / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "expert_dtype": "fp4",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["self_attn", "shared_experts", "gate", "lm_head", "hc"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patch:
+        publish = example("serve_transformers", patch).publish
+    publish(float_checkpoint, folder, ["self_attn", "shared_experts", "gate", "lm_head", "hc"])
     return folder

@@ -116,12 +116,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     constexpr uint32_t bias_bytes = Config::Biases::exist ? Config::block_n * sizeof(float) : 0;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
-    // Where registers are few, tiles are wide, for calls that weights do not bound. One rank alone
-    // has its counts sooner, and was not timed with it.
-    if constexpr (!Config::Tokens::are_here && Config::num_ranks > 1 &&
-                  !has_few_loader_registers<Config>) {
-        prefetch_expected_weights<Config>(args, local);
-    }
+    if constexpr (expects_weights<Config>) prefetch_expected_weights<Config>(args, local);
     trace.mark(TraceStep::await_counts);
     ExpertCounts<Config> counts;
     counts.count_shared(args);

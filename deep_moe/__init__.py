@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         transform_weights_for_mega_moe,
     )
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
+    from .fused.compiling_kernels import CompilingKernels, compile_ahead
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import (
@@ -75,6 +76,7 @@ _MODULES = {
     "CacheError": "errors",
     "CheckpointError": "errors",
     "CompileError": "errors",
+    "CompilingKernels": "fused.compiling_kernels",
     "DeepMoEError": "errors",
     "DispatchHandle": "split.handle",
     "DispatchMetaInfo": "split.layer",
@@ -102,6 +104,7 @@ _MODULES = {
     "bf16_fp4_mega_moe": "fused.mega_moe",
     "bf16_mega_moe": "fused.mega_moe",
     "buffer_size": "fused.buffer",
+    "compile_ahead": "fused.compiling_kernels",
     "dequantize_mxfp4": "formats.mx",
     "dequantize_mxfp8": "formats.mx",
     "empty_weights_for_mega_moe": "formats.weights",
@@ -128,6 +131,7 @@ __all__ = [
     "CacheError",
     "CheckpointError",
     "CompileError",
+    "CompilingKernels",
     "DeepMoEError",
     "DispatchHandle",
     "DispatchMetaInfo",
@@ -158,6 +162,7 @@ __all__ = [
     "buffer_size",
     "checkpoint",
     "compat",
+    "compile_ahead",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "empty_weights_for_mega_moe",

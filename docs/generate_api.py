@@ -29,6 +29,7 @@ calls go together, [environment.md](environment.md) lists the environment variab
 """
 # What users do not make or call themselves.
 NOT_CONSTRUCTED = {
+    "CompilingKernels",
     "Dispatched",
     "DispatchHandle",
     "DispatchMetaInfo",

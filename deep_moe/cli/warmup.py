@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,7 +76,7 @@ def warmup(
     tuning tables."""
     from rich.progress import Progress
 
-    from deep_moe.fused.deployment import build_deployment, deployment_configs
+    from deep_moe.fused.deployment import all_deployment_configs, build_deployment
     from deep_moe.heuristics import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
@@ -98,7 +97,7 @@ def warmup(
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)
 
-    def choose(num_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
+    def choose(num_tokens: int, is_uneven: bool) -> MegaMoEConfig:
         return choose_config(
             shape,
             num_tokens,
@@ -112,12 +111,7 @@ def warmup(
         )
 
     with stderr().status("choosing kernels"):
-        configs = deployment_configs(choose, max_tokens)
-        if configs[0][2].target.heeds_uneven:
-            # Of calls whose experts received uneven numbers of tokens in the call before.
-            known = {config for _, _, config in configs}
-            uneven = deployment_configs(partial(choose, is_uneven=True), max_tokens)
-            configs += [use for use in uneven if use[2] not in known]
+        configs = all_deployment_configs(choose, max_tokens)
     with Progress(console=stderr()) as progress:
         task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(

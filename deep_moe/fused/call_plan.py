@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deep_moe import jit
-from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.activations import DEFAULT_ACTIVATION
+from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
 )
-from deep_moe.heuristics.shape import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import (
     BIAS_POINTER_NAMES,
@@ -47,9 +46,9 @@ from .checks import (
     check_tensor,
     form,
 )
+from .config_chooser import ConfigChooser
 from .gpu import Gpu
 from .options import CallArguments, call_key, check_values, overrides_of
-from .tuning_tables import find_tuning
 
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
@@ -237,20 +236,7 @@ def _make_plan(
         )
     if stats is not None:
         check_statistics(stats, buffer)
-    config = _choose_config(
-        buffer.shape,
-        expected,
-        is_uneven,
-        target.name,
-        options.get("num_sms", EMULATED_NUM_SMS if buffer.gpu is None else buffer.gpu.num_sms),
-        options.get("activation", DEFAULT_ACTIVATION),
-        options.get("activation_clamp"),
-        options.get("fast_math", True),
-        bool(options.get("accumulate")),
-        tuple(overrides_of(options).items()),
-        buffer.recorder is not None,
-        None if buffer.gpu is None else buffer.gpu.name,
-    )
+    config = _choose_config(expected, is_uneven, *_config_options(target, buffer, options))
     gpu = buffer.gpu
     if gpu is not None and config.num_sms > gpu.num_sms:
         # Its CTAs wait for each other, so all must be resident.
@@ -291,35 +277,37 @@ def _earlier_plan(key: tuple[Any, ...], buffer: SymmBuffer) -> CallPlan | None:
     return None
 
 
+def config_chooser(buffer: SymmBuffer, options: CallArguments) -> ConfigChooser:
+    """What chooses the configs of a buffer's calls with these options; it can be pickled. Raises
+    ValueError for options that no call may have."""
+    check_values(options)
+    return ConfigChooser(*_config_options(_target(options, buffer), buffer, options))
+
+
+def _config_options(target: Target, buffer: SymmBuffer, options: CallArguments) -> tuple[Any, ...]:
+    """All that a config follows from beside the tokens, as `ConfigChooser` has it."""
+    gpu = buffer.gpu
+    return (
+        buffer.shape,
+        target.name,
+        options.get("num_sms", EMULATED_NUM_SMS if gpu is None else gpu.num_sms),
+        options.get("activation", DEFAULT_ACTIVATION),
+        options.get("activation_clamp"),
+        options.get("fast_math", True),
+        bool(options.get("accumulate")),
+        tuple(overrides_of(options).items()),
+        buffer.recorder is not None,
+        None if gpu is None else gpu.name,
+    )
+
+
 @lru_cache(maxsize=4096)
 def _choose_config(
-    shape: MoEShape,
     expected_tokens: int,
     is_uneven: bool,
-    arch: str,
-    num_sms: int,
-    activation: str | Activation,
-    activation_clamp: float | None,
-    fast_math: bool,
-    accumulate: bool,
-    overrides: tuple[tuple[str, int], ...],
-    trace: bool,
-    gpu: str | None,
+    *options: Any,
 ) -> MegaMoEConfig:
-    return choose_config(
-        shape,
-        expected_tokens,
-        is_uneven=is_uneven,
-        arch=arch,
-        num_sms=num_sms,
-        activation=activation,
-        activation_clamp=activation_clamp,
-        fast_math=fast_math,
-        accumulate=accumulate,
-        trace=trace,
-        overrides=dict(overrides),
-        tuning=None if gpu is None else find_tuning(gpu),
-    )
+    return ConfigChooser(*options)(expected_tokens, is_uneven)
 
 
 @lru_cache(maxsize=256)

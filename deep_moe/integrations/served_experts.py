@@ -30,6 +30,7 @@ from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TARGETS, target_of_capability
 
+from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
 from .unsupported import UnsupportedError
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 # Of all models of this process: a draft model's layers of the same sizes take the same buffer.
 buffers = SharedBuffers()
+kernels = KernelsAhead()
 
 
 class ServedExperts:
@@ -231,6 +233,8 @@ class ServedExperts:
                 f"that a step has; got {num_tokens}"
             )
         buffer = self.buffer()
+        if not kernels.are_compiled:
+            kernels.wait()
         prepare_inputs(
             x.contiguous(),
             topk_ids.contiguous(),
@@ -252,9 +256,14 @@ class ServedExperts:
             arch=self.arch,
         )
 
+    def prepare(self) -> None:
+        """Before serving, and before an engine looks how much memory is left: make the buffer, and
+        begin to compile all kernels of its calls, of which the first waits for them."""
+        kernels.begin(self.buffer(), self.activation)
+
     def buffer(self) -> SymmBuffer:
         """The buffer that all layers of these sizes share. Made at the first call of this, which is
-        a meeting of all ranks; so an adapter calls it before serving."""
+        a meeting of all ranks."""
         return buffers.buffer(self.group, self.device, self.sizes, self.max_tokens_per_rank)
 
 

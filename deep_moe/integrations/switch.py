@@ -18,6 +18,7 @@ TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
 SCALES_VARIABLE = "DEEP_MOE_FP8_TOKEN_SCALES"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
+AHEAD_VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
 FUSED, LOW_LATENCY = "fused", "low_latency"
 
 
@@ -73,6 +74,18 @@ def read_num_pool_tokens(default: int | None = DEFAULT_POOL_TOKENS) -> int | Non
             f"may bring, or unset; got {value!r}"
         )
     return int(value) or None
+
+
+def read_compile_ahead() -> bool:
+    """Whether DEEP_MOE_COMPILE_AHEAD says that all kernels are compiled while an engine loads: 1,
+    the default. Raises ValueError for what is neither 0 nor 1."""
+    value = os.environ.get(AHEAD_VARIABLE) or ON
+    if value not in (OFF, ON):
+        raise ValueError(
+            f"{AHEAD_VARIABLE} must be {ON} (the default), or {OFF} to compile a kernel when the "
+            f"first step needs it; got {value!r}"
+        )
+    return value == ON
 
 
 def read_path() -> str:

@@ -81,7 +81,7 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     loading.await_replacement(experts, served)
     for tensor_name, tensor in zip(loading.TENSORS, served.tensors(), strict=True):
         getattr(experts, tensor_name).data = tensor
-    served.buffer()  # before SGLang looks how much memory is left, and before any graph
+    served.prepare()  # before SGLang looks how much memory is left, and before any graph
     experts.__dict__[_STATE] = served
     experts._mega_moe_weights_built = True
     ranks = engine.expert_group().world_size

@@ -304,7 +304,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
             )
             self.moe_kernel = make_step_kernel(self.moe, served, own_steps, self.plan.num_sharers)
         else:
-            served.buffer()
+            served.prepare()
             self.moe_kernel = make_kernel(self.moe, served, self.plan.num_sharers)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         ranks = f", {self.plan.num_ranks} ranks" if group is not None else ""

@@ -1,0 +1,123 @@
+"""All kernels of a buffer's calls, compiled beside what the caller does until the first of them.
+
+Another interpreter does it, with processes of its own: NVRTC compiles one kernel at a time in a
+process, and an engine's workers may not have children by multiprocessing. Whoever calls before a
+kernel is there compiles it as ever, or waits for the one who does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.errors import DeepMoEError
+from deep_moe.heuristics.shape import require_int
+
+from . import compile_worker
+from .buffer import SymmBuffer
+from .call_plan import config_chooser
+from .checks import require_type
+from .compile_worker import CompileWork
+from .options import CallOptions, given_options, with_call_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_MAX_RANKS_PER_HOST = 8
+_MAX_PROCESSES = 32  # of a host, 160 to 360 MB each; a deployment has some 40 kernels on SM90
+
+
+class CompilingKernels:
+    """Kernels that `compile_ahead` has begun to compile."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._said: bytes | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until all are in the cache. Raises DeepMoEError with what was said if they are not, and
+        TimeoutError if that takes longer than timeout_s seconds."""
+        if self._said is None:
+            try:
+                _, self._said = self._process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"kernels are still compiled after {timeout_s} s") from None
+        status = self._process.returncode
+        if status != 0:
+            said = self._said.decode(errors="replace").strip()
+            raise DeepMoEError(f"kernels were not compiled ahead (exit status {status}):\n{said}")
+
+
+@with_call_options
+def compile_ahead(
+    buffer: SymmBuffer,
+    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    num_workers: int | None = None,
+    **options: Unpack[CallOptions],
+) -> CompilingKernels:
+    """Begin to compile every kernel that calls with a buffer can need, and return at once.
+
+    Without it a call compiles the first time that it brings a number of tokens for which another
+    kernel is faster, two or three seconds, and all ranks wait. Kernels that the cache has are left
+    alone. Every rank may call this: no kernel is compiled twice on a host.
+
+    buffer: of `get_symm_buffer_for_mega_moe`; on a CPU, what the emulator needs is compiled.
+    activation, activation_clamp, fast_math: of the calls.
+    num_workers: processes; by default one per CPU that this one may use, at most 32, shared among
+        as many ranks as the buffer has, up to 8.
+    {options}
+
+    Of the options arch, num_sms, overrides and accumulate decide which kernels these are.
+    """
+    require_type("buffer", buffer, SymmBuffer, "a SymmBuffer")
+    if num_workers is not None:
+        require_int("num_workers", num_workers, "processes")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1; got {num_workers}")
+    given = given_options("compile_ahead", options)
+    given |= {"activation": activation, "fast_math": fast_math}
+    if activation_clamp is not None:
+        given["activation_clamp"] = activation_clamp
+    choose = config_chooser(buffer, given)
+    most = buffer.shape.num_max_tokens_per_rank
+    choose(most, False)  # raises what a call would
+    num_ranks = buffer.shape.num_ranks
+    sharers = min(num_ranks, _MAX_RANKS_PER_HOST)
+    work = CompileWork(
+        choose,
+        most,
+        num_workers or max(1, min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) // sharers),
+        buffer.rank % sharers / sharers,
+        buffer.gpu is None,
+    )
+    return _start(work)
+
+
+def _start(work: CompileWork) -> CompilingKernels:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-m", compile_worker.__name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    stdin, process.stdin = process.stdin, None  # `communicate` has no more to say
+    assert stdin is not None
+    # Broken if it has ended: then `wait` says of what.
+    with suppress(BrokenPipeError), stdin:
+        pickle.dump(work, stdin)
+    return CompilingKernels(process)

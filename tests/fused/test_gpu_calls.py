@@ -4,11 +4,15 @@ order of layers and sizes. Each result is that of the reference."""
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import deep_moe
+from deep_moe import jit
+from deep_moe.fused import call_plan
+from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.synthetic import exact_tokens
@@ -74,6 +78,20 @@ def test_a_later_call_allocates_nothing_waits_for_nothing_and_runs_on_the_curren
         assert torch.cuda.default_stream().query()
     stream.synchronize()
     layer.check()
+
+
+def test_no_call_behind_compile_ahead_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
+    call_plan.built_kernel.cache_clear()
+    layer = FilledLayer(96)
+    deep_moe.compile_ahead(layer.buffer).wait(300)
+    monkeypatch.setattr(jit, "compile_source", None)  # what would be called
+    for num_tokens in (96, 1, 40, 0):
+        layer.launch(layer.y[:num_tokens])
+        layer.check(num_tokens)
 
 
 def test_threads_with_a_buffer_each() -> None:

@@ -236,7 +236,7 @@ def _make_plan(
         )
     if stats is not None:
         check_statistics(stats, buffer)
-    config = _choose_config(expected, is_uneven, *_config_options(target, buffer, options))
+    config = _choose_config(_chooser_on(target, buffer, options), expected, is_uneven)
     gpu = buffer.gpu
     if gpu is not None and config.num_sms > gpu.num_sms:
         # Its CTAs wait for each other, so all must be resident.
@@ -281,33 +281,31 @@ def config_chooser(buffer: SymmBuffer, options: CallArguments) -> ConfigChooser:
     """What chooses the configs of a buffer's calls with these options; it can be pickled. Raises
     ValueError for options that no call may have."""
     check_values(options)
-    return ConfigChooser(*_config_options(_target(options, buffer), buffer, options))
+    return _chooser_on(_target(options, buffer), buffer, options)
 
 
-def _config_options(target: Target, buffer: SymmBuffer, options: CallArguments) -> tuple[Any, ...]:
-    """All that a config follows from beside the tokens, as `ConfigChooser` has it."""
+def _chooser_on(target: Target, buffer: SymmBuffer, options: CallArguments) -> ConfigChooser:
     gpu = buffer.gpu
-    return (
-        buffer.shape,
-        target.name,
-        options.get("num_sms", EMULATED_NUM_SMS if gpu is None else gpu.num_sms),
-        options.get("activation", DEFAULT_ACTIVATION),
-        options.get("activation_clamp"),
-        options.get("fast_math", True),
-        bool(options.get("accumulate")),
-        tuple(overrides_of(options).items()),
-        buffer.recorder is not None,
-        None if gpu is None else gpu.name,
+    num_sms = options.get("num_sms")
+    if num_sms is None:
+        num_sms = EMULATED_NUM_SMS if gpu is None else gpu.num_sms
+    return ConfigChooser(
+        shape=buffer.shape,
+        arch=target.name,
+        num_sms=num_sms,
+        activation=options.get("activation", DEFAULT_ACTIVATION),
+        activation_clamp=options.get("activation_clamp"),
+        fast_math=options.get("fast_math", True),
+        accumulate=bool(options.get("accumulate")),
+        overrides=tuple(overrides_of(options).items()),
+        trace=buffer.recorder is not None,
+        gpu=None if gpu is None else gpu.name,
     )
 
 
 @lru_cache(maxsize=4096)
-def _choose_config(
-    expected_tokens: int,
-    is_uneven: bool,
-    *options: Any,
-) -> MegaMoEConfig:
-    return ConfigChooser(*options)(expected_tokens, is_uneven)
+def _choose_config(choose: ConfigChooser, expected_tokens: int, is_uneven: bool) -> MegaMoEConfig:
+    return choose(expected_tokens, is_uneven)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """All kernels of a buffer's calls, compiled beside what the caller does until the first of them.
 
-Another interpreter does it, with processes of its own: NVRTC compiles one kernel at a time in a
-process, and an engine's workers may not have children by multiprocessing. Whoever calls before a
+Another interpreter does it, with processes of its own: threads of one process gain little with
+NVRTC, and an engine's workers may not have children by multiprocessing. Whoever calls before a
 kernel is there compiles it as ever, or waits for the one who does.
 """
 
@@ -107,6 +107,7 @@ def compile_ahead(
 
 
 def _start(work: CompileWork) -> CompilingKernels:
+    # It finds the modules that this one has found.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
         [sys.executable, "-m", compile_worker.__name__],

@@ -11,7 +11,6 @@ from deep_moe.activations import Activation
 from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
-from deep_moe.heuristics.path_costs import H200
 from deep_moe.targets import target_of_device
 from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import Bounds, SlotBounds, combined_bounds, expert_bounds
@@ -117,10 +116,10 @@ def fp8_weights(
 class MachineRates:
     """What one GPU has been seen to do; the defaults are an H200's, measured 2026-11-20."""
 
-    weight_bytes_per_s: float = H200.weight_bytes_per_s  # reads from HBM
+    weight_bytes_per_s: float = 4.44e12  # reads from HBM
     flops: float = 1.49e15  # dense FP8 product, 8192^3
-    link_bytes_per_s: float = H200.link_bytes_per_s  # copies to or from peers, each way
-    gpu: str = H200.name
+    link_bytes_per_s: float = 394e9  # copies to or from peers, each way
+    gpu: str = "NVIDIA H200"
 
     @classmethod
     def of_device(cls, device: torch.device) -> MachineRates:

@@ -7,8 +7,7 @@ fused call on all of them.
 Both begin with BF16 tokens and a router's output. Between the domains NCCL goes over NVLink, so
 what a network between machines would take is not in these times; what is in them are the calls
 inside the domains, which have other ranks' tokens in their own batch, NCCL's start, and PyTorch's
-kernels around both. Beside each time stands what heuristics/path_costs.py estimates with the links
-in place of a network.
+kernels around both.
 
 A time is the median of --calls calls, of the slowest rank, as in benchmarks/all_to_all.py.
 `graph_us` is of a replayed CUDA graph, which fixed sizes allow. The fused call is checked against
@@ -33,7 +32,6 @@ from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
-from deep_moe.heuristics.path_costs import H200, Network, fused_cost, two_level_cost
 from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.comparison import cosine_distance
 from deep_moe.trial.real_size import rank_tokens
@@ -194,11 +192,9 @@ def result_of(
         prepare_inputs(*inputs, fused.buffer)
         fused(activation)
 
-    network = Network(H200.link_bytes_per_s)
     result: dict[str, Any] = {
         "tokens_per_rank": tokens.num_tokens,
-        "fused": timed_path(fused_call, arguments, device)
-        | {"estimate_us": fused_cost(shape, tokens.num_tokens).us},
+        "fused": timed_path(fused_call, arguments, device),
         "two_level": {},
     }
     for name, call in calls.items():
@@ -208,10 +204,7 @@ def result_of(
         distance = cosine_distance(call.y.double().flatten(), fused.y.double().flatten())
         if not distance < MAX_DISTANCE:
             raise RuntimeError(f"{name}: {distance} from the fused call, at most {MAX_DISTANCE}")
-        of_path = timed_path(call, arguments, device) | {
-            "distance_from_fused": distance,
-            "estimate_us": two_level_cost(call.layer.shape, tokens.num_tokens, network=network).us,
-        }
+        of_path = timed_path(call, arguments, device) | {"distance_from_fused": distance}
         if device.type == "cuda" and not call.layer.shape.exact_sizes:
             of_path["graph_us"] = timed_path(call.captured(), arguments, device)["us"]
         result["two_level"][name] = of_path
@@ -228,15 +221,14 @@ def timed_path(
 
 def line(result: dict[str, Any]) -> str:
     """
-    >>> path = {"us": 100.0, "host_us": 5.0, "estimate_us": 90.0}
+    >>> path = {"us": 100.0, "host_us": 5.0}
     >>> print(line({"tokens_per_rank": 8, "fused": path, "two_level": {"fixed": path}}))
-    8 tokens/rank: fused 100.0 us (estimate 90) | fixed 100.0 us (estimate 90)
+    8 tokens/rank: fused 100.0 us | fixed 100.0 us
     """
     paths = {"fused": result["fused"], **result["two_level"]}
     words = [
         f"{name} {path['us']:.1f} us"
         + (f", in a graph {path['graph_us']:.1f}" if "graph_us" in path else "")
-        + f" (estimate {path['estimate_us']:.0f})"
         for name, path in paths.items()
     ]
     return f"{result['tokens_per_rank']} tokens/rank: " + " | ".join(words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,20 +38,10 @@ from .options import (
 from .output import format_bytes, new_table, print_json, stdout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.table import Table
 
     from deep_moe.heuristics import Explanation
     from deep_moe.heuristics.explain import MapRow, TuningReport
-
-
-class CostPath(Enum):
-    """Ways through a layer."""
-
-    fused = "fused"
-    split = "split"
-    two_level = "two-level"
 
 
 def config(
@@ -81,82 +70,12 @@ def config(
             "--uneven", help="As if the experts' counts had differed in the call before (SM90)."
         ),
     ] = False,
-    path: Annotated[
-        CostPath | None,
-        typer.Option(
-            "--path",
-            help="Print instead what a call would cost there: bytes of buffers and over links, and "
-            "an estimate of the time on H200s.",
-        ),
-    ] = None,
-    domains: Annotated[
-        int | None,
-        typer.Option(
-            "--domains", min=1, help="NVLink domains of the ranks, for two-level; default: 2."
-        ),
-    ] = None,
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            "--chunks", min=1, help="Parts that tokens go through in, for two-level; default: 1."
-        ),
-    ] = None,
-    exact_sizes: Annotated[
-        bool, typer.Option("--exact-sizes", help="Only what is sent travels, for two-level.")
-    ] = False,
-    foreign_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--foreign-tokens",
-            min=0,
-            help="Most tokens of other domains for a rank, for two-level; default: all.",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the chosen config, the reason of each field, what was measured of the layer, the memory
     maps and the schedule."""
     from deep_moe.heuristics import choose_config
 
-    if path is not CostPath.two_level:
-        of_domains = {"--domains": domains, "--chunks": chunks, "--foreign-tokens": foreign_tokens}
-        _refuse_given(
-            {**of_domains, "--exact-sizes": exact_sizes or None}, "goes with --path two-level"
-        )
-    if path is not None:
-        from .path_costs import print_path_cost
-
-        of_kernel = {
-            "--token-scales": None if token_scales == DEFAULT_TOKEN_SCALES else token_scales,
-            "--arch": arch,
-            "--num-sms": num_sms,
-            "--gpu": gpu,
-            "--activation": activation,
-            "--clamp": clamp,
-            "--override": override or None,
-            "--uneven": uneven or None,
-        }
-        _refuse_given(of_kernel, "goes with a kernel's config, which --path does not print")
-        sizes = {
-            "model": model,
-            "experts": experts,
-            "topk": topk,
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "weights": weights,
-            "biases": biases,
-            "shared_experts": shared_experts,
-            "pool_tokens": pool_rows(pool_tokens, is_fused=path is not CostPath.split),
-        }
-        between = {
-            "num_domains": 2 if domains is None else domains,
-            "num_chunks": 1 if chunks is None else chunks,
-            "exact_sizes": exact_sizes,
-            "num_max_foreign_tokens": foreign_tokens,
-        }
-        capacity = tokens if max_tokens is None else max_tokens
-        print_path_cost(path.value, ranks, tokens, capacity, sizes, between, as_json=as_json)
-        return
     arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(
         model=model,
@@ -190,13 +109,6 @@ def config(
         console.print(table)
         console.print()
     console.print(f"tuning: {_tuning_outcome(explanation.tuning)}", markup=False)
-
-
-def _refuse_given(options: Mapping[str, object], why: str) -> None:
-    """Raise for the first that is not None."""
-    for name, value in options.items():
-        if value is not None:
-            raise typer.BadParameter(f"{name} {why}; got {value}")
 
 
 def _tables(explanation: Explanation) -> list[Table]:

@@ -50,6 +50,7 @@ def transform_biases_for_mega_moe(
     (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
     """
     check_biases(l1_bias, l2_bias)
+    l1_bias, l2_bias = l1_bias.detach(), l2_bias.detach()
     target = _target(arch, l1_bias.device).weights_of(weights)
     for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
         _check_finite(name, bias)
@@ -85,7 +86,7 @@ def inverse_transform_biases(
             )
         in_order = torch.empty_like(bias).flatten(1)
         order = _order(target, in_order.shape[1], bias.device, is_l1=is_l1)
-        in_order[:, order] = bias.flatten(1)
+        in_order[:, order] = bias.detach().flatten(1)
         rows.append(_parts(in_order, number, is_l1=is_l1).flatten(1).contiguous())
     return MegaMoEBiases(*rows)
 

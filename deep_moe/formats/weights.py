@@ -101,8 +101,8 @@ def transform_weights_for_mega_moe(
     ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
     """
     source = weight_format(weights)
-    l1 = weight_pair("l1_weights", l1_weights, source)
-    l2 = weight_pair("l2_weights", l2_weights, source)
+    l1 = _detached(weight_pair("l1_weights", l1_weights, source))
+    l2 = _detached(weight_pair("l2_weights", l2_weights, source))
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize must be a bool; got {requantize!r}")
     sizes = source.check(l1, l2)
@@ -169,8 +169,8 @@ def inverse_transform_weights(
     Raises TypeError or ValueError if they have not the form that it makes.
     """
     source = weight_format(weights)
-    l1 = weight_pair("l1_weights", l1_weights, source)
-    l2 = weight_pair("l2_weights", l2_weights, source)
+    l1 = _detached(weight_pair("l1_weights", l1_weights, source))
+    l2 = _detached(weight_pair("l2_weights", l2_weights, source))
     padded = _target_weights(arch, l1.weight.device, weights).inverse(l1, l2)
     if hidden is None and intermediate_hidden is None:
         return padded
@@ -211,6 +211,11 @@ def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
         got = ", ".join(type(tensor).__name__ for tensor in value)
         raise TypeError(f"{name} must be {allowed}; got ({got})")
     return LayerWeights(*value)
+
+
+def _detached(layer: LayerWeights) -> LayerWeights:
+    """Without a history: what is made of a Parameter would else keep its memory."""
+    return LayerWeights(layer.weight.detach(), layer.sf.detach())
 
 
 def interleave_gate_up(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

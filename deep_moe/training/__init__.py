@@ -8,7 +8,6 @@
     rows         tokens, slots, and the rows that experts read
     steps        what happens between products: plain_steps in PyTorch, kernel_steps in our kernels
     products     what PyTorch multiplies
-    weight_cache weights as MXFP8 holds them, made anew when they change
     ways         how tokens get to experts' rows and back, and on one rank
     expert_parallel  the layer over ranks; its rows travel by a process_group of PyTorch's, or by
                      our all_to_all

@@ -23,7 +23,6 @@ With W1 and W3 in one tensor [experts, H, 2I] their products are one, and its ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,7 +34,6 @@ from .products import expert_sums, grouped_product, grouped_weight_gradient
 from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
-from .weight_cache import ROUNDED_WEIGHTS
 
 Precision = Literal["bf16", "mxfp8"]
 
@@ -48,14 +46,6 @@ class Weights:
     gate: torch.Tensor
     up: torch.Tensor | None
     down: torch.Tensor
-
-    def rounded(self, round_weights: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-        """As MXFP8 holds them."""
-
-        def of(weights: torch.Tensor) -> torch.Tensor:
-            return ROUNDED_WEIGHTS.rounded(weights, round_weights)
-
-        return Weights(of(self.gate), None if self.up is None else of(self.up), of(self.down))
 
 
 @dataclass(frozen=True)
@@ -102,13 +92,13 @@ class Experts:
         self, received: torch.Tensor, ways: Ways, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, Linear1]:
         """The layer's output [tokens, H] and Linear1's. received: of x."""
-        used, rows = self._forward_weights(), ways.rows
+        rows = ways.rows
         is_mxfp8 = self.precision == "mxfp8"
-        linear1 = self._linear1(received, ways, used)
+        linear1 = self._linear1(received, ways)
         activated = self.steps.activate(
             *linear1.halves(), self.biases, self.activation, rows, rounds_to_mxfp8=is_mxfp8
         )
-        product = grouped_product(activated, used.down, rows.offs)
+        product = self._forward_product(activated, self.weights.down, rows)
         bias = None if self.biases is None else self.biases.down
         return ways.scatter(product, None, topk_weights=topk_weights, bias=bias), linear1
 
@@ -134,7 +124,7 @@ class Experts:
             received = ways.receive(x)
         if linear1 is None:
             assert received is not None
-            linear1 = self._linear1(received, ways, self._forward_weights())
+            linear1 = self._linear1(received, ways)
         d_rows = ways.gather(ways.receive(d_out))
         row_weights = ways.receive_weights(topk_weights)
         d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
@@ -183,18 +173,22 @@ class Experts:
             d_x = ways.scatter(first, second)
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
 
-    def _forward_weights(self) -> Weights:
-        if self.precision == "bf16":
-            return self.weights
-        return self.weights.rounded(self.steps.round_weights)
-
-    def _linear1(self, received: torch.Tensor, ways: Ways, used: Weights) -> Linear1:
+    def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
         gathered = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
-        offs = ways.rows.offs
+        gate, up = self.weights.gate, self.weights.up
         return Linear1(
-            grouped_product(gathered, used.gate, offs),
-            None if used.up is None else grouped_product(gathered, used.up, offs),
+            self._forward_product(gathered, gate, ways.rows),
+            None if up is None else self._forward_product(gathered, up, ways.rows),
         )
+
+    def _forward_product(
+        self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """Weights are rounded in every pass, and the rounded ones freed behind it: an optimizer
+        need not count a tensor's version up, so nothing cheap tells that weights are the same."""
+        if self.precision == "mxfp8":
+            weights = self.steps.round_weights(weights)
+        return grouped_product(inputs, weights, rows.offs)
 
     def _bias_gradients(
         self,

@@ -67,8 +67,8 @@ def moe(
         multiple of 8, hidden one of 128. A process group of PyTorch's anywhere.
     precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per 32
         values along the sums holds of tokens, weights and the activation's output. The backward
-        pass is that of "bf16": gradients pass through the rounding as if it were not there. Rounded
-        weights are kept until the weights change.
+        pass is that of "bf16": gradients pass through the rounding as if it were not there. Weights
+        are rounded in every forward pass; no rounded copy is kept.
     recompute: keep nothing but x and the routing for the backward pass, and compute Linear1 again.
         Otherwise its output is kept, too. No other activations are.
     activation, activation_clamp: as in `fp8_fp4_mega_moe`.

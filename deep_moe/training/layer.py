@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deep_moe.activations import Activation, activation_of
@@ -78,10 +80,10 @@ class MoELayer(nn.Module):
         self.recompute = recompute
         self.activation = activation_of(activation, activation_clamp)
         self.arch = arch
-        self.group = group
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received
         num_ranks = _num_ranks(group)
+        self._shared_group = _SharedGroup(group, num_ranks)
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts must be a multiple of the group's {num_ranks} ranks; "
@@ -101,6 +103,28 @@ class MoELayer(nn.Module):
         self.b3 = parameter(intermediate, dtype=bias_dtype) if biases else None
         self.b2 = parameter(hidden, dtype=bias_dtype) if biases else None
         self.reset_parameters()
+
+    @property
+    def group(self) -> ProcessGroup | AllToAll | None:
+        """Of the ranks that share the experts. Copies of the module have the same; `torch.save`
+        leaves it out, and a module that was loaded is given one of as many ranks."""
+        shared = self._shared_group
+        if shared.is_lost:
+            raise RuntimeError(
+                f"this layer was saved with its part of the experts of {shared.num_ranks} ranks, "
+                "and a group is not saved: set layer.group to a group of as many ranks"
+            )
+        return shared.group
+
+    @group.setter
+    def group(self, group: ProcessGroup | AllToAll | None) -> None:
+        num_ranks = self._shared_group.num_ranks
+        if _num_ranks(group) != num_ranks:
+            raise ValueError(
+                f"group must have {num_ranks} ranks, as this layer has its part of the experts of "
+                f"so many; got {_num_ranks(group)}"
+            )
+        self._shared_group = _SharedGroup(group, num_ranks)
 
     def reset_parameters(self) -> None:
         """Weights as in `nn.Linear`, biases zero."""
@@ -182,9 +206,30 @@ class MoELayer(nn.Module):
         )
 
 
+class _SharedGroup:
+    """A group as a module holds it: a group can be neither copied nor saved. A copy shares it."""
+
+    def __init__(
+        self, group: ProcessGroup | AllToAll | None, num_ranks: int, *, is_lost: bool = False
+    ) -> None:
+        self.group = group
+        self.num_ranks = num_ranks
+        self.is_lost = is_lost
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _SharedGroup:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        is_lost = self.is_lost or self.group is not None
+        return partial(_SharedGroup, is_lost=is_lost), (None, self.num_ranks)
+
+
 def _num_ranks(group: ProcessGroup | AllToAll | None) -> int:
     from deep_moe.split.throughput import AllToAll
 
     if group is None:
         return 1
-    return group.shape.num_ranks if isinstance(group, AllToAll) else group.size()
+    if isinstance(group, AllToAll):
+        return group.shape.num_ranks
+    require_type("group", group, dist.ProcessGroup, "a process group, an AllToAll or None")
+    return group.size()

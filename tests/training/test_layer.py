@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 
 import deep_moe
-from deep_moe.training.weight_cache import ROUNDED_WEIGHTS, WeightCache
+from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
 
 from .plain_layer import Layer, assert_close
 
@@ -59,45 +68,146 @@ def test_one_tensor_of_both_has_the_same_gradients() -> None:
     assert_close({"x": results["x"]}, {"x": expected["x"]}, bound=2.0**-8)
 
 
-def test_rounded_weights_are_made_once_for_each_version() -> None:
-    layer = Layer.random(hidden=32, intermediate=32, precision="mxfp8")
-    before = len(ROUNDED_WEIGHTS)
-    first = layer.run()
-    assert len(ROUNDED_WEIGHTS) == before + 3
-    w1 = layer.tensors["w1"]
-    assert w1 is not None
-    calls = []
+def _fused(parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
 
-    def never(weights: torch.Tensor) -> torch.Tensor:
-        calls.append(weights)
-        return weights
 
-    ROUNDED_WEIGHTS.rounded(w1, never)
-    assert not calls
+def _foreach(parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(parameters, lr=0.1, foreach=True).step()
+
+
+def _vector(parameters: list[torch.nn.Parameter]) -> None:
+    both = torch.nn.utils.parameters_to_vector(parameters)
+    torch.nn.utils.vector_to_parameters(2 * both, parameters)
+
+
+def _pointer(parameters: list[torch.nn.Parameter]) -> None:
+    for p in parameters:
+        twice = (2 * p).detach()
+        ctypes.memmove(p.data_ptr(), twice.data_ptr(), twice.nbytes)
+
+
+@torch.no_grad()
+def _uncounted(parameters: list[torch.nn.Parameter]) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(tuple(parameters)):  # as FSDP does
+        for p in parameters:
+            p.mul_(2)
+
+
+def _each(change: Callable[[torch.nn.Parameter], object]) -> Callable[..., None]:
+    @torch.no_grad()
+    def changed(parameters: list[torch.nn.Parameter]) -> None:
+        for p in parameters:
+            change(p)
+
+    return changed
+
+
+CHANGES: dict[str, Callable[[list[torch.nn.Parameter]], None]] = {
+    "in place": _each(lambda p: p.mul_(2)),
+    "fused optimizer": _fused,
+    "foreach optimizer": _foreach,
+    "data": _each(lambda p: p.data.mul_(2)),
+    "new data": _each(lambda p: setattr(p, "data", p.data * 2)),
+    "set": _each(lambda p: p.set_(p.detach() * 2)),
+    "swapped": _each(lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(p * 2))),
+    "detached": _each(lambda p: p.detach().mul_(2)),
+    "a vector": _vector,
+    "a pointer": _pointer,
+    "without a version": _uncounted,
+}
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_mxfp8_is_of_the_weights_as_they_are_now(change: str, arch: str | None) -> None:
+    module = deep_moe.MoELayer(32, 32, 3, precision="mxfp8", arch=arch)
+    layer = Layer.random(num_experts=3, hidden=32, intermediate=32)
+    x, weights = layer.tensors["x"], layer.tensors["topk_weights"]
+    before = module(x, layer.topk_idx, weights).detach()
+    CHANGES[change](list(module.parameters()))
+    fresh = deep_moe.MoELayer(32, 32, 3, precision="mxfp8", arch=arch)
     with torch.no_grad():
-        w1.mul_(2)
-    assert not torch.equal(layer.run()["out"], first["out"])
-    ROUNDED_WEIGHTS.rounded(w1, never)
-    assert not calls
-    del w1
-    layer.tensors.clear()
-    assert len(ROUNDED_WEIGHTS) == before
+        for own, other in zip(fresh.parameters(), module.parameters(), strict=True):
+            own.copy_(other)
+    expected = fresh(x, layer.topk_idx, weights)
+    assert torch.equal(module(x, layer.topk_idx, weights), expected)
+    assert not torch.equal(expected, before)
 
 
-def test_a_new_tensor_at_an_old_address_is_rounded_again() -> None:
-    cache = WeightCache()
-    made = []
+def test_mxfp8_in_a_call_of_other_weights() -> None:
+    module, other = (deep_moe.MoELayer(32, 32, 3, precision="mxfp8") for _ in range(2))
+    layer = Layer.random(num_experts=3, hidden=32, intermediate=32)
+    args = (layer.tensors["x"], layer.topk_idx, layer.tensors["topk_weights"])
+    own = module(*args)
+    called = torch.func.functional_call(module, dict(other.named_parameters()), args)
+    assert torch.equal(called, other(*args))
+    assert torch.equal(module(*args), own)
 
-    def rounded(weights: torch.Tensor) -> torch.Tensor:
-        made.append(1)
-        return weights.clone()
 
-    for value in range(3):
-        weights = torch.full((1, 32, 2), float(value))
-        assert (cache.rounded(weights, rounded) == value).all()
-        del weights
-    assert len(made) == 3
-    assert len(cache) == 0
+def test_rounded_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One matrix at a time is held twice."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    real = PlainSteps.round_weights
+
+    def noted(self: PlainSteps, weights: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        rounded = real(self, weights)
+        made.append(weakref.ref(rounded))
+        return rounded
+
+    monkeypatch.setattr(PlainSteps, "round_weights", noted)
+    Layer.random(hidden=32, intermediate=32, precision="mxfp8").run()
+    assert alive == [0, 0, 0]
+    assert all(ref() is None for ref in made)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["process group", "all-to-all"])
+def test_copies_share_the_group(group: dist.ProcessGroup, kind: str) -> None:
+    shared: Any = group
+    if kind == "all-to-all":
+        shared = deep_moe.AllToAll(None, 8, 128, 3, 3, 64, expert_alignment=8)
+    module = deep_moe.MoELayer(128, 32, 3, group=shared)
+    layer = Layer.random(num_experts=3, hidden=128, intermediate=32)
+    args = (layer.tensors["x"], layer.topk_idx, layer.tensors["topk_weights"])
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    averaged.update_parameters(module)
+    for other in (copy.deepcopy(module), averaged.module):
+        assert other.group is shared
+        assert torch.equal(other(*args), module(*args))
+
+
+def test_a_saved_layer_is_given_a_group_again(group: dist.ProcessGroup) -> None:
+    module = deep_moe.MoELayer(16, 24, 3, group=group)
+    layer = Layer.random(num_experts=3)
+    args = (layer.tensors["x"], layer.topk_idx, layer.tensors["topk_weights"])
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for again in (loaded, copy.deepcopy(loaded)):
+        with pytest.raises(RuntimeError, match=r"set layer\.group to a group of as many ranks"):
+            again(*args)
+    loaded.group = group
+    assert torch.equal(loaded(*args), module(*args))
+    with pytest.raises(TypeError, match=r"group must be a process group.*got int"):
+        loaded.group = 2
+    file = io.BytesIO()
+    torch.save(deep_moe.MoELayer(16, 24, 3), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False).group is None
 
 
 def test_mxfp8_multiplies_what_it_holds() -> None:
@@ -110,8 +220,6 @@ def test_mxfp8_multiplies_what_it_holds() -> None:
     error = (mxfp8["out"].float() - bf16["out"].float()).norm() / bf16["out"].float().norm()
     assert 0.01 < error < 0.1
     rounded = layer.double()
-    from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
-
     for name in ("w1", "w3", "w2"):
         weights = layer.tensors[name]
         assert weights is not None

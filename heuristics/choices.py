@@ -21,10 +21,10 @@ MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of
 MIN_PART_M_BLOCKS = 2
 MAX_PART_M_BLOCKS = 64
 MAX_PARTS = 32  # of all shared experts: one register more of each lane that follows the list
-# Chunks of a ring (experts/chunk_walk.cuh): with some times what fills the grid it takes 0.6 to 2 %
-# longer than a pool that holds the call, with once 1.5 to 3 % (H200, 2026-11-24, calls of 4096 and
-# 8192 tokens: benchmarks/LOG.md).
-NUM_GRIDS_PER_CHUNK = 3
+# How far Linear1 is ahead of Linear2 in a ring (experts/chunk_walk.cuh), beside the m-blocks whose
+# Linear1 the grid has at once: by a half of them, so that Linear2 does not wait for its last ones,
+# and by so many more.
+NUM_SPARE_M_BLOCKS = 3
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool | str]
@@ -312,19 +312,20 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
     num_clusters = fields["num_sms"] // fields["cluster_size"]
     num_pairs = ceil_div(fields["num_l1_n_blocks"], fields["cluster_size"])
     fill = ceil_div(num_clusters, num_pairs)
-    most = max(1, min(fill, num_m_blocks // 3), min(NUM_GRIDS_PER_CHUNK * fill, num_m_blocks // 6))
+    # Clusters that take m-blocks in pairs lose one at each end of a chunk.
+    least = 1 if fields["num_cluster_m_blocks"] == 1 else min(fill - fill % 2, num_m_blocks // 3)
     chunk = choices.choose(
         "num_ring_chunk_m_blocks",
-        # Whole pairs of m-blocks, where clusters take them so.
-        max(1, most - most % fields["num_cluster_m_blocks"]),
-        f"m-blocks whose Linear1 fills the grid {NUM_GRIDS_PER_CHUNK} times, at most a sixth of "
-        "the ring, or once, at most a third",
+        max(1, least - least % fields["num_cluster_m_blocks"]),
+        "as few m-blocks as lose nothing, so that rows leave for other ranks at a steady rate",
     )
     _check_at_least_one("num_ring_chunk_m_blocks", chunk)
+    wanted = ceil_div(3 * fill // 2 + NUM_SPARE_M_BLOCKS, chunk)
     lead = choices.choose(
         "num_ring_lead_chunks",
-        max(1, min(3, num_m_blocks // chunk - 1)),
-        "chunks that Linear1 is ahead of Linear2, with one more to pull tokens into",
+        max(1, min(wanted, num_m_blocks // chunk - 1)),
+        "chunks that Linear1 is ahead of Linear2: what the grid has at once and more, with one "
+        "chunk left to pull tokens into",
     )
     _check_at_least_one("num_ring_lead_chunks", lead)
     if chunk * lead > num_m_blocks:

@@ -6,15 +6,23 @@ One entry is one folder, named after its key:
     <cache>/<key>/kernel.cubin, kernel.ptx, kernel.cu, manifest.json; without a cubin if it was
                                            made for the emulator
     <cache>/locks/<key>.lock
-    <cache>/temporary/<key>-<random>/      an entry being written, or a damaged one on its way out
+    <cache>/temporary/<key>-<locks>-<random>/
+                                           an entry being written, or a damaged one on its way out
 
 A reader takes no lock: an entry appears by one atomic rename and is never changed afterwards. Its
 files are compared with the SHA-256 sums in the manifest, and the manifest with a digest of itself
 and the key, so that a truncated or altered entry is noticed and compiled again. That finds
 accidents and edits by hand. It is no signature: who writes a whole new entry with this code is
-believed, so the folder must be writable only by those whose kernels may run. Writers of one key
-wait for each other on a file lock, which the operating system drops if its holder is killed; what
-such a writer left behind is removed by the next one.
+believed, so the folder must be writable only by those whose kernels may run.
+
+Writers of one key wait for each other on a file lock, which the operating system drops if its
+holder is killed. The lock only saves work: on some network file systems it does not reach other
+hosts. There the rename decides. Who comes second takes the entry that is there. A writer that was
+killed leaves its temporary folder behind. The next writer of the key removes the folder if it was
+made under the same locks (<locks> in its name), or if nobody has changed it for an hour.
+
+Where nothing can be written (a read-only folder, a full disk), a kernel is kept in the memory of
+its process, and a warning says so once.
 
 Nothing is deleted but what is the cache's own: what is in it and named as keys are. Links are
 removed, never followed; the cache's folder itself may be one. A folder is cleared only if it has
@@ -27,13 +35,17 @@ knows it (`~/.cache/deep_moe` on most machines).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
+import platform
 import re
+import secrets
 import shutil
 import stat
-import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -59,10 +71,23 @@ _LOCKS = "locks"
 _TEMPORARY = "temporary"
 # A kernel compiles in seconds; a lock held for longer than this belongs to a process that hangs.
 _LOCK_TIMEOUT_S = 600.0
+# A writer needs seconds; nobody writes any more into a folder that has not changed for longer.
+_ABANDONED_S = 3600.0
+# What `why_not_writable` asks for: some thirty kernels.
+_MIN_FREE_BYTES = 64 * 2**20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# What a file system says that has no locks, or whose lock server is not there.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+logger = logging.getLogger(__name__)
 
 
 class DamagedEntryWarning(UserWarning):
     """A cache entry did not match its manifest and is compiled again."""
+
+
+class UnwritableCacheWarning(UserWarning):
+    """The cache cannot be written: what is compiled lasts as long as the process."""
 
 
 class _DamagedEntryError(Exception):
@@ -71,6 +96,17 @@ class _DamagedEntryError(Exception):
 
 class _OtherSchemaError(_DamagedEntryError):
     """Another version of deep_moe wrote the entry."""
+
+
+class _UnwritableError(CacheError):
+    """The operating system refused to write."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        super().__init__(
+            f"the kernel cache folder {folder} cannot be written ({error}); "
+            f"set {FOLDER_VARIABLE} to a folder that can"
+        )
+        self.has_no_room = error.errno in _NO_ROOM
 
 
 @dataclass(frozen=True)
@@ -121,7 +157,7 @@ def default_folder() -> Path:
     Raises MissingPackageError where neither the variable nor platformdirs is there.
     """
     if os.environ.get(FOLDER_VARIABLE):
-        return Path(os.environ[FOLDER_VARIABLE])
+        return Path(os.environ[FOLDER_VARIABLE]).expanduser()
     try:
         import platformdirs
     except ImportError as error:
@@ -138,11 +174,22 @@ def make_key(arch: str, parts: Mapping[str, Any]) -> str:
     return f"{arch}-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
-class KernelCache:
-    """The cache in one folder. Making the object touches nothing on disk."""
+# Compiled by this process, and not written: by folder and key.
+_in_memory: dict[tuple[Path, str], CompiledKernel] = {}
+_warned_of: set[Path] = set()
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+
+class KernelCache:
+    """The cache in one folder. Making the object touches nothing on disk.
+
+    must_write: what cannot be written is an error, not kept in memory.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, *, must_write: bool = False
+    ) -> None:
         self.folder = Path(folder) if folder is not None else default_folder()
+        self.must_write = must_write
 
     def load(self, key: str) -> CompiledKernel | None:
         """The entry, or None if there is none. A damaged one counts as none, with a warning.
@@ -151,7 +198,7 @@ class KernelCache:
         """
         _check_key(key)
         try:
-            return self._read(key)
+            kernel = self._read(key)
         except _DamagedEntryError as damage:
             warnings.warn(
                 f"kernel cache entry {self.folder / key} is damaged ({damage}); compiling again",
@@ -159,6 +206,9 @@ class KernelCache:
                 stacklevel=2,
             )
             return None
+        if kernel is not None:
+            logger.debug("%s: loaded from %s", key, self.folder)
+        return kernel
 
     def load_or_compile(
         self, key: str, compile_kernel: Callable[[], tuple[Mapping[str, bytes], dict[str, Any]]]
@@ -169,21 +219,52 @@ class KernelCache:
             processes that ask for the same key at once, one runs it and the others wait.
         """
         kernel = self.load(key)
+        if kernel is None and not self.must_write:
+            kernel = _in_memory.get((self.folder, key))
         if kernel is not None:
             return kernel
-        with self._exclusive(key):
-            try:
-                kernel = self._read(key)  # another process may have been faster
-            except _DamagedEntryError:
-                self._discard(key)
-            if kernel is not None:
-                return kernel
-            files, manifest = compile_kernel()
-            self._write(key, files, manifest)
-            kernel = self._read(key)
-        if kernel is None:
-            raise CacheError(f"{self.folder / key} vanished while it was being written")
-        return kernel
+        made = None
+        try:
+            with self._exclusive(key):
+                try:
+                    kernel = self._read(key)  # another process may have been faster
+                except _DamagedEntryError:
+                    self._discard(key)
+                if kernel is not None:
+                    return kernel
+                made = compile_kernel()
+                return self._write(key, *made)
+        except _UnwritableError as error:
+            if self.must_write:
+                raise
+            self._warn_once(error)
+            files, manifest = made or compile_kernel()
+            kernel = _kernel(self.folder / key, files, _document(key, files, manifest))
+            return _in_memory.setdefault((self.folder, key), kernel)
+
+    def _warn_once(self, error: _UnwritableError) -> None:
+        if self.folder not in _warned_of:
+            _warned_of.add(self.folder)
+            warnings.warn(
+                f"{error}. Until then every process compiles its kernels anew",
+                UnwritableCacheWarning,
+                stacklevel=3,
+            )
+
+    def why_not_writable(self) -> str | None:
+        """What keeps kernels from being written, in words; None if nothing does, as far as can be
+        seen without writing."""
+        for path in (self.folder, self.folder / _LOCKS, self.folder / _TEMPORARY):
+            while not os.path.exists(path) and path != path.parent:  # False too if it is hidden
+                path = path.parent
+            if not path.is_dir():
+                return f"{path} is not a folder"
+            if not os.access(path, os.W_OK | os.X_OK):
+                return f"{path} cannot be written"
+            free = shutil.disk_usage(path).free
+            if free < _MIN_FREE_BYTES:
+                return f"{free // 2**20} MiB are free in {path}"
+        return None
 
     @property
     def is_marked(self) -> bool:
@@ -233,19 +314,27 @@ class KernelCache:
         """Delete one entry. Raises CacheError if the folder is not a cache."""
         _check_key(key)
         self.check_is_cache()
-        with self._exclusive(key):
-            self._discard(key)
+        try:
+            with self._exclusive(key):
+                self._discard(key)
+        except _UnwritableError as error:
+            if not error.has_no_room:
+                raise
+            self._discard(key)  # a full disk may lack the room for a lock
+            self._remove_leftovers(key)
 
     def clear(self) -> int:
-        """Delete every entry and return how many there were. Processes that compile meanwhile are
-        not disturbed: their entries appear afterwards.
+        """Delete every entry and what killed writers left, and return how many entries there were.
+        Processes that compile meanwhile are not disturbed: their entries appear afterwards.
 
         Raises CacheError, with nothing deleted, if the folder is not a cache.
         """
         self.check_is_cache()
         keys = self._keys()
-        for key in keys:
+        for key in {*keys, *self._keys_of_leftovers()}:
             self.remove(key)
+        if (self.folder / _TEMPORARY).exists():
+            self._remove_leftovers(MARK)
         return len(keys)
 
     def _names(self) -> list[str]:
@@ -304,41 +393,67 @@ class KernelCache:
                 raise _DamagedEntryError(f"{name} cannot be read: {error.strerror}") from None
             if hashlib.sha256(contents[name]).hexdigest() != sums["sha256"]:
                 raise _DamagedEntryError(f"{name} does not match its SHA-256 sum")
-        return CompiledKernel(
-            key=key,
-            folder=folder,
-            cubin=contents.get("kernel.cubin", b""),
-            ptx=contents["kernel.ptx"].decode(),
-            source=contents["kernel.cu"].decode(),
-            manifest=manifest,
-        )
+        return _kernel(folder, contents, manifest)
 
-    def _write(self, key: str, files: Mapping[str, bytes], manifest: dict[str, Any]) -> None:
-        """Put a complete entry in place. The caller holds the key's lock."""
-        sums = {
-            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for name, content in files.items()
-        }
-        document = {"schema": SCHEMA_VERSION, "key": key, **manifest, "files": sums}
-        document["digest"] = _manifest_digest(document)
+    def _write(
+        self, key: str, files: Mapping[str, bytes], manifest: dict[str, Any]
+    ) -> CompiledKernel:
+        """Put a complete entry in place, and return it; if another host has been faster, theirs."""
+        document = _document(key, files, manifest)
         with self._writable():
-            temporary = self._temporary_folder(key)
-            for name, content in files.items():
-                (temporary / name).write_bytes(content)
-            (temporary / _MANIFEST).write_text(json.dumps(document, indent=1) + "\n")
-            temporary.chmod(0o755)  # mkdtemp makes it private, a cache may be shared
-            temporary.rename(self.folder / key)
+            temporary = self._temporary_path(key)
+            try:
+                temporary.mkdir()
+                for name, content in files.items():
+                    (temporary / name).write_bytes(content)
+                (temporary / _MANIFEST).write_text(json.dumps(document, indent=1) + "\n")
+                found = self._put(temporary, key)
+            except OSError:
+                _delete(temporary)
+                raise
+        return found or _kernel(self.folder / key, files, document)
+
+    def _put(self, temporary: Path, key: str) -> CompiledKernel | None:
+        """Rename a complete entry into place; if an intact one is there, return that."""
+        for _ in range(3):
+            try:
+                temporary.rename(self.folder / key)
+                return None
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            try:
+                found = self._read(key)
+            except _DamagedEntryError:
+                self._discard(key)
+                continue
+            if found is not None:
+                _delete(temporary)
+                logger.info("%s: another host has written it meanwhile", key)
+                return found
+        # The file system says by turns that the entry is there and that it is not.
+        _delete(temporary)
+        return None
 
     def _discard(self, key: str) -> None:
-        """Take an entry out of sight by one rename, then delete it. The caller holds its lock."""
+        """Take an entry out of sight by one rename, then delete it."""
+        entry = self.folder / key
         with self._writable():
-            doomed = self._temporary_folder(key)
-            with suppress(FileNotFoundError):
-                (self.folder / key).rename(doomed / "entry")  # of a link, the link itself
-            shutil.rmtree(doomed)
+            doomed = self._temporary_path(key)
+            try:
+                entry.rename(doomed)  # of a link, the link itself
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                doomed = entry
+            _delete(doomed)
 
-    def _temporary_folder(self, key: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self._own_folder(_TEMPORARY)))
+    def _temporary_path(self, what: str) -> Path:
+        """A new name for something in writing or on its way out."""
+        folder = self._own_folder(_TEMPORARY)
+        return folder / f"{what}-{_domain_of_locks(folder)}-{secrets.token_hex(4)}"
 
     def _own_folder(self, name: str) -> Path:
         """A folder of the cache's own, made if need be. OSError is the caller's to translate."""
@@ -352,19 +467,35 @@ class KernelCache:
         """Say that the folder is a cache."""
         if self.is_marked:
             return
-        handle, temporary = tempfile.mkstemp(dir=self._own_folder(_TEMPORARY))
-        with os.fdopen(handle, "w") as file:
-            file.write(_MARK_TEXT)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, self.folder / MARK)
+        temporary = self._temporary_path(MARK)
+        try:
+            temporary.write_text(_MARK_TEXT)
+            with suppress(FileNotFoundError):  # `clear` took it for a leftover: the next one marks
+                os.replace(temporary, self.folder / MARK)
+        except OSError:
+            _delete(temporary)
+            raise
 
-    def _remove_leftovers(self, key: str) -> None:
-        """Delete what a killed writer of this key left behind. The caller holds its lock."""
-        for leftover in self._own_folder(_TEMPORARY).glob(f"{key}-*"):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+    def _remove_leftovers(self, what: str) -> None:
+        """Delete what killed writers of a key, or of the mark, left behind. The caller holds the
+        key's lock; the mark has none."""
+        with self._writable():
+            folder = self._own_folder(_TEMPORARY)
+            own = f"{what}-{_domain_of_locks(folder)}-"
+            for leftover in folder.glob(f"{what}-*"):
+                try:
+                    age = time.time() - leftover.lstat().st_mtime
+                except FileNotFoundError:
+                    continue  # its writer has finished
+                if leftover.name.startswith(own) or age > _ABANDONED_S:
+                    _delete(leftover)
+
+    def _keys_of_leftovers(self) -> set[str]:
+        try:
+            names = os.listdir(self.folder / _TEMPORARY)
+        except OSError:
+            return set()
+        return {match[0] for name in names if (match := _KEY.match(name))}
 
     @contextmanager
     def _exclusive(self, key: str) -> Iterator[None]:
@@ -383,15 +514,22 @@ class KernelCache:
             self._mark()
             lock = FileLock(path)
             try:
-                lock.acquire(timeout=_LOCK_TIMEOUT_S)
+                try:
+                    lock.acquire(timeout=0)
+                except Timeout:
+                    logger.info("%s: waiting for the process that compiles it", key)
+                    lock.acquire(timeout=_LOCK_TIMEOUT_S)
             except Timeout as error:
                 raise CacheError(
                     f"waited {_LOCK_TIMEOUT_S:.0f} s for {path}: another process holds it; "
                     f"end that process, or set {FOLDER_VARIABLE} to another folder"
                 ) from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                logger.info("%s: this file system has no locks (%s)", key, error)
         try:
-            with self._writable():
-                self._remove_leftovers(key)
+            self._remove_leftovers(key)
             yield
         finally:
             lock.release()
@@ -401,11 +539,58 @@ class KernelCache:
         """Make a failure to write an error that says which folder, and how to choose another."""
         try:
             yield
-        except OSError as error:
+        except (FileExistsError, NotADirectoryError) as error:
             raise CacheError(
-                f"the kernel cache folder {self.folder} cannot be written ({error}); "
-                f"set {FOLDER_VARIABLE} to a folder that can"
+                f"the kernel cache folder {self.folder} cannot be made ({error}); "
+                f"set {FOLDER_VARIABLE} to another folder"
             ) from error
+        except OSError as error:
+            raise _UnwritableError(self.folder, error) from error
+
+
+def _domain_of_locks(folder: Path) -> str:
+    """Names those who surely see each other's locks: processes of one running kernel that have the
+    same mount of the file system."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = platform.node()
+    return hashlib.sha256(f"{kernel} {folder.stat().st_dev}".encode()).hexdigest()[:12]
+
+
+def _delete(path: Path) -> None:
+    """A folder, file or link of the cache's own, as far as it can be deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _document(
+    key: str, files: Mapping[str, bytes], manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The manifest as it is written."""
+    sums = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    }
+    document = {"schema": SCHEMA_VERSION, "key": key, **manifest, "files": sums}
+    document["digest"] = _manifest_digest(document)
+    return document
+
+
+def _kernel(
+    folder: Path, contents: Mapping[str, bytes], manifest: Mapping[str, Any]
+) -> CompiledKernel:
+    return CompiledKernel(
+        key=folder.name,
+        folder=folder,
+        cubin=contents.get("kernel.cubin", b""),
+        ptx=contents["kernel.ptx"].decode(),
+        source=contents["kernel.cu"].decode(),
+        manifest=manifest,
+    )
 
 
 def _check_key(key: str) -> None:

@@ -109,12 +109,19 @@ def _compiler() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    from deep_moe.jit.cache import KernelCache
+    from deep_moe.jit.cache import FOLDER_VARIABLE, KernelCache
 
     cache = KernelCache()
     entries = list(cache.entries())
     damaged = sum(entry.problem is not None for entry in entries)
     detail = f"{cache.folder}: {len(entries)} kernels, {damaged} damaged"
+    problem = cache.why_not_writable()
+    if problem is not None:
+        remedy = (
+            f"{problem}: every process compiles anew what is not there; "
+            f"set {FOLDER_VARIABLE} to a folder that can be written"
+        )
+        return Finding("kernel cache", "absent", f"{detail}, and it cannot be written", remedy)
     if damaged:
         remedy = "nothing needs to be done: what is damaged is compiled again when it is needed"
         return Finding("kernel cache", "absent", detail, remedy)

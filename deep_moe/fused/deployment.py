@@ -72,7 +72,8 @@ def build_deployment(
     order.
 
     num_workers: processes; by default one per CPU that this process may use. for_emulator: PTX is
-    enough. on_built: told of each kernel as it is ready. The first error of any of them is raised.
+    enough. on_built: told of each kernel as it is ready. The first error of any of them is raised;
+    a cache that cannot be written is one.
     """
     first_uses = {config: (first, last, config) for first, last, config in reversed(configs)}
     workers = min(num_workers or len(os.sched_getaffinity(0)), len(first_uses))
@@ -136,7 +137,7 @@ def _build(
 
             return super().load_or_compile(key, compile_and_note)
 
-    cache = NotingCache(cache_folder)
+    cache = NotingCache(cache_folder, must_write=True)
     kernel = build(config, cache=cache, for_emulator=for_emulator)
     seconds = 0.0 if cache.was_cached else float(kernel.manifest["compile_seconds"])
     return DeploymentKernel(first, last, config, kernel.key, cache.was_cached, seconds)

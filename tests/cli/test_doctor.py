@@ -44,6 +44,16 @@ def test_a_damaged_kernel_is_reported_but_is_no_failure(tmp_path, monkeypatch: p
     assert "compiled again when it is needed" in finding["remedy"]
 
 
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    finding = findings(exit_code=0)["kernel cache"]
+    assert finding["state"] == "absent"
+    assert "cannot be written" in finding["detail"]
+    assert f"{tmp_path} cannot be written" in finding["remedy"]
+    assert "DEEP_MOE_CACHE_DIR" in finding["remedy"]
+
+
 def test_folders_that_are_no_kernels_are_not_called_damaged(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,20 +1,31 @@
 """The kernel cache: hits, keys, damage, and many processes at once (B19)."""
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from deep_moe.errors import CacheError, MissingPackageError
-from deep_moe.jit.cache import MARK, DamagedEntryWarning, KernelCache, default_folder, make_key
+from deep_moe.jit import cache as cache_module
+from deep_moe.jit.cache import (
+    MARK,
+    DamagedEntryWarning,
+    KernelCache,
+    UnwritableCacheWarning,
+    default_folder,
+    make_key,
+)
 
 FILES = {
     "kernel.cubin": b"\x7fELF cubin",
@@ -419,11 +430,229 @@ def test_leftovers_of_any_kind_are_removed(cache: KernelCache, tmp_path: Path) -
     (tmp_path / "precious").mkdir()
     temporary = cache.folder / "temporary"
     temporary.mkdir(parents=True)
-    (temporary / f"{KEY}-file").write_text("")
-    (temporary / f"{KEY}-link").symlink_to(tmp_path / "precious")
+    own = cache_module._domain_of_locks(temporary)
+    (temporary / f"{KEY}-{own}-file").write_text("")
+    (temporary / f"{KEY}-{own}-link").symlink_to(tmp_path / "precious")
     cache.load_or_compile(KEY, CountingCompiler())
     assert list(temporary.iterdir()) == []
     assert (tmp_path / "precious").is_dir()
+
+
+def make_leftover(cache: KernelCache, name: str, *, age_s: float = 0) -> Path:
+    leftover = cache.folder / "temporary" / name
+    leftover.mkdir(parents=True)
+    (leftover / "kernel.cubin").write_bytes(b"half")
+    then = time.time() - age_s
+    os.utime(leftover, (then, then))
+    return leftover
+
+
+def test_what_another_host_writes_is_left_alone(cache: KernelCache) -> None:
+    """Its locks may not be seen here. What has not changed for an hour is nobody's."""
+    cache.load_or_compile(OTHER_KEY, CountingCompiler())
+    in_work = make_leftover(cache, f"{KEY}-ffffffffffff-1")
+    abandoned = make_leftover(cache, f"{KEY}-ffffffffffff-2", age_s=7200)
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert cache.clear() == 2
+    assert (in_work.exists(), abandoned.exists()) == (True, False)
+
+
+def test_clear_removes_what_killed_writers_left(cache: KernelCache) -> None:
+    """Of keys without an entry, and of the mark."""
+    cache.load_or_compile(OTHER_KEY, CountingCompiler())
+    own = cache_module._domain_of_locks(cache.folder)
+    make_leftover(cache, f"{KEY}-{own}-1")
+    make_leftover(cache, f"{KEY}-from-earlier-versions", age_s=7200)
+    (cache.folder / "temporary" / f"{MARK}-{own}-1").write_text("half")
+    assert cache.clear() == 1
+    assert list((cache.folder / "temporary").iterdir()) == []
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where locks do not reach another host."""
+    import filelock
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", lambda self, timeout=None: None)
+
+
+def as_it_is(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "compiler_of_result"),
+    [(as_it_is, "theirs"), (truncate, "ours"), (file_as_entry, "ours"), (link_as_entry, "ours")],
+)
+def test_the_second_of_two_writers_takes_what_is_intact(
+    cache: KernelCache, without_locks: None, change, compiler_of_result: str
+) -> None:
+    """Another host has written the entry while this one compiled."""
+
+    def compile_as(name: str):
+        return FILES, {"arch": "sm_100a", "kernel": "kernel", "by": name}
+
+    def compile_second():
+        KernelCache(cache.folder).load_or_compile(KEY, lambda: compile_as("theirs"))
+        change(cache.folder / KEY)
+        return compile_as("ours")
+
+    kernel = cache.load_or_compile(KEY, compile_second)
+    assert kernel.manifest["by"] == compiler_of_result
+    assert KernelCache(cache.folder).load(KEY) == kernel
+    assert list((cache.folder / "temporary").iterdir()) == []
+
+
+def test_an_entry_that_a_network_file_system_hides_is_kept_in_memory(
+    cache: KernelCache, without_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename fails because of an entry that the next look does not show."""
+    KernelCache(cache.folder).load_or_compile(KEY, CountingCompiler())
+    monkeypatch.setattr(KernelCache, "_read", lambda self, key: None)
+    kernel = cache.load_or_compile(KEY, CountingCompiler())
+    assert kernel.cubin == FILES["kernel.cubin"]
+    assert list((cache.folder / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_used_without(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    import filelock
+
+    def refuse_lock(self, timeout=None):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse_lock)
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert KernelCache(cache.folder).load(KEY) is not None
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, number: int, method: str, *, name: str = ""
+) -> None:
+    """Let the operating system refuse a method of paths, or of those whose name ends in `name`."""
+    real = getattr(Path, method)
+
+    def refusing(path: Path, *args, **kwargs):
+        if path.name.endswith(name):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, method, refusing)
+
+
+@pytest.fixture(autouse=True)
+def forget_memory():
+    yield
+    cache_module._in_memory.clear()
+    cache_module._warned_of.clear()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
+def test_what_cannot_be_written_is_kept_in_memory_with_one_warning(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    cache.load_or_compile(OTHER_KEY, CountingCompiler())
+    refuse(monkeypatch, number, "mkdir")
+    compiler = CountingCompiler()
+    with pytest.warns(UnwritableCacheWarning, match=os.strerror(number)) as warned:
+        first = cache.load_or_compile(KEY, compiler)
+        again = KernelCache(cache.folder).load_or_compile(KEY, compiler)
+        cache.load_or_compile(make_key("sm_90a", {}), compiler)
+    assert len(warned) == 1
+    assert compiler.num_calls == 2
+    assert again is first
+    assert first.cubin == FILES["kernel.cubin"]
+    assert first.name == "kernel"
+    assert KernelCache(cache.folder).load(KEY) is None
+    assert KernelCache(cache.folder).load(OTHER_KEY) is not None
+
+
+def test_who_must_write_is_refused(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, errno.EROFS, "mkdir")
+    compiler = CountingCompiler()
+    with pytest.warns(UnwritableCacheWarning):
+        cache.load_or_compile(KEY, compiler)
+    with pytest.raises(CacheError, match="DEEP_MOE_CACHE_DIR"):
+        KernelCache(cache.folder, must_write=True).load_or_compile(KEY, compiler)
+    assert compiler.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("write_bytes", "kernel.cubin"),
+        ("write_bytes", "kernel.cu"),
+        ("write_text", "manifest.json"),
+    ],
+)
+def test_a_full_disk_leaves_no_half_written_entry(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+) -> None:
+    compiler = CountingCompiler()
+    refuse(monkeypatch, errno.ENOSPC, method, name=name)
+    with pytest.warns(UnwritableCacheWarning, match="No space left"):
+        kernel = cache.load_or_compile(KEY, compiler)
+    assert compiler.num_calls == 1
+    assert kernel.cubin == FILES["kernel.cubin"]
+    assert list(cache.entries()) == []
+    assert list((cache.folder / "temporary").iterdir()) == []
+
+
+def test_clear_needs_no_room(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a lock nor for another name."""
+    cache.load_or_compile(KEY, CountingCompiler())
+    own = cache_module._domain_of_locks(cache.folder)
+    make_leftover(cache, f"{OTHER_KEY}-{own}-1")
+
+    def refuse_lock(self, timeout=None):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    import filelock
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse_lock)
+    refuse(monkeypatch, errno.ENOSPC, "rename")
+    assert cache.clear() == 1
+    assert not (cache.folder / KEY).exists()
+    assert list((cache.folder / "temporary").iterdir()) == []
+
+
+def test_what_keeps_a_cache_from_being_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert KernelCache(tmp_path / "to" / "be" / "made").why_not_writable() is None
+    (tmp_path / "file").touch()
+    assert "file is not a folder" in str(KernelCache(tmp_path / "file").why_not_writable())
+    cache = KernelCache(tmp_path / "cache")
+    cache.load_or_compile(KEY, CountingCompiler())
+    locks = cache.folder / "locks"
+    monkeypatch.setattr("os.access", lambda path, mode: path != locks)
+    assert cache.why_not_writable() == f"{locks} cannot be written"
+    monkeypatch.undo()
+    usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert cache.why_not_writable() == f"5 MiB are free in {cache.folder}"
+
+
+def test_loads_and_waits_are_logged(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
+    import filelock
+
+    caplog.set_level(logging.DEBUG, logger="deep_moe")
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert caplog.messages == []
+    cache.load_or_compile(KEY, CountingCompiler())
+    assert caplog.messages == [f"{KEY}: loaded from {cache.folder}"]
+    caplog.clear()
+    lock = filelock.FileLock(cache.folder / "locks" / f"{OTHER_KEY}.lock")
+    lock.acquire()
+    waits = threading.Thread(target=cache.load_or_compile, args=(OTHER_KEY, CountingCompiler()))
+    waits.start()
+    while not caplog.messages and waits.is_alive():
+        time.sleep(0.001)
+    lock.release()
+    waits.join()
+    assert caplog.messages == [f"{OTHER_KEY}: waiting for the process that compiles it"]
 
 
 def test_a_folder_that_cannot_be_read_is_named(
@@ -448,6 +677,15 @@ def test_the_folder_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path / "named"))
     assert default_folder() == tmp_path / "named"
+
+
+def test_a_tilde_in_the_variable_is_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where no shell sees the variable, nobody else expands the tilde."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DEEP_MOE_CACHE_DIR", "~/kernels")
+    assert default_folder() == tmp_path / "kernels"
 
 
 def test_without_the_variable_the_folder_is_the_user_s(
@@ -513,9 +751,7 @@ def test_a_writer_killed_half_way_leaves_no_damage(cache: KernelCache, tmp_path:
         assert victim.poll() is None
         time.sleep(0.01)
     # As if it had also been killed between two files of its entry.
-    half_written = cache.folder / "temporary" / f"{KEY}-abc"
-    half_written.mkdir(parents=True)
-    (half_written / "kernel.cubin").write_bytes(b"half")
+    make_leftover(cache, f"{KEY}-{cache_module._domain_of_locks(cache.folder)}-abc")
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert cache.load(KEY) is None

@@ -18,7 +18,11 @@ All else is the formula's. Tables are JSON; `deep-moe tune` measures and writes 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import reprlib
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from operator import itemgetter
@@ -32,6 +36,10 @@ from .shape import MoEShape, expected_tokens_per_expert
 SCHEMA_VERSION = 1
 SHIPPED_FOLDER = Path(__file__).parent / "tables"
 SHIPPED = "shipped table"
+# A table of a thousand layers has one MB.
+MAX_TABLE_BYTES = 16 * 2**20
+_MAX_INT = 2**31 - 1
+_MAX_STRING = 200
 LAYER_FIELDS = ("num_ranks", "num_experts", "num_topk", "hidden", "intermediate_hidden")
 
 Fields = tuple[tuple[str, int], ...]
@@ -356,19 +364,32 @@ def shipped_devices(folder: Path = SHIPPED_FOLDER) -> list[str]:
 
 
 def read_table(path: Path, source: str | None = None) -> TuningTable | None:
-    """The table in a file, or None if there is no such file. source: what to call it."""
+    """The table in a file, or None if there is no such file; a ValueError says what is wrong with
+    it. source: what to call it."""
+    source = source or str(path)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # else a pipe is waited for
+
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb", opener=opener) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"tuning table, {source}: not a file")
+            text = file.read(MAX_TABLE_BYTES + 1)
     except FileNotFoundError:
         return None
-    return parse_table(text, source or str(path))
+    except OSError as error:
+        raise ValueError(f"tuning table, {source}: cannot be read: {error.strerror}") from None
+    if len(text) > MAX_TABLE_BYTES:
+        raise ValueError(f"tuning table, {source}: more than {MAX_TABLE_BYTES} bytes")
+    return parse_table(text, source)
 
 
-def parse_table(text: str, source: str) -> TuningTable:
+def parse_table(text: str | bytes, source: str) -> TuningTable:
     """A table from JSON; a ValueError says what is wrong with it."""
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"tuning table, {source}: not JSON: {error}") from None
     try:
         version = _take(document, "schema", int)
@@ -421,12 +442,14 @@ def _layer(record: Any) -> TunedLayer:
             f"got {key['num_experts']}"
         )
     measured = _take(record, "measured_tokens", list)
-    if not all(isinstance(n, int) and n > 0 for n in measured):
-        raise ValueError(f"measured_tokens must be positive ints; got {measured}")
+    if not all(type(n) is int and 0 < n <= _MAX_INT for n in measured):
+        raise ValueError(f"measured_tokens must be positive ints; got {_short(measured)}")
     entries = tuple(_entry(entry) for entry in _take(record, "entries", list))
-    stray = [entry.num_tokens for entry in entries if entry.num_tokens not in measured]
+    stray = sorted({entry.num_tokens for entry in entries}.difference(measured))
     if stray:
-        raise ValueError(f"entries must be of measured_tokens {measured}; got {stray}")
+        raise ValueError(
+            f"entries must be of measured_tokens {_short(measured)}; got {_short(stray)}"
+        )
     return TunedLayer(TunedLayerKey(**key), tuple(measured), entries)
 
 
@@ -437,30 +460,37 @@ def _entry(record: Any) -> TunedEntry:
     unknown = [name for name, _ in overrides if name not in dict(formula)]
     if not overrides or unknown:
         raise ValueError(
-            f"overrides must set fields of `formula`; got {dict(overrides)} for {dict(formula)}"
+            "overrides must set fields of `formula`; got "
+            f"{_short(dict(overrides))} for {_short(dict(formula))}"
         )
     times = {name: _take(record, name, float) for name in ("us", "formula_us")}
     if not 0 < times["us"] < times["formula_us"]:
         raise ValueError(f"us must be positive and below formula_us; got {times}")
+    date = _take(record, "date", str)
+    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
+        raise ValueError(f"date must be YEAR-MONTH-DAY, as 2026-11-21; got {date!r}")
     return TunedEntry(
         num_tokens=_take(record, "num_tokens", int),
         overrides=overrides,
         formula=formula,
         **times,
-        date=_take(record, "date", str),
+        date=date,
         commit=_take(record, "commit", str),
     )
 
 
 def _int_fields(record: Mapping[str, Any]) -> Sequence[tuple[str, int]]:
+    unknown = [name for name in record if not (name.isidentifier() and len(name) <= 40)]
+    if unknown:
+        raise ValueError(f"overrides and formula must have names of fields; got {_short(unknown)}")
     return [(name, _take(record, name, int)) for name in record]
 
 
 _T = TypeVar("_T")
 _KINDS = {
-    int: "an int",
-    float: "a number",
-    str: "a string",
+    int: "an int of 32 bits",
+    float: "a finite number",
+    str: f"a string of at most {_MAX_STRING} printable characters",
     bool: "a bool",
     list: "a list",
     dict: "an object",
@@ -469,10 +499,28 @@ _KINDS = {
 
 def _take(record: Any, name: str, kind: type[_T]) -> _T:
     if not isinstance(record, dict) or name not in record:
-        raise ValueError(f"{name} is missing in {str(record)[:80]}")
+        raise ValueError(f"{name} is missing in {_short(record)}")
     value = record[name]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    # A kernel's microseconds and sizes have few digits; more do not fit a float or an int32.
+    is_int = type(value) is int and abs(value) <= _MAX_INT
+    if kind is float and is_int:
         value = float(value)
-    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
-        raise ValueError(f"{name} must be {_KINDS[kind]}; got {value!r}")
+    is_allowed = (
+        is_int
+        if kind is int
+        else type(value) is kind
+        and (kind is not float or math.isfinite(value))
+        # What is shown to people is a line of a terminal's.
+        and (kind is not str or (len(value) <= _MAX_STRING and value.isprintable()))
+    )
+    if not is_allowed:
+        raise ValueError(f"{name} must be {_KINDS[kind]}; got {_short(value)}")
     return value
+
+
+def _short(value: Any) -> str:
+    """A value, however long or deep it is, in a line."""
+    words = reprlib.Repr()
+    words.maxlevel = 3
+    words.maxstring = words.maxother = 60
+    return words.repr(value)

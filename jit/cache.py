@@ -567,9 +567,7 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-def _document(
-    key: str, files: Mapping[str, bytes], manifest: Mapping[str, Any]
-) -> dict[str, Any]:
+def _document(key: str, files: Mapping[str, bytes], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest as it is written."""
     sums = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -58,7 +58,7 @@ def verify(folder: FolderOption = None, as_json: JsonOption = False) -> None:
         )
     else:
         for entry in damaged:
-            stdout().print(f"damaged: {entry.folder}: {entry.problem}", markup=False)
+            stdout().print(f"damaged: {entry.folder}: {entry.problem}")
         num_intact = len(entries) - len(damaged) - num_of_other_versions
         others = f", {num_of_other_versions} of other versions" if num_of_other_versions else ""
         stdout().print(f"{num_intact} of {len(entries)} kernels intact{others}")
@@ -77,9 +77,7 @@ def clear(folder: FolderOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"folder": str(cache.folder), "num_removed": num_removed})
     else:
-        stdout().print(
-            f"removed {num_removed} kernels from {cache.folder}", markup=False, soft_wrap=True
-        )
+        stdout().print(f"removed {num_removed} kernels from {cache.folder}", soft_wrap=True)
 
 
 def _as_dict(entry: EntryReport) -> dict[str, Any]:

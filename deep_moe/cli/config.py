@@ -108,7 +108,7 @@ def config(
     for table in _tables(explanation):
         console.print(table)
         console.print()
-    console.print(f"tuning: {_tuning_outcome(explanation.tuning)}", markup=False)
+    console.print(f"tuning: {_tuning_outcome(explanation.tuning)}")
 
 
 def _tables(explanation: Explanation) -> list[Table]:
@@ -211,7 +211,7 @@ def _map_table(title: str, rows: tuple[MapRow, ...], unit: str) -> Table:
     numbers, names = ("offset", unit), ("segment",)
     table = new_table(title, *numbers, *names, "array", "purpose", right=numbers, whole=names)
     for row in rows:
-        array = f"{row.dtype}\\[{', '.join(map(str, row.shape))}]"  # the backslash: not markup
+        array = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
         table.add_row(str(row.offset), str(row.size), row.name, array, row.purpose)
     return table
 

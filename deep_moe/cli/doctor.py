@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import typer
 
 from .options import JsonOption
-from .output import new_table, print_json, stdout
+from .output import coloured, new_table, print_json, stdout
 from .packages import REQUIREMENTS, remedy
 
 # The driver that runs a cubin of this CUDA, of any of its minor versions.
@@ -41,12 +41,12 @@ def doctor(as_json: JsonOption = False) -> None:
         colours = {"ok": "green", "missing": "red", "absent": "yellow"}
         table = new_table("deep-moe doctor", "what", "state", "found", whole=("what", "state"))
         for finding in findings:
-            colour = colours[finding.state]
-            table.add_row(finding.name, f"[{colour}]{finding.state}[/]", finding.detail)
+            state = coloured(finding.state, colours[finding.state])
+            table.add_row(finding.name, state, finding.detail)
         stdout().print(table)
         for finding in findings:
             if finding.remedy:
-                stdout().print(f"{finding.name}: {finding.remedy}", markup=False, soft_wrap=True)
+                stdout().print(f"{finding.name}: {finding.remedy}", soft_wrap=True)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
 

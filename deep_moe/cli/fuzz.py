@@ -140,7 +140,7 @@ def fuzz(
             repeat = f"deep-moe {words} --first {number} --count 1{only}"
             failures.append({"case": str(case), "failure": failure, "repeat": repeat})
             if not as_json:
-                stdout().print(f"{case}\n{failure}\nrepeat: {repeat}", markup=False)
+                stdout().print(f"{case}\n{failure}\nrepeat: {repeat}")
             if corpus is not None and number not in known:
                 known.append(number)
                 with corpus.open("a") as file:

@@ -8,16 +8,23 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def stdout() -> Console:
-    """A console on the present standard output."""
-    return Console(highlight=False)
+    """A console on the present standard output. Text is printed as it is: what looks like markup or
+    the name of an emoji may be a file's name."""
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def stderr() -> Console:
-    """A console on the present standard error."""
-    return Console(stderr=True, highlight=False)
+    """A console on the present standard error, otherwise as `stdout`."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def coloured(text: str, colour: str) -> Text:
+    """Text for a table or a console."""
+    return Text(text, style=colour)
 
 
 def print_json(value: Any) -> None:
@@ -27,8 +34,8 @@ def print_json(value: Any) -> None:
 
 def print_error(text: str) -> None:
     """An error, exactly as the library worded it."""
-    stderr().print("[red]error:[/red]", end=" ")
-    stderr().print(text, markup=False, soft_wrap=True)
+    stderr().print(coloured("error:", "red"), end=" ")
+    stderr().print(text, soft_wrap=True)
 
 
 def new_table(

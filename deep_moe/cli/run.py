@@ -47,7 +47,7 @@ from .options import (
     parse_tokens,
     pool_rows,
 )
-from .output import new_table, print_json, stderr, stdout
+from .output import coloured, new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
@@ -566,6 +566,6 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, path: LayerPath, demand: str)
             str(row["num_near"]),
             f"{row['max_units']:g}",
             str(row["num_wrong"]),
-            "[green]ok[/]" if row["passed"] else "[red]DIFFERENT[/]",
+            coloured("ok", "green") if row["passed"] else coloured("DIFFERENT", "red"),
         )
     stdout().print(table)

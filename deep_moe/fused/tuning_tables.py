@@ -23,7 +23,7 @@ def user_table_path() -> Path:
     """The user's table: DEEP_MOE_TUNING_TABLE, else `tuning.json` beside the compiled kernels.
     `deep-moe cache clear` leaves it."""
     if os.environ.get(TABLE_VARIABLE):
-        return Path(os.environ[TABLE_VARIABLE])
+        return Path(os.environ[TABLE_VARIABLE]).expanduser()
     from deep_moe.jit.cache import default_folder
 
     return default_folder() / "tuning.json"

@@ -1,12 +1,10 @@
-"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while: of the
-fused call and of the split path in turn, or of one of them, of the layer of many tokens, or of
-training."""
+"""`deep-moe fuzz`: random small layers under random schedules, all checks on, for a while."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +12,14 @@ import typer
 
 from .checks import check_output_file
 from .options import MAX_SEED, JsonOption, check_weights
-from .output import new_table, print_json, stdout
+from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from deep_moe.trial.fuzzing import Case
+
+NUM_WORKERS = 2
 
 
 def fuzz(
@@ -34,8 +36,7 @@ def fuzz(
         typer.Option(
             "--path",
             help="Cases of this path only: fused, split, throughput (the layer of many tokens) or "
-            "training (the differentiable layer, forward and backward). Otherwise fused and split "
-            "in turn.",
+            "training (the differentiable layer, forward and backward). Otherwise all in turn.",
         ),
     ] = None,
     arch: Annotated[
@@ -64,12 +65,23 @@ def fuzz(
             help="A file of case numbers, one per line: they come first; what fails is added.",
         ),
     ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Processes that run cases.")
+    ] = NUM_WORKERS,
     as_json: JsonOption = False,
 ) -> None:
-    """Run cases one after the other; each failure ends with the line that repeats it, and the whole
-    with what the cases were."""
+    """Run cases; each failure ends with the line that repeats it, and the whole with what the cases
+    were."""
     from deep_moe.targets import target_of
-    from deep_moe.trial.fuzzing import ARCHS, NUMS_SHARED, Coverage, FuzzCase, grid_size
+    from deep_moe.trial.fuzz_workers import outcomes
+    from deep_moe.trial.fuzzing import (
+        ARCHS,
+        CASES_PER_KERNEL,
+        NUMS_SHARED,
+        Coverage,
+        FuzzCase,
+        grid_size,
+    )
     from deep_moe.trial.split_fuzzing import SplitCase
     from deep_moe.trial.throughput_fuzzing import ThroughputCase
     from deep_moe.trial.training_fuzzing import TrainingCase
@@ -78,7 +90,7 @@ def fuzz(
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
-    kinds: dict[str, type[FuzzCase | TrainingCase]] = {
+    kinds: dict[str, type[Case]] = {
         kind.path: kind for kind in (FuzzCase, SplitCase, ThroughputCase, TrainingCase)
     }
     if path not in (None, *kinds):
@@ -101,46 +113,51 @@ def fuzz(
         allowed = ", ".join(map(str, NUMS_SHARED))
         raise typer.BadParameter(f"--shared-experts must be one of {allowed}; got {shared_experts}")
     known = [] if corpus is None else _numbers(corpus)  # and what fails later
-    ends = time.monotonic() + 3600 * hours + 60 * minutes
-    failures: list[dict[str, Any]] = []
-    coverage = Coverage()
-    cases: Iterator[FuzzCase | TrainingCase]
+    seconds = 3600 * hours + 60 * minutes
+    only = {"arch": arch, "weights": weights, "shared-experts": shared_experts}
+    chosen = "".join(f" --{name} {value}" for name, value in only.items() if value is not None)
+    if biases is not None:
+        chosen += " --biases" if biases else " --no-biases"
+
+    def is_wanted(case: Case) -> bool:
+        if not isinstance(case, FuzzCase):
+            return not chosen
+        shape = case.shape
+        of_case = (case.arch, shape.weights, shape.num_shared_experts, shape.biases)
+        wanted = (arch, weights, shared_experts, biases)
+        return all(own in (None, one) for own, one in zip(wanted, of_case, strict=True))
+
+    cases: Iterable[Case]
     if grid:
         cases = map(FuzzCase.of_grid, range(first, grid_size()))
     else:
-        numbers = itertools.chain(tuple(known), _without(first, tuple(known)))
-        drawn = (FuzzCase.path, SplitCase.path) if path is None else (path,)
-        cases = (kinds[name].of(number) for number in numbers for name in drawn)
-    for case in cases:
-        if coverage.num_cases == count or ((hours or minutes) and time.monotonic() >= ends):
-            break
-        number = case.number
-        if isinstance(case, FuzzCase) and (
-            arch not in (None, case.arch)
-            or weights not in (None, case.shape.weights)
-            or shared_experts not in (None, case.shape.num_shared_experts)
-            or biases not in (None, case.shape.biases)
-        ):
-            continue
-        failure = case.run()
-        coverage.add(case, failure)
-        if failure:
+        turns: tuple[type[Case], ...]
+        turns = (FuzzCase, SplitCase, FuzzCase, ThroughputCase, FuzzCase, TrainingCase)
+        drawn = turns if path is None else (kinds[path],)
+        cases = itertools.chain(
+            (kind.of(number) for number in tuple(known) for kind in dict.fromkeys(drawn)),
+            _in_turn(drawn, first, frozenset(known), CASES_PER_KERNEL),
+        )
+    cases = itertools.islice(filter(is_wanted, cases), count)
+    failures: list[dict[str, Any]] = []
+    coverage = Coverage()
+    processor_seconds = 0.0
+    # A few cases are over before a second process has begun.
+    num_workers = workers if count is None or count > CASES_PER_KERNEL else 1
+    ends_at = time.time() + seconds if seconds else None
+    with stderr().status("starting") as status:
+        for outcome in outcomes(cases, num_workers=num_workers, ends_at=ends_at):
+            case, number = outcome.case, outcome.case.number
+            coverage.add(case, outcome.failure)
+            processor_seconds += outcome.seconds
+            status.update(f"{coverage.num_cases} cases, {coverage.num_failed} failed")
+            if not outcome.failure:
+                continue
             words = "fuzz --grid" if grid else f"fuzz --path {case.path}"
-            only = "".join(
-                f" {option} {value}"
-                for option, value in (
-                    ("--arch", arch),
-                    ("--weights", weights),
-                    ("--shared-experts", shared_experts),
-                )
-                if value is not None
-            )
-            if biases is not None:
-                only += " --biases" if biases else " --no-biases"
-            repeat = f"deep-moe {words} --first {number} --count 1{only}"
-            failures.append({"case": str(case), "failure": failure, "repeat": repeat})
+            repeat = f"deep-moe {words} --first {number} --count 1{chosen}"
+            failures.append({"case": str(case), "failure": outcome.failure, "repeat": repeat})
             if not as_json:
-                stdout().print(f"{case}\n{failure}\nrepeat: {repeat}")
+                stdout().print(f"{case}\n{outcome.failure}\nrepeat: {repeat}")
             if corpus is not None and number not in known:
                 known.append(number)
                 with corpus.open("a") as file:
@@ -150,6 +167,7 @@ def fuzz(
         print_json(
             {
                 "num_cases": coverage.num_cases,
+                "processor_seconds": round(processor_seconds, 1),
                 "failures": failures,
                 "covered": covered,
                 "num_pairs": coverage.num_pairs,
@@ -160,7 +178,8 @@ def fuzz(
         stdout().print(_coverage_table(covered))
         stdout().print(
             f"{coverage.num_cases} cases, {coverage.num_failed} failed; "
-            f"{coverage.num_pairs} of {coverage.num_all_pairs} pairs of values met"
+            f"{coverage.num_pairs} of {coverage.num_all_pairs} pairs of values met; "
+            f"{processor_seconds:.0f} s of processors"
         )
     if failures:
         raise typer.Exit(1)
@@ -190,6 +209,18 @@ def _numbers(corpus: Path) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _without(first: int, known: Sequence[int]) -> Iterator[int]:
-    """All numbers from `first` on that are not known."""
-    return (number for number in itertools.count(first) if number not in known)
+def _in_turn(
+    kinds: Sequence[type[Case]],
+    first: int,
+    known: Container[int],
+    num_in_a_row: int,
+) -> Iterator[Case]:
+    """Cases of these kinds from number `first` on that are not known. Kinds take turns, each with
+    numbers that share a kernel; one that is named twice has two turns."""
+    numbers = {kind: itertools.count(first) for kind in kinds}
+    for kind in itertools.cycle(kinds):
+        for number in numbers[kind]:
+            if number not in known:
+                yield kind.of(number)
+            if (number + 1) % num_in_a_row == 0:
+                break

@@ -2,9 +2,10 @@
 
 A case is one value of each axis (`axes`), and two calls in the same buffers, with other tokens. It
 follows from one integer, so that naming it repeats a failure. Cases come in rounds: in each, every
-two values of two axes meet at least once, for every architecture. For a change of a kernel there is
-the grid: every kernel that the axes lead to, and for each of them a round of all that is not
-compiled in.
+two values of two axes meet at least once, for every architecture. Compiling takes longer than
+anything else, so some cases that follow each other share their kernels. For a change of a kernel
+there is the grid: every kernel that the axes lead to, and for each of them a round of all that is
+not compiled in.
 
 The split path's cases, and their axes, are those of split_fuzzing.py.
 """
@@ -15,10 +16,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -43,11 +44,11 @@ from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .training_fuzzing import TrainingCase
-
 ARCHS = tuple(TARGETS)
-CASES_PER_ROUND = 56  # of each architecture: pairs need 45 at most, the rest is by chance
-NUM_KERNEL_AXES = 8  # the first ones, which are compiled in
+CASES_PER_KERNEL = 4  # one after the other, so that a compilation serves several
+CASES_PER_ROUND = 152  # of each architecture: pairs need 128 at most, the rest is by chance
+CASES_PER_GRID_KERNEL = 56
+NUM_KERNEL_AXES = 8  # the first ones, which the grid has all combinations of
 NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
@@ -88,6 +89,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "y": ("written", "added to"),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, SMALL_POOL),
+        # So far all is compiled in.
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
         "tokens": ("any", "few", "many", "one rank has none"),
@@ -106,16 +108,41 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
 
 def grid_size() -> int:
     """The number of cases in the grid, of all architectures."""
-    return sum(math.prod(_sizes(arch)[:NUM_KERNEL_AXES]) for arch in ARCHS) * CASES_PER_ROUND
+    num_kernels = sum(math.prod(_sizes(arch)[:NUM_KERNEL_AXES]) for arch in ARCHS)
+    return num_kernels * CASES_PER_GRID_KERNEL
+
+
+class Case(Protocol):
+    """What `deep-moe fuzz` needs of a case."""
+
+    path: ClassVar[str]
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def arch(self) -> str: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @staticmethod
+    def axes_of(arch: str, /) -> Mapping[str, tuple[Any, ...]]: ...
+
+    @classmethod
+    def of(cls, number: int) -> Self: ...
+
+    def run(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class FuzzCase:
     """Two calls of all ranks on inputs whose sums are exact. Of the fused call; for another path,
-    derive from it: path, axes_of and cases_per_round say which cases there are."""
+    derive from it: path, axes_of, num_held and cases_per_round say which cases there are."""
 
     path: ClassVar[str] = "fused"
-    cases_per_round: ClassVar[int] = CASES_PER_ROUND
+    cases_per_round: ClassVar[int] = CASES_PER_ROUND  # a multiple of CASES_PER_KERNEL
+    num_held: ClassVar[int] = 10  # the first axes, which are compiled in
 
     number: int
     arch: str
@@ -127,26 +154,33 @@ class FuzzCase:
 
     @classmethod
     def of(cls, number: int) -> Self:
-        """The case with this number: architectures take turns, and each goes through its rounds."""
-        idx, arch_idx = divmod(number, len(ARCHS))
+        """The case with this number: CASES_PER_KERNEL of one kernel follow each other. With each
+        kernel architectures take turns, and each goes through its rounds."""
+        kernel_idx, case_idx = divmod(number, CASES_PER_KERNEL)
+        idx, arch_idx = divmod(kernel_idx, len(ARCHS))
         arch = ARCHS[arch_idx]
-        round_idx, row_idx = divmod(idx, cls.cases_per_round)
+        round_idx, row_idx = divmod(idx * CASES_PER_KERNEL + case_idx, cls.cases_per_round)
         of_arch = cls.axes_of(arch)
-        sizes = tuple(map(len, of_arch.values()))
-        rows = pairwise(sizes, cls.cases_per_round, seed=round_idx)
+        rows = pairwise(
+            tuple(map(len, of_arch.values())),
+            cls.cases_per_round,
+            seed=round_idx * len(ARCHS) + arch_idx,
+            num_held=cls.num_held,
+            hold=CASES_PER_KERNEL,
+        )
         return cls(number, arch, _values(of_arch, rows[row_idx]))
 
     @classmethod
     def of_grid(cls, number: int) -> Self:
         """The case with this number in the grid, below `grid_size()`: kernel by kernel."""
-        kernel_idx, row_idx = divmod(number, CASES_PER_ROUND)
+        kernel_idx, row_idx = divmod(number, CASES_PER_GRID_KERNEL)
         for arch in ARCHS:
             sizes = _sizes(arch)
             num_kernels = math.prod(sizes[:NUM_KERNEL_AXES])
             if kernel_idx < num_kernels:
                 kernels = itertools.product(*map(range, sizes[:NUM_KERNEL_AXES]))
                 kernel = next(itertools.islice(kernels, kernel_idx, None))
-                rows = pairwise(sizes[NUM_KERNEL_AXES:], CASES_PER_ROUND, seed=kernel_idx)
+                rows = pairwise(sizes[NUM_KERNEL_AXES:], CASES_PER_GRID_KERNEL, seed=kernel_idx)
                 return cls(number, arch, _values(axes(arch), kernel + rows[row_idx]))
             kernel_idx -= num_kernels
         raise ValueError(f"number must be below {grid_size()}, the size of the grid; got {number}")
@@ -321,7 +355,7 @@ class Coverage:
     _num_pairs: dict[tuple[str, str], int] = field(default_factory=dict)
     _pairs: set[tuple[str, str, int, str, int, str]] = field(default_factory=set)
 
-    def add(self, case: FuzzCase | TrainingCase, failure: str) -> None:
+    def add(self, case: Case, failure: str) -> None:
         """A case that has run, and what `run` said."""
         self.num_cases += 1
         self.num_failed += bool(failure)
@@ -348,9 +382,12 @@ class Coverage:
 
 
 @lru_cache(maxsize=64)
-def pairwise(sizes: tuple[int, ...], num_rows: int, *, seed: int) -> list[tuple[int, ...]]:
+def pairwise(
+    sizes: tuple[int, ...], num_rows: int, *, seed: int, num_held: int = 0, hold: int = 1
+) -> list[tuple[int, ...]]:
     """num_rows rows of one value of each axis, below its size, in which every two values of two
-    axes meet. Other seeds give other rows.
+    axes meet. Other seeds give other rows. The first num_held axes have the same values in `hold`
+    rows one after the other.
 
     Each row begins with a pair that has not met yet; then every other axis, in a random order,
     takes the value that makes most new pairs. When all have met, rows are drawn at random.
@@ -358,6 +395,8 @@ def pairwise(sizes: tuple[int, ...], num_rows: int, *, seed: int) -> list[tuple[
     >>> rows = pairwise((2, 3, 2), 6, seed=0)
     >>> len({(row[0], row[1]) for row in rows}), len({(row[1], row[2]) for row in rows})
     (6, 6)
+    >>> [row[0] for row in pairwise((2, 3), 8, seed=0, num_held=1, hold=4)]
+    [1, 1, 1, 1, 0, 0, 0, 0]
     """
     choose = random.Random(seed)
     missing = {
@@ -367,24 +406,43 @@ def pairwise(sizes: tuple[int, ...], num_rows: int, *, seed: int) -> list[tuple[
         for b in range(sizes[j])
     }
     rows: list[tuple[int, ...]] = []
+    held: dict[int, int] = {}
     while len(rows) < num_rows:
-        row: dict[int, int] = {}
-        if missing:
-            i, a, j, b = choose.choice(sorted(missing))
-            row = {i: a, j: b}
-        rest = [axis for axis in range(len(sizes)) if axis not in row]
-        choose.shuffle(rest)
-        for axis in rest:
-            values = list(range(sizes[axis]))
-            choose.shuffle(values)
-            row[axis] = max(values, key=lambda value: len(_met(row, axis, value) & missing))
+        if len(rows) % hold == 0:
+            held = {}
+            _fill(held, range(num_held), sizes, missing, choose)
+        row = dict(held)
+        _fill(row, range(num_held, len(sizes)), sizes, missing, choose)
         rows.append(tuple(row[axis] for axis in range(len(sizes))))
-        for axis in row:
-            others = {other: row[other] for other in row if other < axis}
-            missing -= _met(others, axis, row[axis])
+        missing -= {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(sizes)), 2)}
     if missing:
         raise ValueError(f"num_rows must be larger than {num_rows} for all pairs of {sizes}")
     return rows
+
+
+def _fill(
+    row: dict[int, int],
+    axes_left: Iterable[int],
+    sizes: Sequence[int],
+    missing: set[tuple[int, int, int, int]],
+    choose: random.Random,
+) -> None:
+    """Give these axes their values in the row."""
+    rest = list(axes_left)
+    new = sorted(
+        (i, a, j, b)
+        for i, a, j, b in missing
+        if (i in rest or row.get(i) == a) and (j in rest or row.get(j) == b)
+    )
+    if new:
+        i, a, j, b = choose.choice(new)
+        row |= {i: a, j: b}
+        rest = [axis for axis in rest if axis not in row]
+    choose.shuffle(rest)
+    for axis in rest:
+        values = list(range(sizes[axis]))
+        choose.shuffle(values)
+        row[axis] = max(values, key=lambda value: len(_met(row, axis, value) & missing))
 
 
 def _met(row: Mapping[int, int], axis: int, value: int) -> set[tuple[int, int, int, int]]:

@@ -153,6 +153,7 @@ def reference_mega_moe(
     l2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
     y: torch.Tensor | None = None,
+    weights_in_combine: bool = False,
 ) -> torch.Tensor:
     """The bfloat16 output [tokens, hidden] for tokens of any rank, or of all of them one after the
     other.
@@ -171,6 +172,8 @@ def reference_mega_moe(
     Slots whose id is not an expert are ignored; an expert named in several slots of a token counts
     in each. A token that holds NaN or infinities spoils no other. activation, activation_clamp: as
     in calls. numerics: which kernel's. l1_bias, l2_bias: [experts, 2*I] and [experts, H], or none.
+    weights_in_combine: of the split path, whose experts' rows are rounded to BF16 without their
+    routing weights; combine multiplies by these in FP32.
     """
     topk_idx, topk_weights = with_shared_slots(
         topk_idx, topk_weights, l1_weights[0].shape[0], num_shared_experts
@@ -179,7 +182,7 @@ def reference_mega_moe(
         x,
         x_sf,
         topk_idx,
-        topk_weights,
+        torch.ones_like(topk_weights) if weights_in_combine else topk_weights,
         l1_weights,
         l2_weights,
         activation=activation,
@@ -188,6 +191,8 @@ def reference_mega_moe(
         l1_bias=l1_bias,
         l2_bias=l2_bias,
     )
+    if weights_in_combine:
+        contributions = contributions.float() * topk_weights.float().unsqueeze(2)
     return combine_slots(contributions, valid_slots(topk_idx, l1_weights[0].shape[0]), y)
 
 

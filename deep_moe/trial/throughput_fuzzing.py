@@ -28,13 +28,13 @@ def throughput_axes(arch: str) -> dict[str, tuple[Any, ...]]:
     (`split_axes`)."""
     shared = {name: all_of for name, all_of in split_axes(arch).items() if name not in _OTHER_AXES}
     return {
-        **shared,
         # Of the rows of an expert.
         "alignment": (1, 32),
         # max_recv_rows: for every slot, or for those of the larger call.
         "room": ("for all", "for what comes"),
         # From the experts to where other ranks fetch them.
         "rows": ("written there", "copied"),
+        **shared,
     }
 
 
@@ -43,6 +43,7 @@ class ThroughputCase(SplitCase):
     """Two calls of all ranks: tokens of both are quantized by the dispatch."""
 
     path: ClassVar[str] = "throughput"
+    num_held: ClassVar[int] = 12
 
     @staticmethod
     def axes_of(arch: str) -> dict[str, tuple[Any, ...]]:

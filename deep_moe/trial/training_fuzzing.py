@@ -1,8 +1,8 @@
 """Small calls of the differentiable layer, forward and backward, each judged by training_bounds.
 
-As in fuzzing.py a case is one value of each axis and follows from one integer, and in a round every
-two values of two axes meet. Ranks are threads of this process: their all-to-all's kernels run in
-one emulator, under a schedule, with all checks on.
+As in fuzzing.py a case is one value of each axis and follows from one integer, in a round every two
+values of two axes meet, and some cases in a row share their kernels. Ranks are threads of this
+process: their all-to-all's kernels run in one emulator, under a schedule, with all checks on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
 from deep_moe.training.functional import moe
 
-from .fuzzing import ARCHS, pairwise
+from .fuzzing import ARCHS, CASES_PER_KERNEL, pairwise
 from .training_bounds import Formula, bounds_of_layer
 
-CASES_PER_ROUND = 48
+CASES_PER_ROUND = 108
 MAX_TOKENS = 24  # of a rank
+_NUM_HELD = 7  # the first axes, which are compiled in
 _WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
 _ALL_EXPERTS_SHARE = 8  # rows at a multiple of which an expert begins
 
@@ -44,6 +45,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "w1 and w3": ("apart", "in one"),
     "activation": (Swiglu(), Swiglu(0.75), SwigluOai(limit=1.5), Situ(beta=1.0, linear_beta=2.0)),
     "biases": (None, torch.float32, torch.bfloat16),
+    # So far all is compiled in.
     "kept": ("as usual", "nothing", "received tokens", "received tokens only"),
     "tokens": ("any", "few", "one rank has none"),
     "ids": (torch.int64, torch.int32),
@@ -69,10 +71,11 @@ class TrainingCase:
 
     @classmethod
     def of(cls, number: int) -> TrainingCase:
-        """The case with this number; they go through rounds."""
+        """The case with this number; they go through rounds, as in fuzzing.py."""
         round_idx, row_idx = divmod(number, CASES_PER_ROUND)
         sizes = tuple(map(len, AXES.values()))
-        row = pairwise(sizes, CASES_PER_ROUND, seed=round_idx)[row_idx]
+        how = {"seed": round_idx, "num_held": _NUM_HELD, "hold": CASES_PER_KERNEL}
+        row = pairwise(sizes, CASES_PER_ROUND, **how)[row_idx]
         pairs = zip(AXES.items(), row, strict=True)
         return cls(number, {axis: values[i] for (axis, values), i in pairs})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,21 +15,68 @@ from typer.testing import CliRunner
 from deep_moe.cli import app
 from deep_moe.targets.sm90 import Sm90
 from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
-from deep_moe.trial import fuzzing
-from deep_moe.trial.fuzzing import FuzzCase
+from deep_moe.trial import fuzz_workers, fuzzing
+from deep_moe.trial.fuzzing import CASES_PER_KERNEL, FuzzCase
 from deep_moe.trial.split_fuzzing import SplitCase
+from deep_moe.trial.throughput_fuzzing import ThroughputCase
+from deep_moe.trial.training_fuzzing import TrainingCase
 from tests.everyday import parametrize
 
 FUSED = ["fuzz", "--path", "fused"]
 
 
-@parametrize("arch", ["sm_100a", "sm_90a"], everyday=["sm_100a"])
+@parametrize("arch", ["sm_100a", "sm_90a"], everyday=["sm_90a"])
 def test_some_cases_pass(arch: str) -> None:
-    """One of each path."""
-    result = CliRunner().invoke(app, ["fuzz", "--count", "2", "--arch", arch])
+    """Of each path that has architectures, with the kernels of the first."""
+    count = 3 * CASES_PER_KERNEL
+    command = ["fuzz", "--count", str(count), "--arch", arch, "--workers", "1"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "2 cases, 0 failed" in result.output
-    assert re.search(r"path +fused: 1, split: 1", result.output)
+    assert f"{count} cases, 0 failed" in result.output
+    assert re.search(r"path +fused: 4, split: 4, throughput: 4", result.output)
+
+
+def test_two_workers_say_what_one_says() -> None:
+    command = ["fuzz", "--count", str(3 * CASES_PER_KERNEL), "--path", "fused", "--json"]
+    documents = [
+        json.loads(CliRunner().invoke(app, [*command, "--workers", str(number)]).stdout)
+        for number in (1, 2)
+    ]
+    for document in documents:
+        assert document.pop("processor_seconds") > 0
+    assert documents[0] == documents[1]
+
+
+def test_a_case_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: FuzzCase) -> str:
+        if case.number == 1:
+            raise IndexError("of the host's side")
+        return ""
+
+    monkeypatch.setattr(FuzzCase, "run", run)
+    result = CliRunner().invoke(app, [*FUSED, "--count", "3"])
+    assert result.exit_code == 1
+    assert "IndexError: of the host's side" in result.output
+    assert "repeat: deep-moe fuzz --path fused --first 1 --count 1" in result.output
+    assert "3 cases, 1 failed" in result.output
+
+
+class EndsItsProcess(FuzzCase):
+    def run(self) -> str:
+        os._exit(1)
+
+
+def test_a_worker_that_dies_is_a_failure_and_no_hang() -> None:
+    (outcome,) = fuzz_workers.outcomes(map(EndsItsProcess.of, range(3)), num_workers=2)
+    assert "a worker's process ended while cases 0, 1, 2 ran" in outcome.failure
+
+
+def test_no_case_begins_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((10.0, 11.0, 12.0))
+    monkeypatch.setattr(fuzz_workers.time, "time", lambda: next(times))
+    monkeypatch.setattr(FuzzCase, "run", lambda _: "")
+    cases = map(FuzzCase.of, itertools.count())
+    assert len(list(fuzz_workers.outcomes(cases, ends_at=12.0))) == 2
 
 
 def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +137,8 @@ def test_the_grid_is_all_kernels_and_ends(monkeypatch: pytest.MonkeyPatch) -> No
     cases: list[FuzzCase] = []
     monkeypatch.setattr(FuzzCase, "run", lambda case: cases.append(case) or "")
     size = fuzzing.grid_size()
-    first = size - 2 * fuzzing.CASES_PER_ROUND
-    result = CliRunner().invoke(app, ["fuzz", "--grid", "--first", str(first)])
+    first = size - 2 * fuzzing.CASES_PER_GRID_KERNEL
+    result = CliRunner().invoke(app, ["fuzz", "--grid", "--first", str(first), "--workers", "1"])
     assert result.exit_code == 0
     assert [case.number for case in cases] == list(range(first, size))
     num_axes = fuzzing.NUM_KERNEL_AXES
@@ -107,22 +155,25 @@ def test_a_failure_ends_with_the_line_that_repeats_it(monkeypatch: pytest.Monkey
     assert "repeat: deep-moe fuzz --path fused --first 8 --count 1" in result.output
 
 
-def test_both_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each number is a case of either; a number that fails in both is one line of the corpus."""
+def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With numbers that share a kernel; one that fails in several is one line of the corpus."""
     cases: list[FuzzCase] = []
-    for kind in (FuzzCase, SplitCase):
+    for kind in (FuzzCase, SplitCase, ThroughputCase, TrainingCase):
         monkeypatch.setattr(kind, "run", lambda case: cases.append(case) or "broken")
     corpus = tmp_path / "corpus"
-    command = ["fuzz", "--count", "4", "--corpus", str(corpus)]
-    result = CliRunner().invoke(app, [*command, "--first", "5"])
-    assert [(case.path, case.number) for case in cases] == [
-        (path, number) for number in (5, 6) for path in ("fused", "split")
-    ]
-    assert "repeat: deep-moe fuzz --path split --first 6 --count 1" in result.output
-    assert corpus.read_text() == "5\n6\n"
+    command = ["fuzz", "--workers", "1", "--corpus", str(corpus)]
+    count = 6 * CASES_PER_KERNEL - 4
+    result = CliRunner().invoke(app, [*command, "--first", "1", "--count", str(count)])
+    turns = [path for path, _ in itertools.groupby(case.path for case in cases)]
+    assert turns == ["fused", "split", "fused", "throughput", "fused", "training"]
+    numbers = [case.number for case in cases if case.path == "fused"]
+    assert numbers == list(range(1, 3 * CASES_PER_KERNEL))
+    assert "repeat: deep-moe fuzz --path split --first 3 --count 1" in result.output
+    assert corpus.read_text().split() == list(map(str, numbers))
     cases.clear()
-    CliRunner().invoke(app, [*command, "--path", "split"])
-    assert [case.number for case in cases] == [5, 6, 0, 1]
+    corpus.write_text("6\n5\n")
+    CliRunner().invoke(app, [*command, "--path", "split", "--count", "4"])
+    assert [case.number for case in cases] == [6, 5, 0, 1]
     assert {case.path for case in cases} == {"split"}
     for options, words in (
         (
@@ -159,7 +210,7 @@ def test_a_corpus_comes_first_and_grows(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_it_ends_with_what_the_cases_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FuzzCase, "run", lambda case: "broken" if case.number == 3 else "")
     cases = [FuzzCase.of(number) for number in range(20)]
-    result = CliRunner().invoke(app, [*FUSED, "--count", "20", "--json"])
+    result = CliRunner().invoke(app, [*FUSED, "--workers", "1", "--count", "20", "--json"])
     assert result.exit_code == 1
     document = json.loads(result.stdout)
     assert document["num_cases"] == 20

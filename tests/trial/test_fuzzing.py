@@ -12,9 +12,19 @@ import torch
 from deep_moe.activations import Activation
 from deep_moe.trial import fuzzing
 from deep_moe.trial.calls import RankOutput, initial_y, model_inputs
-from deep_moe.trial.fuzzing import ARCHS, CASES_PER_ROUND, Coverage, FuzzCase, axes, pairwise
+from deep_moe.trial.fuzzing import (
+    ARCHS,
+    CASES_PER_KERNEL,
+    CASES_PER_ROUND,
+    Coverage,
+    FuzzCase,
+    axes,
+    pairwise,
+)
 from deep_moe.trial.reference import reference_mega_moe
+from deep_moe.trial.split_fuzzing import SplitCase
 from deep_moe.trial.synthetic import received
+from deep_moe.trial.throughput_fuzzing import ThroughputCase
 from tests.everyday import parametrize
 
 
@@ -39,6 +49,15 @@ def test_in_a_round_every_two_values_meet(arch: str) -> None:
         }
 
 
+@pytest.mark.parametrize("kind", [FuzzCase, SplitCase, ThroughputCase])
+def test_cases_in_a_row_share_what_is_compiled_in(kind: type[FuzzCase]) -> None:
+    for first in range(0, 12 * CASES_PER_KERNEL, CASES_PER_KERNEL):
+        cases = [kind.of(first + i) for i in range(CASES_PER_KERNEL)]
+        held = {(case.arch, *list(case.values.values())[: kind.num_held]) for case in cases}
+        assert len(held) == 1
+        assert len({tuple(map(str, case.values.values())) for case in cases}) > 1
+
+
 def test_rounds_differ() -> None:
     one, other = (
         [tuple(map(str, case.values.values())) for case in one_round(ARCHS[0], i)] for i in (0, 1)
@@ -50,6 +69,14 @@ def test_pairwise_refuses_rows_too_few_for_all_pairs() -> None:
     assert len(pairwise((2, 2), 4, seed=3)) == 4
     with pytest.raises(ValueError, match="num_rows must be larger than 3"):
         pairwise((2, 2), 3, seed=3)
+
+
+def test_axes_that_are_held_meet_the_others_all_the_same() -> None:
+    rows = pairwise((3, 2, 4), 24, seed=1, num_held=2, hold=4)
+    for i, j in itertools.combinations(range(3), 2):
+        assert len({(row[i], row[j]) for row in rows}) == (3, 2, 4)[i] * (3, 2, 4)[j]
+    held = [row[:2] for row in rows]
+    assert all(held[i] == held[i - i % 4] for i in range(24))
 
 
 def test_coverage_counts_failures_and_pairs_once() -> None:

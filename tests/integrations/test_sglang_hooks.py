@@ -96,12 +96,30 @@ def test_our_layers_take_no_other_way(experts):
 
 
 @pytest.mark.parametrize("version", ["0.5.22.post1", "0.5.24", "0.6.0"])
-def test_other_versions_of_sglang_are_refused_by_number(version, monkeypatch):
+def test_another_sglang_starts_and_one_line_says_that_it_runs_without(version, monkeypatch, caplog):
     monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
     monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: version)
-    words = rf"sglang must be at least 0.5.23 and older than 0.5.24, .* got {version}"
-    with pytest.raises(DeepMoEError, match=words):
-        adapter.register()
+    monkeypatch.setattr(hooks, "install", never)
+    adapter.register()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("sglang.deep_moe", "WARNING")
+    assert record.getMessage() == (
+        "SGLang runs all experts itself, without deep_moe: sglang must be at least 0.5.23 and older "
+        f"than 0.5.24, whose interfaces deep_moe's adapter was written for; got {version}"
+    )
+
+
+def test_an_sglang_that_the_adapter_cannot_join_starts(monkeypatch, caplog):
+    def install(emulated_arch: str | None) -> None:
+        raise ImportError("cannot import name 'HookType'")
+
+    monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
+    monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: "0.5.23")
+    monkeypatch.setattr(hooks, "install", install)
+    adapter.register()
+    assert caplog.messages == [
+        "SGLang runs all experts itself, without deep_moe: cannot import name 'HookType'"
+    ]
 
 
 def test_sglang_finds_the_adapter_by_its_entry_point():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deep_moe.activations import Situ, Swiglu, SwigluOai
-from deep_moe.errors import DeepMoEError, MissingPackageError
+from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.shared_steps import check_step_sizes
@@ -99,24 +102,47 @@ def test_what_it_leaves_to_vllm_it_says_why(activation, changes, words):
 
 
 @pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "1.0", "0.34.0rc1"])
-def test_other_versions_of_vllm_are_refused_by_number(version, monkeypatch):
+def test_another_vllm_starts_and_one_line_says_that_it_runs_without(version, monkeypatch, caplog):
     monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
     monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: version)
-    words = rf"vllm must be at least 0.33 and older than 0.34, .* got {version}; DEEP_MOE_VLLM=0"
-    with pytest.raises(DeepMoEError, match=words):
-        adapter.register()
+    monkeypatch.setitem(sys.modules, f"{adapter.__name__}.routed_experts", None)  # not looked at
+    adapter.register()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("vllm.deep_moe", "WARNING")
+    assert record.getMessage() == (
+        "vLLM runs all experts itself, without deep_moe: vllm must be at least 0.33 and older than "
+        f"0.34, whose interfaces deep_moe's adapter was written for; got {version}"
+    )
 
 
-def test_without_vllm_it_says_what_to_install(monkeypatch):
-    from importlib.metadata import PackageNotFoundError
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("cannot import name 'RoutedExperts'"),
+        AttributeError("no attribute 'FusedMoEExpertsModular'"),
+        DeepMoEError("another plugin, somebody, replaces vLLM's RoutedExperts"),
+    ],
+)
+def test_a_vllm_that_the_adapter_cannot_join_starts(error, monkeypatch, caplog):
+    def install(emulated_arch: str | None) -> None:
+        raise error
 
+    module = SimpleNamespace(install=install)
+    monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
+    monkeypatch.setattr("deep_moe.integrations.engine_version.version", lambda _: "0.33.0")
+    monkeypatch.setitem(sys.modules, f"{adapter.__name__}.routed_experts", module)
+    adapter.register()
+    assert caplog.messages == [f"vLLM runs all experts itself, without deep_moe: {error}"]
+
+
+def test_without_the_package_vllm_the_line_says_what_to_install(monkeypatch, caplog):
     def no_version(package: str) -> str:
         raise PackageNotFoundError(package)
 
     monkeypatch.delenv(adapter.SWITCH_VARIABLE, raising=False)
     monkeypatch.setattr("deep_moe.integrations.engine_version.version", no_version)
-    with pytest.raises(MissingPackageError, match=r"install vllm>=0.33"):
-        adapter.register()
+    adapter.register()
+    assert "install vllm>=0.33" in caplog.text
 
 
 def test_switched_off_it_does_not_even_look_for_vllm(monkeypatch):

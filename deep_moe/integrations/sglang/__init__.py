@@ -6,7 +6,11 @@ is enough. docs/sglang.md says what is supported.
 
 from __future__ import annotations
 
-from ..engine_version import require_version
+import logging
+
+from deep_moe.errors import DeepMoEError
+
+from ..engine_version import log_standing_aside, require_version
 from ..switch import read_switch
 
 __all__ = ["register"]
@@ -16,18 +20,27 @@ SWITCH_VARIABLE = "DEEP_MOE_SGLANG"  # 0 turns the adapter off
 # The versions whose interfaces this was written for: of 0.5.23 and its post releases.
 OLDEST, TOO_NEW = (0, 5, 23), (0, 5, 24)
 
+# SGLang shows the lines of every logger.
+logger = logging.getLogger("sglang.deep_moe")
+
 
 def register() -> None:
     """Put the hooks of this adapter around SGLang's functions for fused experts. SGLang calls it in
     every process.
 
-    Raises DeepMoEError for a version of it that this was not written for, and ValueError for a
-    value of DEEP_MOE_SGLANG that is not allowed: SGLang logs either and serves without deep_moe.
+    An SGLang that this was not written for runs all experts itself: one warning says so.
+
+    Raises ValueError for a value of DEEP_MOE_SGLANG that is not allowed; SGLang logs it and serves
+    without deep_moe.
     """
     switch = read_switch(SWITCH_VARIABLE)
     if not switch.is_on:
         return
-    require_version("sglang", OLDEST, TOO_NEW)
-    from .hooks import install
+    try:
+        require_version("sglang", OLDEST, TOO_NEW)
+        from .hooks import install
 
-    install(switch.emulated_arch)
+        install(switch.emulated_arch)
+    # A build of that version may lack names.
+    except (DeepMoEError, ImportError, AttributeError) as error:
+        log_standing_aside(logger, "SGLang", error)

@@ -92,8 +92,7 @@ def install(emulated_arch: str | None) -> None:
         installed = op_registry_oot.get(replaced)
         if installed not in (None, own):
             raise DeepMoEError(
-                f"another plugin, {installed.__module__}, replaces vLLM's {replaced}; "
-                "DEEP_MOE_VLLM=0 serves without deep_moe"
+                f"another plugin, {installed.__module__}, replaces vLLM's {replaced}"
             )
     for replaced, own in _REPLACED.items():
         if replaced not in op_registry_oot:

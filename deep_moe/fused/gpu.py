@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -12,6 +13,8 @@ from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.launch import CudaLauncher, current_context, primary_context
 from deep_moe.jit.tensor_map import TensorMapSpec
 from deep_moe.targets import Target, target_of_device
+
+logger = logging.getLogger(__name__)
 
 # Not public, so not counted on; Inductor's code calls it. The public way makes an object first,
 # which takes 2 us.
@@ -74,6 +77,19 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     target = target_of_device(device)
+    if not target.was_run:
+        _say_that_nobody_has_run(target)
     properties = torch.cuda.get_device_properties(device)
     num_sms = target.whole_clusters(properties.multi_processor_count)
     return Gpu(device, properties.name, target, num_sms)
+
+
+@cache
+def _say_that_nobody_has_run(target: Target) -> None:
+    """Once in a process."""
+    logger.warning(
+        "the kernels for %s (%s) have run in the emulator only; nobody has run them on such a GPU "
+        "yet",
+        target.name,
+        target.gpus,
+    )

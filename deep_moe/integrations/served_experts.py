@@ -27,11 +27,13 @@ from deep_moe.formats.weights import (
 )
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import CALLS
+from deep_moe.heuristics.config import choose_config
 from deep_moe.heuristics.shape import MoEShape
-from deep_moe.targets import TARGETS, target_of_capability
+from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
 
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
+from .switch import ON, SM100_VARIABLE, read_sm100
 from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class ServedExperts:
         arch: str | None = None,
     ) -> None:
         num_ranks = 1 if group is None else group.size()
-        check_sizes(sizes, num_ranks, max_tokens_per_rank)
+        check_sizes(sizes, num_ranks, max_tokens_per_rank, arch, device)
         self.sizes = sizes
         self.activation = activation
         self.group = group
@@ -77,6 +79,7 @@ class ServedExperts:
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
         self.biases: MegaMoEBiases | None = None
+        self._is_mixed = False  # of old and new weights, when some that replace others failed
 
     def load(
         self,
@@ -98,7 +101,7 @@ class ServedExperts:
         is_interleaved: rows of gate and up alternate in l1 and its biases.
 
         Raises UnsupportedError for weights that the kernel cannot take, the first time; later
-        DeepMoEError, as the weights that were there are gone.
+        DeepMoEError, as the weights that were there are gone: so are calls until others are loaded.
         """
         weights = self.weights
         try:
@@ -114,6 +117,7 @@ class ServedExperts:
                 device=self.device,
                 weights=self.sizes.weights,
             )
+        self._is_mixed = True
         for i in range(self.num_local_experts):
             try:
                 transform_weights_for_mega_moe(
@@ -128,9 +132,10 @@ class ServedExperts:
         self.weights = weights
         if self.biases is None or new_biases is None:
             self.biases = new_biases
-            return
-        for own, new in zip(self.biases, new_biases, strict=True):
-            own.copy_(new)
+        else:
+            for own, new in zip(self.biases, new_biases, strict=True):
+                own.copy_(new)
+        self._is_mixed = False
 
     def replace_expert(self, place: int, l1: Pair | None, l2: Pair | None) -> None:
         """Write new weights of the local expert at `place`, or of one of its layers where the
@@ -209,6 +214,13 @@ class ServedExperts:
         own = [tensor for layer in self.weights for tensor in layer if tensor.numel()]
         return (*map(_bytes, own), *(self.biases or ()))
 
+    def whole_weights(self) -> MegaMoEWeights:
+        """For a call. Raises DeepMoEError if there are none, or some were replaced when it turned
+        out that others cannot be laid out."""
+        if self.weights is None or self._is_mixed:
+            raise DeepMoEError("the layer has not got all of its weights: load them again")
+        return self.weights
+
     def run(
         self,
         y: torch.Tensor,
@@ -225,7 +237,7 @@ class ServedExperts:
         topk_weights: float32 or bfloat16 [tokens, topk].
         expected_tokens_per_rank: the mean over ranks, by default this rank's own number.
         """
-        assert self.weights is not None
+        weights = self.whole_weights()
         num_tokens = x.shape[0]
         if num_tokens > self.max_tokens_per_rank:
             raise ValueError(
@@ -247,7 +259,7 @@ class ServedExperts:
         expected = num_tokens if expected_tokens_per_rank is None else expected_tokens_per_rank
         CALLS[self.sizes.weights](
             y,
-            *self.weights,
+            *weights,
             buffer,
             activation=self.activation,
             l1_bias=self.biases and self.biases.l1,
@@ -258,8 +270,23 @@ class ServedExperts:
 
     def prepare(self) -> None:
         """Before serving, and before an engine looks how much memory is left: make the buffer, and
-        begin to compile all kernels of its calls, of which the first waits for them."""
-        kernels.begin(self.buffer(), self.activation)
+        begin to compile all kernels of its calls, of which the first waits for them.
+
+        Raises UnsupportedError, on all ranks, if there can be no buffer: ranks whose GPUs are not
+        linked, for one. So engines call this before they give up weights of their own.
+        """
+        try:
+            buffer = self.buffer()
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+        kernels.begin(buffer, self.activation)
+
+    def renew(self) -> None:
+        """Behind a replacement of weights: an engine may have slept before, and given the memory of
+        PyTorch's allocator away with what it held. The work space of one rank lies there, and
+        begins anew; of several ranks it lies elsewhere."""
+        if self.group is None:
+            self.buffer().reset()
 
     def buffer(self) -> SymmBuffer:
         """The buffer that all layers of these sizes share. Made at the first call of this, which is
@@ -267,9 +294,18 @@ class ServedExperts:
         return buffers.buffer(self.group, self.device, self.sizes, self.max_tokens_per_rank)
 
 
-def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:
+def check_sizes(
+    sizes: LayerSizes,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    arch: str | None,
+    device: torch.device,
+) -> None:
     """Raise UnsupportedError for sizes that there is no kernel for; and in FP8 for those that are
-    no multiples of 128: stacked, gate and up may have a block of 128 rows in common."""
+    no multiples of 128: stacked, gate and up may have a block of 128 rows in common.
+
+    arch: a target's name, None for that of `device`.
+    """
     for name in ("hidden", "intermediate_hidden"):
         size = getattr(sizes, name)
         if sizes.weights == "fp8" and size % K_BLOCK:
@@ -277,24 +313,36 @@ def check_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> 
                 f"{name} must be a multiple of {K_BLOCK} with fp8 weights; got {size}"
             )
     try:
-        MoEShape(
+        shape = MoEShape(
             num_ranks=num_ranks,
             num_max_tokens_per_rank=max_tokens_per_rank,
             **sizes._asdict(),
         )
+        # The limits of kernels, the number of a rank's experts for one. They are the same whatever
+        # the number of tokens, but for tiles that take more shared memory.
+        target = target_of_device(device) if arch is None else target_of(arch)
+        for num_tokens in (0, max_tokens_per_rank):
+            choose_config(shape, num_tokens, arch=target.name)
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None
 
 
 def arch_on(device: torch.device, emulated_arch: str | None) -> str | None:
     """The target for experts on `device`: None, for that of the GPU, or `emulated_arch` where there
-    is no GPU. Raises UnsupportedError if there is neither."""
+    is no GPU. Raises UnsupportedError if there is neither, and for a GPU whose kernel nobody has
+    run yet, unless the user asks for it (`read_sm100`)."""
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
-        if target_of_capability((major, minor)) is None:
+        target = target_of_capability((major, minor))
+        if target is None:
             gpus = "; ".join(target.gpus for target in TARGETS.values())
             raise UnsupportedError(
                 f"there is no kernel for compute capability {major}.{minor}, only for {gpus}"
+            )
+        if not target.was_run and not read_sm100():
+            raise UnsupportedError(
+                f"the kernel for {target.gpus} has run in the emulator only; "
+                f"{SM100_VARIABLE}={ON} runs it all the same"
             )
         return None
     if device.type != "cpu" or emulated_arch is None:

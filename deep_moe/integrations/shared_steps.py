@@ -29,6 +29,11 @@ class Steps(NamedTuple):
     all_to_all: LowLatencyAllToAll
     experts: GroupedExperts
 
+    def reset(self) -> None:
+        """Begin anew, on every rank, as after a failed call."""
+        self.experts.reset()
+        self.all_to_all.reset()
+
     def close(self) -> None:
         self.experts.close()
         self.all_to_all.close()
@@ -51,38 +56,18 @@ class SharedSteps:
         arch: str | None,
     ) -> Steps:
         """Every rank of `group` must call this with the same arguments, in the same order as the
-        others: where the steps have to be made, ranks meet."""
+        others: where the steps have to be made, ranks meet. Raises UnsupportedError, on all, if
+        they cannot be made: for ranks whose GPUs are not linked."""
         name = None if group is None else group.group_name
         device = with_index(device)
         key = (name, device, sizes, activation, max_tokens_per_rank, arch)
         if key not in self._steps:
-            num_ranks = 1 if group is None else group.size()
-            # Tensors that are made in inference mode cannot be written to outside of it.
-            with torch.inference_mode(False):
-                experts = GroupedExperts(
-                    _max_rows(sizes, num_ranks, max_tokens_per_rank),
-                    sizes.hidden,
-                    sizes.intermediate_hidden,
-                    sizes.num_experts // num_ranks,
-                    weights=sizes.weights,
-                    biases=sizes.biases,
-                    format=format_of_tokens(sizes.weights, sizes.token_scales),
-                    activation=activation,
-                    num_pool_tokens=sizes.num_pool_tokens,
-                    device=device,
-                    arch=arch,
+            try:
+                self._steps[key] = _make_steps(
+                    group, device, sizes, activation, max_tokens_per_rank, arch
                 )
-                all_to_all = LowLatencyAllToAll(
-                    group,
-                    max_tokens_per_rank,
-                    sizes.hidden,
-                    sizes.num_experts,
-                    sizes.num_topk,
-                    format=experts.format,
-                    device=device,
-                    arch=arch,
-                )
-            self._steps[key] = Steps(all_to_all, experts)
+            except ValueError as error:
+                raise UnsupportedError(str(error)) from None
         return self._steps[key]
 
     def close(self) -> None:
@@ -90,6 +75,43 @@ class SharedSteps:
         while self._steps:
             _, steps = self._steps.popitem()
             steps.close()
+
+
+def _make_steps(
+    group: ProcessGroup | None,
+    device: torch.device,
+    sizes: LayerSizes,
+    activation: Activation,
+    max_tokens_per_rank: int,
+    arch: str | None,
+) -> Steps:
+    num_ranks = 1 if group is None else group.size()
+    # Tensors that are made in inference mode cannot be written to outside of it.
+    with torch.inference_mode(False):
+        experts = GroupedExperts(
+            _max_rows(sizes, num_ranks, max_tokens_per_rank),
+            sizes.hidden,
+            sizes.intermediate_hidden,
+            sizes.num_experts // num_ranks,
+            weights=sizes.weights,
+            biases=sizes.biases,
+            format=format_of_tokens(sizes.weights, sizes.token_scales),
+            activation=activation,
+            num_pool_tokens=sizes.num_pool_tokens,
+            device=device,
+            arch=arch,
+        )
+        all_to_all = LowLatencyAllToAll(
+            group,
+            max_tokens_per_rank,
+            sizes.hidden,
+            sizes.num_experts,
+            sizes.num_topk,
+            format=experts.format,
+            device=device,
+            arch=arch,
+        )
+    return Steps(all_to_all, experts)
 
 
 def check_step_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int) -> None:

@@ -19,6 +19,7 @@ SCALES_VARIABLE = "DEEP_MOE_FP8_TOKEN_SCALES"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 AHEAD_VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
+SM100_VARIABLE = "DEEP_MOE_SM100"
 FUSED, LOW_LATENCY = "fused", "low_latency"
 
 
@@ -84,6 +85,18 @@ def read_compile_ahead() -> bool:
         raise ValueError(
             f"{AHEAD_VARIABLE} must be {ON} (the default), or {OFF} to compile a kernel when the "
             f"first step needs it; got {value!r}"
+        )
+    return value == ON
+
+
+def read_sm100() -> bool:
+    """Whether DEEP_MOE_SM100 lets engines give layers to a kernel that nobody has run on such a GPU
+    yet: 0, the default, or 1. Raises ValueError for anything else."""
+    value = os.environ.get(SM100_VARIABLE) or OFF
+    if value not in (OFF, ON):
+        raise ValueError(
+            f"{SM100_VARIABLE} must be {OFF} (the default), or {ON} to let engines run experts by "
+            f"kernels that nobody has run on such a GPU yet; got {value!r}"
         )
     return value == ON
 

@@ -32,6 +32,7 @@ class Sm100(Target):
     foreign_headers = ("cute/arch/mma_sm100_desc.hpp",)
     cluster_size = sm100.CLUSTER_SIZE
     smem_capacity = sm100.SMEM_CAPACITY
+    was_run = False
     heeds_uneven = False  # nothing is known of how fast tiles are there
     overridable = sm100.OVERRIDABLE
     tunable = sm100.TUNABLE

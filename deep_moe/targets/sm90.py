@@ -21,6 +21,7 @@ class Sm90(Target):
     kernel = "sm90"
     cluster_size = min(sm90.CLUSTER_SIZES)
     smem_capacity = sm90.SMEM_CAPACITY
+    was_run = True
     heeds_uneven = True
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE

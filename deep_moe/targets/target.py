@@ -136,6 +136,7 @@ class Target(ABC):
     of one process share it (jit/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
     ask for.
+    was_run: whether the kernel has run on such a GPU, not in the emulator only.
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
     callers may set. tunable: those of them whose best value differs from layer to layer. roles:
     what the warps do that have dispatch, loader and epilogue registers. weights: by format.
@@ -150,6 +151,7 @@ class Target(ABC):
     foreign_headers: ClassVar[tuple[str, ...]] = ()
     cluster_size: ClassVar[int]
     smem_capacity: ClassVar[int]
+    was_run: ClassVar[bool]
     heeds_uneven: ClassVar[bool]
     overridable: ClassVar[tuple[str, ...]]
     tunable: ClassVar[tuple[str, ...]]

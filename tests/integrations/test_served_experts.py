@@ -384,3 +384,60 @@ def test_where_the_kernel_runs(monkeypatch):
     for device in (CPU, torch.device("xpu")):
         with pytest.raises(UnsupportedError, match="no NVIDIA GPU"):
             arch_on(device, None)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_a_kernel_that_nobody_has_run_is_taken_only_if_it_is_asked_for(capability, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for value in ("", "0"):
+        monkeypatch.setenv("DEEP_MOE_SM100", value)
+        with pytest.raises(UnsupportedError, match=r"in the emulator only; DEEP_MOE_SM100=1 runs"):
+            arch_on(gpu, None)
+    monkeypatch.setenv("DEEP_MOE_SM100", "1")
+    assert arch_on(gpu, None) is None
+    monkeypatch.setenv("DEEP_MOE_SM100", "yes")
+    with pytest.raises(ValueError, match=r"DEEP_MOE_SM100 must be 0 .* or 1 .* got 'yes'"):
+        arch_on(gpu, None)
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+def test_more_experts_than_a_rank_takes_are_refused_when_it_is_made(weights, arch):
+    sizes = SIZES._replace(num_experts=513, weights=weights)
+    with pytest.raises(UnsupportedError, match="num_experts must be at most 512 per rank"):
+        ServedExperts(sizes, Swiglu(), None, CPU, 8, arch)
+    ServedExperts(sizes._replace(num_experts=512), Swiglu(), None, CPU, 8, arch)
+
+
+def test_calls_are_refused_between_weights_that_failed_and_others():
+    layer, (l1, l2) = served("sm_90a"), source(1)
+    bad = (l1[0], l1[1].clone())
+    bad[1][2, 0, 0] = 255  # NaN, behind two experts that are laid out
+    with pytest.raises(DeepMoEError, match="weights that replace others"):
+        layer.load(bad, l2)
+    with pytest.raises(DeepMoEError, match="has not got all of its weights"):
+        call(layer, IDS)
+    layer.load(l1, l2)
+    assert torch.equal(call(layer, IDS), call(served("sm_90a", seed=1), IDS))
+
+
+def test_ranks_without_a_common_buffer_are_told_before_weights_are_given_up(monkeypatch):
+    def unlinked(*_: Any, **__: Any) -> None:
+        raise ValueError("group must be ranks whose GPUs are linked by NVLink")
+
+    layer = served("sm_100a")
+    monkeypatch.setattr(served_experts.buffers, "buffer", unlinked)
+    with pytest.raises(UnsupportedError, match=r"^group must be ranks whose GPUs are linked"):
+        layer.prepare()
+
+
+def test_a_work_space_that_a_sleeping_engine_forgot_begins_anew():
+    """What vLLM's sleep mode leaves of one rank's memory is anything."""
+    layer = served("sm_90a")
+    before = call(layer, IDS)
+    buffer = layer.buffer()
+    buffer.memory.tensor[: buffer.layout.mark("control_bytes")].fill_(0x5A)
+    layer.load(*source(0))
+    layer.renew()
+    assert torch.equal(call(layer, IDS), before)

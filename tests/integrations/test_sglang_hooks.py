@@ -14,7 +14,7 @@ from deep_moe.activations import Swiglu
 from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import served_experts
 from deep_moe.integrations import sglang as adapter
-from deep_moe.integrations.sglang import engine, hooks
+from deep_moe.integrations.sglang import engine, hooks, loading
 
 from .test_served_experts import CPU, IDS, SIZES, ServedExperts, source
 
@@ -27,8 +27,13 @@ def never(*_: Any, **__: Any) -> None:
 def experts() -> Iterator[Any]:
     """A layer that was taken over."""
     served = ServedExperts(SIZES, Swiglu(7.0), None, CPU, 8, "sm_100a")
-    served.load(*source(0))
+    l1, l2 = source(0)
+    served.load(l1, l2)
     layer = torch.nn.Module()
+    layer.layer_id = 3
+    for name, tensor in zip(loading.TENSORS, (*l1, *l2), strict=True):
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    loading.await_replacement(layer, served)
     layer.__dict__[hooks._STATE] = served
     yield layer
     served_experts.buffers.close()
@@ -86,6 +91,14 @@ def test_other_layers_are_sglangs():
     )
 
 
+def test_memory_that_another_gave_a_parameter_is_refused(experts):
+    experts.w2_weight.data = experts.w2_weight.data.clone()
+    with pytest.raises(DeepMoEError, match=r"^layer 3: w2_weight has other memory .* not laid out"):
+        call(experts, torch.zeros(3, 256).bfloat16(), IDS, torch.ones(3, 2))
+    with pytest.raises(DeepMoEError, match=r"^layer 3: w2_weight has other memory"):
+        hooks.build(never, experts)
+
+
 def test_our_layers_take_no_other_way(experts):
     moe = SimpleNamespace(experts=experts)
     assert hooks.is_ready(never, experts)
@@ -104,8 +117,8 @@ def test_another_sglang_starts_and_one_line_says_that_it_runs_without(version, m
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("sglang.deep_moe", "WARNING")
     assert record.getMessage() == (
-        "SGLang runs all experts itself, without deep_moe: sglang must be at least 0.5.23 and older "
-        f"than 0.5.24, whose interfaces deep_moe's adapter was written for; got {version}"
+        "SGLang runs all experts itself, without deep_moe: sglang must be at least 0.5.23 and "
+        f"older than 0.5.24, whose interfaces deep_moe's adapter was written for; got {version}"
     )
 
 

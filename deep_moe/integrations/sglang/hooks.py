@@ -62,6 +62,7 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     Raises CheckpointError, on all ranks, if the checkpoint lacks an expert of one of them.
     """
     if served_of(experts) is not None:
+        loading.require_own_memory(experts)
         return None
     if experts._mega_moe_weights_built:
         return original(experts)
@@ -75,13 +76,15 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     refusal = engine.first_of_ranks(refusal)  # a rank alone cannot go SGLang's way
     if isinstance(refusal, CheckpointError):
         raise refusal
+    if served is not None and refusal is None:
+        try:
+            served.prepare()  # before SGLang looks how much memory is left, and before any graph
+        except UnsupportedError as error:  # on all ranks
+            refusal = error
     if served is None or refusal is not None:
         logger.warning("%s: experts run by SGLang: %s", name, refusal)
         return original(experts)
     loading.await_replacement(experts, served)
-    for tensor_name, tensor in zip(loading.TENSORS, served.tensors(), strict=True):
-        getattr(experts, tensor_name).data = tensor
-    served.prepare()  # before SGLang looks how much memory is left, and before any graph
     experts.__dict__[_STATE] = served
     experts._mega_moe_weights_built = True
     ranks = engine.expert_group().world_size
@@ -130,6 +133,7 @@ def run(
     served = served_of(experts)
     if served is None:
         return original(experts, hidden_states, topk_ids, topk_weights, **options)
+    loading.require_own_memory(experts)
     _check_call(served, options)
     num_tokens = options["num_tokens"]
     if topk_ids is None or topk_weights is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..completeness import LoadedParts, shards_of
+from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts
 from . import engine
 from .replacement import Replacement
@@ -24,7 +25,10 @@ logger = logging.getLogger("sglang.deep_moe")
 # A layer's, in the order of `ServedExperts.tensors`.
 TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
 
+# Of a layer that the kernel runs: its KernelParameters.
+PARAMETERS = "_deep_moe_parameters"
 _PARTS, _REPLACEMENT = "_deep_moe_loaded_parts", "_deep_moe_replacement"
+_HOW_TO_LOAD = "SGLang's update_weights_from_disk, _tensor, _distributed and _ipc load new ones"
 _MOST_LAYERS = 4  # named in one answer
 
 
@@ -42,10 +46,19 @@ def require_all(experts: Any) -> None:
 
 
 def await_replacement(experts: Any, served: ServedExperts) -> None:
-    """From now on, what is loaded replaces weights of `served`. The layer's parameters have still
-    the form in which they were loaded."""
+    """From now on the layer's parameters, which still have the form in which they were loaded, are
+    the kernel's own tensors, and what is loaded replaces weights of `served`."""
     parameters = {name: getattr(experts, name) for name in TENSORS}
-    experts.__dict__[_REPLACEMENT] = Replacement(name_of(experts), served, parameters)
+    name = name_of(experts)
+    experts.__dict__[_REPLACEMENT] = Replacement(name, served, parameters)
+    tensors = dict(zip(TENSORS, served.tensors(), strict=True))
+    experts.__dict__[PARAMETERS] = KernelParameters(name, experts, tensors, _HOW_TO_LOAD)
+
+
+def require_own_memory(experts: Any) -> None:
+    """Raise DeepMoEError if a parameter of a layer that the kernel runs was given other memory."""
+    parameters: KernelParameters = experts.__dict__[PARAMETERS]
+    parameters.require(experts)
 
 
 def load_part(
@@ -70,6 +83,8 @@ def load_part(
         )
 
     tensor, replacement = _tensor_of(experts, param), _replacement_of(experts)
+    if replacement is not None and tensor is None:
+        experts.__dict__[PARAMETERS].refuse_parts(param)
     if replacement is not None and tensor is not None:
         expert = engine.expert_ids(experts)[expert_id]
         part = tensor, shard_id
@@ -165,6 +180,8 @@ def _end_of_update(models: Iterable[Any]) -> str | None:
         return None
     ends = (replacement.end(engine.expert_ids(module)) for replacement, module in replacements)
     lacking = [words for words in ends if words is not None]
+    for replacement, _ in replacements:
+        replacement.renew()
     refusal = None
     if lacking:
         more = len(lacking) - _MOST_LAYERS

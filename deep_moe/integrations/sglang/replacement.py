@@ -102,6 +102,10 @@ class Replacement:
             reasons.insert(0, f"there is no {in_words(missing)}")
         return f"{self._layer}: {'; '.join(reasons)}" if reasons else None
 
+    def renew(self) -> None:
+        """Behind an update; see `ServedExperts.renew`."""
+        self._served.renew()
+
     def _lay_out(self, place: int, new: _NewExpert) -> None:
         try:
             self._served.replace_expert(place, self._pair(new, "w13"), self._pair(new, "w2"))

@@ -105,7 +105,7 @@ def take_over(
             source.biases is not None,
             num_pool_tokens,
         )
-        check_sizes(sizes, num_ranks, 1)
+        check_sizes(sizes, num_ranks, 1, arch, source.device)
         weights, is_requantized = _laid_out(source, arch, quantize)
         biases = _laid_out_biases(source, arch)
     except UnsupportedError as error:

@@ -85,7 +85,6 @@ class DeepMoEBatchedExperts(DeepMoEKernel):
         assert expert_tokens_meta is not None
         assert expert_tokens_meta.expert_num_tokens is not None
         served = self.served
-        assert served.weights is not None
         num_tokens, num_topk = topk_ids.shape
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
         # the one that its replays need.
@@ -93,7 +92,7 @@ class DeepMoEBatchedExperts(DeepMoEKernel):
         self.experts(
             hidden_states,
             a1q_scale,
-            *served.weights,
+            *served.whole_weights(),
             expert_tokens_meta.expert_num_tokens,
             out=output,
             l1_bias=served.biases and served.biases.l1,

@@ -33,9 +33,10 @@ from deep_moe.errors import DeepMoEError
 
 from ..completeness import ALL_SHARDS, LoadedParts, shards_of
 from ..fp8_token_scales import served_token_scales
+from ..kernel_parameters import KernelParameters
 from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
-from ..shared_steps import SharedSteps, check_step_sizes
+from ..shared_steps import SharedSteps, Steps, check_step_sizes
 from ..switch import (
     FUSED,
     LOW_LATENCY,
@@ -51,9 +52,12 @@ from .support import Plan, check_steps, plan_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
 # vLLM shows the lines of loggers below its own.
 logger = logging.getLogger("vllm.deep_moe")
+
+_HOW_TO_LOAD = "vLLM's reload_weights and its weight transfer engines load new ones"
 
 # Of all models of this process, as the buffers of the fused path.
 steps = SharedSteps()
@@ -132,7 +136,7 @@ class DeepMoERoutedExperts(RoutedExperts):
                 ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank
-            check_sizes(*own_sizes)
+            check_sizes(*own_sizes, arch, device)
             if path == LOW_LATENCY:
                 check_steps(self, get_tensor_model_parallel_world_size())
                 check_step_sizes(*own_sizes)
@@ -152,6 +156,9 @@ class DeepMoERoutedExperts(RoutedExperts):
         return_success: bool = False,
     ) -> bool | None:
         """vLLM's, which notes what it has loaded."""
+        method = self.quant_method
+        if isinstance(method, DeepMoEMethod) and method.parameters is not None:
+            method.parameters.refuse_parts(param)
         result = super().weight_loader(
             param,
             loaded_weight,
@@ -210,6 +217,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self.arch = arch
         self.is_in_steps = path == LOW_LATENCY
         self.served: ServedExperts | None = None
+        self.parameters: KernelParameters | None = None  # that are the kernel's own tensors
         self.is_rounded_up = False
 
     @property
@@ -253,12 +261,15 @@ class DeepMoEMethod(FusedMoEMethodBase):
         """Lay the weights out, on every rank, and let the layer's parameters be the kernel's own
         tensors, which a load balancer permutes. vLLM calls this again when it has loaded other
         weights: those are written into the same tensors."""
+        if self.parameters is not None and not self.parameters.need_all(layer):
+            return  # nothing was loaded
         names = self.form.tensors
         first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
-        # vLLM itself misses a tensor that no part was loaded of.
+        # vLLM itself misses a tensor that no part was loaded of, but not when it loads others.
+        begun = layer.loaded_parts.begun(names)
         layer.loaded_parts.require_all(
             layer.layer_name,
-            layer.loaded_parts.begun(names),
+            names if begun and self.served is not None else begun,
             range(first, first + layer.local_num_experts),
             ", as vLLM places them",
         )
@@ -283,28 +294,20 @@ class DeepMoEMethod(FusedMoEMethodBase):
         except UnsupportedError as error:
             reason = str(error)
         reason = self._first_reason(reason)
+        if reason is None and self.served is None:
+            try:
+                self.moe_kernel = self._make_kernel(served)
+            except UnsupportedError as error:  # on all ranks
+                reason = str(error)
         if reason is not None:
             self._give_back(layer, reason)
             return
-        for name, tensor in zip(names, served.tensors(), strict=True):
-            getattr(layer, name).data = tensor
+        tensors = dict(zip(names, served.tensors(), strict=True))
+        self.parameters = KernelParameters(layer.layer_name, layer, tensors, _HOW_TO_LOAD)
         if self.served is not None:
+            self._renew()
             return
         self.served = served
-        # Before vLLM looks how much memory is left, and before any graph: ranks meet.
-        if self.is_in_steps:
-            own_steps = steps.steps(
-                group,
-                served.device,
-                self.plan.sizes,
-                self.plan.activation,
-                self.plan.max_tokens_per_rank,
-                self.arch,
-            )
-            self.moe_kernel = make_step_kernel(self.moe, served, own_steps, self.plan.num_sharers)
-        else:
-            served.prepare()
-            self.moe_kernel = make_kernel(self.moe, served, self.plan.num_sharers)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         ranks = f", {self.plan.num_ranks} ranks" if group is not None else ""
         path = ", low-latency steps" if self.is_in_steps else ""
@@ -315,6 +318,31 @@ class DeepMoEMethod(FusedMoEMethodBase):
             ranks,
             path,
         )
+
+    def _make_kernel(self, served: ServedExperts) -> FusedMoEKernel:
+        """Before vLLM looks how much memory is left, and before any graph: ranks meet."""
+        if self.is_in_steps:
+            return make_step_kernel(self.moe, served, self._steps(served), self.plan.num_sharers)
+        served.prepare()
+        return make_kernel(self.moe, served, self.plan.num_sharers)
+
+    def _steps(self, served: ServedExperts) -> Steps:
+        return steps.steps(
+            served.group,
+            served.device,
+            self.plan.sizes,
+            self.plan.activation,
+            self.plan.max_tokens_per_rank,
+            self.arch,
+        )
+
+    def _renew(self) -> None:
+        """Behind a replacement; see `ServedExperts.renew`."""
+        assert self.served is not None
+        if not self.is_in_steps:
+            self.served.renew()
+        elif self.served.group is None:
+            self._steps(self.served).reset()
 
     def _first_reason(self, reason: str | None) -> str | None:
         """Of the first rank that cannot take its weights. A rank alone cannot go vLLM's way. The
@@ -345,8 +373,10 @@ class DeepMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        kernel = self.moe_kernel
+        kernel, parameters = self.moe_kernel, self.parameters
         assert kernel is not None
+        assert parameters is not None
+        parameters.require(layer)
 
         def run(
             x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

@@ -62,6 +62,10 @@ class LaunchError(EmulatorError):
     """A launch or memory region that cannot be."""
 
 
+class MemoryLimit(EmulatorError):
+    """The emulator needs more of the host's memory than it may take (`max_memory_bytes`)."""
+
+
 class RaceDetected(EmulatorError):
     """Two accesses to the same memory without an order between them."""
 
@@ -80,6 +84,7 @@ BY_KIND: dict[int, type[EmulatorError]] = {
     10: LaunchError,
     11: RaceDetected,
     12: EmulatorError,
+    13: MemoryLimit,
 }
 
 # Of the same numbers, as findings call them.
@@ -96,4 +101,5 @@ KIND_NAMES: dict[int, str] = {
     10: "launch",
     11: "race",
     12: "internal",
+    13: "memory",
 }

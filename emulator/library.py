@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,34 +56,52 @@ def build(output: Path, *, kept_units: Path | None = None) -> None:
 
     kept_units: folder of compiled units, by digest; what is there is not compiled again.
     """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
+        units = compile_units(SOURCES.glob("*.cpp"), kept_units or Path(folder))
+        linked = Path(folder) / LIBRARY_NAME
+        link(units, linked, (*LINK_FLAGS, f"-Wl,--version-script={EXPORTED_NAMES}"))
+        linked.replace(output)
+
+
+def compile_units(
+    sources: Iterable[Path], kept_units: Path, more_flags: tuple[str, ...] = ()
+) -> list[Path]:
+    """The sources as compiled units in the folder `kept_units`, by digest: what is there is not
+    compiled again."""
+    compiler = find_compiler()
+    kept_units.mkdir(parents=True, exist_ok=True)
+    headers = source_digest("*.h")
+
+    def compile_unit(source: Path) -> Path:
+        content = source.read_bytes() + " ".join(more_flags).encode()
+        unit = kept_units / f"{headers}-{hashlib.sha256(content).hexdigest()[:16]}.o"
+        if not unit.exists():
+            with tempfile.TemporaryDirectory(dir=kept_units, prefix=".unit-") as folder:
+                built = Path(folder) / unit.name
+                includes = ("-I", str(SOURCES), "-c", str(source), "-o", str(built))
+                _run([compiler, *FLAGS, *more_flags, *includes])
+                built.replace(unit)
+        return unit
+
+    # The largest first, so that no long one runs alone at the end.
+    in_order = sorted(sources, key=lambda s: -s.stat().st_size)
+    with ThreadPoolExecutor(NUM_COMPILERS) as pool:
+        return list(pool.map(compile_unit, in_order))
+
+
+def link(units: list[Path], output: Path, flags: tuple[str, ...]) -> None:
+    _run([find_compiler(), *flags, *map(str, units), "-o", str(output)])
+
+
+def find_compiler() -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise LibraryError(
             "the emulator has to be compiled once and needs g++ 12 or newer: "
             "install it, or name a compiler in CXX"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
-        headers = source_digest("*.h")
-
-        def compile_unit(source: Path) -> Path:
-            unit = Path(folder) / f"{source.stem}.o"
-            kept = kept_units and kept_units / f"{headers}-{source_digest(source.name)}.o"
-            if kept and kept.exists():
-                return kept
-            _run([compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", str(unit)])
-            return unit.replace(kept) if kept else unit
-
-        if kept_units:
-            kept_units.mkdir(parents=True, exist_ok=True)
-        # The largest first, so that no long one runs alone at the end.
-        sources = sorted(SOURCES.glob("*.cpp"), key=lambda s: -s.stat().st_size)
-        with ThreadPoolExecutor(NUM_COMPILERS) as pool:
-            units = [str(unit) for unit in pool.map(compile_unit, sources)]
-        linked = Path(folder) / LIBRARY_NAME
-        exports = f"-Wl,--version-script={EXPORTED_NAMES}"
-        _run([compiler, *LINK_FLAGS, exports, *units, "-o", str(linked)])
-        linked.replace(output)
+    return compiler
 
 
 def _run(command: list[str]) -> None:
@@ -132,6 +151,7 @@ def load() -> ctypes.CDLL:
         "dm_destroy": (None, [handle]),
         "dm_error": (text, [handle]),
         "dm_error_finding": (text, [handle]),
+        "dm_set_memory_limit": (None, [handle, u64]),
         "dm_set_residency": (None, [handle, u32]),
         "dm_set_hopper_fp8_sums": (None, [handle, integer]),
         "dm_set_strict_tcgen05": (None, [handle, integer]),
@@ -152,12 +172,11 @@ def load() -> ctypes.CDLL:
         ),
         "dm_launch": (
             integer,
-            [handle, u32, text, u32, three, three, three, u32, ctypes.c_char_p, u64, integer],
+            [handle, u32, text, u32, three, three, three, u32, text, u64, integer, u32],
         ),
         "dm_name_shared": (integer, [handle, text, u64, u64, u64_out, u32]),
-        "dm_set_registers": (integer, [handle, u32]),
+        "dm_withdraw_launch": (None, [handle]),
         "dm_name_warps": (integer, [handle, text, u32_out, u32]),
-        "dm_run": (integer, [handle, ctypes.CFUNCTYPE(integer, u64)]),
         "dm_stall": (text, [handle]),
         "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),
         "dm_supported_instructions": (text, []),
@@ -167,3 +186,30 @@ def load() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     return library
+
+
+@functools.cache
+def interruptible_run() -> Callable[[int | None, Callable[[], None] | None], int]:
+    """The library's `dm_run`, which lets signals be handled while it runs: it is called with the
+    interpreter's lock held and gives that up itself. Takes a machine's handle, and what to call now
+    and then; raises what that or a signal's handler raises.
+    """
+    functions = [
+        ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p)
+        for name in (
+            "PyEval_SaveThread",
+            "PyEval_RestoreThread",
+            "PyErr_CheckSignals",
+            "PyObject_CallNoArgs",
+            "Py_DecRef",
+        )
+    ]
+    table = (ctypes.c_void_p * len(functions))(*(function.value for function in functions))
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    dm_run = prototype(("dm_run", load()))
+
+    def run(handle: int | None, progress: Callable[[], None] | None) -> int:
+        # The address of a Python object is its id.
+        return dm_run(handle, table, None if progress is None else id(progress))
+
+    return run

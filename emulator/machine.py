@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import operator
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import BY_KIND, EmulatorError, LaunchError
 from .findings import Finding, decode_finding
-from .library import load
+from .library import interruptible_run, load
 
 Size = tuple[int, int, int]
+# What an argument of the library may be; whether a launch fits a GPU is looked at there.
+MAX_U32, MAX_U63 = 2**32 - 1, 2**63 - 1
+MAX_RANK = 2**16 - 1
 # Of a kernel: bytes, a number, or an array or tensor, which stands for its address.
 Argument: TypeAlias = Any
 Schedule = Literal["random", "round_robin", "late_copies", "slow_rank", "starved_role", "last_warp"]
@@ -94,6 +101,8 @@ class Machine:
     clock: "virtual" counts instructions, and time leaps when everything waits; "real" is the
     host's, for kernels that talk to other processes.
     max_resident_ctas: how many CTAs of one grid are there at once.
+    max_memory_bytes: of the host, which the machines of this process may take together. By default
+    nine tenths of what the process may have.
     hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
     rounding the exact sum once.
 
@@ -110,15 +119,21 @@ class Machine:
         strict_tcgen05: bool = False,
         clock: Literal["virtual", "real"] = "virtual",
         max_resident_ctas: int = 4096,
+        max_memory_bytes: int | None = None,
         hopper_fp8_sums: bool = False,
     ) -> None:
         if clock not in ("virtual", "real"):
             raise ValueError(f"clock must be 'virtual' or 'real', not {clock!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
+        residency = _whole("max_resident_ctas", max_resident_ctas, 1, MAX_U32)
+        if max_memory_bytes is None:
+            max_memory_bytes = default_memory_limit()
+        memory_limit = _whole("max_memory_bytes", max_memory_bytes, 1, MAX_U63)
         self._library = load()
         self._handle = self._library.dm_create(seed % 2**64, checks, clock == "real")
-        self._library.dm_set_residency(self._handle, max_resident_ctas)
+        self._library.dm_set_residency(self._handle, residency)
+        self._library.dm_set_memory_limit(self._handle, memory_limit)
         self._library.dm_set_hopper_fp8_sums(self._handle, hopper_fp8_sums)
         self._library.dm_set_schedule(self._handle, SCHEDULES.index(schedule))
         self._library.dm_set_strict_tcgen05(self._handle, strict_tcgen05)
@@ -144,22 +159,22 @@ class Machine:
         The caller keeps the memory alive until `remove_memory` or the machine's end. arrays: names
         for parts of it, for findings.
         """
+        rank = _whole("rank", rank, 0, MAX_RANK)
+        address = _whole(f"{name}: address", address, 1, MAX_U63)
+        num_bytes = _whole(f"{name}: num_bytes", num_bytes, 1, MAX_U63)
+        places = [(array.name.encode(), *_place_of(array)) for array in arrays]
         self._check(
             self._library.dm_add_memory(
                 self._handle, rank, address, num_bytes, name.encode(), writable
             )
         )
-
-        for array in arrays:
-            self._check(
-                self._library.dm_name_memory(
-                    self._handle, rank, address, array.name.encode(), *_place_of(array)
-                )
-            )
+        for place in places:
+            self._check(self._library.dm_name_memory(self._handle, rank, address, *place))
 
     def add_array(self, array: Any, name: str, *, rank: int = 0, writable: bool = True) -> None:
         """The same for the memory of a NumPy array or a CPU tensor. A peer's memory that a rank
         reaches through pointers is added to that rank, too."""
+        _check_storage(array, name)
         num_bytes = array.nbytes
         if not array.flags.c_contiguous if hasattr(array, "flags") else not array.is_contiguous():
             raise ValueError(f"{name}: only contiguous arrays can be added")
@@ -167,6 +182,8 @@ class Machine:
 
     def remove_memory(self, rank: int, address: int) -> None:
         """Forget the region that starts at `address`."""
+        rank = _whole("rank", rank, 0, MAX_RANK)
+        address = _whole("address", address, 0, MAX_U63)
         self._check(self._library.dm_remove_memory(self._handle, rank, address))
 
     def load(self, ptx: str, *, name: str = "module") -> Module:
@@ -211,6 +228,15 @@ class Machine:
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
+        geometry = [
+            _size(what, size)
+            for what, size in (("grid", grid), ("block", block), ("cluster", cluster or (0, 0, 0)))
+        ]
+        shared_bytes = _whole("shared_bytes", shared_bytes, 0, MAX_U32)
+        rank = _whole("rank", rank, 0, MAX_RANK)
+        num_registers = 0 if registers is None else _whole("registers", registers, 1, 255)
+        places = [(array.name.encode(), *_place_of(array)) for array in shared_arrays]
+        role_warps = {role: _warps(role, warps) for role, warps in (roles or {}).items()}
         name = module.find_kernel(kernel).encode()
         size, count, declared = ctypes.c_uint32(), ctypes.c_uint32(), (ctypes.c_uint32 * 3)()
         self._check(
@@ -223,39 +249,30 @@ class Machine:
             if isinstance(args, bytes)
             else self._pack_parameters(module, name, size.value, count.value, args)
         )
-        three = ctypes.c_uint32 * 3
         self._check(
             self._library.dm_launch(
                 self._handle,
                 module.index,
                 name,
                 rank,
-                three(*grid),
-                three(*block),
-                three(*(cluster or (0, 0, 0))),
+                *geometry,
                 shared_bytes,
                 block_of_bytes,
                 len(block_of_bytes),
                 in_order,
+                num_registers,
             )
         )
-
-        if registers is not None:
-            self._check(self._library.dm_set_registers(self._handle, registers))
-        for array in shared_arrays:
-            self._check(
-                self._library.dm_name_shared(self._handle, array.name.encode(), *_place_of(array))
-            )
-        for role, warps in (roles or {}).items():
-            indices = list(warps)
-            self._check(
-                self._library.dm_name_warps(
-                    self._handle,
-                    role.encode(),
-                    (ctypes.c_uint32 * len(indices))(*indices),
-                    len(indices),
+        try:
+            for place in places:
+                self._check(self._library.dm_name_shared(self._handle, *place))
+            for role, warps in role_warps.items():
+                self._check(
+                    self._library.dm_name_warps(self._handle, role.encode(), warps, len(warps))
                 )
-            )
+        except BaseException:
+            self._library.dm_withdraw_launch(self._handle)
+            raise
 
     def _pack_parameters(
         self, module: Module, kernel: bytes, size: int, count: int, args: Sequence[Argument]
@@ -287,25 +304,14 @@ class Machine:
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Execute all queued launches to completion.
 
-        progress: called now and then with the number of warp instructions executed; what it raises
-        (KeyboardInterrupt included) stops the run.
+        progress: called several times a second with the number of warp instructions executed; what
+        it raises stops the run, and so does what the handler of a signal raises, such as Ctrl-C's
+        KeyboardInterrupt. The launches are then forgotten, and the machine can be used again.
         """
-        stopped: list[BaseException] = []
-
-        def report(steps: int) -> int:
-            try:
-                if progress is not None:
-                    progress(steps)
-            except BaseException as error:
-                stopped.append(error)
-                return 0
-            return 1
-
-        callback_type = self._library.dm_run.argtypes[1]
-        status = self._library.dm_run(self._handle, callback_type(report))
-        if stopped:
-            raise stopped[0]
-        self._check(status)
+        report = None
+        if progress is not None:
+            report = functools.partial(_report, progress, self)
+        self._check(interruptible_run()(self._handle, report))
 
     @property
     def findings(self) -> list[Finding]:
@@ -343,6 +349,58 @@ class Machine:
             raise error
 
 
+def _report(progress: Callable[[int], None], machine: Machine) -> None:
+    progress(machine.statistics.warp_instructions)
+
+
+@functools.cache
+def default_memory_limit() -> int:
+    """Nine tenths of what the machine has, or of what its control group allows if that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return min(limits) * 9 // 10
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise LaunchError(f"{name} must be a whole number, not {value!r}") from None
+    if not low <= number <= high:
+        raise LaunchError(f"{name} must be {low} to {high}, not {number}")
+    return number
+
+
+def _size(name: str, size: Any) -> ctypes.Array[ctypes.c_uint32]:
+    sizes = tuple(size) if isinstance(size, Iterable) else ()
+    if len(sizes) != 3:
+        raise LaunchError(f"{name} must be three sizes (x, y, z), not {size!r}")
+    return (ctypes.c_uint32 * 3)(
+        *(_whole(f"{name}[{i}]", value, 0, MAX_U32) for i, value in enumerate(sizes))
+    )
+
+
+def _warps(role: str, warps: Iterable[int]) -> ctypes.Array[ctypes.c_uint32]:
+    indices = [_whole(f"a warp of role {role!r}", warp, 0, MAX_U32) for warp in warps]
+    return (ctypes.c_uint32 * len(indices))(*indices)
+
+
+def _check_storage(array: Any, name: str) -> None:
+    """Refuses a tensor whose storage is gone, as FSDP frees it between uses."""
+    if not hasattr(array, "untyped_storage") or not array.numel():
+        return
+    needed = (array.storage_offset() + array.numel()) * array.element_size()
+    have = array.untyped_storage().nbytes()
+    if have < needed:
+        raise ValueError(
+            f"{name}: it needs {needed} bytes of storage and has {have}; was the storage freed?"
+        )
+
+
 def _argument_bytes(value: Argument, num_bytes: int, is_floating: bool) -> bytes:
     """What a parameter of this size holds."""
     if isinstance(value, Real):
@@ -353,6 +411,7 @@ def _argument_bytes(value: Argument, num_bytes: int, is_floating: bool) -> bytes
         if num_bytes > 8:
             raise TypeError(f"a number for {num_bytes} bytes: pass the struct's bytes")
         return int(value).to_bytes(num_bytes, "little", signed=int(value) < 0)
+    _check_storage(value, "the tensor")
     is_array = hasattr(value, "data_ptr") or hasattr(value, "__array_interface__")
     content = _address_of(value).to_bytes(8, "little") if is_array else bytes(value)
     if len(content) != num_bytes:
@@ -367,8 +426,15 @@ def _address_of(array: Any) -> int:
 
 
 def _place_of(array: NamedArray) -> tuple[int, int, ctypes.Array[ctypes.c_uint64], int]:
-    shape = (ctypes.c_uint64 * len(array.shape))(*array.shape)
-    return array.offset, array.element_bytes, shape, len(array.shape)
+    offset, element_bytes, *sizes = (
+        _whole(f"{array.name}: {what}", value, 0, MAX_U63)
+        for what, value in (
+            ("offset", array.offset),
+            ("element_bytes", array.element_bytes),
+            *(("a size", size) for size in array.shape),
+        )
+    )
+    return offset, element_bytes, (ctypes.c_uint64 * len(sizes))(*sizes), len(sizes)
 
 
 def supported_instructions() -> dict[str, str]:

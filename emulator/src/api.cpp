@@ -1,10 +1,15 @@
 // The C ABI that emulator/library.py loads. Every call that can fail returns a FaultKind (0: fine);
 // the text of the last failure of a machine is `dm_error`.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "engine.h"
 #include "instruction_table.h"
+#include "memory_limit.h"
 
 using namespace deep_moe::emulator;
 
@@ -15,13 +20,33 @@ struct Handle {
     std::vector<std::unique_ptr<Module>> modules;
     std::string error, error_finding;
     std::string text;  // what dm_kernels or dm_finding returned last
+    uint64_t max_memory = UINT64_MAX;
+    std::vector<std::byte> reserve;  // of memory, for the report that there is no more
 };
 
+constexpr size_t reserve_bytes = 1 << 20;
+
+int report_no_memory(Handle* h, const std::string& doing) {
+    limit_memory(UINT64_MAX);
+    std::vector<std::byte>().swap(h->reserve);
+    h->error =
+        doing + ": no more memory: " + memory_text(h->max_memory) + h->machine.describe_running();
+    h->error_finding = Finding{FaultKind::memory, h->error, "", 0, {}}.json();
+    return int(FaultKind::memory);
+}
+
 template <class F>
-int guarded(Handle* h, F f) {
+int guarded(Handle* h, const char* doing, F f) {
+    struct Limit {
+        explicit Limit(uint64_t bytes) { limit_memory(bytes); }
+        ~Limit() { limit_memory(UINT64_MAX); }
+    } limit(h->max_memory);
     try {
+        if (h->reserve.empty()) h->reserve.resize(reserve_bytes);
         f();
         return 0;
+    } catch (const std::bad_alloc&) {
+        return report_no_memory(h, doing);
     } catch (const Fault& fault) {
         h->error = fault.what();
         Finding finding;
@@ -34,6 +59,19 @@ int guarded(Handle* h, F f) {
         h->error_finding = Finding{FaultKind::internal, e.what(), "", 0, {}}.json();
         return int(FaultKind::internal);
     }
+}
+
+// Whether the process has these pages.
+bool is_mapped(uint64_t address, uint64_t bytes) {
+    const auto page = uint64_t(sysconf(_SC_PAGESIZE)), first = address / page * page;
+    if (!bytes || address + bytes < address) return bytes == 0;
+    constexpr uint64_t pages_at_once = 1 << 16;
+    static thread_local std::vector<unsigned char> residence(pages_at_once);
+    for (uint64_t at = first; at < address + bytes; at += pages_at_once * page) {
+        const uint64_t part = std::min(address + bytes - at, pages_at_once * page);
+        if (mincore(reinterpret_cast<void*>(at), part, residence.data()) != 0) return false;
+    }
+    return true;
 }
 
 }  // namespace
@@ -61,6 +99,10 @@ EXPORT const char* dm_error(Handle* h) {
 // The same as JSON, as `Finding::json` makes it.
 EXPORT const char* dm_error_finding(Handle* h) {
     return h->error_finding.c_str();
+}
+
+EXPORT void dm_set_memory_limit(Handle* h, uint64_t bytes) {
+    h->max_memory = bytes;
 }
 
 EXPORT void dm_set_residency(Handle* h, uint32_t ctas) {
@@ -94,26 +136,32 @@ EXPORT const char* dm_finding(Handle* h, uint32_t index) {
 
 EXPORT int dm_add_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
                          const char* name, int writable) {
-    return guarded(h,
-                   [&] { h->machine.rank(rank).memory.add(address, bytes, name, writable != 0); });
+    return guarded(h, "add_memory", [&] {
+        if (!is_mapped(address, bytes))
+            throw Fault(FaultKind::launch,
+                        format("memory region '%s': this process has no memory of %llu bytes at "
+                               "0x%llx",
+                               name, (unsigned long long)bytes, (unsigned long long)address));
+        h->machine.rank(rank).memory.add(address, bytes, name, writable != 0);
+    });
 }
 
 // Names an array inside the region that starts at `address`.
 EXPORT int dm_name_memory(Handle* h, uint32_t rank, uint64_t address, const char* name,
                           uint64_t offset, uint64_t element_bytes, const uint64_t* shape,
                           uint32_t num_dimensions) {
-    return guarded(h, [&] {
+    return guarded(h, "add_memory", [&] {
         h->machine.rank(rank).memory.name(
             address, {name, offset, element_bytes, {shape, shape + num_dimensions}});
     });
 }
 
 EXPORT int dm_remove_memory(Handle* h, uint32_t rank, uint64_t address) {
-    return guarded(h, [&] { h->machine.rank(rank).memory.remove(address); });
+    return guarded(h, "remove_memory", [&] { h->machine.rank(rank).memory.remove(address); });
 }
 
 EXPORT int dm_load(Handle* h, const char* ptx, uint64_t bytes, const char* name, uint32_t* module) {
-    return guarded(h, [&] {
+    return guarded(h, "load", [&] {
         h->modules.push_back(load_module({ptx, bytes}, name));
         *module = uint32_t(h->modules.size() - 1);
     });
@@ -129,7 +177,7 @@ EXPORT void dm_unload(Handle* h, uint32_t module) {
 // declared cluster size.
 EXPORT int dm_kernel(Handle* h, uint32_t module, const char* kernel, uint32_t* parameter_bytes,
                      uint32_t* num_parameters, uint32_t cluster[3]) {
-    return guarded(h, [&] {
+    return guarded(h, "launch", [&] {
         auto found = h->modules.at(module)->programs.find(kernel);
         if (found == h->modules[module]->programs.end()) {
             std::string known;
@@ -154,7 +202,7 @@ EXPORT const char* dm_kernels(Handle* h, uint32_t module) {
 
 EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, uint32_t index,
                                uint32_t* offset, uint32_t* bytes, int* is_floating) {
-    return guarded(h, [&] {
+    return guarded(h, "launch", [&] {
         const KernelParameter& p = h->modules.at(module)->programs.at(kernel)->parameters.at(index);
         *offset = uint32_t(p.offset);
         *bytes = uint32_t(p.size);
@@ -165,42 +213,65 @@ EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, u
 EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t rank,
                      const uint32_t grid[3], const uint32_t block[3], const uint32_t cluster[3],
                      uint32_t shared_bytes, const void* arguments, uint64_t argument_bytes,
-                     int in_order) {
-    return guarded(h, [&] {
+                     int in_order, uint32_t num_registers) {
+    return guarded(h, "launch", [&] {
         const auto* bytes = static_cast<const std::byte*>(arguments);
         h->machine.launch(*h->modules.at(module)->programs.at(kernel), rank, grid, block, cluster,
-                          shared_bytes, {bytes, bytes + argument_bytes}, in_order != 0);
+                          shared_bytes, {bytes, bytes + argument_bytes}, in_order != 0,
+                          num_registers);
     });
 }
 
 // Of the last launch: an array in its dynamic shared memory, and what some of its warps do.
 EXPORT int dm_name_shared(Handle* h, const char* name, uint64_t offset, uint64_t element_bytes,
                           const uint64_t* shape, uint32_t num_dimensions) {
-    return guarded(h, [&] {
+    return guarded(h, "launch", [&] {
         h->machine.grids.back()->shared_names.add(
             {name, offset, element_bytes, {shape, shape + num_dimensions}});
     });
 }
 
-// Of the last launch: registers per thread.
-EXPORT int dm_set_registers(Handle* h, uint32_t num_registers) {
-    return guarded(h, [&] { h->machine.set_registers(*h->machine.grids.back(), num_registers); });
+EXPORT void dm_withdraw_launch(Handle* h) {
+    h->machine.withdraw_launch();
 }
 
 EXPORT int dm_name_warps(Handle* h, const char* role, const uint32_t* warps, uint32_t count) {
-    return guarded(
-        h, [&] { h->machine.grids.back()->roles.push_back({role, {warps, warps + count}}); });
+    return guarded(h, "launch", [&] {
+        h->machine.grids.back()->roles.push_back({role, {warps, warps + count}});
+    });
 }
 
-// `progress` (may be null) gets the number of warp instructions so far and returns 0 to stop the
-// run.
-EXPORT int dm_run(Handle* h, int (*progress)(uint64_t steps)) {
-    int result = guarded(h, [&] {
-        std::function<bool(uint64_t)> callback;
-        if (progress) callback = [&](uint64_t steps) { return progress(steps) != 0; };
-        h->machine.run(callback);
-    });
+// Python's functions that a run needs to let signals be handled and others run, in this order. It
+// is called with the interpreter's lock held.
+struct Python {
+    void* (*save_thread)();
+    void (*restore_thread)(void* state);
+    int (*check_signals)();
+    void* (*call)(void* callable);
+    void (*release)(void* object);
+};
+
+// Every some ms, signals are handled and `progress` (null: none) is called without arguments. If
+// one of them raises, the run ends with the exception set. python: null for callers without one.
+EXPORT int dm_run(Handle* h, const Python* python, void* progress) {
+    void* state = python ? python->save_thread() : nullptr;
+    std::function<bool()> keep_going;
+    if (python) {
+        keep_going = [&] {
+            python->restore_thread(state);
+            bool goes_on = python->check_signals() == 0;
+            if (goes_on && progress) {
+                void* result = python->call(progress);
+                goes_on = result != nullptr;
+                if (result) python->release(result);
+            }
+            state = python->save_thread();
+            return goes_on;
+        };
+    }
+    const int result = guarded(h, "run", [&] { h->machine.run(keep_going); });
     if (result) h->machine.reset();
+    if (python) python->restore_thread(state);
     return result;
 }
 

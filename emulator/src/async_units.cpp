@@ -140,6 +140,7 @@ AsyncAccesses accesses_by_barrier(const std::shared_ptr<const Issue>& issue, Cta
 }
 
 void CtaWindow::note(uint32_t address, uint32_t num_bytes, Access access) {
+    cta_.check_range(address, num_bytes, what_);
     cta_.machine->races->async_shared_access(cta_, address, num_bytes, access);
 }
 

@@ -182,7 +182,7 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
                 builder.program().shared_begin = runtime_shared_base;
             if (!special_operand(p.name, o))
                 unsupported("special register " + p.name + " is not supported here");
-            if (bits == 64) unsupported("special register " + p.name + " is 32 bits wide");
+            if (bits != 32) unsupported("special register " + p.name + " is 32 bits wide");
             return o;
         }
         case ParsedOperand::Kind::symbol: {
@@ -216,16 +216,18 @@ Operand Decoder::frame_address(const Operand& in_frame, int bits) {
 }
 
 Operand Decoder::destination(size_t i, Type type) {
-    if (i >= num_operands()) invalid("an operand is missing");
     return destination(parsed(i), type);
 }
 Operand Decoder::source(size_t i, Type type) {
-    if (i >= num_operands()) invalid("an operand is missing");
     return source(parsed(i), type);
 }
 Operand Decoder::address(size_t i) {
-    if (i >= num_operands()) invalid("an operand is missing");
     return address(parsed(i));
+}
+
+const ParsedOperand& Decoder::parsed(size_t i) const {
+    if (i < num_operands()) return statement.operands[i];
+    builder.fail(FaultKind::invalid_ptx, statement, "an operand is missing");
 }
 
 Operand Decoder::second(size_t i) {
@@ -243,6 +245,9 @@ Operand Decoder::address(const ParsedOperand& p) {
     if (p.kind != ParsedOperand::Kind::address) invalid("the operand is not an address");
     auto kind = ParsedOperand::Kind(p.bits);
     if (kind == ParsedOperand::Kind::reg) {
+        const int bits = num_bits(builder.register_type(p.name));
+        if (bits != 32 && bits != 64)
+            invalid("register " + p.name + " is no address: it has not 32 or 64 bits");
         Operand o = builder.register_operand(p.name);
         reads.push_back(int(o.offset));
         o.displacement = p.value;
@@ -269,8 +274,7 @@ std::vector<Operand> Decoder::sources(size_t i, Type type) {
 }
 
 uint64_t Decoder::immediate(size_t i) {
-    if (i >= num_operands() || parsed(i).kind != ParsedOperand::Kind::immediate)
-        invalid("expected an immediate");
+    if (parsed(i).kind != ParsedOperand::Kind::immediate) invalid("expected an immediate");
     return uint64_t(parsed(i).value);
 }
 

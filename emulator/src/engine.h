@@ -56,10 +56,12 @@ struct Engine : Machine {
     Rank& rank(uint32_t index);
     void launch(const Program& program, uint32_t rank, const uint32_t grid[3],
                 const uint32_t block[3], const uint32_t cluster[3], uint32_t shared_bytes,
-                const std::vector<std::byte>& parameters, bool in_order);
-    void set_registers(Grid& grid, uint32_t num_registers);  // before it runs
-    void run(const std::function<bool(uint64_t steps)>& progress_callback);
-    void reset();  // forgets all launches
+                const std::vector<std::byte>& parameters, bool in_order, uint32_t num_registers);
+    void withdraw_launch();  // the last one
+    // keep_going: asked every some ms; false ends the run.
+    void run(const std::function<bool()>& keep_going);
+    void reset();                          // forgets all launches
+    std::string describe_running() const;  // "" if nothing runs
     void forget_module(const Module& module);
     std::deque<std::unique_ptr<Grid>> grids;  // running
     std::string stall;        // a report of this run, made when nothing changed for a while
@@ -75,6 +77,9 @@ struct Engine : Machine {
 
     // ---- warps
     ModuleMemory& module_memory(const Module& module, Rank& rank);
+    void forget_module(const Module& module, Rank& rank);
+    void forget_regions(const Grid& grid);
+    void check_memory(const Grid& grid) const;
     void admit_ctas(Grid& grid);
     void admit_cluster(Grid& grid);
     std::unique_ptr<Cta> make_cta(Grid& grid, Cluster& cluster, const uint32_t position[3]);

@@ -25,6 +25,7 @@ enum class FaultKind : int {
     launch = 10,
     race = 11,
     internal = 12,
+    memory = 13,  // of the host
 };
 
 struct Finding;

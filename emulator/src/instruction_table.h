@@ -94,7 +94,7 @@ class Decoder {
     // Operands.
     size_t num_operands() const { return statement.operands.size(); }
     void expect_operands(size_t low, size_t high = 0);
-    const ParsedOperand& parsed(size_t i) const { return statement.operands.at(i); }
+    const ParsedOperand& parsed(size_t i) const;  // error if there are not so many
     Operand destination(size_t i, Type type);
     Operand source(size_t i, Type type);
     Operand second(size_t i);   // q of `p|q` in operand i; a sink if not given

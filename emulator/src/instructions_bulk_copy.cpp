@@ -106,7 +106,7 @@ void combine(Reduction operation, Type type, uint8_t* target, const uint8_t* sou
     };
     switch (type) {
         case Type::none:
-            std::memcpy(target, source, num_bytes);
+            std::memmove(target, source, num_bytes);  // they may overlap within a CTA
             return;
         case Type::u32:
         case Type::b32:
@@ -210,7 +210,6 @@ uint8_t take_rank(Decoder& d) {
 
 // `[map, {x, y}]` -> map address and coordinates.
 void append_tensor_operand(Decoder& d, size_t index, uint8_t rank, std::vector<Operand>& operands) {
-    if (index >= d.num_operands()) d.invalid("an operand is missing");
     const ParsedOperand& p = d.parsed(index);
     if (p.kind != ParsedOperand::Kind::address || p.elements.size() != 1) {
         d.invalid("expected [tensor map, {coordinates}]");

@@ -213,8 +213,9 @@ Flow allocate_on_stack(Warp& w, const Op& op) {  // d, size; aux: alignment
     auto size = w.in<T>(op.operands[1]);
     w.for_each_lane([&](int lane) {
         uint32_t& top = w.stack_tops[size_t(lane)];
-        const uint64_t start = (top + op.aux - 1) / op.aux * op.aux, end = start + size[lane];
-        w.grow_stack(uint32_t(std::min<uint64_t>(end, UINT32_MAX)), lane);
+        const uint64_t start = (top + op.aux - 1) / op.aux * op.aux,
+                       end = start + std::min<uint64_t>(size[lane], max_stack_bytes + 1);
+        w.grow_stack(uint32_t(end), lane);
         d.set(lane, T(start));
         top = uint32_t(end);
     });

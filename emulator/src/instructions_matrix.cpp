@@ -27,8 +27,7 @@ void resolve_rows(Warp& w, const Op& op, Access access, std::byte* rows[warp_siz
         }
         rows[lane] = w.resolve(Space(op.aux & 0xff), address, 16, access, int(lane));
         if (w.machine->races) {
-            w.machine->races->shared_access(w, *w.cta, uint32_t(address) & shared_offset_mask, 16,
-                                            access, int(lane));
+            w.machine->races->access(w, Space(op.aux & 0xff), address, 16, access, int(lane));
         }
     }
 }

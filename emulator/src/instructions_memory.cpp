@@ -103,6 +103,7 @@ Flow load(Warp& w, const Op& op) {
     const Operand& address = op.operands[N];
     bool is_strong = op.aux & strong;
     if (is_strong) ++w.polls;
+    const uint64_t polled = w.address(address, w.first_lane());  // the load may overwrite it
     if (op.aux & uniform_address) {
         int lane = w.first_lane();
         const std::byte* from =
@@ -132,7 +133,7 @@ Flow load(Warp& w, const Op& op) {
         }
     }
     if (!is_strong) return Flow::next;
-    note_poll(w, space, w.address(address, w.first_lane()), sizeof(T) * N);
+    note_poll(w, space, polled, sizeof(T) * N);
     return Flow::yield;
 }
 
@@ -498,6 +499,7 @@ Flow compare_and_swap(Warp& w, const Op& op) {
     Space space = Space(op.aux & space_bits);
     bool changed = false;
     ++w.polls;
+    const uint64_t polled = w.address(op.operands[1], w.first_lane());
     w.for_each_lane([&](int i) {
         auto* at = reinterpret_cast<T*>(
             w.resolve(space, w.address(op.operands[1], i), sizeof(T), Access::read_write, i));
@@ -512,7 +514,7 @@ Flow compare_and_swap(Warp& w, const Op& op) {
         w.out<T>(op.operands[0]).set(i, seen);
     });
     if (changed) w.machine->note_progress();
-    note_poll(w, space, w.address(op.operands[1], w.first_lane()), sizeof(T));
+    note_poll(w, space, polled, sizeof(T));
     return Flow::yield;
 }
 

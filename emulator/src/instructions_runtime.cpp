@@ -1,6 +1,8 @@
 // Functions that the CUDA driver provides and a module only declares: vprintf, __assertfail, malloc
 // and free.
+#include <cctype>
 #include <cstdio>
+#include <cstdlib>
 #include <new>
 
 #include "lanes.h"
@@ -32,13 +34,20 @@ std::string read_text(Warp& w, uint64_t address, int lane) {
 template <class T>
 T parameter(Warp& w, const Operand& place, int lane) {
     T value;
-    std::memcpy(&value, w.local_at(w.in<uint32_t>(place)[lane], lane), sizeof value);
+    std::memcpy(
+        &value,
+        w.resolve(Space::local, w.in<uint32_t>(place)[lane], sizeof value, Access::read, lane),
+        sizeof value);
     return value;
 }
 template <class T>
 void return_value(Warp& w, const Operand& place, int lane, T value) {
-    std::memcpy(w.local_at(w.in<uint32_t>(place)[lane], lane), &value, sizeof value);
+    std::memcpy(
+        w.resolve(Space::local, w.in<uint32_t>(place)[lane], sizeof value, Access::write, lane),
+        &value, sizeof value);
 }
+
+constexpr unsigned max_print_width = 4096;
 
 // `format` filled with values that lie one after the other at `values`, each aligned to its size.
 std::string print_formatted(Warp& w, const std::string& format_text, uint64_t values, int lane) {
@@ -70,6 +79,12 @@ std::string print_formatted(Warp& w, const std::string& format_text, uint64_t va
                 directive.push_back(c);
                 if (!std::strchr("-+ #0123456789.", c)) break;
             }
+        }
+        for (size_t at = 1; at < directive.size(); ++at) {
+            if (std::isdigit(static_cast<unsigned char>(directive[at])) &&
+                std::strtoull(directive.c_str() + at, nullptr, 10) > max_print_width)
+                throw Fault(FaultKind::invalid_operation,
+                            format("printf: a width or precision above %u", max_print_width), lane);
         }
         switch (directive.back()) {
             case 's':

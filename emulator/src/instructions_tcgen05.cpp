@@ -19,7 +19,6 @@ int take_cta_group(Decoder& d) {
 
 // Tensor memory addresses stand in brackets in most instructions.
 Operand tensor_memory_address(Decoder& d, size_t i) {
-    if (i >= d.num_operands()) d.invalid("an operand is missing");
     return d.parsed(i).kind == ParsedOperand::Kind::address ? d.address(i) : d.source(i, Type::u32);
 }
 
@@ -94,8 +93,7 @@ Flow alloc(Warp& w, const Op& op) {
         w.resolve(Space(op.aux >> 8 & 0xff), destination, 4, Access::write, lane)) = *column;
     if (RaceDetector* races = w.machine->races.get()) {
         races->forget_tensor_memory(*w.cta, *column, count);
-        races->shared_access(w, *w.cta, uint32_t(destination) & shared_offset_mask, 4,
-                             Access::write, lane);
+        races->access(w, Space(op.aux >> 8 & 0xff), destination, 4, Access::write, lane);
     }
     w.machine->note_progress();
     return Flow::next;

@@ -2,17 +2,22 @@
 // warps, retires them.
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "async_units.h"
 #include "engine.h"
+#include "memory_limit.h"
 #include "race_detector.h"
 #include "register_watch.h"
+#include "shared_window.h"
 
 namespace deep_moe::emulator {
 
 namespace {
 
-constexpr uint32_t max_shared_bytes = 227 * 1024;
+constexpr uint32_t max_grid[3] = {INT32_MAX, 65535, 65535}, max_block[3] = {1024, 1024, 64};
+constexpr uint32_t max_threads = 1024, max_cluster_ctas = 16;
+constexpr uint32_t max_thread_registers = 255, max_cta_registers = 65536;
 
 std::byte* aligned(std::vector<std::byte>& storage, size_t bytes, size_t alignment) {
     storage.resize(bytes + alignment);
@@ -95,45 +100,31 @@ void fill_special_registers(Warp& w, const uint32_t position[3]) {
     fill(Special::envreg2, uint32_t(workspace));
 }
 
-[[noreturn]] void refuse(const Program& program, const std::string& why) {
-    throw Fault(FaultKind::launch, "launch of " + program.name + ": " + why);
-}
-
-}  // namespace
-
-Rank& Engine::rank(uint32_t index) {
-    auto& slot = ranks[index];
-    if (!slot) {
-        slot = std::make_unique<Rank>();
-        slot->index = index;
-    }
-    return *slot;
-}
-
-ModuleMemory& Engine::module_memory(const Module& module, Rank& rank) {
-    auto [found, is_new] = rank.modules.try_emplace(&module);
-    ModuleMemory& memory = found->second;
-    if (!is_new || module.variables.empty()) return memory;
+// Gives a module's variables their memory and their initial values.
+void lay_out_variables(const Module& module, Rank& rank, ModuleMemory& memory) {
     // Variables lie 256 bytes apart, so that one that is overrun does not hide in its neighbour.
     constexpr size_t gap = 256;
-    size_t bytes = gap;
+    size_t bytes = gap, largest_alignment = 4096;
     std::map<std::string, size_t> offsets;
     for (const auto& [name, symbol] : module.variables) {
         if (symbol.space != Space::global && symbol.space != Space::constant) continue;
-        size_t alignment = std::max<size_t>(symbol.alignment, gap);
+        const size_t alignment = std::max<size_t>(symbol.alignment, gap);
+        largest_alignment = std::max(largest_alignment, alignment);
         bytes = (bytes + alignment - 1) / alignment * alignment;
         offsets[name] = bytes;
         bytes += symbol.size + gap;
+        require_memory(double(bytes), "module " + module.name + ": variable '" + name +
+                                          "', with those before it,");
     }
-    std::byte* base = aligned(memory.storage, bytes, 4096);
+    std::byte* base = aligned(memory.storage, bytes, largest_alignment);
     for (const auto& [name, offset] : offsets) {
         const Symbol& symbol = module.variables.at(name);
-        memory.addresses[name] = reinterpret_cast<uint64_t>(base + offset);
-        if (!symbol.initializer.empty())
-            std::memcpy(base + offset, symbol.initializer.data(), symbol.initializer.size());
+        const auto address = reinterpret_cast<uint64_t>(base + offset);
+        std::copy(symbol.initializer.begin(), symbol.initializer.end(), base + offset);
         if (symbol.size)
-            rank.memory.add(memory.addresses[name], symbol.size, module.name + ": " + name,
+            rank.memory.add(address, symbol.size, module.name + ": " + name,
                             symbol.space == Space::global);
+        memory.addresses[name] = address;
     }
     for (const auto& [name, offset] : offsets) {
         for (const auto& [at, target] : module.variables.at(name).pointers) {
@@ -151,32 +142,58 @@ ModuleMemory& Engine::module_memory(const Module& module, Rank& rank) {
             std::memcpy(base + offset + at, &value, 8);
         }
     }
+}
+
+[[noreturn]] void refuse(const Program& program, const std::string& why) {
+    throw Fault(FaultKind::launch, "launch of " + program.name + ": " + why);
+}
+
+}  // namespace
+
+Rank& Engine::rank(uint32_t index) {
+    auto& slot = ranks[index];
+    if (!slot) {
+        slot = std::make_unique<Rank>();
+        slot->index = index;
+    }
+    return *slot;
+}
+
+void Engine::forget_module(const Module& module, Rank& rank) {
+    auto found = rank.modules.find(&module);
+    if (found == rank.modules.end()) return;
+    for (const auto& [name, address] : found->second.addresses) rank.memory.discard(address);
+    rank.modules.erase(found);
+}
+
+ModuleMemory& Engine::module_memory(const Module& module, Rank& rank) {
+    auto [found, is_new] = rank.modules.try_emplace(&module);
+    ModuleMemory& memory = found->second;
+    if (!is_new || module.variables.empty()) return memory;
+    try {
+        lay_out_variables(module, rank, memory);
+    } catch (...) {
+        forget_module(module, rank);
+        throw;
+    }
     return memory;
 }
 
 void Engine::forget_module(const Module& module) {
-    for (auto& [index, rank] : ranks) {
-        auto found = rank->modules.find(&module);
-        if (found == rank->modules.end()) continue;
-        for (const auto& [name, address] : found->second.addresses)
-            if (module.variables.at(name).size) rank->memory.remove(address);
-        rank->modules.erase(found);
-    }
+    for (auto& [index, rank] : ranks) forget_module(module, *rank);
 }
 
 void Engine::launch(const Program& program, uint32_t rank_index, const uint32_t grid_size[3],
                     const uint32_t block_size[3], const uint32_t cluster_size[3],
-                    uint32_t shared_bytes, const std::vector<std::byte>& parameters,
-                    bool in_order) {
+                    uint32_t shared_bytes, const std::vector<std::byte>& parameters, bool in_order,
+                    uint32_t num_registers) {
     auto grid = std::make_unique<Grid>();
     Grid& g = *grid;
     g.machine = this;
     g.rank = &rank(rank_index);
     g.program = &program;
     g.id = ++last_grid_id;
-    g.num_ctas = 1;
-    g.num_threads = 1;
-    uint32_t cluster_ctas = 1;
+    uint64_t num_ctas = 1, num_threads = 1, cluster_ctas = 1;
     for (int i = 0; i < 3; ++i) {
         g.grid[i] = grid_size[i];
         g.block[i] = block_size[i];
@@ -193,36 +210,51 @@ void Engine::launch(const Program& program, uint32_t rank_index, const uint32_t 
         if (program.required_threads[0] && program.required_threads[i] != g.block[i])
             refuse(program, format("block size %u in dimension %d, the kernel requires %u",
                                    g.block[i], i, program.required_threads[i]));
-        g.num_ctas *= g.grid[i];
-        g.num_threads *= g.block[i];
+        for (const auto& [name, value, most] : {std::tuple("grid", g.grid[i], max_grid[i]),
+                                                {"block", g.block[i], max_block[i]},
+                                                {"cluster", g.cluster[i], max_cluster_ctas}}) {
+            if (value > most)
+                refuse(program,
+                       format("%s size %u in dimension %d; at most %u", name, value, i, most));
+        }
+        num_ctas *= g.grid[i];
+        num_threads *= g.block[i];
         cluster_ctas *= g.cluster[i];
     }
-    if (g.num_threads > 1024)
-        refuse(program, format("%u threads per CTA; at most 1024", g.num_threads));
+    if (num_threads > max_threads)
+        refuse(program, format("%llu threads per CTA; at most %u", (unsigned long long)num_threads,
+                               max_threads));
+    if (num_ctas > INT32_MAX)
+        refuse(program, format("%llu CTAs; the emulator counts at most %d",
+                               (unsigned long long)num_ctas, INT32_MAX));
+    g.num_ctas = uint32_t(num_ctas);
+    g.num_threads = uint32_t(num_threads);
     if (program.max_threads && g.num_threads > program.max_threads)
         refuse(program, format("%u threads per CTA; the kernel was compiled for at most %u",
                                g.num_threads, program.max_threads));
-    if (cluster_ctas > 16) refuse(program, format("%u CTAs per cluster; at most 16", cluster_ctas));
+    if (cluster_ctas > max_cluster_ctas)
+        refuse(program, format("%llu CTAs per cluster; at most %u",
+                               (unsigned long long)cluster_ctas, max_cluster_ctas));
     if (parameters.size() != program.parameter_bytes)
         refuse(program, format("%zu bytes of arguments; the kernel takes %u", parameters.size(),
                                program.parameter_bytes));
-    uint32_t total_shared = program.dynamic_shared_offset - shared_base + shared_bytes;
+    const uint64_t total_shared =
+        uint64_t(program.dynamic_shared_offset) - shared_base + shared_bytes;
     if (total_shared > max_shared_bytes)
-        refuse(program, format("%u bytes of shared memory per CTA; at most %u", total_shared,
-                               max_shared_bytes));
+        refuse(program, format("%llu bytes of shared memory per CTA; at most %u",
+                               (unsigned long long)total_shared, max_shared_bytes));
     g.dynamic_shared_bytes = shared_bytes;
     g.num_warps = (g.num_threads + warp_size - 1) / warp_size;
+    const uint64_t allocated = (uint64_t(num_registers) + 7) / 8 * 8 * warp_size * g.num_warps;
+    if (num_registers > max_thread_registers || allocated > max_cta_registers)
+        refuse(program,
+               format("%u registers per thread, %llu per CTA; at most %u and %u", num_registers,
+                      (unsigned long long)allocated, max_thread_registers, max_cta_registers));
+    g.num_registers = num_registers;
+    check_memory(g);
     g.parameters = aligned(g.parameter_storage, std::max<size_t>(parameters.size(), 1), 128);
     std::copy(parameters.begin(), parameters.end(), g.parameters);
-    if (!parameters.empty())
-        g.rank->memory.add(reinterpret_cast<uint64_t>(g.parameters), parameters.size(),
-                           "parameters of " + program.name, false);
-
-    if (program.uses_grid_workspace) {
-        g.workspace = std::make_unique<std::array<uint32_t, 4>>();
-        g.rank->memory.add(reinterpret_cast<uint64_t>(g.workspace.get()), sizeof *g.workspace,
-                           "grid workspace of " + program.name, true);
-    }
+    if (program.uses_grid_workspace) g.workspace = std::make_unique<std::array<uint32_t, 4>>();
     ModuleMemory& memory = module_memory(*program.module, *g.rank);
     g.constants.resize(cluster_ctas);
     for (uint32_t r = 0; r < cluster_ctas; ++r) {
@@ -240,18 +272,37 @@ void Engine::launch(const Program& program, uint32_t rank_index, const uint32_t 
         }
     }
     g.ctas.resize(g.num_ctas);
+    try {
+        if (!parameters.empty())
+            g.rank->memory.add(reinterpret_cast<uint64_t>(g.parameters), parameters.size(),
+                               "parameters of " + program.name, false);
+        if (g.workspace)
+            g.rank->memory.add(reinterpret_cast<uint64_t>(g.workspace.get()), sizeof *g.workspace,
+                               "grid workspace of " + program.name, true);
+    } catch (...) {
+        forget_regions(g);
+        throw;
+    }
     for (const auto& earlier : grids)
         if (in_order && earlier->rank == g.rank) g.previous = earlier.get();
     grids.push_back(std::move(grid));
 }
 
-void Engine::set_registers(Grid& g, uint32_t num_registers) {
-    constexpr uint32_t per_sm = 65536;
-    const uint32_t allocated = (num_registers + 7) / 8 * 8 * warp_size * g.num_warps;
-    if (num_registers > 255 || allocated > per_sm)
-        refuse(*g.program, format("%u registers per thread, %u per CTA; there are %u",
-                                  num_registers, allocated, per_sm));
-    g.num_registers = num_registers;
+// What a grid's bookkeeping takes until the run ends, and its CTAs while they are resident.
+void Engine::check_memory(const Grid& g) const {
+    const double kept = double(g.num_ctas) * (sizeof(Cta) + sizeof(std::unique_ptr<Cta>) +
+                                              g.num_warps * double(sizeof(Warp)));
+    const double shared = 2.0 * (g.program->dynamic_shared_offset + g.dynamic_shared_bytes),
+                 warp = g.program->register_bytes + double(g.program->local_bytes) * warp_size;
+    const double resident =
+        std::min<double>(g.num_ctas, max_resident_ctas) * (shared + g.num_warps * warp);
+    require_memory(
+        kept + resident,
+        "launch of " + g.program->name +
+            format(": a grid of %u CTAs of %u warps, with %u bytes of shared memory "
+                   "and, per thread, %u of local memory,",
+                   g.num_ctas, g.num_warps, g.program->static_shared_bytes + g.dynamic_shared_bytes,
+                   g.program->local_bytes));
 }
 
 // Creates clusters as long as the grid's residency allows it. Clusters are taken in order of their
@@ -371,13 +422,18 @@ void Engine::reset() {
     running = nullptr;
     completing = nullptr;
     races.reset();
-    for (auto& g : grids) {
-        RegionTable& memory = g->rank->memory;
-        if (!g->program->parameters.empty())
-            memory.remove(reinterpret_cast<uint64_t>(g->parameters));
-        if (g->workspace) memory.remove(reinterpret_cast<uint64_t>(g->workspace.get()));
-    }
+    for (auto& g : grids) forget_regions(*g);
     grids.clear();
+}
+
+void Engine::forget_regions(const Grid& g) {
+    g.rank->memory.discard(reinterpret_cast<uint64_t>(g.parameters));
+    if (g.workspace) g.rank->memory.discard(reinterpret_cast<uint64_t>(g.workspace.get()));
+}
+
+void Engine::withdraw_launch() {
+    forget_regions(*grids.back());
+    grids.pop_back();
 }
 
 }  // namespace deep_moe::emulator

@@ -232,7 +232,7 @@ struct Warp {
     std::byte* local_at(uint32_t offset, int lane) {
         return local.data() + size_t(lane) * local_stride + offset;
     }
-    // Makes room for a lane's stack up to `top`.
+    // Makes room for a lane's stack up to `top`; Fault if it gets too large with what calls keep.
     void grow_stack(uint32_t top, int lane);
 
     // Moves the executing lanes to `pc` and lets the group's others go on behind the current
@@ -325,7 +325,9 @@ struct Cta {
     // Threads have exited: barriers that wait for nobody else complete.
     void threads_exited();
 
-    // Checked access to this CTA's shared memory by offset. `what` words the error.
+    // Throws unless these bytes of its shared memory are there. `what` words the error.
+    void check_range(uint32_t offset, uint32_t bytes, const char* what) const;
+    // Checked access to this CTA's shared memory by offset.
     std::byte* shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what);
 };
 

@@ -8,6 +8,10 @@ namespace deep_moe::emulator {
 
 void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, bool writable) {
     if (size == 0) throw Fault(FaultKind::launch, "memory region '" + name + "' is empty");
+    if (address == 0 || address >= shared_window || size > shared_window - address)
+        throw Fault(FaultKind::launch,
+                    format("memory region '%s' of %llu bytes at 0x%llx cannot be in a process",
+                           name.c_str(), (unsigned long long)size, (unsigned long long)address));
     auto next = regions_.lower_bound(address);
     const Region* other = nullptr;
     if (next != regions_.end() && next->second.address < address + size) other = &next->second;
@@ -21,11 +25,15 @@ void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, 
     ++version_;
 }
 
+bool RegionTable::discard(uint64_t address) {
+    ++version_;
+    return regions_.erase(address) != 0;
+}
+
 void RegionTable::remove(uint64_t address) {
-    if (!regions_.erase(address))
+    if (!discard(address))
         throw Fault(FaultKind::launch,
                     format("no memory region starts at 0x%llx", (unsigned long long)address));
-    ++version_;
 }
 
 void RegionTable::name(uint64_t address, NamedArray array) {
@@ -33,12 +41,13 @@ void RegionTable::name(uint64_t address, NamedArray array) {
     if (found == regions_.end())
         throw Fault(FaultKind::launch,
                     format("no memory region starts at 0x%llx", (unsigned long long)address));
-    if (array.offset + array.num_bytes() > found->second.size)
-        throw Fault(
-            FaultKind::launch,
-            format("'%s' ends at byte %llu of memory region '%s', which has %llu",
-                   array.name.c_str(), (unsigned long long)(array.offset + array.num_bytes()),
-                   found->second.name.c_str(), (unsigned long long)found->second.size));
+    uint64_t end;
+    if (__builtin_add_overflow(array.offset, array.num_bytes(), &end)) end = UINT64_MAX;
+    if (end > found->second.size)
+        throw Fault(FaultKind::launch,
+                    format("'%s' ends at byte %llu of memory region '%s', which has %llu",
+                           array.name.c_str(), (unsigned long long)end, found->second.name.c_str(),
+                           (unsigned long long)found->second.size));
     found->second.names.add(std::move(array));
 }
 

@@ -25,6 +25,7 @@ class RegionTable {
     // Throws Fault when the region overlaps another one or is not there.
     void add(uint64_t address, uint64_t size, const std::string& name, bool writable);
     void remove(uint64_t address);
+    bool discard(uint64_t address);  // the same; false if no region starts there
     const Region* find(uint64_t address) const;
     const Region* find(uint64_t address, uint64_t bytes) const;  // that has all of them
     // Names an array inside the region that starts at `address`.

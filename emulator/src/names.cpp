@@ -14,6 +14,7 @@ namespace {
 
 // `name`, or what the C++ compiler made of it.
 std::string demangled(const std::string& name) {
+    if (name.rfind("_Z", 0) != 0) return name;  // "s" is a name, though a type is called so, too
     int status = 0;
     char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
     std::string result = status == 0 && text ? text : name;
@@ -82,7 +83,8 @@ std::string readable_name(const std::string& name) {
 
 uint64_t NamedArray::num_bytes() const {
     uint64_t bytes = element_bytes;
-    for (uint64_t size : shape) bytes *= size;
+    for (uint64_t size : shape)
+        if (__builtin_mul_overflow(bytes, size, &bytes)) return UINT64_MAX;
     return bytes;
 }
 

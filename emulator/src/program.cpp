@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "machine.h"
+#include "ptx_parser.h"
 
 namespace deep_moe::emulator {
 
@@ -185,11 +186,7 @@ std::string describe_source(const Program& program, int index) {
 }
 
 std::string ptx_of(const Program& program, uint32_t pc) {
-    const int number = program.infos[pc].ptx_line;
-    if (number < 1 || size_t(number) > program.lines->size()) return "";
-    const std::string& line = (*program.lines)[size_t(number) - 1];
-    const size_t start = line.find_first_not_of(" \t");
-    return shorten_lists(start == std::string::npos ? line : line.substr(start));
+    return shorten_lists(quoted_line(*program.lines, program.infos[pc].ptx_line, SIZE_MAX));
 }
 
 std::string describe_instruction(const Program& program, uint32_t pc) {

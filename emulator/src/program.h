@@ -182,6 +182,7 @@ struct Constant {
 };
 
 constexpr uint32_t frame_alignment = 128;
+constexpr uint32_t max_stack_bytes = 512 * 1024;  // of local memory per thread
 
 // Where a variable lies in its function's frame. Frames lie one behind the other in the lane's
 // local memory: a call opens one, a return closes it.

@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shared_window.h"
+
 namespace deep_moe::emulator {
 
 namespace {
 
-uint32_t align_up(uint32_t value, uint32_t alignment) {
+uint64_t align_up(uint64_t value, uint64_t alignment) {
     return alignment ? (value + alignment - 1) / alignment * alignment : value;
 }
+
+constexpr uint64_t max_parameter_bytes = 32764;
 
 }  // namespace
 
@@ -21,16 +25,19 @@ void ProgramBuilder::fail(FaultKind kind, const Statement& statement,
                           const std::string& why) const {
     std::string text =
         format("%s: PTX line %d: %s", module_.name.c_str(), statement.line, why.c_str());
-    if (statement.line >= 1 && size_t(statement.line) <= lines_->size()) {
-        std::string line = (*lines_)[size_t(statement.line) - 1];
-        size_t start = line.find_first_not_of(" \t");
-        text += "\n    " + (start == std::string::npos ? line : line.substr(start));
-    }
+    const std::string line = quoted_line(*lines_, statement.line);
+    if (!line.empty()) text += "\n    " + line;
     if (statement.source >= 0) {
         const SourceLine& source = module_.source_lines[size_t(statement.source)];
         text += format("\n    source %s:%d", source.file.c_str(), source.line);
     }
     throw Fault(kind, text);
+}
+
+void ProgramBuilder::refuse(const Variable& variable, const std::string& why) const {
+    Statement statement;
+    statement.line = variable.line;
+    fail(FaultKind::invalid_ptx, statement, why);
 }
 
 std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
@@ -46,10 +53,15 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     p.max_threads = entry.max_threads;
     p.max_registers = entry.max_registers;
     for (const Variable& v : entry.parameters) {
-        uint32_t offset = align_up(p.parameter_bytes, uint32_t(v.symbol.alignment));
+        const uint64_t offset = align_up(p.parameter_bytes, v.symbol.alignment),
+                       end = offset + v.symbol.size;
+        if (end > max_parameter_bytes)
+            refuse(v,
+                   format("the parameters of %s end at byte %llu; at most %llu", entry.name.c_str(),
+                          (unsigned long long)end, (unsigned long long)max_parameter_bytes));
         p.parameters.push_back(
             {v.symbol.name, offset, v.symbol.size, v.symbol.alignment, v.symbol.is_floating});
-        p.parameter_bytes = offset + uint32_t(v.symbol.size);
+        p.parameter_bytes = uint32_t(end);
     }
     add_callable(entry);
     for (size_t i = 0; i < waiting_.size(); ++i) {
@@ -59,7 +71,8 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     mark_recursive_calls();
     for (Callable& c : p.callables) {
         c.target = call_targets_.at(c.name);
-        p.local_bytes += align_up(c.frame_bytes, frame_alignment);
+        const uint64_t end = p.local_bytes + align_up(c.frame_bytes, frame_alignment);
+        p.local_bytes = uint32_t(std::min<uint64_t>(end, max_stack_bytes));
         if (uint64_t address = module_.function_address(c.name))
             p.callables_by_address[address] = uint32_t(&c - p.callables.data());
     }
@@ -80,7 +93,7 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     for (Op& op : p.ops) {
         if (op.guard != Guard::always) op.guard_offset = registers_[op.guard_offset].offset;
     }
-    p.register_bytes = align_up(high_water_, 64);
+    p.register_bytes = uint32_t(align_up(high_water_, 64));
     return std::move(program_);
 }
 
@@ -123,8 +136,8 @@ Operand ProgramBuilder::constant(uint64_t low, int bits, uint64_t high) {
         c.high = high;
         c.bits = uint8_t(bits);
         c.offset = program_->constant_bytes;
-        program_->constant_bytes += storage_bytes(bits);
-        program_->constant_bytes = align_up(program_->constant_bytes, 64);
+        program_->constant_bytes =
+            uint32_t(align_up(program_->constant_bytes + storage_bytes(bits), 64));
         program_->constants.push_back(c);
         found->second.base = Base::constants;
         found->second.bits = uint8_t(bits);
@@ -152,23 +165,29 @@ uint32_t ProgramBuilder::add_callable(const Function& function) {
     waiting_.push_back(&function);
     Callable callable;
     callable.name = function.name;
-    auto in_frame = [&](Symbol symbol, const std::string& key) {
+    auto in_frame = [&](const Variable& variable, const std::string& key) {
+        Symbol symbol = variable.symbol;
         if (symbol.alignment > frame_alignment)
             throw Fault(FaultKind::unsupported, module_.name + ": variable " + symbol.name +
                                                     " is aligned to more than 128 bytes");
-        symbol.address =
-            align_up(callable.frame_bytes, uint32_t(std::max<uint64_t>(symbol.alignment, 1)));
-        callable.frame_bytes = uint32_t(symbol.address + symbol.size);
+        symbol.address = align_up(callable.frame_bytes, symbol.alignment);
+        const uint64_t end = symbol.address + symbol.size;
+        if (end > max_stack_bytes)
+            refuse(variable,
+                   format("the local memory of %s ends at byte %llu; a thread has %u",
+                          function.name.c_str(), (unsigned long long)end, max_stack_bytes));
+        callable.frame_bytes = uint32_t(end);
         symbol.space = Space::local;
         program_->symbols[key] = symbol;
         return FrameSlot{uint32_t(symbol.address), uint32_t(symbol.size)};
     };
     for (size_t s = 0; s < function.scopes.size(); ++s) {
         for (const auto& [name, index] : function.scopes[s].variables) {
-            const Symbol& symbol = function.variables[size_t(index)].symbol;
+            const Variable& variable = function.variables[size_t(index)];
+            const Symbol& symbol = variable.symbol;
             std::string key = function.name + "/" + std::to_string(s) + "/" + name;
             if (symbol.space == Space::local || symbol.space == Space::param) {
-                in_frame(symbol, key);
+                in_frame(variable, key);
             } else {
                 program_->symbols[key] = symbol;
                 program_->symbols[key].name = key;
@@ -177,9 +196,9 @@ uint32_t ProgramBuilder::add_callable(const Function& function) {
     }
     if (!function.entry) {
         for (const Variable& v : function.parameters)
-            callable.parameters.push_back(in_frame(v.symbol, function.name + "//" + v.symbol.name));
+            callable.parameters.push_back(in_frame(v, function.name + "//" + v.symbol.name));
         for (const Variable& v : function.results)
-            callable.results.push_back(in_frame(v.symbol, function.name + "//" + v.symbol.name));
+            callable.results.push_back(in_frame(v, function.name + "//" + v.symbol.name));
     }
     program_->callables.push_back(std::move(callable));
     return found->second;
@@ -272,7 +291,8 @@ Operand ProgramBuilder::symbol_address(const std::string& name, int64_t displace
         }
     }
     c.offset = program_->constant_bytes;
-    program_->constant_bytes = align_up(program_->constant_bytes + storage_bytes(c.bits), 64);
+    program_->constant_bytes =
+        uint32_t(align_up(program_->constant_bytes + storage_bytes(c.bits), 64));
     program_->constants.push_back(c);
     Operand o;
     o.bits = c.bits;
@@ -281,20 +301,25 @@ Operand ProgramBuilder::symbol_address(const std::string& name, int64_t displace
 }
 
 void ProgramBuilder::lay_out_shared() {
-    uint32_t end = shared_base;
-    uint32_t dynamic_alignment = 16;
+    uint64_t end = shared_base, dynamic_alignment = 16;
     for (auto& [key, symbol] : program_->symbols) {
         if (symbol.space != Space::shared) continue;
         if (symbol.dynamic) {
-            dynamic_alignment = std::max(dynamic_alignment, uint32_t(symbol.alignment));
+            dynamic_alignment = std::max(dynamic_alignment, symbol.alignment);
             continue;
         }
-        end = align_up(end, uint32_t(symbol.alignment));
+        end = align_up(end, symbol.alignment);
         symbol.address = end;
-        end += uint32_t(symbol.size);
+        end += symbol.size;
+        if (end - shared_base > max_shared_bytes)
+            throw Fault(FaultKind::invalid_ptx,
+                        format("%s: the shared variables of %s up to '%s' take %llu bytes; a CTA "
+                               "has at most %u",
+                               module_.name.c_str(), program_->name.c_str(), symbol.name.c_str(),
+                               (unsigned long long)(end - shared_base), max_shared_bytes));
     }
-    program_->static_shared_bytes = end - shared_base;
-    program_->dynamic_shared_offset = align_up(end, dynamic_alignment);
+    program_->static_shared_bytes = uint32_t(end - shared_base);
+    program_->dynamic_shared_offset = uint32_t(align_up(end, dynamic_alignment));
     for (auto& [key, symbol] : program_->symbols) {
         if (symbol.space == Space::shared && symbol.dynamic)
             symbol.address = program_->dynamic_shared_offset;
@@ -373,8 +398,11 @@ uint32_t ProgramBuilder::add_call(const Statement& statement) {
             if (actual.kind != ParsedOperand::Kind::symbol)
                 fail(FaultKind::unsupported, statement,
                      "only .param variables can be passed to a function");
-            const Symbol& own = program_->symbols.at(variable_key(actual.name, statement.scope));
-            all.push_back({uint32_t(own.address), uint32_t(own.size)});
+            auto own = program_->symbols.find(variable_key(actual.name, statement.scope));
+            if (own == program_->symbols.end() || own->second.space != Space::local)
+                fail(FaultKind::invalid_ptx, statement,
+                     "'" + actual.name + "' is no .param variable of the function that calls");
+            all.push_back({uint32_t(own->second.address), uint32_t(own->second.size)});
         }
         return all;
     };
@@ -388,6 +416,8 @@ uint32_t ProgramBuilder::add_call(const Statement& statement) {
         if (found == module_.functions.end() || !found->second.defined)
             fail(FaultKind::unsupported, statement,
                  "call of '" + callee->name + "', which has no body in this module");
+        if (found->second.entry)
+            fail(FaultKind::invalid_ptx, statement, "a kernel cannot be called");
         callees_[function_->name].insert(callee->name);
         site.callee = int(add_callable(found->second));
         const Callable& target = program_->callables[size_t(site.callee)];
@@ -416,7 +446,11 @@ void ProgramBuilder::decode_function(const Function& function) {
         Decoder decoder(statement, *this);
         decoder.name_length = std::strlen(instruction->name);
         decoder.start();
-        instruction->decode(decoder);
+        try {
+            instruction->decode(decoder);
+        } catch (const std::logic_error& error) {  // of std::stoul and the like
+            decoder.invalid(std::string("cannot be read: ") + error.what());
+        }
         decoder.finish();
     }
     starts.push_back(uint32_t(program_->ops.size()));

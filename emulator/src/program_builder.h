@@ -53,6 +53,7 @@ class ProgramBuilder {
     size_t label_statement(const std::string& label, const Statement& statement) const;
     [[noreturn]] void fail(FaultKind kind, const Statement& statement,
                            const std::string& why) const;
+    [[noreturn]] void refuse(const Variable& variable, const std::string& why) const;
 
     static constexpr uint32_t sink_bytes =
         512;  // start of the register file: what is written to `_`

@@ -1,9 +1,13 @@
 // A hand-written tokenizer and a recursive-descent parser for the PTX that compilers emit.
 #include "ptx_parser.h"
 
+#include <array>
+#include <bit>
 #include <cctype>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 namespace deep_moe::emulator {
 
@@ -25,10 +29,16 @@ bool is_word_char(char c) {
            c == '.';
 }
 
+struct UnfinishedToken {
+    const char* what;
+    int line;  // where it begins
+};
+
 class Tokenizer {
  public:
-    Tokenizer(std::string_view text, const std::string& module) : text_(text), module_(module) {}
+    explicit Tokenizer(std::string_view text) : text_(text) {}
 
+    // Throws UnfinishedToken.
     std::vector<Token> run() {
         std::vector<Token> tokens;
         tokens.reserve(text_.size() / 4);
@@ -49,8 +59,10 @@ class Tokenizer {
             } else if (c == '/' && at_ + 1 < text_.size() && text_[at_ + 1] == '/') {
                 while (at_ < text_.size() && text_[at_] != '\n') ++at_;
             } else if (c == '/' && at_ + 1 < text_.size() && text_[at_ + 1] == '*') {
+                const int begin = line_;
                 at_ += 2;
-                while (at_ + 1 < text_.size() && !(text_[at_] == '*' && text_[at_ + 1] == '/')) {
+                while (text_.substr(at_, 2) != "*/") {
+                    if (at_ >= text_.size()) throw UnfinishedToken{"a comment", begin};
                     if (text_[at_] == '\n') ++line_;
                     ++at_;
                 }
@@ -66,10 +78,12 @@ class Tokenizer {
         size_t start = at_;
         char c = text_[at_];
         if (c == '"') {
-            ++at_;
-            while (at_ < text_.size() && text_[at_] != '"') ++at_;
-            ++at_;
-            return {Token::Kind::text, text_.substr(start + 1, at_ - start - 2), line_};
+            const size_t end = text_.find('"', start + 1);
+            const std::string_view inside = text_.substr(start + 1, end - start - 1);
+            if (end == std::string_view::npos || inside.find('\n') != std::string_view::npos)
+                throw UnfinishedToken{"a string", line_};
+            at_ = end + 1;
+            return {Token::Kind::text, inside, line_};
         }
         if (std::isdigit(static_cast<unsigned char>(c))) {
             bool hex_float =
@@ -101,10 +115,32 @@ class Tokenizer {
     }
 
     std::string_view text_;
-    const std::string& module_;
     size_t at_ = 0;
     int line_ = 1;
 };
+
+// An unsigned number as PTX writes it: decimal, 0x, 0b or octal, with or without U behind. Nothing
+// if the text is none, or needs more than 64 bits.
+std::optional<uint64_t> parse_integer(std::string_view text) {
+    if (!text.empty() && (text.back() == 'U' || text.back() == 'u')) text.remove_suffix(1);
+    int base = 10;
+    if (text.size() > 1 && text[0] == '0') {
+        const char kind = char(std::tolower(static_cast<unsigned char>(text[1])));
+        base = kind == 'x' ? 16 : kind == 'b' ? 2 : 8;
+        text.remove_prefix(base == 8 ? 1 : 2);
+    }
+    uint64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
+    if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+    return value;
+}
+
+// Brackets and blocks inside of each other. The parser calls itself for each.
+constexpr int max_nesting = 256;
+constexpr uint32_t max_threads_per_cta = 1024, max_ctas_per_cluster = 16, max_registers = 255;
+constexpr size_t max_operands = 1024;  // of an instruction, and of a list in it
+// No variable is larger; what a kernel's variables take together is looked at when all are known.
+constexpr uint64_t max_variable_bytes = uint64_t(1) << 40;
 
 class Parser {
  public:
@@ -118,7 +154,11 @@ class Parser {
             module_->lines.emplace_back(text.substr(start, end - start));
             start = end + 1;
         }
-        tokens_ = Tokenizer(text, module_->name).run();
+        try {
+            tokens_ = Tokenizer(text).run();
+        } catch (const UnfinishedToken& token) {
+            fail(std::string(token.what) + " does not end", token.line);
+        }
         collect_files();
         collect_info_strings();
     }
@@ -149,36 +189,64 @@ class Parser {
         return true;
     }
     void expect(std::string_view text) {
-        if (!accept(text))
-            fail("expected '" + std::string(text) + "', found '" + std::string(peek().text) + "'");
+        if (!accept(text)) fail("expected '" + std::string(text) + "', found " + found());
     }
-    [[noreturn]] void fail(const std::string& why) const {
-        int line = peek().line;
-        std::string source =
-            line >= 1 && size_t(line) <= module_->lines.size() ? module_->lines[line - 1] : "";
+    [[noreturn]] void fail(const std::string& why) const { fail(why, peek().line); }
+    [[noreturn]] void fail(const std::string& why, int line) const {
         throw Fault(FaultKind::invalid_ptx,
                     format("%s: PTX line %d: %s\n    %s", module_->name.c_str(), line, why.c_str(),
-                           source.c_str()));
+                           quoted_line(module_->lines, line).c_str()));
+    }
+    std::string found() const {
+        if (peek().kind == Token::Kind::end) return "the end of the text";
+        return "'" + std::string(peek().text.substr(0, 80)) + "'";
     }
     std::string word() {
-        if (peek().kind != Token::Kind::word)
-            fail("expected a name, found '" + std::string(peek().text) + "'");
+        if (peek().kind != Token::Kind::word) fail("expected a name, found " + found());
         return std::string(take().text);
     }
-    int64_t integer() {
+    // 64 bits: a negative number is in two's complement.
+    uint64_t bits_of_integer() {
         bool negative = accept("-");
-        if (peek().kind != Token::Kind::number)
-            fail("expected a number, found '" + std::string(peek().text) + "'");
-        int64_t value = int64_t(parse_integer(take().text));
-        return negative ? -value : value;
+        if (peek().kind != Token::Kind::number) fail("expected a number, found " + found());
+        const std::optional<uint64_t> value = parse_integer(peek().text);
+        if (!value) fail("expected an integer of at most 64 bits, found " + found());
+        take();
+        return negative ? 0 - *value : *value;
     }
-    static uint64_t parse_integer(std::string_view text) {
-        std::string digits(text);
-        if (!digits.empty() && (digits.back() == 'U' || digits.back() == 'u')) digits.pop_back();
-        if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'b' || digits[1] == 'B'))
-            return std::strtoull(digits.c_str() + 2, nullptr, 2);
-        return std::strtoull(digits.c_str(), nullptr, 0);
+    int64_t integer() { return int64_t(bits_of_integer()); }
+    uint64_t integer_in(uint64_t low, uint64_t high, const char* what) {
+        const bool negative = is("-");
+        const uint64_t value = bits_of_integer();
+        if (negative || value < low || value > high)
+            fail(format("%s must be %llu to %llu, not %s%llu", what, (unsigned long long)low,
+                        (unsigned long long)high, negative ? "-" : "",
+                        (unsigned long long)(negative ? 0 - value : value)));
+        return value;
     }
+    uint64_t alignment() {
+        const uint64_t value = integer_in(1, 1 << 16, ".align");
+        if (!std::has_single_bit(value))
+            fail(format(".align must be a power of two, not %llu", (unsigned long long)value));
+        return value;
+    }
+    void skip_statement(const char* what) {
+        while (!accept(";")) {
+            if (peek().kind == Token::Kind::end) fail(std::string(what) + " does not end");
+            take();
+        }
+    }
+
+    // One more bracket or block that is open.
+    struct Nested {
+        explicit Nested(Parser& parser) : depth(parser.depth_) {
+            if (depth == max_nesting)
+                parser.fail(format("brackets are nested more than %d deep", max_nesting));
+            ++depth;
+        }
+        ~Nested() { --depth; }
+        int& depth;
+    };
 
     // ---- module scope
 
@@ -195,7 +263,7 @@ class Parser {
         } else if (accept(".section")) {
             skip_section();
         } else if (accept(".pragma")) {
-            while (!accept(";")) take();
+            skip_statement("a .pragma");
         } else if (accept(".alias")) {
             fail(".alias is not supported");
         } else if (accept(";")) {
@@ -226,7 +294,8 @@ class Parser {
     void collect_files() {
         for (size_t i = 0; i + 2 < tokens_.size(); ++i) {
             if (tokens_[i].text == ".file" && tokens_[i + 1].kind == Token::Kind::number)
-                files_[int(parse_integer(tokens_[i + 1].text))] = std::string(tokens_[i + 2].text);
+                files_[int(parse_integer(tokens_[i + 1].text).value_or(0))] =
+                    std::string(tokens_[i + 2].text);
         }
     }
 
@@ -240,7 +309,7 @@ class Parser {
                 if (tokens_[i].kind == Token::Kind::word && tokens_[i + 1].text == ":") {
                     current = &info_strings_[std::string(tokens_[i].text)];
                 } else if (tokens_[i].kind == Token::Kind::number && current) {
-                    uint64_t value = parse_integer(tokens_[i].text);
+                    const uint64_t value = parse_integer(tokens_[i].text).value_or(0);
                     if (value) current->push_back(char(value));
                 }
             }
@@ -263,9 +332,14 @@ class Parser {
             parse_function(false);
         } else {
             Space space;
-            if (!accept_space(space)) fail("unknown directive '" + std::string(peek().text) + "'");
-            for (Variable& v : parse_variables(space, external))
-                module_->variables[v.symbol.name] = std::move(v);
+            if (!accept_space(space)) fail("unknown directive " + found());
+            for (Variable& v : parse_variables(space, external)) {
+                auto [known, is_new] = module_->variables.try_emplace(v.symbol.name);
+                // A declaration and a definition are one variable, two definitions are none.
+                if (!is_new && !known->second.external && !v.external)
+                    fail("variable '" + v.symbol.name + "' is defined twice", v.line);
+                if (is_new || known->second.external) known->second = std::move(v);
+            }
         }
     }
 
@@ -294,7 +368,7 @@ class Parser {
         while (peek().kind == Token::Kind::word && peek().text[0] == '.') {
             std::string w = word();
             if (w == ".align")
-                alignment = uint64_t(integer());
+                alignment = this->alignment();
             else if (w == ".v2")
                 vector = 2;
             else if (w == ".v4")
@@ -305,7 +379,7 @@ class Parser {
                 fail("unknown type '" + w + "' in a variable");
         }
         if (type == Type::none) fail("a variable has no type");
-        uint64_t element = uint64_t(num_bits(type)) / 8;
+        const uint64_t element = element_bytes(type, "a variable");
         do {
             Variable v;
             v.line = peek().line;
@@ -318,28 +392,42 @@ class Parser {
                     v.symbol.dynamic = true;
                     count = 0;
                 } else {
-                    count *= uint64_t(integer());
+                    const uint64_t limit =
+                        max_variable_bytes / element / std::max<uint64_t>(count, 1);
+                    count *= integer_in(0, limit, "an array's size");
                 }
                 expect("]");
             }
             v.symbol.alignment = alignment ? alignment : element * uint64_t(vector);
+            v.symbol.size = count * element;
             if (accept("=")) {
                 initializer(v.symbol, type, element);
-                if (v.symbol.dynamic) count = v.symbol.initializer.size() / element;
+                const uint64_t given = v.symbol.initializer.size();
+                if (v.symbol.dynamic) v.symbol.size = given;
+                if (given > v.symbol.size)
+                    fail(format("the initializer of '%s' has %llu entries, the variable %llu",
+                                v.symbol.name.c_str(), (unsigned long long)(given / element),
+                                (unsigned long long)(v.symbol.size / element)));
                 v.symbol.dynamic = false;
             }
-            v.symbol.size = count * element;
-            v.symbol.initializer.resize(v.symbol.initializer.empty() ? 0 : v.symbol.size);
             all.push_back(std::move(v));
         } while (accept(","));
         expect(";");
         return all;
     }
 
+    // Of a type that an array in memory may have.
+    uint64_t element_bytes(Type type, const char* what) const {
+        const int bits = num_bits(type);
+        if (bits < 8 || bits % 8) fail(std::string(what) + " cannot be of type ." + name_of(type));
+        return uint64_t(bits) / 8;
+    }
+
     void skip_parenthesis() {
         expect("(");
         int depth = 1;
         while (depth) {
+            if (peek().kind == Token::Kind::end) fail("a parenthesis does not end");
             if (is("(")) ++depth;
             if (is(")")) --depth;
             take();
@@ -348,6 +436,7 @@ class Parser {
 
     void initializer(Symbol& symbol, Type type, uint64_t element) {
         if (accept("{")) {
+            const Nested nested(*this);
             while (!accept("}")) {
                 initializer(symbol, type, element);
                 accept(",");
@@ -366,29 +455,36 @@ class Parser {
             if (element != 8) fail("an address in an initializer needs 8 bytes");
             symbol.pointers.emplace_back(symbol.initializer.size(), name);
         } else {
-            ParsedOperand value = number();
-            bits = uint64_t(value.value);
-            if (value.kind == ParsedOperand::Kind::float_immediate) {
-                double d;
-                if (value.is_double) {
-                    std::memcpy(&d, &value.bits, 8);
-                } else {
-                    float f;
-                    std::memcpy(&f, &value.bits, 4);
-                    d = f;
-                }
-                bits = 0;
-                if (type == Type::f32) {
-                    float f = float(d);
-                    std::memcpy(&bits, &f, 4);
-                } else {
-                    std::memcpy(&bits, &d, 8);
-                }
-            }
+            const ParsedOperand value = number();
+            bits = value.kind == ParsedOperand::Kind::float_immediate ? float_bits(value, type)
+                                                                      : uint64_t(value.value);
         }
+        if (element > sizeof bits)
+            fail(std::string("an initializer cannot be of type .") + name_of(type));
         size_t at = symbol.initializer.size();
         symbol.initializer.resize(at + element);
         std::memcpy(symbol.initializer.data() + at, &bits, element);
+    }
+
+    // Of a floating number in an initializer of this type; 0f and 0d may stand for raw bits, too.
+    uint64_t float_bits(const ParsedOperand& value, Type type) const {
+        double d = 0;
+        float f = 0;
+        uint64_t bits = 0;
+        std::memcpy(&d, &value.bits, 8);
+        std::memcpy(&f, &value.bits, 4);
+        if (type == Type::f32) {
+            if (value.is_double) f = float(d);
+            std::memcpy(&bits, &f, 4);
+        } else if (type == Type::f64) {
+            if (!value.is_double) d = f;
+            std::memcpy(&bits, &d, 8);
+        } else if (num_bits(type) == (value.is_double ? 64 : 32)) {
+            bits = value.bits;
+        } else {
+            fail(std::string("a floating number does not fit into a .") + name_of(type));
+        }
+        return bits;
     }
 
     // ---- functions
@@ -405,13 +501,13 @@ class Parser {
                 std::string w = word();
                 Type type;
                 if (w == ".align") {
-                    uint64_t value = uint64_t(integer());
+                    const uint64_t value = this->alignment();
                     if (!element) alignment = value;  // behind the type it belongs to .ptr
                 } else if (w == ".ptr" || w == ".global" || w == ".shared" || w == ".const" ||
                            w == ".local" || w == ".surfref" || w == ".texref" ||
                            w == ".samplerref") {
                 } else if (parse_type(w.substr(1), type)) {
-                    element = uint64_t(num_bits(type)) / 8;
+                    element = element_bytes(type, "a parameter");
                     is_floating = w[1] == 'f';
                 } else {
                     fail("unknown '" + w + "' in a parameter");
@@ -423,9 +519,10 @@ class Parser {
             v.symbol.space = Space::param;
             uint64_t count = 1;
             if (accept("[")) {
-                count = is("]") ? 0 : uint64_t(integer());
+                count = is("]") ? 0 : integer_in(0, max_variable_bytes / 16, "a parameter's size");
                 expect("]");
             }
+            if (!element) fail("parameter '" + v.symbol.name + "' has no type");
             v.symbol.size = element * count;
             v.symbol.is_floating = is_floating;
             v.symbol.alignment = alignment ? alignment : element;
@@ -435,10 +532,13 @@ class Parser {
         return all;
     }
 
-    void three(uint32_t out[3]) {
-        out[0] = uint32_t(integer());
-        out[1] = accept(",") ? uint32_t(integer()) : 1;
-        out[2] = accept(",") ? uint32_t(integer()) : 1;
+    // Sizes in three dimensions, of at most `limit` together.
+    void three(uint32_t out[3], uint32_t limit, const char* what) {
+        for (int i = 0; i < 3; ++i)
+            out[i] = i == 0 || accept(",") ? uint32_t(integer_in(1, limit, what)) : 1;
+        const uint64_t all = uint64_t(out[0]) * out[1] * out[2];
+        if (all > limit)
+            fail(format("%s has %llu in all; at most %u", what, (unsigned long long)all, limit));
     }
 
     void parse_function(bool entry) {
@@ -451,21 +551,21 @@ class Parser {
         for (;;) {
             if (accept(".maxntid")) {
                 uint32_t n[3];
-                three(n);
+                three(n, max_threads_per_cta, ".maxntid");
                 f.max_threads = n[0] * n[1] * n[2];
             } else if (accept(".reqntid")) {
-                three(f.required_threads);
+                three(f.required_threads, max_threads_per_cta, ".reqntid");
             } else if (accept(".minnctapersm") || accept(".maxclusterrank") ||
                        accept(".abi_preserve") || accept(".abi_preserve_control")) {
                 integer();
             } else if (accept(".maxnreg")) {
-                f.max_registers = uint32_t(integer());
+                f.max_registers = uint32_t(integer_in(1, max_registers, ".maxnreg"));
             } else if (accept(".reqnctapercluster")) {
-                three(f.cluster);
+                three(f.cluster, max_ctas_per_cluster, ".reqnctapercluster");
             } else if (accept(".explicitcluster") || accept(".noreturn") ||
                        accept(".blocksareclusters")) {
             } else if (accept(".pragma")) {
-                while (!accept(";")) take();
+                skip_statement("a .pragma");
             } else {
                 break;
             }
@@ -474,6 +574,9 @@ class Parser {
             if (!module_->functions.count(f.name)) module_->functions[f.name] = std::move(f);
             return;
         }
+        auto known = module_->functions.find(f.name);
+        if (known != module_->functions.end() && known->second.defined)
+            fail("function '" + f.name + "' is defined twice");
         expect("{");
         f.defined = true;
         function_ = &f;
@@ -496,6 +599,7 @@ class Parser {
         if (peek().kind == Token::Kind::end) fail("the function does not end");
         if (accept(";")) return;
         if (accept("{")) {
+            const Nested nested(*this);
             int outer = scope_;
             open_scope();
             while (!accept("}")) body_item();
@@ -508,16 +612,15 @@ class Parser {
         }
         if (accept(".reg")) return registers();
         if (accept(".loc")) return location();
-        if (accept(".pragma")) {
-            while (!accept(";")) take();
-            return;
-        }
+        if (accept(".pragma")) return skip_statement("a .pragma");
         if (accept(".file")) return parse_file();
         Space space;
         bool external = accept(".extern");
         if (accept_space(space)) {
             for (Variable& v : parse_variables(space, external)) {
-                scope().variables[v.symbol.name] = int(function_->variables.size());
+                const int index = int(function_->variables.size());
+                if (!scope().variables.emplace(v.symbol.name, index).second)
+                    fail("variable '" + v.symbol.name + "' is defined twice", v.line);
                 function_->variables.push_back(std::move(v));
             }
             return;
@@ -536,7 +639,7 @@ class Parser {
             while (accept(","));
             expect(";");
         } else if (accept(".calltargets") || accept(".callprototype")) {
-            while (!accept(";")) take();
+            skip_statement("a list of calls");
         } else {
             if (!scope().labels.emplace(name, function_->statements.size()).second)
                 fail("label '" + name + "' is defined twice");
@@ -554,7 +657,7 @@ class Parser {
             d.name = word();
             d.type = type;
             if (accept("<")) {
-                d.count = int(integer());
+                d.count = int(integer_in(0, INT32_MAX, "the number of registers"));
                 expect(">");
                 scope().ranges[d.name] = d;
             } else {
@@ -608,16 +711,16 @@ class Parser {
         if (accept("@")) {
             s.guard_negated = accept("!");
             s.guard = resolve(word());
-            if (s.guard.empty() || !function_->register_types.count(s.guard))
-                fail("the guard is not a register");
+            if (s.guard.empty() || function_->register_types.at(s.guard) != Type::pred)
+                fail("the guard is not a predicate register");
         }
-        if (peek().kind != Token::Kind::word)
-            fail("expected an instruction, found '" + std::string(peek().text) + "'");
+        if (peek().kind != Token::Kind::word) fail("expected an instruction, found " + found());
         s.mnemonic = word();
         if (s.mnemonic[0] == '.') fail("unknown directive '" + s.mnemonic + "'");
         while (!accept(";")) {
             if (peek().kind == Token::Kind::end) fail("the instruction does not end");
             s.operands.push_back(operand());
+            if (s.operands.size() > max_operands) fail("the instruction has too many operands");
             if (!is(";")) expect(",");
         }
         function_->statements.push_back(std::move(s));
@@ -626,38 +729,50 @@ class Parser {
     ParsedOperand number() {
         ParsedOperand p;
         bool negative = accept("-");
-        if (peek().kind != Token::Kind::number)
-            fail("expected a number, found '" + std::string(peek().text) + "'");
-        std::string text(take().text);
+        if (peek().kind != Token::Kind::number) fail("expected a number, found " + found());
+        const std::string text(peek().text);
         p.kind = ParsedOperand::Kind::immediate;
-        if (text.size() == 10 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F')) {
+        const bool is_decimal =
+            text.size() < 2 || text[0] != '0' || !std::strchr("xXfFdDbB", text[1]);
+        const auto hexadecimal = [&](size_t digits, char kind) {
+            return text.size() == digits + 2 && text[0] == '0' &&
+                   std::tolower(static_cast<unsigned char>(text[1])) == kind &&
+                   text.find_first_not_of("0123456789abcdefABCDEF", 2) == std::string::npos;
+        };
+        if (hexadecimal(8, 'f')) {
             p.kind = ParsedOperand::Kind::float_immediate;
             p.bits = std::strtoull(text.c_str() + 2, nullptr, 16);
             if (negative) p.bits ^= 0x80000000ull;
-        } else if (text.size() == 18 && text[0] == '0' && (text[1] == 'd' || text[1] == 'D')) {
+        } else if (hexadecimal(16, 'd')) {
             p.kind = ParsedOperand::Kind::float_immediate;
             p.is_double = true;
             p.bits = std::strtoull(text.c_str() + 2, nullptr, 16);
             if (negative) p.bits ^= 0x8000000000000000ull;
-        } else if (text.find('.') != std::string::npos) {
+        } else if (is_decimal && text.find_first_of(".eE") != std::string::npos) {
             p.kind = ParsedOperand::Kind::float_immediate;
             p.is_double = true;
-            double value = std::strtod(text.c_str(), nullptr) * (negative ? -1 : 1);
+            char* end = nullptr;
+            double value = std::strtod(text.c_str(), &end) * (negative ? -1 : 1);
+            if (*end) fail("expected a number, found " + found());
             std::memcpy(&p.bits, &value, 8);
         } else {
-            p.value = int64_t(parse_integer(text));
-            if (negative) p.value = -p.value;
+            const std::optional<uint64_t> value = parse_integer(text);
+            if (!value) fail("expected a number of at most 64 bits, found " + found());
+            p.value = int64_t(negative ? 0 - *value : *value);
         }
+        take();
         return p;
     }
 
     ParsedOperand operand() {
+        const Nested nested(*this);
         ParsedOperand p;
         if (accept("[")) return address();
         if (accept("{")) {
             p.kind = ParsedOperand::Kind::vector;
             while (!accept("}")) {
                 p.elements.push_back(operand());
+                if (p.elements.size() > max_operands) fail("a list has too many elements");
                 accept(",");
             }
             return p;
@@ -666,6 +781,7 @@ class Parser {
             p.kind = ParsedOperand::Kind::parenthesis;
             while (!accept(")")) {
                 p.elements.push_back(operand());
+                if (p.elements.size() > max_operands) fail("a list has too many elements");
                 accept(",");
             }
             return p;
@@ -716,9 +832,12 @@ class Parser {
         p.value = base.value;
         while (is("+") || is("-")) {
             accept("+");
-            p.value += integer();
+            p.value = int64_t(uint64_t(p.value) + bits_of_integer());
         }
-        while (accept(",")) p.elements.push_back(operand());
+        while (accept(",")) {
+            p.elements.push_back(operand());
+            if (p.elements.size() > max_operands) fail("an address has too many parts");
+        }
         expect("]");
         return p;
     }
@@ -738,7 +857,8 @@ class Parser {
                 for (size_t cut = digits; cut < name.size() && !found; ++cut) {
                     auto range = scope.ranges.find(std::string_view(name).substr(0, cut));
                     if (range != scope.ranges.end() &&
-                        std::atoi(name.c_str() + cut) < range->second.count)
+                        std::strtoull(name.c_str() + cut, nullptr, 10) <
+                            uint64_t(range->second.count))
                         found = &range->second;
                 }
             }
@@ -760,9 +880,19 @@ class Parser {
     Function* function_ = nullptr;
     int scope_ = 0;
     int source_ = -1;
+    int depth_ = 0;  // of open brackets and blocks
 };
 
 }  // namespace
+
+std::string quoted_line(const std::vector<std::string>& lines, int number, size_t max_shown) {
+    if (number < 1 || size_t(number) > lines.size()) return "";
+    const std::string& line = lines[size_t(number) - 1];
+    const size_t start = line.find_first_not_of(" \t");
+    if (start == std::string::npos) return "";
+    return line.size() - start > max_shown ? line.substr(start, max_shown) + " ..."
+                                           : line.substr(start);
+}
 
 // No memory is there: functions are only called.
 uint64_t ParsedModule::function_address(const std::string& function) const {

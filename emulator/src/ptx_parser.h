@@ -57,6 +57,9 @@ struct ParsedModule {
     uint64_t function_address(const std::string& function) const;
 };
 
+// A line of the text for a message, without the spaces before it and not longer than one reads.
+std::string quoted_line(const std::vector<std::string>& lines, int number, size_t max_shown = 400);
+
 // Throws Fault(invalid_ptx).
 std::unique_ptr<ParsedModule> parse_ptx(std::string_view text, const std::string& name);
 

@@ -36,6 +36,11 @@ RaceDetector::RaceDetector(Machine& machine, bool watches_global)
 }
 
 uint32_t RaceDetector::new_agent(const Cta& cta, const char* what, uint32_t number, uint32_t warp) {
+    if (agents_.size() > Record::max_agent)
+        fail(FaultKind::unsupported,
+             "the race detector tells at most %u warps, mbarriers and threads with asynchronous "
+             "work apart; run this with checks=False",
+             Record::max_agent);
     agents_.push_back({&cta, nullptr, what, number, warp});
     return uint32_t(agents_.size() - 1);
 }

@@ -71,7 +71,8 @@ struct Record {
     Record(uint32_t agent, uint32_t moment, uint32_t lane, uint32_t flags, uint32_t site)
         : bits(uint64_t(moment) << 32 | uint64_t(agent) << 12 | lane << 4 | flags), site(site) {}
     uint32_t moment() const { return uint32_t(bits >> 32); }
-    uint32_t agent() const { return uint32_t(bits >> 12) & 0xfffff; }
+    static constexpr uint32_t max_agent = 0xfffff;
+    uint32_t agent() const { return uint32_t(bits >> 12) & max_agent; }
     uint32_t lane() const { return uint32_t(bits >> 4) & 0xff; }
     bool is_async() const { return bits & async; }
     bool is_strong() const { return bits & strong; }

@@ -32,6 +32,12 @@ uint64_t host_ns() {
                         .count());
 }
 
+uint64_t steady_ns() {
+    return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        std::chrono::steady_clock::now().time_since_epoch())
+                        .count());
+}
+
 void host_sleep(uint64_t ns) {
     timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
     nanosleep(&t, nullptr);
@@ -271,6 +277,10 @@ bool Engine::complete_one_async() {
         operation.complete();
     } catch (const Fault& fault) {
         rethrow(fault, operation.where, in_operation(operation));
+    } catch (...) {
+        completing = nullptr;
+        running = nullptr;
+        throw;
     }
     completing = nullptr;
     return true;
@@ -488,7 +498,11 @@ size_t Engine::pick_ready() {
     return pick;
 }
 
-void Engine::run(const std::function<bool(uint64_t)>& progress_callback) {
+std::string Engine::describe_running() const {
+    return running || completing ? context() : "";
+}
+
+void Engine::run(const std::function<bool()>& keep_going) {
     random_state = seed * 0x9E3779B97F4A7C15ull + 0x1234567890ABCDEFull;
     for (int i = 0; i < 8; ++i) random();
     // Launches of one run may overlap; what came before it is over.
@@ -499,7 +513,8 @@ void Engine::run(const std::function<bool(uint64_t)>& progress_callback) {
     for (auto& grid : grids) admit_ctas(*grid);
 
     uint64_t seen_progress = progress, idle_quanta = 0, leap_ns = 1000, last_change_ns = now_ns();
-    uint64_t next_report = steps + 5'000'000;
+    constexpr uint64_t turns_between_looks = 64, look_ns = 50'000'000;  // at the host's clock
+    uint64_t rounds = 0, next_look_ns = steady_ns() + look_ns;
     uint64_t turns = 0;
     uint32_t async_odds = 4, schedulings = 0;
     const bool holds_back = schedule == Schedule::slow_rank || schedule == Schedule::starved_role ||
@@ -516,6 +531,10 @@ void Engine::run(const std::function<bool(uint64_t)>& progress_callback) {
         }
     };
     for (;;) {
+        if (keep_going && ++rounds % turns_between_looks == 0 && steady_ns() >= next_look_ns) {
+            if (!keep_going()) throw Fault(FaultKind::internal, "stopped by the caller");
+            next_look_ns = steady_ns() + look_ns;
+        }
         while (!timers.empty() && timers.begin()->first <= now_ns()) {
             if (!advance_clock()) break;
         }
@@ -583,11 +602,6 @@ void Engine::run(const std::function<bool(uint64_t)>& progress_callback) {
                 if (leap(leap_ns)) leap_ns = std::min(leap_ns * 2, max_leap_ns);
                 look_for_stall();
             }
-        }
-        if (steps >= next_report) {
-            next_report = steps + 5'000'000;
-            if (progress_callback && !progress_callback(steps))
-                throw Fault(FaultKind::internal, "stopped by the caller");
         }
     }
     reset();

@@ -5,6 +5,8 @@
 
 namespace deep_moe::emulator {
 
+constexpr uint32_t max_shared_bytes = 227 * 1024;  // of a CTA
+
 // Addresses are offsets in the CTA's own shared window: the low 24 bits of a shared address. The
 // engine implements it; each call checks the range and, where asked for, that every byte has been
 // written.

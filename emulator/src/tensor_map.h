@@ -251,6 +251,13 @@ struct TensorMap {
                      i, element_strides[i]);
             }
         }
+        uint64_t box_bytes = row_pitch();
+        for (int i = 1; i < rank; ++i) box_bytes *= box_count(i);
+        if (box_bytes > max_shared_bytes) {
+            fail(FaultKind::invalid_operation,
+                 "tensor map: a box takes %llu bytes of shared memory, of which there are %u",
+                 static_cast<unsigned long long>(box_bytes), max_shared_bytes);
+        }
         if (is_padded()) {
             if (box[0] != 128) {
                 fail(FaultKind::invalid_operation,

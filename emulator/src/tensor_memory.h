@@ -124,7 +124,7 @@ struct TensorMemory {
 
  private:
     void check_range(uint32_t lane, uint32_t column, uint32_t count, const char* what) const {
-        if (lane >= num_lanes || column + count > num_columns) {
+        if (lane >= num_lanes || column >= num_columns || count > num_columns - column) {
             fail(FaultKind::out_of_bounds,
                  "tensor memory at lane %u, columns %u..%u is %s: there are 128 lanes and 512 "
                  "columns",

@@ -6,18 +6,22 @@
 
 namespace deep_moe::emulator {
 
-std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
+void Cta::check_range(uint32_t offset, uint32_t bytes, const char* what) const {
     const uint32_t begin = grid->program->shared_begin;
-    const auto fill = [&](Finding& finding) {
-        finding.space = name_of(Space::shared);
-        finding.address = offset;
-    };
     if (offset < begin || offset >= shared_end || bytes > shared_end - offset) {
         throw Fault(
             FaultKind::out_of_bounds,
             format("%s of %u bytes at %s is out of bounds: the CTA's shared memory is 0x%x..0x%x",
                    what, bytes, describe_shared(*this, offset).c_str(), begin, shared_end));
     }
+}
+
+std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const char* what) {
+    check_range(offset, bytes, what);
+    const auto fill = [&](Finding& finding) {
+        finding.space = name_of(Space::shared);
+        finding.address = offset;
+    };
     if (machine->checks && std::memchr(shadow.data() + offset, 2, bytes)) {
         machine->find(
             FaultKind::barrier_misuse,
@@ -132,14 +136,17 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
 }
 
 void Warp::grow_stack(uint32_t top, int lane) {
-    constexpr uint32_t max_stack_bytes = 512 * 1024;
-    if (top <= local_stride) return;
-    if (top > max_stack_bytes) {
-        throw Fault(FaultKind::out_of_bounds,
-                    format("stack overflow: the lane needs %u bytes of local memory, more than %u",
-                           top, max_stack_bytes),
-                    lane);
+    const uint64_t needed = top + call_stacks[size_t(lane)].size() * sizeof(Activation) +
+                            kept_registers[size_t(lane)].size() * sizeof(uint32_t);
+    if (needed > max_stack_bytes) {
+        throw Fault(
+            FaultKind::out_of_bounds,
+            format("stack overflow: the lane needs %llu bytes of local memory and for %zu "
+                   "calls, more than %u",
+                   (unsigned long long)needed, call_stacks[size_t(lane)].size(), max_stack_bytes),
+            lane);
     }
+    if (top <= local_stride) return;
     const uint32_t stride =
         std::max(local_stride * 2, (top + frame_alignment - 1) / frame_alignment * frame_alignment);
     std::vector<std::byte> grown(size_t(stride) * warp_size, std::byte{0xcb});

@@ -201,12 +201,17 @@ def test_errors_name_the_source_line():
 
 
 def test_memory_must_not_overlap_and_can_be_removed():
+    data = np.zeros(64, np.uint8)
+    address = data.ctypes.data
     machine = Machine()
-    machine.add_memory(0, 4096, 64, "first")
-    with pytest.raises(LaunchError, match="'second' overlaps 'first'"):
-        machine.add_memory(0, 4100, 64, "second")
-    machine.add_memory(1, 4100, 64, "of another rank")
-    machine.remove_memory(0, 4096)
-    machine.add_memory(0, 4100, 64, "second")
+    machine.add_memory(0, address + 16, 16, "first")
+    for offset, size in ((0, 17), (16, 16), (20, 4), (31, 8), (0, 64)):
+        with pytest.raises(LaunchError, match="'second' overlaps 'first'"):
+            machine.add_memory(0, address + offset, size, "second")
+    machine.add_memory(0, address, 16, "before")
+    machine.add_memory(0, address + 32, 32, "behind")
+    machine.add_memory(1, address + 4, 60, "of another rank")
+    machine.remove_memory(0, address + 16)
+    machine.add_memory(0, address + 20, 8, "second")
     with pytest.raises(LaunchError, match="no memory region"):
-        machine.remove_memory(0, 4096)
+        machine.remove_memory(0, address + 16)

@@ -200,5 +200,5 @@ def test_registers_of_a_launch() -> None:
     launch(32)
     with pytest.raises(InvalidOperation, match=r"setmaxnreg.dec to 40, the warp has 32 registers"):
         machine.run()
-    with pytest.raises(LaunchError, match="256 registers per thread"):
+    with pytest.raises(LaunchError, match="registers must be 1 to 255, not 256"):
         launch(256)

@@ -2,7 +2,7 @@
 
 What is worked out once is kept. A buffer's `CallCaches` have a `CallPlan` by the options, the
 tokens that the call expects and the form of y and of the statistics, and the kernel's arguments by
-the tile and the weights. Weights are known if they are the very tensors of an earlier call, where
+the config and the weights. Weights are known if they are the very tensors of an earlier call, where
 they were then, or others of the same addresses and forms. So what is found is what would be made
 anew, and arguments that are not allowed never find anything. Kernels are kept for all buffers.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,7 +63,7 @@ DEFAULT_EMULATED_TIMEOUT_S = 600.0
 # Kinds of calls whose plans are kept: a server that brings up to this many tokens makes each plan
 # once.
 _MAX_PLANS = 8192
-# Layers whose weights are known, with 2 KB of arguments for each tile.
+# Layers whose weights are known, with 2 KB of arguments for each config.
 _MAX_LAYERS = 1024
 
 
@@ -73,6 +74,12 @@ class CallCaches:
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
         self.known_tensors: BoundedCache[int, KnownTensors] = BoundedCache(_MAX_LAYERS)
         self.known_forms: BoundedCache[tuple[int, ...], KnownForms] = BoundedCache(_MAX_LAYERS)
+        self._config_numbers: dict[MegaMoEConfig, int] = {}
+        self._numbers = count()
+
+    def number_of(self, config: MegaMoEConfig) -> int:
+        """Stands for all fields of a config, and is quicker to look up."""
+        return self._config_numbers.setdefault(config, next(self._numbers))
 
     def clear(self) -> None:
         self.plans.clear()
@@ -82,8 +89,8 @@ class CallCaches:
 
 # Of both layers, each with its scales.
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# A layer's arguments, by the tile. A call writes what is its own into them.
-ArgsByTile = dict[tuple[Any, ...], KernelArgs]
+# A layer's arguments, by the number of the config. A call writes what is its own into them.
+ArgsByConfig = dict[int, KernelArgs]
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ class KnownForms:
     """What a layer's weights and biases at some addresses looked like when they were checked."""
 
     forms: tuple[Any, ...]
-    args: ArgsByTile
+    args: ArgsByConfig
 
 
 class KnownTensors:
     """A layer's weights and biases as an earlier call was given them."""
 
-    def __init__(self, weights: Weights, biases: Biases | None, args: ArgsByTile) -> None:
+    def __init__(self, weights: Weights, biases: Biases | None, args: ArgsByConfig) -> None:
         self._weights = tuple(weakref.ref(tensor) for tensor in weights)
         self._addresses = tuple(tensor.data_ptr() for tensor in weights)
         self._biases = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in biases or ()]
@@ -145,12 +152,12 @@ class CallPlan:
     """What calls share that have the same options, expect as many tokens, and have y and statistics
     of the same form.
 
-    tile: what the arguments that are kept depend on, beside the weights. is_checked:
-    whether expert ids are looked at. launcher: the kernel on a GPU, None in the emulator.
+    config_number: of the caches that keep the arguments. is_checked: whether expert ids are looked
+    at. launcher: the kernel on a GPU, None in the emulator.
     """
 
     config: MegaMoEConfig
-    tile: tuple[Any, ...]
+    config_number: int = field(compare=False, kw_only=True)
     num_tokens: int
     is_checked: bool
     wait_timeout_ns: int
@@ -251,15 +258,7 @@ def _make_plan(
             return earlier
     plan = CallPlan(
         config=config,
-        tile=(
-            config.arch,
-            config.block_m,
-            config.block_m_step,
-            config.block_n,
-            config.block_k,
-            config.store_block_m,
-            config.trace,  # so that arguments without a trace never had one
-        ),
+        config_number=buffer.caches.number_of(config),
         num_tokens=y.shape[0],
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
@@ -356,20 +355,20 @@ def args_of_weights(
     weights = (*l1_weights, *l2_weights)
     known = buffer.caches.known_tensors.get(id(weights[0]))
     if known is not None and known.are(weights, biases):
-        args = known.args.get(plan.tile)
+        args = known.args.get(plan.config_number)
         if args is not None:
             return args
-    args_by_tile = _args_of_forms(buffer, weights if biases is None else (*weights, *biases))
-    args = args_by_tile.get(plan.tile)
+    args_by_config = _args_of_forms(buffer, weights if biases is None else (*weights, *biases))
+    args = args_by_config.get(plan.config_number)
     if args is None:  # otherwise tensors that were checked before, behind other objects
-        args = args_by_tile[plan.tile] = _make_args(plan.config, buffer, weights, biases)
-    known = KnownTensors(weights, biases, args_by_tile)
+        args = args_by_config[plan.config_number] = _make_args(plan.config, buffer, weights, biases)
+    known = KnownTensors(weights, biases, args_by_config)
     buffer.caches.known_tensors.put(id(weights[0]), known)
     return args
 
 
-def _args_of_forms(buffer: CallMemory, tensors: Sequence[torch.Tensor]) -> ArgsByTile:
-    """Of these addresses and forms, by the tile; empty for new ones."""
+def _args_of_forms(buffer: CallMemory, tensors: Sequence[torch.Tensor]) -> ArgsByConfig:
+    """Of these addresses and forms, by config; empty for new ones."""
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     # Compared, not looked up: few addresses are used with two forms.
     forms = tuple(form(tensor) for tensor in tensors)

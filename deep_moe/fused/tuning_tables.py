@@ -12,6 +12,7 @@ from deep_moe.heuristics.tuning import (
     Tuning,
     TuningTable,
     format_table,
+    parse_table,
     read_table,
     shipped_table,
 )
@@ -46,11 +47,13 @@ def add_to_table(path: Path, layer: TunedLayer) -> TuningTable:
     """Put a measurement into the file, which is made if there is none. Readers see the old table
     or the new one."""
     table = (read_table(path) or TuningTable(str(path), ())).updated(layer)
+    text = format_table(table)
+    parse_table(text, str(path))  # so that what is written can be read
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(format_table(table))
+            file.write(text)
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
     except BaseException:

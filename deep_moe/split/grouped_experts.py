@@ -45,11 +45,12 @@ from deep_moe.fused.checks import (
     require_type,
     transformed_pair,
 )
+from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import run_rank
 from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_overrides, check_seed
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
-from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
 from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.heuristics.shape import MoEShape, require_int
@@ -233,17 +234,21 @@ class GroupedExperts:
         self._wait_timeout_ns = max(1, round(1e9 * timeout_s))
         self._checked = gpu is None if checked is None else checked
         self._schedule_seed = schedule_seed
-        self._kernel_options: tuple[Any, ...] = (
-            target.name,
-            num_ctas,
-            self._activation,
-            fast_math,
-            tuple((overrides or {}).items()),
-            self.format,
+        self._choose = ConfigChooser(
+            shape=shape,
+            arch=target.name,
+            num_sms=num_ctas,
+            activation=self._activation,
+            activation_clamp=None,
+            fast_math=fast_math,
+            accumulate=False,
+            overrides=tuple((overrides or {}).items()),
+            trace=False,
+            gpu=None,
         )
         self._plan: CallPlan | None = None  # of the newest call
         # What is wrong with the options, a caller shall hear now.
-        _choose_config(self.shape, self.shape.num_max_tokens_per_rank, False, *self._kernel_options)
+        _choose_config(self._choose, self.format, max_rows, False)
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -471,7 +476,7 @@ class GroupedExperts:
             expected_rows = expected_tokens_per_rank(self.shape, 0, last)
             if last == 0:
                 expected_rows = min(num_rows, self.max_rows)
-        config = _choose_config(self.shape, expected_rows, is_uneven, *self._kernel_options)
+        config = _choose_config(self._choose, self.format, expected_rows, is_uneven)
         if self._work_space.recorder is not None:
             config = _traced(config)
         plan = self._plan
@@ -482,14 +487,7 @@ class GroupedExperts:
             return plan  # a capture compiles and loads nothing if there is a kernel that can do it
         self._plan = CallPlan(
             config=config,
-            tile=(
-                config.arch,
-                config.block_m,
-                config.block_m_step,
-                config.block_n,
-                config.block_k,
-                config.store_block_m,
-            ),
+            config_number=self._work_space.caches.number_of(config),
             num_tokens=0,
             is_checked=self._checked,
             wait_timeout_ns=self._wait_timeout_ns,
@@ -672,24 +670,6 @@ def _traced(config: MegaMoEConfig) -> MegaMoEConfig:
 
 @lru_cache(maxsize=1024)
 def _choose_config(
-    shape: MoEShape,
-    expected_rows: int,
-    is_uneven: bool,
-    arch: str,
-    num_sms: int,
-    activation: Activation,
-    fast_math: bool,
-    overrides: tuple[tuple[str, int], ...],
-    format: str,
+    choose: ConfigChooser, format: str, expected_rows: int, is_uneven: bool
 ) -> MegaMoEConfig:
-    config = choose_config(
-        shape,
-        expected_rows,
-        is_uneven=is_uneven,
-        arch=arch,
-        num_sms=num_sms,
-        activation=activation,
-        fast_math=fast_math,
-        overrides=dict(overrides),
-    )
-    return replace(config, local_tokens=format)
+    return replace(choose(expected_rows, is_uneven), local_tokens=format)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import deep_moe
 from deep_moe.activations import Situ
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
-from deep_moe.fused.call_plan import CallPlan, prepare_call
+from deep_moe.fused.call_plan import CallPlan, config_chooser, prepare_call
+from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import prepare_launch
-from deep_moe.fused.options import CallOptions
+from deep_moe.fused.options import CallArguments, CallOptions
+from deep_moe.heuristics.config import MegaMoEConfig
 
 Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -95,6 +99,74 @@ def test_a_later_call_is_given_the_arguments_of_a_first_one(calls: Calls) -> Non
     for _ in range(2):
         assert [calls.prepare(**kind) for kind in kinds] == first
         assert [calls.prepare(**kind) for kind in reversed(kinds)] == first[::-1]
+
+
+# Values of every option, and what of a call's plan must follow from them.
+OPTION_VALUES: dict[str, tuple[Any, Any, str]] = {
+    "arch": ("sm_100a", "sm_90a", "config.arch"),
+    "num_sms": (2, 4, "config.num_sms"),
+    "expected_tokens_per_rank": (0, 16, "config.decision.num_tokens"),
+    "overrides": ({"num_stages": 2}, {"num_stages": 3}, "config.num_stages"),
+    "timeout_s": (1.0, 2.0, "wait_timeout_ns"),
+    "accumulate": (False, True, "config.accumulate"),
+    "checked": (False, True, "is_checked"),
+    "activation": ("situ", "swiglu_oai", "config.activation"),
+    "activation_clamp": (7.0, 7.5, "config.activation"),
+    "fast_math": (False, True, "config.fast_math"),
+}
+WITHOUT_A_PLAN = {"schedule_seed"}  # the emulator asks for it in each call
+
+
+def test_every_option_has_values_to_try() -> None:
+    options = CallOptions.__annotations__ | CallArguments.__annotations__
+    assert set(OPTION_VALUES) | WITHOUT_A_PLAN == set(options)
+
+
+@pytest.mark.parametrize("name", OPTION_VALUES)
+def test_no_option_is_forgotten_by_the_next_call(calls: Calls, name: str) -> None:
+    *values, decided = OPTION_VALUES[name]
+    calls.buffer.caches.clear()
+    seen = []
+    for value in (*values, *values):
+        weights = calls.weights[value if name == "arch" else "sm_100a"]
+        plan, _ = calls.prepare(weights=weights, **{name: value})
+        seen.append(attrgetter(decided)(plan))
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
+
+
+def other_value(value: Any) -> Any:
+    """One of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 8
+    if isinstance(value, str):
+        return f"{value}_"
+    return Situ(beta=3.0)  # None, or an activation
+
+
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(MegaMoEConfig) if field.compare]
+
+
+@pytest.mark.parametrize("name", CONFIG_FIELDS)
+def test_no_field_of_a_config_is_forgotten_by_what_is_kept(calls: Calls, name: str) -> None:
+    """Which fields the arguments of a kernel follow from is each target's own affair."""
+    plan, _ = calls.prepare()
+    value = other_value(getattr(plan.config, name))
+    config = dataclasses.replace(plan.config, **{name: value})
+    caches = calls.buffer.caches
+    assert caches.number_of(config) != plan.config_number
+    assert caches.number_of(dataclasses.replace(plan.config)) == plan.config_number
+
+
+def test_what_chooses_a_config_is_its_key(calls: Calls) -> None:
+    """All of its fields: a shape has fields of its own, which are compared with it."""
+    chooser = config_chooser(calls.buffer, {})
+    for field in dataclasses.fields(ConfigChooser):
+        value = other_value(getattr(chooser, field.name))
+        other = dataclasses.replace(chooser, **{field.name: value})
+        assert other != chooser, field.name
 
 
 def test_a_later_call_looks_nothing_up_again(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

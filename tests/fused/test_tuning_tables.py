@@ -12,7 +12,7 @@ from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.options import CallOptions
 from deep_moe.fused.tuning_tables import add_to_table, find_tuning, read_tuning, user_table_path
 from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.heuristics.tuning import TunedLayer, TunedLayerKey, read_table
+from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey, read_table
 from deep_moe.jit.launch import run_emulated
 from deep_moe.targets import target_of
 from deep_moe.trial.calls import fill_inputs
@@ -58,6 +58,13 @@ def test_a_damaged_table_is_an_error_that_names_it_and_is_not_overwritten(table:
     with pytest.raises(ValueError, match="not JSON"):
         add_to_table(table, TunedLayer(KEY, (8,), ()))
     assert table.read_text() == "{"
+
+
+def test_what_could_not_be_read_again_is_not_written(table: Path):
+    entry = TunedEntry(8, (("block_m", 8),), (("block_m", 16),), 1.0, 2.0, "2026-11-21", "x" * 999)
+    with pytest.raises(ValueError, match="commit must be a string of at most 200"):
+        add_to_table(table, TunedLayer(KEY, (8,), (entry,)))
+    assert not table.exists()
 
 
 def test_a_process_reads_its_tables_once(table: Path):

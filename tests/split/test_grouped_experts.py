@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import deep_moe
 from deep_moe import GroupedExperts
 from deep_moe.activations import Situ
 from deep_moe.errors import MegaMoEError
+from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.split.grouped_experts import formats_for
 from deep_moe.targets import target_of
 from deep_moe.trial.comparison import compare
@@ -24,6 +27,9 @@ from .grouped_case import (
     run_behind_each_other,
     run_padded,
 )
+
+# The package's name is the function.
+grouped_experts = importlib.import_module("deep_moe.split.grouped_experts")
 
 ARCHS = ("sm_90a", "sm_100a")
 each_kernel = pytest.mark.parametrize(
@@ -106,6 +112,31 @@ def test_a_call_finds_nothing_of_the_one_before(arch: str) -> None:
             assert compare(run_behind_each_other(case, 16, experts), case.exact()).is_exact
 
 
+@each_kernel
+def test_one_layer_s_weights_with_kernels_for_few_and_many_rows(arch: str, weights: str) -> None:
+    """The very tensors of the call before, with another tile: tensor maps follow from it."""
+    case = exact_case(arch, (3, 90), weights)
+    given_weights = case.weights()
+    x, scales, begin = case.behind_each_other(8)
+    counts = torch.tensor(case.counts, dtype=torch.int32)
+    tiles = []
+    with case.experts() as experts:
+        for expected_rows in (1, 93, 1):
+            y = experts(
+                x,
+                scales,
+                expert_count=counts,
+                expert_begin=begin,
+                expected_rows=expected_rows,
+                **given_weights,
+            )
+            rows = [y[b : b + n] for b, n in zip(begin.tolist(), case.counts, strict=True)]
+            assert compare(torch.cat(rows), case.exact()).is_exact
+            assert experts._plan is not None
+            tiles.append(experts._plan.config.block_m)
+    assert tiles[0] == tiles[2] != tiles[1]
+
+
 def test_no_rows_at_all() -> None:
     case = exact_case("sm_90a", (0, 0))
     assert run_padded(case).shape == (0, case.shape.hidden)
@@ -130,6 +161,68 @@ def test_as_a_function() -> None:
         **case.weights(),
     )
     assert compare(torch.cat([y[0, :5], y[1, :9]]), case.exact()).is_exact
+
+
+# Two values of all that a kept object is made from.
+KEPT_BY: dict[str, tuple[Any, Any]] = {
+    "max_rows": (7, 8),
+    "hidden": (128, 256),
+    "intermediate_hidden": (128, 256),
+    "num_local_experts": (2, 3),
+    "weights": ("mxfp4", "fp8"),
+    "biases": (False, True),
+    "format": ("fp8_32", "fp8_128_pow2"),
+    "activation": (Situ(beta=1.0), Situ(beta=2.0)),
+    "activation_clamp": (7.0, 8.0),
+    "fast_math": (True, False),
+    "num_pool_tokens": (384, 768),
+    "device": ("cpu", "meta"),
+    "num_sms": (2, 4),
+    "arch": ("sm_90a", "sm_100a"),
+    "overrides": ({"num_stages": 2}, {"num_stages": 3}),
+    "timeout_s": (1.0, 2.0),
+    "checked": (True, False),
+    "schedule_seed": (1, 2),
+}
+OF_TENSORS = ("hidden", "num_local_experts", "biases", "device")
+
+
+def test_every_argument_of_a_kept_object_has_values_to_try() -> None:
+    assert list(inspect.signature(GroupedExperts).parameters) == list(KEPT_BY)
+
+
+@pytest.mark.parametrize("name", KEPT_BY)
+def test_no_argument_is_forgotten_by_the_function(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It keeps an object for each kind of arguments."""
+
+    class Recorder:
+        def __init__(self, *sizes: int, **given: Any) -> None:
+            self.given = dict(zip(KEPT_BY, sizes, strict=False)) | given
+
+        def __call__(self, *_: Any, **__: Any) -> dict[str, Any]:
+            return self.given
+
+    monkeypatch.setattr(grouped_experts, "GroupedExperts", Recorder)
+    monkeypatch.setattr(grouped_experts, "_kept", BoundedCache(16))
+
+    def call(value: Any) -> Any:
+        own = {key: values[0] for key, values in KEPT_BY.items()} | {name: value}
+        device = own["device"]
+        made: Any = deep_moe.grouped_experts(
+            torch.empty(4, own["hidden"], device=device),
+            None,
+            (torch.empty(0), torch.empty(0)),
+            (torch.empty(0), torch.empty(0)),
+            torch.empty(own["num_local_experts"], device=device),
+            l1_bias=torch.empty(0) if own["biases"] else None,
+            **{key: kept for key, kept in own.items() if key not in OF_TENSORS},
+        )
+        return str(made[name]) if name == "device" else made[name]
+
+    first, second = KEPT_BY[name]
+    assert [call(value) for value in (first, second, first)] == [first, second, first]
 
 
 def given(case: Case) -> dict[str, Any]:

@@ -131,9 +131,8 @@ def fuzz(
     if grid:
         cases = map(FuzzCase.of_grid, range(first, grid_size()))
     else:
-        turns: tuple[type[Case], ...]
         turns = (FuzzCase, SplitCase, FuzzCase, ThroughputCase, FuzzCase, TrainingCase)
-        drawn = turns if path is None else (kinds[path],)
+        drawn: Sequence[type[Case]] = turns if path is None else (kinds[path],)
         cases = itertools.chain(
             (kind.of(number) for number in tuple(known) for kind in dict.fromkeys(drawn)),
             _in_turn(drawn, first, frozenset(known), CASES_PER_KERNEL),

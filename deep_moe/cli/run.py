@@ -1,5 +1,5 @@
-"""`deep-moe run`: run a layer, by the fused kernel or the split path, and compare it with the
-reference."""
+"""`deep-moe run`: run a layer on one of the paths, and compare it with the reference. Without
+options: some small ones, on each of the paths."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from deep_moe.formats.weight_formats import (
 )
 
 from .checks import check_call
+from .layer_path import LayerPath, choose_path
 from .options import (
     MAX_SEED,
     AccumulateOption,
@@ -47,7 +48,9 @@ from .options import (
     parse_tokens,
     pool_rows,
 )
-from .output import coloured, new_table, print_json, stderr, stdout
+from .output import coloured, new_table, print_json, stdout
+from .progress import bar, say_how_long
+from .small_layers import run_small_layers
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
@@ -62,22 +65,8 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
-class LayerPath(str, Enum):
-    """Which kernels compute the layer."""
-
-    fused_path = "fused"
-    split_path = "split"
-    throughput_path = "throughput"
-
-
-_PATHS = {
-    LayerPath.fused_path: "fused kernel",
-    LayerPath.split_path: "split path",
-    LayerPath.throughput_path: "throughput path",
-}
-
-
 def run(
+    context: typer.Context,
     model: ModelOption = None,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Take the experts from this checkpoint.")
@@ -182,37 +171,29 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run calls on all ranks and compare each rank's outputs with the reference."""
+    """Run calls on all ranks and compare each rank's outputs with the reference.
+
+    Without options: small layers on each of the paths, of several formats, in the emulator.
+    """
     import torch
 
     from deep_moe.targets import TARGETS
-    from deep_moe.trial import calls as trial
-    from deep_moe.trial import split_calls, throughput_calls
-    from deep_moe.trial.bounds import reference_bounds
-    from deep_moe.trial.comparison import compare
+    from deep_moe.trial.calls import model_inputs
+    from deep_moe.trial.paths import Where, verdicts
     from deep_moe.trial.reference import FP32_SUM_BITS
-    from deep_moe.trial.synthetic import received
-    from deep_moe.trial.two_level import run_two_level, two_level_bounds
 
-    is_split = path != LayerPath.fused_path
-    if is_split:
-        check_split_path(path, shared_experts)
-    if is_split and domains > 1:
-        raise typer.BadParameter(
-            f"--domains must be 1 with --path {path.value}, whose ranks reach each other's memory; "
-            f"got {domains}"
-        )
-    if recv_rows is not None and path != LayerPath.throughput_path:
-        raise typer.BadParameter(
-            f"--recv-rows needs --path throughput: the others have a row for all that may come; "
-            f"got --path {path.value}"
-        )
-    if domains == 1 and (chunks > 1 or exact_sizes):
-        raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")
-    if is_split and accumulate:
-        raise typer.BadParameter("--accumulate needs --path fused: no other combine adds to y")
-    if domains > 1 and accumulate:
-        raise typer.BadParameter("--accumulate needs --domains of 1")
+    if _only_defaults(context) and _default_device(None, None) == Device.cpu:
+        run_small_layers(as_json)
+        return
+    layer_path = choose_path(
+        path,
+        domains=domains,
+        chunks=chunks,
+        exact_sizes=exact_sizes,
+        recv_rows=recv_rows,
+        accumulate=accumulate,
+        shared_experts=shared_experts,
+    )
     if domains > 1 and ranks is None:
         ranks = 2 * domains
     if ranks is not None and ranks % domains:
@@ -229,10 +210,6 @@ def run(
     on_target = TARGETS[arch].weights_of(weights)
     numerics = on_target.numerics_of(token_scales)
     counts = parse_tokens(tokens, ranks)
-    sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
-    capacity = max(1, *counts) if max_tokens is None else max_tokens
-    num_pool_tokens = pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path)
-    overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)
     if exact and isinstance(applied, Situ):
         raise typer.BadParameter(
@@ -242,149 +219,81 @@ def run(
         "activation": applied,
         "arch": arch,
         "num_sms": num_sms,
-        "overrides": overrides,
-        "accumulate": accumulate,
+        "overrides": parse_overrides(override),
     }
+    of_shape: dict[str, Any] = {
+        "ranks": ranks,
+        "topk": topk,
+        "experts": experts,
+        "max_tokens": max(1, *counts) if max_tokens is None else max_tokens,
+        "pool_tokens": pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
+        "shared_experts": shared_experts,
+        "weights": weights,
+        "token_scales": token_scales,
+    }
+    loaded = None
     if checkpoint is None:
-        shape = make_shape(
-            model=model,
-            ranks=ranks,
-            max_tokens=capacity,
-            pool_tokens=num_pool_tokens,
-            shared_experts=shared_experts,
-            weights=weights,
-            biases=biases,
-            token_scales=token_scales,
-            **sizes,
+        of_shape |= {"hidden": hidden, "intermediate": intermediate, "biases": biases}
+        shape = make_shape(model=model, **of_shape)
+    elif exact or model or hidden or intermediate or biases:
+        raise typer.BadParameter(
+            "--checkpoint decides the weights and all sizes but --topk; --experts says how many "
+            "there are if it does not"
         )
-        check_call(shape, counts, **call)
-        whole_layer = _made_layer(shape, on_target, exact=exact, seed=seed)
     else:
-        if exact or model or hidden or intermediate or biases:
-            raise typer.BadParameter(
-                "--checkpoint decides the weights and all sizes but --topk; --experts says how "
-                "many there are if it does not"
-            )
-        shape, whole_layer = _loaded_layer(
-            checkpoint,
-            layer,
-            ranks,
-            topk,
-            capacity,
-            num_pool_tokens,
-            experts,
-            weights,
-            shared_experts,
-            token_scales,
-        )
-        check_call(shape, counts, **call)
+        shape, loaded = _loaded_layer(checkpoint, layer, **of_shape)
+    check_call(shape, counts, accumulate=accumulate, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
             f"--unused-slots must be at most the {shape.num_topk} slots; got {unused_slots}"
         )
     if duplicates and shape.num_topk < 2:
         raise typer.BadParameter("--duplicates needs at least 2 slots per token")
-    inputs = [
-        [
-            _made_tokens(
-                shape,
-                count,
-                exact=exact,
-                seed=seed + 1 + call_idx * ranks + rank,
-                unused_slots=unused_slots,
-                duplicates=duplicates,
-                nan_tokens=nan_tokens,
-            )
-            for rank, count in enumerate(counts)
-        ]
-        for call_idx in range(calls)
-    ]
-
-    if domains > 1 or is_split:  # whose layers take BF16
-        inputs = [[trial.model_inputs(own)[1] for own in of_call] for of_call in inputs]
+    if device == Device.cpu:
+        say_how_long(shape, sum(counts) * calls)
 
     call["schedule_seed"] = schedule_seed or 0
-    if is_split:
-        del call["accumulate"]  # refused above
-    if path == LayerPath.throughput_path:
-        call["max_recv_rows"] = recv_rows
-    started = time.perf_counter()
-    with stderr().status(f"running the {_PATHS[path]}") as status:
-        if domains > 1:
-            outputs = run_two_level(
-                shape,
-                domains,
-                whole_layer,
-                inputs,
-                device=device.value,
-                two_level={"num_chunks": chunks, "exact_sizes": exact_sizes},
-                **call,
-            )
-        elif is_split and (processes or device == Device.cuda):
-            run_processes = {
-                LayerPath.split_path: split_calls.run_split_processes,
-                LayerPath.throughput_path: throughput_calls.run_throughput_processes,
-            }[path]
-            outputs = run_processes(shape, whole_layer, inputs, device=device.value, **call)
-        elif is_split:
-            run_emulated = {
-                LayerPath.split_path: split_calls.run_emulated_split,
-                LayerPath.throughput_path: throughput_calls.run_emulated_throughput,
-            }[path]
-            outputs = run_emulated(shape, whole_layer, inputs, **call)
-        elif processes or device == Device.cuda:
-            outputs = trial.run_processes(shape, whole_layer, inputs, device=device.value, **call)
-        else:
-
-            def show(steps: int) -> None:
-                status.update(f"emulating: {steps / 1e6:.1f} million warp instructions")
-
-            outputs = trial.run_emulated_ranks(shape, whole_layer, inputs, progress=show, **call)
-    seconds = time.perf_counter() - started
-    # The emulator adds products exactly.
-    sum_bits = numerics.sum_bits if device == Device.cuda else FP32_SUM_BITS
-    rows = []
-    with stderr().status("computing the reference"):
-        for call_idx, (tokens_of_call, of_call) in enumerate(zip(inputs, outputs, strict=True)):
-            # A low-latency dispatch brings a token to an expert once.
-            is_once = path == LayerPath.split_path
-            count_rows = split_calls.received_rows if is_once else received
-            sent = count_rows(shape, tokens_of_call).split(shape.num_experts_per_rank)
-            for rank, (own, output) in enumerate(zip(tokens_of_call, of_call, strict=True)):
-                how: dict[str, Any] = {
-                    "activation": applied,
-                    "numerics": numerics,
-                    "sum_bits": sum_bits,
-                }
-                if domains > 1:
-                    domain = rank * domains // ranks
-                    bounds = two_level_bounds(shape, domains, domain, whole_layer, own, **how)
-                else:
-                    bounds = reference_bounds(
-                        own.x,
-                        own.x_sf,
-                        own.topk_idx,
-                        own.topk_weights,
-                        whole_layer.l1,
-                        whole_layer.l2,
-                        num_shared_experts=shape.num_shared_experts,
-                        y=trial.initial_y(own.num_tokens, shape.hidden) if accumulate else None,
-                        weights_in_combine=is_split,
-                        **whole_layer.biases,
-                        **how,
-                    )
-                comparison = compare(output.y, bounds.y if exact else bounds)
-                stats_agree = torch.equal(output.stats, sent[rank])
-                rows.append(
-                    {
-                        "call": call_idx,
-                        "rank": rank,
-                        "num_received": int(output.stats.sum()),
-                        "stats_agree": stats_agree,
-                        **asdict(comparison),
-                        "passed": stats_agree and comparison.is_right,
-                    }
+    if accumulate:
+        call["accumulate"] = True
+    with bar("making the layer") as say:
+        whole_layer = loaded or _made_layer(shape, on_target, exact=exact, seed=seed)
+        inputs = [
+            [
+                _made_tokens(
+                    shape,
+                    count,
+                    exact=exact,
+                    seed=seed + 1 + call_idx * ranks + rank,
+                    unused_slots=unused_slots,
+                    duplicates=duplicates,
+                    nan_tokens=nan_tokens,
                 )
+                for rank, count in enumerate(counts)
+            ]
+            for call_idx in range(calls)
+        ]
+        if layer_path.takes_bf16:
+            inputs = [[model_inputs(own)[1] for own in of_call] for of_call in inputs]
+        say(f"running the {layer_path.words}")
+        started = time.perf_counter()
+        where = Where(
+            device.value,
+            processes,
+            lambda steps: say(f"emulating: {steps / 1e6:.1f} million warp instructions"),
+        )
+        outputs = layer_path.outputs(shape, whole_layer, inputs, where, **call)
+        seconds = time.perf_counter() - started
+        say("computing the reference")
+        found = verdicts(
+            *(layer_path, shape, whole_layer, inputs, outputs),
+            is_exact=exact,
+            accumulates=accumulate,
+            activation=applied,
+            numerics=numerics,
+            # The emulator adds products exactly.
+            sum_bits=numerics.sum_bits if device == Device.cuda else FP32_SUM_BITS,
+        )
+        rows = [verdict.as_dict() for verdict in found]
     passed = all(row["passed"] for row in rows)
     if as_json:
         print_json(
@@ -409,18 +318,19 @@ def run(
             f"{'on GPUs' if device == Device.cuda else 'emulated'}: {seconds:.1f} s"
         )
         demand = "bit for bit" if exact else "within what rounding explains"
-        _print_rows(rows, path=path, demand=demand)
+        _print_rows(rows, title=f"{layer_path.words} against the reference: {demand}")
     if not passed:
         raise typer.Exit(1)
 
 
-def check_split_path(path: LayerPath, shared_experts: int) -> None:
-    """Raise for what no path but the fused one does."""
-    if shared_experts:
-        raise typer.BadParameter(
-            f"--shared-experts must be 0 with --path {path.value}: no dispatch brings a rank its "
-            f"own tokens; got {shared_experts}"
-        )
+def _only_defaults(context: typer.Context) -> bool:
+    """Whether nothing was asked for that decides what runs."""
+    given = (
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
+    )
+    return set(given) <= {"as_json"}
 
 
 def arch_of(device: Device) -> str:
@@ -461,13 +371,14 @@ def _made_layer(shape: MoEShape, on_target: TargetWeights, *, exact: bool, seed:
 def _loaded_layer(
     checkpoint: Path,
     layer: int,
-    num_ranks: int,
-    num_topk: int | None,
+    *,
+    ranks: int,
+    topk: int | None,
     max_tokens: int,
-    num_pool_tokens: int | None,
-    num_experts: int | None,
+    pool_tokens: int | None,
+    experts: int | None,
     weights: str,
-    num_shared_experts: int,
+    shared_experts: int,
     token_scales: str,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
@@ -480,15 +391,15 @@ def _loaded_layer(
     l1, l2 = load_experts(
         checkpoint,
         layer,
-        num_experts=num_experts,
-        num_shared_experts=num_shared_experts,
+        num_experts=experts,
+        num_shared_experts=shared_experts,
         biases_apart=True,
     )
-    biases = load_biases(checkpoint, layer, num_experts=num_experts)
-    if biases is not None and num_shared_experts:
+    biases = load_biases(checkpoint, layer, num_experts=experts)
+    if biases is not None and shared_experts:
         raise typer.BadParameter(
             "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
-            f"of shared ones; got {num_shared_experts}"
+            f"of shared ones; got {shared_experts}"
         )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
@@ -499,21 +410,21 @@ def _loaded_layer(
             f"got {weights}"
         )
     num_experts, num_l1_rows, _ = l1.weight.shape
-    num_experts -= num_shared_experts
+    num_experts -= shared_experts
     shape = MoEShape(
-        num_ranks=num_ranks,
+        num_ranks=ranks,
         num_experts=num_experts,
-        num_topk=min(2, num_experts) if num_topk is None else num_topk,
+        num_topk=min(2, num_experts) if topk is None else topk,
         hidden=l2.weight.shape[1],
         intermediate_hidden=num_l1_rows // 2,
         num_max_tokens_per_rank=max_tokens,
-        num_pool_tokens=num_pool_tokens,
+        num_pool_tokens=pool_tokens,
         weights=weights,
         biases=biases is not None,
-        num_shared_experts=num_shared_experts,
+        num_shared_experts=shared_experts,
         token_scales=token_scales,
     )
-    return shape, Layer(l1, l2, num_shared_experts, *(bias.float() for bias in biases or ()))
+    return shape, Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ()))
 
 
 def _made_tokens(
@@ -536,7 +447,7 @@ def _made_tokens(
     return put_nan(tokens, nan_tokens, seed=seed) if nan_tokens else tokens
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], *, path: LayerPath, demand: str) -> None:
+def _print_rows(rows: Sequence[dict[str, Any]], *, title: str) -> None:
     numbers = (
         "tokens",
         "received",
@@ -547,7 +458,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, path: LayerPath, demand: str)
         "wrong",
     )
     table = new_table(
-        f"{_PATHS[path]} against the reference: {demand}",
+        title,
         "call",
         "rank",
         *numbers,

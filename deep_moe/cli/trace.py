@@ -11,6 +11,7 @@ import typer
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 
 from .checks import check_call, check_output_file
+from .layer_path import LayerPath, check_split_path
 from .options import (
     ActivationOption,
     BiasesOption,
@@ -36,7 +37,7 @@ from .options import (
     pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
-from .run import Device, LayerPath, arch_of, check_split_path
+from .run import Device, arch_of
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape

@@ -3,11 +3,9 @@ brings to them is `Tokens`, what it gets is a `RankOutput` for each call."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,7 +30,7 @@ from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of_device
 
-from .rank_processes import run_on_ranks
+from .rank_processes import results_of_ranks
 from .synthetic import LayerParts, Tokens
 from .trace import RankTrace, record
 
@@ -186,7 +184,14 @@ def run_processes(
     options: keyword arguments of `fp8_fp4_mega_moe`. If one rank fails, the others are ended, and
     the error holds its traceback.
     """
-    of_ranks = _run_in_processes(_run_rank, shape, layer, calls, device, options)
+    of_ranks = results_of_ranks(
+        _on_rank, shape.num_ranks, device, _run_rank, shape, layer, list(map(list, calls)), options
+    )
+    return by_call(of_ranks)
+
+
+def by_call(of_ranks: Sequence[Sequence[RankOutput]]) -> list[list[RankOutput]]:
+    """Of each call what each rank got, from what each rank got call by call."""
     return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
 
 
@@ -195,39 +200,9 @@ def trace_processes(
 ) -> list[RankTrace]:
     """One call of `run_processes` on GPUs, recorded after `num_warmup` more of the same."""
     trace_rank = partial(_trace_rank, num_warmup=num_warmup)
-    return _run_in_processes(trace_rank, shape, layer, [tokens], "cuda", call)
-
-
-def _run_in_processes(
-    rank_function: Callable[..., Any],
-    shape: MoEShape,
-    layer: LayerParts,
-    calls: Calls,
-    device: str,
-    call: Mapping[str, Any],
-) -> list[Any]:
-    """What `rank_function` returns on each rank."""
-    num_gpus = torch.cuda.device_count()
-    if device == "cuda" and num_gpus < shape.num_ranks:
-        raise ValueError(
-            f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
-        )
-    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
-        run_on_ranks(
-            _rank_process,
-            shape.num_ranks,
-            device,
-            rank_function,
-            shape,
-            layer,
-            [list(tokens) for tokens in calls],
-            call,
-            folder,
-        )
-        return [
-            torch.load(_output_file(folder, rank), weights_only=False)
-            for rank in range(shape.num_ranks)
-        ]
+    return results_of_ranks(
+        _on_rank, shape.num_ranks, "cuda", trace_rank, shape, layer, [list(tokens)], call
+    )
 
 
 def fill_inputs(buffer: SymmBuffer, tokens: Tokens) -> None:
@@ -293,16 +268,15 @@ def _call_emulated_ranks(
     return outputs
 
 
-def _rank_process(
+def _on_rank(
     device: torch.device,
     rank_function: Callable[..., Any],
     shape: MoEShape,
     layer: LayerParts,
     calls: Calls,
     call: Mapping[str, Any],
-    folder: str,
-) -> None:
-    """Saves what `rank_function` returns of this rank."""
+) -> Any:
+    """What `rank_function` returns in this process."""
     rank = dist.get_rank()
     buffer = get_symm_buffer_for_mega_moe(
         dist.group.WORLD,
@@ -310,8 +284,8 @@ def _rank_process(
     )
     weights, biases = rank_operands(shape, layer, rank, device, call.get("arch"))
     value = rank_function(buffer, weights, [tokens[rank] for tokens in calls], {**call, **biases})
-    torch.save(value, _output_file(folder, rank))
     dist.barrier()  # no rank takes its memory away while another still reads it
+    return value
 
 
 def _run_rank(
@@ -372,7 +346,3 @@ def _first_output(
         y = torch.full(size, torch.nan, dtype=torch.bfloat16, device=device)
     stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32, device=device)
     return RankOutput(y, stats)
-
-
-def _output_file(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.pt")

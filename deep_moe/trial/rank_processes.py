@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,27 @@ def run_on_ranks(work: Callable[..., None], num_ranks: int, device_type: str, *a
         torch.multiprocessing.spawn(
             _run_spawned, args=(work, num_ranks, device_type, folder, args), nprocs=num_ranks
         )
+
+
+def results_of_ranks(
+    work: Callable[..., Any], num_ranks: int, device_type: str, *args: Any
+) -> list[Any]:
+    """What work(device, *args) returns on each rank of `run_on_ranks`."""
+    num_gpus = torch.cuda.device_count()
+    if device_type == "cuda" and num_gpus < num_ranks:
+        raise ValueError(
+            f"device cuda needs a GPU for each of {num_ranks} ranks; there are {num_gpus}"
+        )
+    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
+        files = [Path(folder, f"rank{rank}.pt") for rank in range(num_ranks)]
+        run_on_ranks(_save_result, num_ranks, device_type, work, files, *args)
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+def _save_result(
+    device: torch.device, work: Callable[..., Any], files: Sequence[Path], *args: Any
+) -> None:
+    torch.save(work(device, *args), files[dist.get_rank()])
 
 
 def _run_spawned(

@@ -7,9 +7,7 @@ Tokens are quantized by the dispatch, so that ranks bring the tokens' values in 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +19,9 @@ from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 
-from .calls import Calls, RankOutput, model_inputs, rank_operands
-from .rank_processes import run_on_ranks
-from .synthetic import Layer, LayerParts, Tokens
+from .calls import Calls, RankOutput, by_call, model_inputs, rank_operands
+from .rank_processes import results_of_ranks
+from .synthetic import Layer, Tokens
 
 # What both kinds of kernels are told; the others are the experts'.
 _OF_BOTH = ("arch", "num_sms", "schedule_seed")
@@ -67,48 +65,11 @@ def run_split_processes(
 ) -> list[list[RankOutput]]:
     """What `run_emulated_split` does, with one process per rank: rank r on GPU r ("cuda") or
     emulated ("cpu")."""
-    of_ranks = outputs_of_processes(_rank_outputs, shape, layer, calls, device, options)
-    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
-
-
-def outputs_of_processes(
-    of_rank: Callable[..., Any],
-    shape: MoEShape,
-    layer: LayerParts,
-    calls: Calls,
-    device: str,
-    *arguments: Any,
-) -> list[Any]:
-    """What of_rank(device, shape, layer, calls, *arguments) returns in a process for each rank."""
-    num_gpus = torch.cuda.device_count()
-    if device == "cuda" and num_gpus < shape.num_ranks:
-        raise ValueError(
-            f"device cuda needs a GPU for each of {shape.num_ranks} ranks; there are {num_gpus}"
+    return by_call(
+        results_of_ranks(
+            _rank_outputs, shape.num_ranks, device, shape, layer, list(map(list, calls)), options
         )
-    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
-        own_calls = [list(tokens) for tokens in calls]
-        run_on_ranks(
-            _rank_process,
-            shape.num_ranks,
-            device,
-            folder,
-            of_rank,
-            shape,
-            layer,
-            own_calls,
-            *arguments,
-        )
-        return [
-            torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False)
-            for rank in range(shape.num_ranks)
-        ]
-
-
-def _rank_process(
-    device: torch.device, folder: str, of_rank: Callable[..., Any], *arguments: Any
-) -> None:
-    """Saves what `of_rank` returns."""
-    torch.save(of_rank(device, *arguments), Path(folder, f"rank{dist.get_rank()}.pt"))
+    )
 
 
 class RankExperts:

@@ -16,8 +16,8 @@ from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.grouped_experts import format_of_tokens
 from deep_moe.split.throughput_moe import EXPERT_ALIGNMENT, ThroughputMoE, most_rows
 
-from .calls import Calls, RankOutput, model_inputs, rank_operands
-from .split_calls import outputs_of_processes
+from .calls import Calls, RankOutput, by_call, model_inputs, rank_operands
+from .rank_processes import results_of_ranks
 from .split_trace import SplitTrace, newest_call
 from .synthetic import LayerParts, Tokens
 from .trace import record
@@ -73,8 +73,11 @@ def run_throughput_processes(
     """What `run_emulated_throughput` does, with one process per rank: rank r on GPU r ("cuda") or
     emulated ("cpu")."""
     of_layer = {**options, "max_recv_rows": max_recv_rows}
-    of_ranks = outputs_of_processes(_rank_outputs, shape, layer, calls, device, of_layer)
-    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+    return by_call(
+        results_of_ranks(
+            _rank_outputs, shape.num_ranks, device, shape, layer, list(map(list, calls)), of_layer
+        )
+    )
 
 
 def trace_throughput_processes(
@@ -88,7 +91,10 @@ def trace_throughput_processes(
 ) -> list[SplitTrace]:
     """One call of `run_throughput_processes`, recorded after `num_warmup` more of the same."""
     of_layer = {**options, "enable_profiling": True}
-    return outputs_of_processes(_rank_trace, shape, layer, [tokens], device, of_layer, num_warmup)
+    return results_of_ranks(
+        *(_rank_trace, shape.num_ranks, device),
+        *(shape, layer, list(tokens), of_layer, num_warmup),
+    )
 
 
 class EmulatedRanks:
@@ -226,12 +232,11 @@ def _rank_trace(
     device: torch.device,
     shape: MoEShape,
     layer: LayerParts,
-    calls: Calls,
+    tokens: Sequence[Tokens],
     of_layer: Mapping[str, Any],
     num_warmup: int,
 ) -> SplitTrace:
     rank = dist.get_rank()
-    (tokens,) = calls
     weights, biases = rank_operands(shape, layer, rank, device, of_layer.get("arch"))
     moe = _rank_layer(shape, of_layer)
     x, ids, factors = _inputs(tokens[rank], device)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 
 from .bounds import Bounds, reference_bounds, sum_of_domains
-from .calls import Calls, RankOutput, model_inputs, rank_operands
-from .rank_processes import run_on_ranks
+from .calls import Calls, RankOutput, by_call, model_inputs, rank_operands
+from .rank_processes import results_of_ranks
 from .synthetic import Layer, Tokens
 
 
@@ -40,24 +38,12 @@ def run_two_level(
         raise ValueError(
             f"num_domains must divide the {shape.num_ranks} ranks there are; got {num_domains}"
         )
-    with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
-        run_on_ranks(
-            _run_rank,
-            shape.num_ranks,
-            device,
-            shape,
-            num_domains,
-            layer,
-            [list(tokens) for tokens in calls],
-            dict(two_level),
-            options,
-            folder,
+    return by_call(
+        results_of_ranks(
+            *(_run_rank, shape.num_ranks, device, shape, num_domains, layer),
+            *(list(map(list, calls)), dict(two_level), options),
         )
-        of_ranks = [
-            torch.load(_output_file(folder, rank), weights_only=False)
-            for rank in range(shape.num_ranks)
-        ]
-    return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+    )
 
 
 def _run_rank(
@@ -68,8 +54,7 @@ def _run_rank(
     calls: Calls,
     two_level: dict[str, Any],
     options: dict[str, Any],
-    folder: str,
-) -> None:
+) -> list[RankOutput]:
     rank = dist.get_rank()
     moe = make_layer(shape, num_domains, device, **two_level)
     weights, biases = rank_operands(shape, layer, rank, device, options.get("arch"))
@@ -83,9 +68,9 @@ def _run_rank(
         y = moe.call(x, *routing, *weights, stats, **given)
         moe.check()
         outputs.append(RankOutput(y.cpu(), stats.cpu()))
-    torch.save(outputs, _output_file(folder, rank))
     dist.barrier()  # no rank takes its memory away while another still reads it
     moe.close()
+    return outputs
 
 
 def make_layer(
@@ -136,7 +121,3 @@ def two_level_bounds(
             )
         )
     return sum_of_domains(parts)
-
-
-def _output_file(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.pt")

@@ -1,6 +1,8 @@
 """`deep-moe run`: it passes where the kernel agrees with the reference, and only there."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import deep_moe.trial.bounds
 from deep_moe.checkpoint.experts import save_experts
-from deep_moe.cli import app
+from deep_moe.cli import app, run
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial import calls as trial
+from deep_moe.trial import paths
+from deep_moe.trial.fuzzing import FuzzCase
+from deep_moe.trial.small_layers import SMALL_LAYERS
 from deep_moe.trial.synthetic import random_layer
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
@@ -26,6 +30,59 @@ def ran(*options: str) -> dict:
     result = invoke(*options, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def test_without_options_small_layers_of_each_path_run():
+    document = ran()
+    assert document["passed"]
+    assert [row["path"] for row in document["layers"]] == [case.path for case in SMALL_LAYERS]
+    assert {row["path"] for row in document["layers"]} == {
+        *("fused", "split", "throughput", "training")
+    }
+
+
+def test_small_layers_are_of_each_kind():
+    """Each format on each kernel, and what a newcomer believes a run has."""
+    fused = [case for case in SMALL_LAYERS if type(case) is FuzzCase]
+    formats = {(case.arch, case.shape.weights) for case in fused}
+    assert formats == {
+        *itertools.product(("sm_90a", "sm_100a"), ("mxfp4", "fp8", "bf16")),
+        ("sm_90a", "mxfp4_bf16"),
+    }
+    assert {case.shape.num_shared_experts for case in fused} >= {0, 1, 3}
+    assert {case.shape.is_bounded for case in fused} == {False, True}
+    counts = [tokens.num_tokens for case in fused for call in case.inputs() for tokens in call]
+    assert 0 in counts
+    for arch in ("sm_90a", "sm_100a"):
+        assert {case.values["inputs"] for case in fused if case.arch == arch} == {
+            *("filled", "prepared")
+        }
+
+
+def test_a_small_layer_that_is_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    wrong = SMALL_LAYERS[3]
+    for kind in {type(case) for case in SMALL_LAYERS}:
+        monkeypatch.setattr(kind, "run", lambda case: "rank 1: wrong" if case is wrong else "")
+    result = invoke()
+    assert result.exit_code == 1
+    assert result.stdout.count("DIFFERENT") == 1
+    assert f"fused on {wrong.arch}: rank 1: wrong" in result.stdout
+    as_json = invoke("--json")
+    assert as_json.exit_code == 1
+    passed = [row["passed"] for row in json.loads(as_json.stdout)["layers"]]
+    assert passed == [case is not wrong for case in SMALL_LAYERS]
+
+
+def test_a_long_run_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch):
+    def too_far(*_: object, **__: object) -> None:
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(run, "_made_layer", too_far)
+    monkeypatch.setattr(run, "check_call", lambda *_, **__: None)
+    long = invoke("--model", "deepseek-v4-pro", "--ranks", "8", "--device", "cpu")
+    assert "far enough" in str(long.exception)
+    assert re.search(r"this takes about \d\d+ minutes: \d+\.\d billion weights", long.stderr)
+    assert "minutes" not in invoke(*TINY, "--device", "cpu").stderr
 
 
 def test_a_random_layer_is_near_on_every_rank():
@@ -125,14 +182,14 @@ def test_the_table_gives_a_verdict_per_rank():
 
 @pytest.mark.parametrize("kind", [[], ["--exact"]], ids=["random", "exact"])
 def test_a_difference_is_a_failure(kind: list[str], monkeypatch: pytest.MonkeyPatch):
-    correct = deep_moe.trial.bounds.reference_bounds
+    correct = paths.reference_bounds
 
     def wrong_in_one_row(x: torch.Tensor, *inputs, **options):
         x = x.clone()
         x.view(torch.uint8)[0, :4] = 0x40
         return correct(x, *inputs, **options)
 
-    monkeypatch.setattr(deep_moe.trial.bounds, "reference_bounds", wrong_in_one_row)
+    monkeypatch.setattr(paths, "reference_bounds", wrong_in_one_row)
     result = invoke(*TINY, *kind, "--tokens", "4")
     assert result.exit_code == 1
     assert result.stdout.count("DIFFERENT") == 2

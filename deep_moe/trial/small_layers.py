@@ -1,0 +1,105 @@
+"""What `deep-moe run` runs where it is told nothing: fuzz cases whose values were picked, so that
+each format, path, pair of calls, uneven and empty ranks, small ring and shared expert is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deep_moe.activations import Swiglu, SwigluOai
+
+from .fuzzing import SMALL_POOL, Case, FuzzCase
+from .split_fuzzing import SplitCase
+from .throughput_fuzzing import ThroughputCase
+from .training_fuzzing import TrainingCase
+
+_FUSED: dict[str, Any] = {
+    "weights": "mxfp4",
+    "shape": (2, 4, 3, 256, 96),
+    "shared experts": 0,
+    "tile": 1,
+    "wave": "all experts",
+    "turn": "one expert",
+    "biases": "none",
+    "activation": Swiglu(),
+    "y": "written",
+    "pool": None,
+    "inputs": "filled",
+    "tokens": "any",
+    "slots": "all",
+    "values": "numbers",
+    "schedule": "random",
+}
+_SPLIT: dict[str, Any] = {
+    **_FUSED,
+    "shape": (2, 6, 2, 512, 128),
+    "placement": "ranks",
+    "kernels": "one",
+    "rows": "sent",
+    "ids": torch.int64,
+    "layout": "by expert",
+}
+_THROUGHPUT: dict[str, Any] = {**_SPLIT, "alignment": 1, "room": "for all", "rows": "copied"}
+_TRAINING: dict[str, Any] = {
+    "ranks": 2,
+    "shape": (3, 3, 128, 96),
+    "steps": "sm_90a",
+    "precision": "bf16",
+    "w1 and w3": "apart",
+    "activation": Swiglu(),
+    "biases": None,
+    "kept": "as usual",
+    "tokens": "any",
+    "ids": torch.int64,
+    "slots": "unused",
+    "gates": "numbers",
+    "schedule": "random",
+}
+_PREPARED = {"inputs": "prepared"}  # by a kernel, with no wait between the calls
+_RING = {"pool": SMALL_POOL, "tokens": "many"}
+_EMPTY = {"tokens": "one rank has none"}
+_LIMITED = {"activation": SwigluOai(limit=24.0)}
+
+
+def _cases() -> Iterator[Case]:
+    def fused(arch: str, weights: str, **values: Any) -> Case:
+        return FuzzCase(0, arch, {**_FUSED, "weights": weights, **values})
+
+    def split(arch: str, weights: str, **values: Any) -> Case:
+        return SplitCase(0, arch, {**_SPLIT, "weights": weights, **values})
+
+    def throughput(arch: str, weights: str, **values: Any) -> Case:
+        return ThroughputCase(0, arch, {**_THROUGHPUT, "weights": weights, **values})
+
+    yield fused("sm_100a", "mxfp4", **_RING, **{"shared experts": 1})
+    yield fused("sm_100a", "fp8", **_PREPARED, slots="unused", biases="both layers", **_LIMITED)
+    yield fused("sm_100a", "bf16", **_EMPTY, slots="all to one expert", y="added to")
+    yield fused("sm_90a", "mxfp4", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2})
+    yield fused("sm_90a", "fp8", **_RING, biases="both layers", tile=3)
+    yield fused("sm_90a", "fp8 with float32_per_128", slots="named twice", values="NaN")
+    yield fused("sm_90a", "bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512))
+    yield fused("sm_90a", "mxfp4_bf16", **_RING, wave="one expert", y="added to")
+    yield split("sm_90a", "mxfp4 with fp8_32", slots="named twice", **_EMPTY)
+    yield split(
+        "sm_100a", "bf16 with bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED
+    )
+    yield throughput("sm_90a", "bf16 with bf16", slots="unused", room="for what comes")
+    yield throughput("sm_100a", "mxfp4 with fp8_32", **_EMPTY, rows="written there", alignment=32)
+    yield TrainingCase(0, _TRAINING)
+
+
+SMALL_LAYERS = tuple(_cases())
+
+
+def words_of(case: Case) -> str:
+    """What is special about a case."""
+    usual = {"fused": _FUSED, "split": _SPLIT, "throughput": _THROUGHPUT, "training": _TRAINING}
+    words = [str(case.values.get("weights", "BF16 training"))]
+    words += [
+        f"{axis}: {value}"
+        for axis, value in case.values.items()
+        if axis not in ("weights", "shape", "tile") and value != usual[case.path][axis]
+    ]
+    return ", ".join(words)

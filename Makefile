@@ -19,7 +19,7 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo test test-fast test-serving lint format types clean venv emulator-library
+.PHONY: demo test test-fast test-serving sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -41,6 +41,10 @@ $(SERVING)/.ready: tests/serving/requirements.txt $(READY)
 	@$(call visibly,the engines, $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(SERVING) -r tests/serving/requirements.txt)
 	@touch $@
+
+# The emulator under AddressSanitizer and UndefinedBehaviorSanitizer, ten minutes of drawn PTX.
+sanitize: $(READY)
+	$(BIN)/python -m tests.emulator.sanitize.drawn --seconds 600
 
 lint: $(READY) types
 	$(BIN)/ruff check $(wildcard $(PYTHON_PATHS))

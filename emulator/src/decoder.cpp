@@ -278,6 +278,12 @@ uint64_t Decoder::immediate(size_t i) {
     return uint64_t(parsed(i).value);
 }
 
+uint32_t Decoder::immediate_u32(size_t i) {
+    const uint64_t value = immediate(i);
+    if (value > UINT32_MAX) invalid(format("%lld does not fit into 32 bits", (long long)value));
+    return uint32_t(value);
+}
+
 Operand Decoder::constant(uint64_t value, int bits) {
     return builder.constant(bits == 32 ? value & 0xffffffffu : value, bits);
 }

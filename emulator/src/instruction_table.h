@@ -106,6 +106,7 @@ class Decoder {
     std::vector<Operand> destinations(size_t i, Type type);
     std::vector<Operand> sources(size_t i, Type type);
     uint64_t immediate(size_t i);       // error if it is not one
+    uint32_t immediate_u32(size_t i);   // the same of 32 bits
     bool is_predicate(size_t i) const;  // whether operand i is a predicate register
     int num_bits_of(size_t i) const;    // of register operand i
     Operand constant(uint64_t value, int bits = 32);

@@ -725,7 +725,7 @@ void decode_commit_group(Decoder& d) {
 void decode_wait_group(Decoder& d) {
     const bool read = d.take("read");
     d.expect_operands(1);
-    d.emit(wait_group, {}, d.immediate(0) | uint64_t(read) << 32);
+    d.emit(wait_group, {}, d.immediate_u32(0) | uint64_t(read) << 32);
 }
 
 // ---- hints

@@ -217,7 +217,7 @@ void decode_commit_group(Decoder& d) {
 }
 void decode_wait_group(Decoder& d) {
     d.expect_operands(1);
-    d.emit(wait_group, {}, d.immediate(0));
+    d.emit(wait_group, {}, d.immediate_u32(0));
 }
 void decode_wait_all(Decoder& d) {
     d.expect_operands(0);

@@ -341,7 +341,9 @@ void decode_mma(Decoder& d) {
             d.invalid("disable-output-lane needs 4 or, for a pair, 8 registers");
     }
     const Operand enable = d.source(next++, Type::pred);
-    const Operand shift = next < d.num_operands() ? d.constant(d.immediate(next++)) : d.constant(0);
+    const uint64_t scale = next < d.num_operands() ? d.immediate(next++) : 0;
+    if (scale > 15) d.invalid("scale-input-d must be 0 to 15");
+    const Operand shift = d.constant(scale);
     if (next != d.num_operands()) d.invalid("too many operands");
     std::vector<Operand> operands{accumulator,   a,      b,    shape, d.constant(0),
                                   d.constant(0), enable, shift};
@@ -615,7 +617,7 @@ void decode_load(Decoder& d) {
     TransferForm form = take_transfer(d, "pack::16b");
     const bool two = form.shape == TmemShape::x16x32bx2;
     d.expect_operands(two ? 3 : 2);
-    if (two) form.half_offset = uint32_t(d.immediate(2));
+    if (two) form.half_offset = d.immediate_u32(2);
     std::vector<Operand> operands{tensor_memory_address(d, 1)};
     const std::vector<Operand> registers = d.destinations(0, Type::b32);
     if (registers.size() != form.num_registers)
@@ -628,7 +630,7 @@ void decode_store(Decoder& d) {
     TransferForm form = take_transfer(d, "unpack::16b");
     const bool two = form.shape == TmemShape::x16x32bx2;
     d.expect_operands(two ? 3 : 2);
-    if (two) form.half_offset = uint32_t(d.immediate(1));
+    if (two) form.half_offset = d.immediate_u32(1);
     std::vector<Operand> operands{tensor_memory_address(d, 0)};
     const std::vector<Operand> registers = d.sources(two ? 2 : 1, Type::b32);
     if (registers.size() != form.num_registers)

@@ -275,7 +275,7 @@ void decode_wait_group(Decoder& d) {
     d.ignore({"sync", "aligned"});
     d.op.meeting = Meeting::whole_warp;
     d.expect_operands(1);
-    d.emit(wait_group, {}, d.immediate(0));
+    d.emit(wait_group, {}, d.immediate_u32(0));
 }
 
 }  // namespace

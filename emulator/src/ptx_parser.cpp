@@ -401,6 +401,8 @@ class Parser {
             v.symbol.alignment = alignment ? alignment : element * uint64_t(vector);
             v.symbol.size = count * element;
             if (accept("=")) {
+                if (space != Space::global && space != Space::constant)
+                    fail(std::string("a variable in .") + name_of(space) + " has no initializer");
                 initializer(v.symbol, type, element);
                 const uint64_t given = v.symbol.initializer.size();
                 if (v.symbol.dynamic) v.symbol.size = given;
@@ -834,6 +836,9 @@ class Parser {
             accept("+");
             p.value = int64_t(uint64_t(p.value) + bits_of_integer());
         }
+        const bool has_name = base.kind != ParsedOperand::Kind::immediate;
+        if (has_name && (p.value < INT32_MIN || p.value > int64_t(UINT32_MAX)))
+            fail("the offset of an address has more than 32 bits");
         while (accept(",")) {
             p.elements.push_back(operand());
             if (p.elements.size() > max_operands) fail("an address has too many parts");

@@ -9,6 +9,7 @@ anew, and arguments that are not allowed never find anything. Kernels are kept f
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ from .options import CallArguments, call_key, check_values, overrides_of
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
     from .symm_memory import DeviceMemory, HostMemory
+
+logger = logging.getLogger(__name__)
 
 EMULATED_NUM_SMS = 4
 DEFAULT_TIMEOUT_S = 60.0
@@ -256,6 +259,15 @@ def _make_plan(
         # before CUDA 12.3 refuse it. Not kept: after the capture, the kernel that fits is loaded.
         if earlier is not None and gpu.is_capturing():
             return earlier
+    logger.debug(
+        "calls with %s and about %d tokens per rank: block_m %d, num_stages %d, %d CTAs, for %s",
+        buffer,
+        expected,
+        config.block_m,
+        config.num_stages,
+        config.num_sms,
+        config.arch,
+    )
     plan = CallPlan(
         config=config,
         config_number=buffer.caches.number_of(config),

@@ -8,6 +8,7 @@ is one JSON document on standard output, {"error": ...}.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
 from typing import Annotated
@@ -36,6 +37,21 @@ app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
+
+
+def _flowing(docstring: str | None) -> str:
+    """A docstring as help: Typer keeps the line breaks of a paragraph, wherever lines end.
+
+    >>> _flowing("Run\\n    calls.\\n\\n    Then more.\\n    ")
+    'Run calls.\\n\\nThen more.'
+    """
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for _command in (*app.registered_commands, *cache.app.registered_commands):
+    assert _command.callback is not None
+    _command.help = _flowing(_command.callback.__doc__)
 
 # Typer brings this class along or takes it from click, and exports only what derives from it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

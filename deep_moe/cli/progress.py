@@ -36,7 +36,7 @@ def bar(text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     known."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr(), transient=True) as progress:
         task = progress.add_task(text, total=total)
 

@@ -93,15 +93,10 @@ def trace(
 ) -> None:
     """Record one call of a random layer on all ranks: a table of its phases, and a trace file.
 
-    In the emulator a nanosecond is a warp instruction: the order of things is real, their durations
-    are not. Open the file at ui.perfetto.dev or chrome://tracing.
+    The emulator has no time. It counts the instructions of warps, and the trace file has one as a
+    nanosecond: the order of things is real, their durations are not. Open the file at
+    ui.perfetto.dev or chrome://tracing.
     """
-    from deep_moe.targets import target_of
-    from deep_moe.trial import calls as trial
-    from deep_moe.trial.real_size import LayerMadeByRanks
-    from deep_moe.trial.synthetic import random_layer, random_tokens
-    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
-
     check_output_file("FILE", file)
     if path == LayerPath.split_path:
         raise typer.BadParameter(
@@ -127,7 +122,9 @@ def trace(
     )
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)
-    arch = arch or arch_of(device)
+    from deep_moe.targets import EMULATED, target_of
+
+    arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))
     check_call(
         shape,
         counts,
@@ -136,6 +133,12 @@ def trace(
         activation=applied,
         overrides=overrides,
     )
+    # These import PyTorch, which takes seconds: nothing that can be refused comes behind them.
+    from deep_moe.trial import calls as trial
+    from deep_moe.trial.real_size import LayerMadeByRanks
+    from deep_moe.trial.synthetic import random_layer, random_tokens
+    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
+
     scale_block = target_of(arch).weights_of(weights).scale_block
     layer: LayerParts
     if device == Device.cuda:  # a whole model's experts would take minutes to make here
@@ -163,10 +166,16 @@ def trace(
     write_chrome_trace(on_one_clock, file)
     phases = breakdown(on_one_clock)
     if as_json:
-        print_json({"shape": asdict(shape), "tokens": counts, "file": str(file), **phases})
+        facts = {"shape": asdict(shape), "tokens": counts, "file": str(file)}
+        print_json({**facts, "unit": unit_of(device), **phases})
     else:
-        stdout().print(table({"": phases}), soft_wrap=True)
+        stdout().print(table({"": phases}, unit=unit_of(device)), soft_wrap=True)
         stdout().print(f"\nwritten: {file}", soft_wrap=True)
+
+
+def unit_of(device: Device) -> str:
+    """Of what is recorded there. The emulator's clock counts the instructions of warps."""
+    return "microseconds" if device == Device.cuda else "1000 warp instructions"
 
 
 def _trace_throughput(
@@ -193,11 +202,13 @@ def _trace_throughput(
     found = summary(recorded)
     if as_json:
         counts = [own.num_tokens for own in inputs]
-        print_json({"shape": asdict(shape), "tokens": counts, "file": str(file), **found})
+        facts = {"shape": asdict(shape), "tokens": counts, "file": str(file)}
+        print_json({**facts, "unit": unit_of(device), **found})
         return
-    table = new_table("kernels, and phases of a CTA in the mean", "", "us", right=("us",))
-    for part in ("kernels_us", "phases_us"):
-        for name, us in found[part].items():
-            table.add_row(name, f"{us:.1f}")
+    unit = unit_of(device)
+    table = new_table("kernels, and phases of a CTA in the mean", "", unit, right=(unit,))
+    for part in ("kernels", "phases"):
+        for name, duration in found[part].items():
+            table.add_row(name, f"{duration:.1f}")
     stdout().print(table)
     stdout().print(f"\nwritten: {file}", soft_wrap=True)

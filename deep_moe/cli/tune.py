@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,11 +24,15 @@ from .options import (
     SharedExpertsOption,
     TopkOption,
     WeightsOption,
+    check_weights,
     make_shape,
     parse_activation,
     pool_rows,
 )
 from .output import new_table, print_error, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics import MoEShape
 
 DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
@@ -70,13 +74,39 @@ def tune(
     """Measure candidates beside the formula's kernel on the GPUs of this machine. What is faster
     beyond noise enters the table, and calls take it from then on, also those of layers with as many
     experts per rank on more ranks. See docs/tuning.md."""
-    import torch
-
     started = time.time()
     sizes = parse_sizes(tokens)
     applied = parse_activation(activation, clamp, model=model)
     if activation is None and applied == Swiglu():
         applied = Swiglu(10.0)
+
+    def shape_on(num_ranks: int) -> MoEShape:
+        return make_shape(
+            model=model,
+            ranks=num_ranks,
+            experts=experts,
+            topk=topk,
+            hidden=hidden,
+            intermediate=intermediate,
+            weights=weights,
+            biases=biases,
+            max_tokens=max(sizes),
+            pool_tokens=pool_rows(pool_tokens),
+            shared_experts=shared_experts,
+        )
+
+    from deep_moe.fused.tuning_tables import user_table_path
+    from deep_moe.heuristics.tuning import read_table
+
+    # What can be refused is, before PyTorch is imported: that takes seconds.
+    check_weights(weights)
+    if ranks is not None:
+        shape_on(ranks)
+    path = table or user_table_path()
+    read_table(path)  # a damaged one, or a pipe
+
+    import torch
+
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ValueError(
@@ -89,28 +119,14 @@ def tune(
     from rich.progress import Progress
 
     from deep_moe.fused.gpu import gpu_of
-    from deep_moe.fused.tuning_tables import user_table_path
     from deep_moe.trial.tuning import TuningPlan, compile_candidates
     from deep_moe.trial.tuning import tune as measure
 
     gpu = gpu_of(torch.device("cuda", 0))
     assert gpu is not None
-    path = table or user_table_path()
     with tempfile.TemporaryDirectory(prefix="deep_moe_tune_") as folder:
         plan = TuningPlan(
-            shape=make_shape(
-                model=model,
-                ranks=ranks or num_gpus,
-                experts=experts,
-                topk=topk,
-                hidden=hidden,
-                intermediate=intermediate,
-                weights=weights,
-                biases=biases,
-                max_tokens=max(sizes),
-                pool_tokens=pool_rows(pool_tokens),
-                shared_experts=shared_experts,
-            ),
+            shape=shape_on(ranks or num_gpus),
             tokens=sizes,
             ends=started + budget,
             table=path,

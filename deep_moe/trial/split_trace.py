@@ -48,8 +48,9 @@ def newest_call(all_to_all: AllToAll, recorder: Recorder) -> SplitTrace:
 
 
 def summary(traces: Sequence[SplitTrace]) -> dict[str, Any]:
-    """In microseconds: of each kernel, from its first stamp to its last on the slowest rank, and
-    what a CTA spent in each phase of the all-to-all, the mean of all CTAs of all ranks."""
+    """Of each kernel, from its first stamp to its last on the slowest rank, and
+    what a CTA spent in each phase of the all-to-all, the mean of all CTAs of all ranks.
+    In microseconds, and of the emulator in thousands of warp instructions."""
     kernels: dict[str, float] = {}
     phases: dict[str, list[float]] = {}
     for trace in traces:
@@ -62,8 +63,8 @@ def summary(traces: Sequence[SplitTrace]) -> dict[str, Any]:
         for phase in (*trace.dispatch, *trace.combine):
             phases.setdefault(phase.phase, []).append((phase.end_ns - phase.start_ns) / 1e3)
     return {
-        "kernels_us": {name: kernels.get(name, 0.0) for name in ("dispatch", "experts", "combine")},
-        "phases_us": {name: statistics.fmean(found) for name, found in phases.items()},
+        "kernels": {name: kernels.get(name, 0.0) for name in ("dispatch", "experts", "combine")},
+        "phases": {name: statistics.fmean(found) for name, found in phases.items()},
         "num_lost": sum(trace.experts.num_lost for trace in traces),
     }
 

@@ -466,8 +466,9 @@ def _mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def table(breakdowns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Breakdowns side by side, one column each: means over ranks and CTAs, in microseconds."""
+def table(breakdowns: Mapping[str, Mapping[str, Any]], *, unit: str = "microseconds") -> str:
+    """Breakdowns side by side, one column each: means over ranks and CTAs. unit: of all durations;
+    on a GPU it is a time."""
     sections: dict[str, list[Mapping[str, float]]] = {
         "when (mean over ranks)": [one["timeline"] for one in breakdowns.values()],
         "when (latest rank)": [
@@ -493,7 +494,7 @@ def table(breakdowns: Mapping[str, Mapping[str, Any]]) -> str:
         }
         for one in breakdowns.values()
     ]
-    lines = [f"{'microseconds':48s}" + "".join(f"{label:>10s}" for label in breakdowns)]
+    lines = [f"{unit:48s}" + "".join(f"{label:>10s}" for label in breakdowns)]
     for title, columns in sections.items():
         lines.append(title)
         for name in _in_order(columns):

@@ -29,6 +29,17 @@ class Outcome:
         self.status, self.stdout, self.stderr = status, stdout, stderr
 
 
+class Refuser:
+    """Lets the import of a package fail a test."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.partition(".")[0] == self.package:
+            pytest.fail(f"{name} is imported")
+
+
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs the entry point in this process: a command line of its own would import PyTorch anew."""
@@ -52,6 +63,42 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trace"],
+        ["trace", "/nowhere/trace.json"],
+        ["trace", "trace.json", "--weights", "fp7"],
+        ["trace", "trace.json", "--tokens", "a"],
+        ["trace", "trace.json", "--hidden", "100"],
+        ["trace", "trace.json", "--arch", "sm_1"],
+        ["trace", "trace.json", "--override", "zz=1"],
+        ["trace", "trace.json", "--activation", "relu"],
+        ["trace", "trace.json", "--path", "split"],
+        ["tune", "--tokens", "a"],
+        ["tune", "--weights", "fp7"],
+        ["tune", "--activation", "relu"],
+        ["tune", "--ranks", "2", "--hidden", "100"],
+        ["tune", "--table", "/dev/zero"],
+        ["config", "--hidden", "100"],
+        ["config", "--gpu", "nothing"],
+        ["warmup", "--arch", "sm_1"],
+        ["warmup", "--override", "zz=1"],
+        ["cache", "list", "--folder", "/dev/null"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_refused_is_refused_before_pytorch_is_imported(
+    main, words: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """That takes 10 to 24 s on a loaded machine."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Refuser("torch"), *sys.meta_path])
+    for name in [name for name in sys.modules if name.startswith("deep_moe.trial")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(*words).status in (1, 2)
+
+
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.returncode == 0
@@ -64,6 +111,18 @@ def test_what_the_library_refuses_is_one_line_on_stderr_and_a_failure():
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr == "error: hidden must be a positive multiple of 32; got 100\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["trace"], ["warmup"], ["tune"], ["cache", "prune"]], ids=" ".join
+)
+def test_help_flows(main, words: list[str], monkeypatch: pytest.MonkeyPatch):
+    """A line is as long as the terminal is wide, not as long as in the source."""
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = [line.strip() for line in main(*words, "--help").stdout.splitlines()]
+    usage = next(number for number, line in enumerate(lines) if line.startswith("Usage"))
+    assert lines[usage + 2].endswith(".")
+    assert lines[usage + 3] == ""
 
 
 def test_the_version_is_printed(main):

@@ -181,7 +181,7 @@ def traced(rank: Rank, most: int) -> dict[str, float]:
     assert spans["end_ns"].max() <= min(phase.start_ns for phase in call.combine) + CLOCK_NS
     rank.barrier()
     moe.close()
-    return summary([call])["kernels_us"]
+    return summary([call])["kernels"]
 
 
 def check_traces(found: list[dict[str, float]]) -> None:

@@ -1,6 +1,5 @@
-"""Experts out of checkpoints, and into them."""
+"""Experts out of checkpoints."""
 
-from .experts import load_biases, load_experts, save_experts
-from .namings import ExpertNaming, StackedNaming
+from .experts import load_biases, load_experts, load_transformed_experts, save_experts
 
-__all__ = ["ExpertNaming", "StackedNaming", "load_biases", "load_experts", "save_experts"]
+__all__ = ["load_biases", "load_experts", "load_transformed_experts", "save_experts"]

@@ -25,6 +25,7 @@ from .test_transformers import (
     PROMPT,
     REPLACED_PLAN,
     greedy,
+    laid_out,
     load,
     on_ranks,
     relative_error,
@@ -120,7 +121,8 @@ def test_gpt_oss_generates_what_the_eager_path_generates(
     # Of most tokens: where a router's two best are near each other, rounding decides.
     errors = [relative_error(*own) for own in zip(logits, expected_logits, strict=True)]
     assert statistics.median(errors) < most
-    layer = model.model.layers[0].mlp.experts.__dict__["_deep_moe_state"].layer
+    layer = laid_out(model.model.layers[0].mlp.experts)
+    assert layer is not None
     assert layer.sizes.weights == weights
     adapter.release(model)
     for name, tensor in model.state_dict().items():
@@ -197,8 +199,9 @@ def test_bf16_experts_generate_what_the_eager_path_generates(qwen, arch):
     tokens, logits = greedy(model, PROMPT)
     assert tokens.tolist() == expected.tolist() == ANSWER.tolist()
     assert relative_error(logits, expected_logits) < 0.01
-    sizes = model.model.layers[0].mlp.experts.__dict__["_deep_moe_state"].layer.sizes
-    assert (sizes.weights, sizes.num_pool_tokens) == ("bf16", 384)
+    layer = laid_out(model.model.layers[0].mlp.experts)
+    assert layer is not None
+    assert (layer.sizes.weights, layer.sizes.num_pool_tokens) == ("bf16", 384)
     adapter.release(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name

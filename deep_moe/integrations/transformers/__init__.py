@@ -76,7 +76,8 @@ def register(
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     from .expert_parallel import DeepMoEExpertParallel
-    from .experts import NAME, Options, experts_forward, set_options
+    from .experts import NAME, experts_forward, set_options
+    from .layer import Options
 
     set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, mxfp4_tokens, arch))
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
@@ -94,26 +95,19 @@ def prepare(model: PreTrainedModel) -> dict[str, str]:
     from .experts import group_of, path_of
 
     return {
-        name: str(path_of(module, group_of(module), _num_topk(module), name))
+        name: str(path_of(module, group_of(module), name=name))
         for name, module in _experts_of(model)
     }
 
 
 def release(model: PreTrainedModel) -> None:
-    """Give a model the weights back that were laid out for the kernel, so that it can be saved or
-    run by another implementation. Does not change the implementation: a further call takes them
-    again.
+    """Give a model the weights back that were laid out for the kernel: the same parameters have
+    their values again. Whatever reads or writes a parameter does that for its layer by itself; this
+    does it for all, and the next call decides anew who runs them. Of experts that are spread over
+    ranks, every rank must call this."""
+    from .experts import forget
 
-    Raises NotImplementedError for experts that are spread over ranks: transformers keeps those in a
-    form that only it makes.
-    """
-    from .experts import forget, group_of
-
-    modules = dict(_experts_of(model))
-    for name, module in modules.items():
-        if group_of(module) is not None or getattr(module, "_is_expert_parallel", False):
-            raise NotImplementedError(f"{name} is spread over ranks and cannot be given back")
-    for module in modules.values():
+    for _, module in _experts_of(model):
         forget(module)
 
 
@@ -137,7 +131,3 @@ def _experts_of(model: PreTrainedModel) -> list[tuple[str, Any]]:
         ):
             found.append((name, module))
     return found
-
-
-def _num_topk(module: Any) -> int:
-    return int(module.config.num_experts_per_tok)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 
-from .experts import NAME, path_of, run, set_group
+from .experts import NAME, decide_first, path_of, run, set_group
 
 # Its name from PyTorch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -34,6 +34,7 @@ class DeepMoEExpertParallel(EPImplementation):
         self.engine = AutoEP(experts, ep_mesh, tp_mesh)
         self.group = ep_mesh.get_group()
         set_group(experts, self.group)
+        decide_first(experts)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

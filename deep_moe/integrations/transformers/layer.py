@@ -1,22 +1,25 @@
 """From a module of experts to what the kernel takes, and back.
 
 A module keeps its weights in its own form until its first call. Then they are laid out for the
-kernel, expert by expert, and the module's own tensors are given up: a model's experts are not held
-twice. `restore` brings them back.
+kernel, expert by expert, and the module's own tensors are taken (taken.py): a model's experts are
+not held twice on the GPU. Values that the kernel's form cannot give back bit for bit wait in host
+memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
@@ -41,10 +44,10 @@ from ..mxfp4_tokens import served_format
 from ..served_experts import check_sizes, gate_before_up
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
+from .taken import reason_not_to_take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.utils.hooks import RemovableHandle
 
 _LINEARS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -54,105 +57,155 @@ _PACKED = (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
+class Options:
+    """Of `register`."""
+
+    quantize: bool = False
+    num_pool_tokens: int | None = None
+    max_tokens_per_rank: int | None = None
+    mxfp4_tokens: str | None = None
+    arch: str | None = None
+
+
+@dataclass(frozen=True)
 class ExpertsLayer:
     """Experts in the kernel's form. group: of the ranks that they are spread over. given: the form
-    of each tensor that was given up, by the name that the module has for it; the module keeps its
-    biases. guard: what keeps the module's state_dict from being read without them, if there are
-    any."""
+    of each tensor of the module that is laid out, by the module's name for it. kept: those that
+    cannot be made from the kernel's form again. modules: that the weights were found to be right
+    for, known_topk: the numbers of slots."""
 
     weights: MegaMoEWeights
     biases: MegaMoEBiases | None
     sizes: LayerSizes
     activation: Activation
     group: ProcessGroup | None
+    options: Options
+    form: _Form
     given: dict[str, _Given]
-    guard: RemovableHandle | None
+    kept: dict[str, torch.Tensor]
+    modules: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    known_topk: set[int] = field(default_factory=set)
 
+    def has_form_of(self, module: torch.nn.Module) -> bool:
+        return self.form == _Form.of(module)
 
-def take_over(
-    module: torch.nn.Module,
-    group: ProcessGroup | None,
-    num_topk: int,
-    *,
-    quantize: bool,
-    num_pool_tokens: int | None,
-    mxfp4_tokens: str | None,
-    arch: str | None,
-    agree: Callable[[str | None], str | None],
-) -> ExpertsLayer:
-    """Lay out a module's experts for the kernel and give up the module's tensors.
+    def check(self, num_topk: int) -> None:
+        """Raise UnsupportedError unless there is a kernel for so many slots for each token."""
+        num_ranks = 1 if self.group is None else self.group.size()
+        device = self.weights.l1.weight.device
+        check_sizes(self.sizes_for(num_topk), num_ranks, 1, self.options.arch, device)
 
-    quantize: round floats that are not MXFP4 to it, and FP8 to scales that the target applies.
-    num_pool_tokens: of the buffer. mxfp4_tokens: beside experts in MXFP4, None for the default.
-    agree: is told why this rank cannot take its experts over, or None, and gives back the reason of
-    the first rank that cannot.
+    def sizes_for(self, num_topk: int) -> LayerSizes:
+        """Of calls with so many slots for each token."""
+        return self.sizes._replace(num_topk=num_topk)
 
-    Raises UnsupportedError, on all ranks and before anything has changed.
-    """
-    num_ranks = 1 if group is None else group.size()
-    reason = None
-    try:
-        activation = _activation(module)
-        source = _source(module, quantize)
-        chosen = served_format(source.format, mxfp4_tokens, arch, source.device)
-        source = replace(source, format=chosen)
-        sizes = LayerSizes(
-            num_ranks * source.num_experts,
-            num_topk,
-            source.hidden,
-            source.intermediate_hidden,
-            source.format,
-            source.biases is not None,
-            num_pool_tokens,
+    def originals(self) -> dict[str, torch.Tensor]:
+        """The module's tensors as they were."""
+        device = self.weights.l1.weight.device
+        found = {name: tensor.to(device) for name, tensor in self.kept.items()}
+        if found.keys() >= self.given.keys():
+            return found
+        sizes = self.sizes
+        inverse = inverse_transform_weights(
+            *self.weights,
+            self.options.arch,
+            weights=sizes.weights,
+            hidden=sizes.hidden,
+            intermediate_hidden=sizes.intermediate_hidden,
         )
-        check_sizes(sizes, num_ranks, 1, arch, source.device)
-        weights, is_requantized = _laid_out(source, arch, quantize)
-        biases = _laid_out_biases(source, arch)
-    except UnsupportedError as error:
-        reason = str(error)
-    reason = agree(reason)
-    if reason is not None:
-        raise UnsupportedError(reason)
-    # FSDP keeps count of the parameters that it shards, so they stay; and scales that are not the
-    # module's own have no place in it.
-    given = {} if isinstance(module, FSDPModule) or is_requantized else source.given
-    for name in given:
-        module._parameters[name] = None
-    guard = module.register_state_dict_pre_hook(_refuse_state_dict) if given else None
-    return ExpertsLayer(weights, biases, sizes, activation, group, given, guard)
-
-
-def restore(module: torch.nn.Module, layer: ExpertsLayer, arch: str | None) -> None:
-    """Give a module the tensors back that `take_over` took."""
-    if layer.guard is None:
-        return
-    layer.guard.remove()
-    sizes = layer.sizes
-    inverse = inverse_transform_weights(
-        *layer.weights,
-        arch,
-        weights=sizes.weights,
-        hidden=sizes.hidden,
-        intermediate_hidden=sizes.intermediate_hidden,
-    )
-    for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
-        own = layer.given[name]
-        if own.dtype in _FLOATS:
-            if weight_format(sizes.weights).in_checkpoints == "mxfp4":
-                weight = dequantize_mxfp4(weight, sf, torch.float32)
-            tensors = {name: _Form.of(module).of_module(name, weight).to(own.dtype)}
-        else:
-            scales = layer.given[name + _SCALES]
+        for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
+            own = self.given[name]
+            if own.dtype in _FLOATS:
+                if weight_format(sizes.weights).in_checkpoints == "mxfp4":
+                    weight = dequantize_mxfp4(weight, sf, torch.float32)
+                found[name] = self.form.of_module(name, weight).to(own.dtype)
+                continue
+            scales = self.given[name + _SCALES]
             if sf.dtype == torch.int32:
                 num_columns = weight.shape[2] * (2 if own.dtype in _PACKED else 1)
                 sf = unpack_ue8m0(sf)[..., : num_columns // GROUP_SIZE]
                 sf = ue8m0_to_float(sf, torch.float32)
-            tensors = {
-                name: weight.view(own.dtype),
-                name + _SCALES: _scales_as(sf, scales.dtype, scales.shape),
-            }
-        for key, tensor in tensors.items():
-            module._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
+            found[name] = weight.view(own.dtype)
+            found[name + _SCALES] = _scales_as(sf, scales.dtype, scales.shape)
+        return found
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a module that the kernel's form is made of, and holds."""
+    names = [*_LINEARS, *(name + _SCALES for name in _LINEARS)]
+    if getattr(module, "has_bias", False):
+        names += _BIASES
+    found = ((name, module._parameters.get(name)) for name in names)
+    tensors = {name: tensor for name, tensor in found if tensor is not None}
+    buffers = ((name, module._buffers.get(name)) for name in names)
+    return tensors | {name: tensor for name, tensor in buffers if tensor is not None}
+
+
+def reason_not_to_take_from(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> str | None:
+    """Why the module's tensors may not be taken now; does not wait for a GPU."""
+    if isinstance(module, FSDPModule):
+        return "FSDP gathers its weights anew for each call"
+    hook: Any = getattr(module, "_hf_hook", None)
+    if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+        return "accelerate brings its weights anew for each call"
+    for name in (*_LINEARS, *_BIASES):
+        if is_parametrized(module, name) or isinstance(module.__dict__.get(name), torch.Tensor):
+            return f"{name} is computed in each call, by a parametrization or an adapter"
+    num_experts = getattr(module, "num_experts", None)
+    for name, tensor in tensors.items():
+        reason = reason_not_to_take(tensor)
+        if reason is not None:
+            return f"{name} {reason}"
+        is_handed_in = name in module._parameters and type(tensor) is torch.Tensor
+        if is_handed_in:
+            return f"{name} is no parameter, but handed in for a call"
+        num_local = _local(tensor).shape[:1]
+        if isinstance(tensor, DTensor) and num_experts is not None and num_local != (num_experts,):
+            return f"{name} holds {[*num_local]} of the module's {num_experts} experts"
+    return None
+
+
+def lay_out(
+    module: torch.nn.Module,
+    group: ProcessGroup | None,
+    options: Options,
+    *,
+    num_topk: int,
+    weights: str | None = None,
+) -> ExpertsLayer:
+    """Lay out a module's experts for the kernel; the module stays as it is.
+
+    weights: a format that they have to be in, None for the one that suits them. Raises
+    UnsupportedError.
+    """
+    num_ranks = 1 if group is None else group.size()
+    source = _source(module, options.quantize)
+    chosen = served_format(source.format, options.mxfp4_tokens, options.arch, source.device)
+    if weights not in (None, chosen):
+        raise UnsupportedError(f"weights became {chosen}, and were {weights} before")
+    source = replace(source, format=chosen)
+    sizes = LayerSizes(
+        num_ranks * source.num_experts,
+        num_topk,
+        source.hidden,
+        source.intermediate_hidden,
+        source.format,
+        source.biases is not None,
+        options.num_pool_tokens,
+    )
+    check_sizes(sizes, num_ranks, 1, options.arch, source.device)
+    activation = activation_of(module, source.device)
+    made, is_requantized = _laid_out(source, options.arch, options.quantize)
+    biases = _laid_out_biases(source, options.arch)
+    tensors = own_tensors(module)
+    lost = {name for name in tensors if name in _BIASES or is_requantized or not source.is_exact}
+    kept = {name: _local(tensors[name]).detach() for name in lost}
+    if made.l1.weight.is_cuda:
+        kept = {name: tensor.cpu() for name, tensor in kept.items()}
+    form = _Form.of(module)
+    return ExpertsLayer(made, biases, sizes, activation, group, options, form, source.given, kept)
 
 
 def _scales_as(sf: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -167,13 +220,6 @@ def _scales_as(sf: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch
     if dtype == torch.float32:
         return sf.contiguous()
     return ue8m0_of_floats(sf)[0].view(dtype)
-
-
-def _refuse_state_dict(*_: object) -> NoReturn:
-    raise RuntimeError(
-        "the experts of this model are laid out for deep_moe's kernel; call "
-        "deep_moe.integrations.transformers.release(model) before its state_dict is read"
-    )
 
 
 class _Given(NamedTuple):
@@ -214,7 +260,8 @@ class _Form(NamedTuple):
 @dataclass(frozen=True)
 class _Source:
     """A module's own weights, and the format in which the kernel gets them. expert: of one expert,
-    [1, ...], rows of gate before those of up, as the biases."""
+    [1, ...], rows of gate before those of up, as the biases. is_exact: whether the format holds
+    floats as they are."""
 
     num_experts: int
     hidden: int
@@ -223,6 +270,7 @@ class _Source:
     format: str
     given: dict[str, _Given]
     biases: tuple[torch.Tensor, torch.Tensor] | None
+    is_exact: bool
     expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
 
 
@@ -257,7 +305,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         )
     if l1.dtype in _FLOATS:
         layers = dict(zip(_LINEARS, (l1, l2), strict=True))
-        weights = _format_of_floats(layers, form, quantize=quantize)
+        weights, is_exact = _format_of_floats(layers, form, quantize=quantize)
         make = quantize_mxfp4 if weights == "mxfp4" else weight_format(weights).quantize
 
         def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
@@ -267,6 +315,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
             return first, second
 
     else:
+        is_exact = True
         weights = "fp8" if l1.dtype == torch.float8_e4m3fn else "mxfp4"
         scales = [_local(getattr(module, name + _SCALES)) for name in _LINEARS]
         if any(sf.dim() != 3 for sf in scales):
@@ -289,6 +338,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         weights,
         {name: _Given(tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
         _biases(module, form),
+        is_exact,
         expert,
     )
 
@@ -361,19 +411,19 @@ def _local(tensor: Any) -> Any:
     return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _format_of_floats(layers: dict[str, torch.Tensor], form: _Form, *, quantize: bool) -> str:
-    """In which format the kernel gets experts of floats: MXFP4 if they are told to be rounded to
-    it, or need no rounding, as where a checkpoint was dequantized when it was loaded; otherwise
-    BF16 as they are."""
-    if quantize:
-        return "mxfp4"
+def _format_of_floats(
+    layers: dict[str, torch.Tensor], form: _Form, *, quantize: bool
+) -> tuple[str, bool]:
+    """In which format the kernel gets experts of floats, and whether it holds them as they are:
+    MXFP4 if they are told to be rounded to it, or need no rounding, as where a checkpoint was
+    dequantized when it was loaded; otherwise BF16."""
     inexact = _first_inexact(layers, form)
-    if inexact is None:
-        return "mxfp4"
+    if quantize or inexact is None:
+        return "mxfp4", inexact is None
     name, idx, reason = inexact
     (dtype,) = {layer.dtype for layer in layers.values()}
     if dtype == torch.bfloat16 and reason is None:
-        return "bf16"
+        return "bf16", True
     if reason is not None:
         raise UnsupportedError(f"{name} of expert {idx} does not become MXFP4: {reason}")
     raise UnsupportedError(
@@ -399,16 +449,20 @@ def _first_inexact(
     return None
 
 
-def _activation(module: Any) -> Activation:
+def activation_of(module: Any, device: torch.device) -> Activation:
     """A module's activation, or an UnsupportedError if the kernel has none like it.
 
     Models write theirs in many ways, so that names say little: it is tried out, with the parameters
     that the module or its config have.
     """
-    probe = torch.cat([torch.linspace(-24, 24, 193), torch.tensor([-3e3, -40.0, 40.0, 3e3])])
+    # A default dtype or device of the caller's is none of the probe's.
+    own: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    ends = torch.tensor([-3e3, -40.0, 40.0, 3e3], **own)
+    probe = torch.cat([torch.linspace(-24, 24, 193, **own), ends])
     gate, up = (each.flatten() for each in torch.meshgrid(probe, probe.roll(7), indexing="ij"))
-    pairs = torch.stack([gate, up], dim=1).to(module.gate_up_proj.device)
-    result = module._apply_gate(pairs).flatten().float().cpu()
+    pairs = torch.stack([gate, up], dim=1).to(device)
+    with torch.no_grad():
+        result = module._apply_gate(pairs).flatten().float().cpu()
     for kind, names in _PARAMETERS.items():
         for values in itertools.product(*(_values(module, each) for each in names)):
             try:

@@ -106,7 +106,8 @@ void combine(Reduction operation, Type type, uint8_t* target, const uint8_t* sou
     };
     switch (type) {
         case Type::none:
-            std::memmove(target, source, num_bytes);  // they may overlap within a CTA
+            // They may overlap within a CTA, and a copy of no bytes has no source.
+            if (num_bytes) std::memmove(target, source, num_bytes);
             return;
         case Type::u32:
         case Type::b32:

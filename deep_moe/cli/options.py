@@ -18,6 +18,7 @@ from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_b
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 
 if TYPE_CHECKING:
+    from deep_moe.fused.gpu import Gpu
     from deep_moe.heuristics import MoEShape, Tuning
 
 MODELS = ", ".join(PRESETS)
@@ -228,6 +229,23 @@ def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tu
             f"--arch must be {' or '.join(archs)} with --gpu {gpu}; got {arch}"
         )
     return arch or archs[0], tuning
+
+
+def gpu_of_this_machine() -> Gpu | None:
+    """The first GPU that there is a kernel for. Imports PyTorch only where there is a driver."""
+    from .doctor import driver_cuda_version
+
+    if driver_cuda_version() is None:
+        return None
+    import torch
+
+    from deep_moe.fused.gpu import gpu_of
+    from deep_moe.targets import target_of_capability
+
+    for index in range(torch.cuda.device_count()):
+        if target_of_capability(torch.cuda.get_device_capability(index)) is not None:
+            return gpu_of(torch.device("cuda", index))
+    return None
 
 
 def parse_activation(

@@ -12,7 +12,6 @@ from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHT
 from .options import (
     AccumulateOption,
     ActivationOption,
-    ArchOption,
     BiasesOption,
     ClampOption,
     ExpertsOption,
@@ -31,6 +30,7 @@ from .options import (
     TopkOption,
     WeightsOption,
     find_measurements,
+    gpu_of_this_machine,
     make_shape,
     parse_activation,
     parse_overrides,
@@ -58,7 +58,14 @@ def warmup(
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
     token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
-    arch: ArchOption = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            help="Architecture the kernels are made for; default: that of --gpu, of the GPU of "
+            "this machine, or sm_100a.",
+        ),
+    ] = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
     activation: ActivationOption = None,
@@ -72,11 +79,12 @@ def warmup(
     as_json: JsonOption = False,
 ) -> None:
     """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens, those
-    for uneven routing behind the others. With --gpu, those that calls on that GPU take from its
-    tuning tables."""
+    for uneven routing behind the others. They are for the GPU of this machine, unless --arch or
+    --gpu names another. With --gpu, those that calls on that GPU take from its tuning tables."""
     from rich.progress import Progress
 
     from deep_moe.fused.deployment import all_deployment_configs, build_deployment
+    from deep_moe.fused.tuning_tables import find_tuning
     from deep_moe.heuristics import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
@@ -95,6 +103,10 @@ def warmup(
         shared_experts=shared_experts,
     )
     overrides = parse_overrides(override)
+    here = gpu_of_this_machine() if arch is None else None
+    if here is not None:  # what calls here choose from
+        arch, tuning = here.target.name, find_tuning(here.name)
+        num_sms = here.num_sms if num_sms is None else num_sms
     applied = parse_activation(activation, clamp, model=model)
 
     def choose(num_tokens: int, is_uneven: bool) -> MegaMoEConfig:

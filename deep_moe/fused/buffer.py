@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.segments import Layout
     from deep_moe.trial.trace import Recorder
+
+logger = logging.getLogger(__name__)
 
 _X_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
@@ -307,6 +311,24 @@ def ranks_of(group: object) -> int:
     return dist.get_world_size(group)
 
 
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning(
+        "calls run in the emulator on this CPU, which computes the same and takes thousands of "
+        'times as long: device is not given, and %s; device="cpu" says that this is meant',
+        reason,
+    )
+
+
+def _say_that_calls_are_emulated(group: ProcessGroup | None) -> None:
+    if group is not None:
+        _say_once(f"the backend of group is {dist.get_backend(group)}, not nccl")
+    elif torch.version.cuda is None:
+        _say_once(f"this PyTorch ({torch.__version__}) is built without CUDA")
+    else:
+        _say_once("PyTorch finds no CUDA device that can be used")
+
+
 def device_for(group: ProcessGroup | None, device: torch.device | str | int | None) -> torch.device:
     """Where a buffer for `group` lives; `device` as the caller gave it."""
     if device is None:
@@ -315,6 +337,8 @@ def device_for(group: ProcessGroup | None, device: torch.device | str | int | No
         else:
             uses_gpu = "nccl" in str(dist.get_backend(group))
         device = "cuda" if uses_gpu else "cpu"
+        if not uses_gpu:
+            _say_that_calls_are_emulated(group)
     try:
         chosen = torch.device(device)
     except TypeError as error:

@@ -1,18 +1,22 @@
 """`deep-moe warmup`: it compiles what a deployment needs, once."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import deep_moe.fused.deployment
 import deep_moe.heuristics
 from deep_moe.cli import app
+from deep_moe.fused.gpu import Gpu
 from deep_moe.fused.tuning_tables import add_to_table
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
 from deep_moe.jit import KernelCache
+from deep_moe.targets import target_of
 
 TWO_KERNELS = ["--ranks", "2", "--max-tokens", "12", "--experts", "4", "--num-sms", "4"]
 
@@ -37,6 +41,33 @@ def test_every_kernel_is_in_the_cache_and_intact(warm_folder: Path):
     assert len(entries) == 2
     assert all(entry.problem is None for entry in entries)
     assert {entry.manifest["config"]["block_m"] for entry in entries} == {16, 32}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("sm_90a", 78)),
+        (["--num-sms", "6"], ("sm_90a", 6)),
+        (["--arch", "sm_100a"], ("sm_100a", 148)),
+        (["--gpu", "NVIDIA H200"], ("sm_90a", 132)),
+    ],
+)
+def test_kernels_are_for_the_gpu_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: tuple[str, int]
+):
+    gpu = Gpu(torch.device("cuda", 0), "NVIDIA H20", target_of("sm_90a"), 78)
+    warmup = importlib.import_module("deep_moe.cli.warmup")  # the package's name is the command
+    monkeypatch.setattr(warmup, "gpu_of_this_machine", lambda: gpu)
+    asked: list[MegaMoEConfig] = []
+
+    def build_nothing(configs, **_):
+        asked.extend(config for _, _, config in configs)
+        return []
+
+    monkeypatch.setattr(deep_moe.fused.deployment, "build_deployment", build_nothing)
+    result = run_warmup(tmp_path, "--experts", "8", "--max-tokens", "4", *words)
+    assert result.exit_code == 0, result.output
+    assert {(config.arch, config.num_sms) for config in asked} == {expected}
 
 
 @pytest.mark.slow

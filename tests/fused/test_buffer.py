@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.fused import buffer as buffer_module
 from deep_moe.fused.buffer import SymmBuffer, describe_difference
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.heuristics import MoEShape
@@ -181,3 +182,18 @@ def test_a_closed_buffer_says_so_whatever_it_is_asked() -> None:
         buffer.reset()
     with pytest.raises(AttributeError, match="no attribute 'topk'"):
         buffer.topk  # noqa: B018
+
+
+def test_a_buffer_without_a_device_says_once_that_calls_are_emulated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    buffer_module._say_once.cache_clear()
+    sizes = (None, 4, 16, 2, 256, 128)
+    deep_moe.get_symm_buffer_for_mega_moe(*sizes, device="cpu").close()
+    assert caplog.messages == []
+    for _ in range(2):
+        deep_moe.get_symm_buffer_for_mega_moe(*sizes).close()
+    (message,) = caplog.messages
+    assert "calls run in the emulator on this CPU" in message
+    assert 'device="cpu" says that this is meant' in message

@@ -75,6 +75,21 @@ class Axis:
         )
         return [tick for tick in all_ticks if self.low <= tick <= self.high]
 
+    def round_ticks(self) -> list[float]:
+        """At least three round numbers of the axis, if it is that long: of 1, 2 and 5, or finer.
+
+        >>> Axis(40, 3000, 0, 1).round_ticks()
+        [50, 100, 200, 500, 1000, 2000]
+        >>> Axis(2.2, 5.4, 0, 1).round_ticks(), Axis(2.5, 2.9, 0, 1).round_ticks()
+        ([3, 4, 5], [2.5, 2.6, 2.7, 2.8, 2.9])
+        """
+        ticks: list[float] = []
+        for steps in ((1, 2, 5), range(1, 10), [tenths / 10 for tenths in range(10, 100)]):
+            ticks = self.ticks(steps, 10)
+            if len(ticks) >= 3:
+                break
+        return ticks
+
 
 def chart(title: str, panels: Sequence[Panel], *, x_label: str, y_label: str) -> str:
     """Panels side by side with one scale for y, and one legend below them."""
@@ -106,7 +121,7 @@ def _panel(panel: Panel, left: float, y_axis: Axis, x_label: str, y_label: str) 
     bottom, right = TOP + HEIGHT, left + WIDTH
     x_axis = Axis.around([x for curve in panel.curves for x in curve.points], left, right)
     yield _text((left + right) / 2, TOP - 12, panel.title, size=13, weight="bold")
-    for tick in y_axis.ticks((1, 2, 5), 10):
+    for tick in y_axis.round_ticks():
         y = y_axis(tick)
         yield _line(left, y, right, y, "#d8dee4")
         yield _text(left - 6, y + 4, f"{tick:g}", anchor="end")

@@ -3,7 +3,7 @@
 It learns them letter by letter, three times from the same start: with deep_moe's layer in BF16,
 with an MXFP8 forward pass, and with a layer in plain PyTorch. On a CPU it takes about two minutes.
 
-    python -m examples.train                        # loss every ten steps; draws train-out/loss.svg
+    python examples/train.py                 # loss every ten steps; draws build/train/loss.svg
     python -m examples.train --steps 20 --layers bf16
     python -m examples.train --device cuda --steps 2000 --width 512 --experts 64
 
@@ -25,10 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import deep_moe
-from benchmarks.chart import Curve, Panel, Style, chart
-from examples.train_text import tales
+ROOT = Path(__file__).resolve().parents[1]
+if not __package__:  # run as a file, whose folder is searched for modules, not the checkout
+    sys.path[0] = str(ROOT)
 
+import deep_moe  # noqa: E402
+from benchmarks.chart import Curve, Panel, Style, chart  # noqa: E402
+from examples.train_text import tales  # noqa: E402
+
+OUT = ROOT / "build" / "train"
 CONTEXT = 64
 STEPS_PER_POINT = 10
 STYLES = {
@@ -190,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=Sizes.width)
     parser.add_argument("--experts", type=int, default=Sizes.num_experts)
     parser.add_argument("--batch", type=int, default=Sizes.batch)
-    parser.add_argument("--out", type=Path, default=Path("train-out"), help="a folder")
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder")
     options = parser.parse_args(arguments)
     if options.device.type == "cpu":
         torch.set_num_threads(1)  # more only wait for each other, so small are the products

@@ -205,7 +205,7 @@ def choose_waves(
     alternating: bool = False,
     m_block_counts: Sequence[int] = (),
 ) -> None:
-    """Experts per wave and per turn of Linear1 and Linear2 (experts/scheduler.cuh);
+    """Experts per wave and per turn of Linear1 and Linear2 (experts/expert_walk.cuh);
     needs num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert. m_block_counts: as
     in `choose_num_experts_per_wave`."""
     fields = choices.fields

@@ -183,7 +183,7 @@ class _Parts(LayoutBuilder):
             "l2_tokens",
             "u8",
             (pool_tokens, intermediate * tokens.value_bytes),
-            f"Linear1's output after SwiGLU, {tokens.words}",
+            f"Linear1's output after the activation, {tokens.words}",
         )
         if tokens.has_scales:
             data(

@@ -75,7 +75,8 @@ def find_library() -> HeaderFolder:
     if not (path / "deep_moe").is_dir():
         raise MissingPackageError(
             f"deep_moe's own C++ headers are missing: {path / 'deep_moe'} does not exist; "
-            "reinstall the package with: pip install --force-reinstall deep-moe"
+            "reinstall the package from its wheel: "
+            "pip install --force-reinstall --no-deps deep_moe-*.whl"
         )
     return HeaderFolder(path, f"deep_moe {tree_digest(path)}")
 

@@ -135,9 +135,9 @@ def _arrays(layout: Layout | None) -> list[NamedArray]:
 class CudaLauncher:
     """A kernel loaded into the CUDA context that is current when this object is made.
 
-    cuda.core loads the module. The launch itself calls the driver through ctypes: cuda.core has no
-    kernel argument that is a struct of 1856 bytes, and cuda.bindings wraps a struct's every field,
-    which takes longer than the rest of a launch in Python.
+    cuda.core loads the module. The launch itself calls the driver through ctypes: cuda.core takes
+    no struct as a kernel's argument, and cuda.bindings wraps a struct's every field, which takes
+    longer than the rest of a launch in Python.
 
     num_threads, smem_bytes: as in RankLaunch. is_cooperative: all CTAs are resident at once,
         whatever other streams do, as a kernel needs it whose CTAs wait for each other.

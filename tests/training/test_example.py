@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -48,3 +51,21 @@ def test_it_draws_a_curve_for_each(
     picture = (tmp_path / "loss.svg").read_text()
     for label in train.LABELS.values():
         assert label in picture
+
+
+def test_the_axes_of_the_picture_have_numbers() -> None:
+    """A loss falls by less than the powers of ten that times are drawn over."""
+    losses = {"bf16": [5.5 - step / 35 for step in range(100)]}
+    picture = train.picture(losses)
+    numbers = [float(text) for text in re.findall(r">([0-9.]+)</text>", picture)]
+    assert {3, 4, 5} <= set(numbers)
+    assert {16, 32, 64} <= set(numbers)
+
+
+def test_the_example_runs_as_a_file(tmp_path: Path) -> None:
+    path = Path(train.__file__)
+    run = subprocess.run(
+        [sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "--steps" in run.stdout
+    assert train.OUT.relative_to(train.ROOT).parts[0] == "build"

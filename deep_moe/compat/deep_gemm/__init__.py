@@ -20,8 +20,8 @@
 >>> buffer.destroy()
 
 It runs where DeepGEMM's does not as well: on H100 and H200, and on a CPU in the emulator, with a
-gloo group or None. There is what this needs, and no GEMM. Other kinds of weights and shared experts
-are refused in words.
+gloo group or None. There is what this needs, and no GEMM. Other kinds of weights are refused in
+words. So are shared experts: deep_moe's own call computes those.
 """
 
 from __future__ import annotations

@@ -76,8 +76,9 @@ class SymmBuffer:
         raised."""
         if num_shared_experts != 0:
             raise ValueError(
-                "num_shared_experts must be 0: no kernel here computes them, a layer's other code "
-                f"has to; got {num_shared_experts}"
+                "num_shared_experts must be 0: these functions do not take shared experts; "
+                "deep_moe.get_symm_buffer_for_mega_moe(num_shared_experts=...) and its calls do; "
+                f"got {num_shared_experts}"
             )
         weights = _weights_of(mma_type)
         _check_activation(activation)
@@ -465,8 +466,9 @@ def _refuse_shared(shared_l1_weights: object, shared_l2_weights: object) -> None
     ):
         if value is not None:
             raise ValueError(
-                f"{name} must be None: no kernel here computes shared experts; got "
-                f"{_kind(value)}. Name the arguments after sym_buffer, if this was another"
+                f"{name} must be None: these functions do not take shared experts, deep_moe's own "
+                f"call does; got {_kind(value)}. Name the arguments after sym_buffer, if this was "
+                "another"
             )
 
 

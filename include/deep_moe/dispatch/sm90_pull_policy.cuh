@@ -19,7 +19,7 @@
 
 namespace deep_moe::sm90 {
 
-// 2^(127 - byte), as a float, for a UE8M0 byte; NaN for the byte that means NaN.
+// 2^(byte - 127), as a float, for a UE8M0 byte; NaN for the byte that means NaN.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t byte) {
     if (byte == 255) return __uint_as_float(0x7fffffffu);
     return __uint_as_float(byte == 0 ? 0x00400000u : byte << 23);

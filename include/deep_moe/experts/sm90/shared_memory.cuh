@@ -37,7 +37,7 @@ class SharedMemory {
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * Smem::activations_stride;
     }
-    // 256 rows x 128 k of weights as the host laid them out (Config::Weights).
+    // 256 rows x block_k of weights as the host laid them out (Config::Weights).
     __device__ uint32_t weight_blocks(uint32_t stage) const {
         return base_ + Smem::weight_blocks_offset + stage * Smem::weight_blocks_stride;
     }

@@ -17,7 +17,7 @@ namespace deep_moe::sm90 {
 // Rows of the box behind the block's last token are filled with zeros. What other calls left
 // there would do no harm, but multiplying it costs energy, and so up to 4 % of a call of 1024
 // tokens or more. Tensor maps know where the pool ends, not where a block does: sm90_tensor_maps in
-// deep_moe/targets/sm90_mxfp4.py has coordinates that make them stop there.
+// deep_moe/targets/sm90_weights.py has coordinates that make them stop there.
 template <class Config>
 class TileCopy {
  public:

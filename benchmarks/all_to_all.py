@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -290,7 +289,7 @@ class LibrarySteps:
         ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
             sent = list(counts[rank])
             received = [of_rank[rank] for of_rank in counts]
-            size = {"dtype": torch.uint8, "device": device}
+            size: dict[str, Any] = {"dtype": torch.uint8, "device": device}
             return (
                 torch.empty(sum(received), row_bytes, **size),
                 torch.zeros(sum(sent), row_bytes, **size),
@@ -525,4 +524,4 @@ def line(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -246,7 +245,7 @@ def model_results(
                 call.check(y)
                 path.check(x, tokens, y, arguments)
             else:
-                failure = first_failure(lambda call=call: call.check(call()))
+                failure = first_failure(partial(call_and_check, call))
                 if failure is not None:
                     result["failed"][name] = failure
                     continue
@@ -258,6 +257,10 @@ def model_results(
             of_path["tokens"] = calls[name].path.tokens
         result["paths"] = times
         yield result
+
+
+def call_and_check(call: Call) -> None:
+    call.check(call())
 
 
 def first_failure(work: Callable[[], Any]) -> str | None:
@@ -404,8 +407,10 @@ def engine_paths(
         return {}
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def make(name: str) -> EnginePath:
-        return EnginePath(BACKENDS[name], shape, layer, arguments.clamp, device)
+    paths: dict[str, ExpertPath] = {}
+
+    def add(name: str) -> None:
+        paths[name] = EnginePath(BACKENDS[name], shape, layer, arguments.clamp, device)
 
     try:
         config = vllm_config(rank, num_ranks, shape.num_max_tokens_per_rank)
@@ -415,9 +420,8 @@ def engine_paths(
     local_rank = device.index or 0
     transport = "nccl" if device.type == "cuda" else "gloo"
     stack.enter_context(vllm_groups(config, rank, 1, local_rank, transport))
-    paths: dict[str, ExpertPath] = {}
     for name in arguments.engines:
-        failure = first_failure(lambda name=name: paths.update({name: make(name)}))
+        failure = first_failure(partial(add, name))
         if failure is not None:
             paths.pop(name, None)
             absent[name] = failure.removeprefix("AbsentError: ")
@@ -538,7 +542,7 @@ def row_of(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 def absences(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every kernel that was not timed, at all or with some number of tokens, and why."""
-    named = {}
+    named: dict[str, None] = {}
     for report in reports:
         for name, reason in report["absent"].items():
             named[f"{name} was not timed: {reason}"] = None
@@ -574,4 +578,4 @@ def show(reports: Sequence[Mapping[str, Any]], path: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

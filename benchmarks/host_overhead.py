@@ -140,7 +140,9 @@ class Layers:
         self.gpu = self.buffer.gpu
         num_tokens = shape.num_max_tokens_per_rank
         layer = random_layer(shape)
-        l1, l2 = (tuple(tensor.to(self.device) for tensor in pair) for pair in (layer.l1, layer.l2))
+        l1, l2 = (
+            (values.to(self.device), sf.to(self.device)) for values, sf in (layer.l1, layer.l2)
+        )
         self.weights = [
             deep_moe.transform_weights_for_mega_moe(l1, l2, arch=self.gpu.target.name)
             for _ in range(num_layers)

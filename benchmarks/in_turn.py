@@ -25,7 +25,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,7 +88,7 @@ class Kernel:
             digest = headers.tree_digest(self.include)
             self._library = headers.HeaderFolder(self.include, f"deep_moe {digest}")
         self._caches = CallCaches()
-        self._launchers = BoundedCache(64)
+        self._launchers: BoundedCache[Any, Any] = BoundedCache(64)
 
     @contextmanager
     def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
@@ -265,4 +264,4 @@ def line(num_tokens: int, us: dict[str, list[float]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -42,7 +42,7 @@ def version() -> str | None:
 class PeerLayer:
     """One rank's part."""
 
-    def __init__(self, shape: MoEShape, layer: Layer, group: dist.ProcessGroup) -> None:
+    def __init__(self, shape: MoEShape, layer: Layer, group: dist.ProcessGroup | None) -> None:
         import deep_gemm
 
         self._library: Any = deep_gemm

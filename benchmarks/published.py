@@ -111,7 +111,7 @@ def compared(
         "best_peer_us": peers[best],
         "times_slower": peers[best] / result["us"],
     }
-    times = goal and goal.times_at(num_tokens)
+    times = None if goal is None else goal.times_at(num_tokens)
     if times is not None:
         comparison |= {"asked_times": times, "goal_us": peers[best] / times}
     return comparison

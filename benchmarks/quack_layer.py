@@ -110,7 +110,7 @@ class _Layer(torch.autograd.Function):
         return layer.weighted_sum(y, row_of_slot, topk_weights)
 
     @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
         x, topk_weights, w13, w2, linear1, slot_of_row, row_of_slot, tokens, begins = (
             ctx.saved_tensors
         )

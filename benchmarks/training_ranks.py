@@ -93,7 +93,9 @@ class PlainLayer:
         w13: torch.Tensor,
         w2: torch.Tensor,
     ) -> torch.Tensor:
-        group, num_ranks, num_topk = dist.group.WORLD, dist.get_world_size(), topk_idx.shape[1]
+        num_ranks, num_topk = dist.get_world_size(), topk_idx.shape[1]
+        group = dist.group.WORLD
+        assert group is not None
         experts = topk_idx.reshape(-1)
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=num_ranks * self._num_experts)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe import TwoLevelMoE, make_domain_groups, prepare_inputs
+from deep_moe import DomainGroups, TwoLevelMoE, make_domain_groups, prepare_inputs
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
@@ -90,13 +90,14 @@ class TwoLevelCall:
         shape: MoEShape,
         fused: TimedLayer,
         activation: Swiglu,
-        groups: Any,
+        groups: DomainGroups,
         num_transport_sms: int,
         mode: dict[str, Any],
         device: torch.device,
     ) -> None:
         self.layer = TwoLevelMoE(
-            *groups,
+            groups.domain,
+            groups.cross,
             shape.num_experts,
             shape.num_max_tokens_per_rank,
             shape.num_topk,
@@ -117,7 +118,9 @@ class TwoLevelCall:
         self.y = torch.empty_like(inputs[0])
 
     def __call__(self) -> None:
-        self.layer.call(*self.inputs, *self._weights, out=self.y, activation=self._activation)
+        x, topk_idx, topk_weights = self.inputs
+        l1, l2 = self._weights
+        self.layer.call(x, topk_idx, topk_weights, l1, l2, out=self.y, activation=self._activation)
 
     def captured(self) -> Callable[[], None]:
         """A replay of the call, which has been made before."""

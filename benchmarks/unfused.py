@@ -21,7 +21,7 @@ ROW_ALIGNMENT = 16  # rows of an expert start at a multiple of this
 class UnfusedLayer:
     """One rank's part. Counts go to the host, as all-to-all needs them there."""
 
-    def __init__(self, shape: MoEShape, layer: Layer, group: dist.ProcessGroup) -> None:
+    def __init__(self, shape: MoEShape, layer: Layer, group: dist.ProcessGroup | None) -> None:
         self.shape = shape
         self.group = group
         self.w1, self.s1 = fp8_weights(shape.weights, layer.l1, 1, 0)

@@ -51,7 +51,7 @@ def main() -> None:
     experts = random_layer(shape)
     l1, l2 = experts.of_rank(rank, num_ranks)
     weights = deep_moe.transform_weights_for_mega_moe(
-        tuple(tensor.to(device) for tensor in l1), tuple(tensor.to(device) for tensor in l2)
+        (l1[0].to(device), l1[1].to(device)), (l2[0].to(device), l2[1].to(device))
     )
     x, tokens = model_inputs(random_tokens(shape, NUM_TOKENS[rank % 4], seed=rank))
     y = moe.call(x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device), *weights)

@@ -509,9 +509,9 @@ def _take(record: Any, name: str, kind: type[_T]) -> _T:
         is_int
         if kind is int
         else type(value) is kind
-        and (kind is not float or math.isfinite(value))
+        and (not isinstance(value, float) or math.isfinite(value))
         # What is shown to people is a line of a terminal's.
-        and (kind is not str or (len(value) <= _MAX_STRING and value.isprintable()))
+        and (not isinstance(value, str) or (len(value) <= _MAX_STRING and value.isprintable()))
     )
     if not is_allowed:
         raise ValueError(f"{name} must be {_KINDS[kind]}; got {_short(value)}")

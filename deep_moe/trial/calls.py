@@ -221,7 +221,7 @@ def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
     )
 
 
-def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, torch.Tensor]:
+def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, Any]:
     """Of a call, by name."""
     return {} if biases is None else {"l1_bias": biases.l1, "l2_bias": biases.l2}
 

@@ -92,7 +92,7 @@ def check_every_kind_of_call(
                         async_finish=not has_hook,
                         return_recv_hook=has_hook,
                     )
-                    hook() if has_hook else event.current_stream_wait()
+                    event.current_stream_wait() if hook is None else hook()
                 size = (num_local, num_ranks * NUM_TOKENS, HIDDEN)
                 rows = torch.zeros(size, dtype=torch.bfloat16, device=device)
                 assert torch.equal(totals, recv_count)
@@ -129,6 +129,6 @@ def check_every_kind_of_call(
                         return_recv_hook=has_hook,
                         out=out,
                     )
-                    hook() if has_hook else event.current_stream_wait()
+                    event.current_stream_wait() if hook is None else hook()
                     assert combined is out
                     assert distance(expected, combined) < (7e-4 if use_fp8 else 1e-5)

@@ -31,7 +31,9 @@ def test_one_line_says_that_nobody_has_run_a_kernel(name, on_a_gpu, caplog):
     on_a_gpu.setattr(gpu, "target_of_device", lambda device: target)
     with caplog.at_level(logging.WARNING):
         for index in (0, 1, 0):
-            assert gpu.gpu_of(torch.device("cuda", index)).target is target
+            found = gpu.gpu_of(torch.device("cuda", index))
+            assert found is not None
+            assert found.target is target
     expected = [
         f"the kernels for {name} ({target.gpus}) have run in the emulator only; nobody has run "
         "them on such a GPU yet"

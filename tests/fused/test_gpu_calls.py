@@ -51,7 +51,7 @@ class FilledLayer(RankLayer):
 
 def test_layers_sizes_and_options_in_turn() -> None:
     layer = FilledLayer(96)
-    zeros = tuple(torch.zeros_like(tensor) for tensor in layer.weights.l2)
+    zeros = (torch.zeros_like(layer.weights.l2[0]), torch.zeros_like(layer.weights.l2[1]))
     for _ in range(3):
         for num_tokens in (96, 1, 40):
             layer.launch(layer.y[:num_tokens])

@@ -10,7 +10,7 @@ import torch
 from deep_moe.formats.weights import transform_weights_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS
 from deep_moe.fused.emulated_ranks import EmulatedRanks
-from deep_moe.fused.options import CallOptions
+from deep_moe.fused.options import CallArguments
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import Bounds, reference_bounds
@@ -29,7 +29,7 @@ FITTED = {"block_m": 128, "block_m_step": 32}
 def small_shape(weights: str, num_ranks: int = 1, **sizes: int) -> MoEShape:
     """A layer of 4 experts for 50 tokens, with an odd number of k-blocks and of Linear2's blocks,
     unless said otherwise."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_experts": 4,
         "num_topk": 2,
         "hidden": 384,
@@ -94,6 +94,7 @@ class LayerCase:
         onto: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """What each rank's y has to equal where no sum is rounded."""
+        ys: Sequence[torch.Tensor | None] = onto or [None] * len(tokens)
         return [
             reference_mega_moe(
                 mine.x,
@@ -108,7 +109,7 @@ class LayerCase:
                 num_shared_experts=self.shape.num_shared_experts,
                 y=y,
             )
-            for mine, y in zip(tokens, onto or [None] * len(tokens), strict=True)
+            for mine, y in zip(tokens, ys, strict=True)
         ]
 
     def bounds(
@@ -120,6 +121,7 @@ class LayerCase:
         onto: Sequence[torch.Tensor] | None = None,
     ) -> list[Bounds]:
         """Of each rank's y, by default for the emulator's sums."""
+        ys: Sequence[torch.Tensor | None] = onto or [None] * len(tokens)
         return [
             reference_bounds(
                 mine.x,
@@ -135,7 +137,7 @@ class LayerCase:
                 num_shared_experts=self.shape.num_shared_experts,
                 y=y,
             )
-            for mine, y in zip(tokens, onto or [None] * len(tokens), strict=True)
+            for mine, y in zip(tokens, ys, strict=True)
         ]
 
     def compare_call(
@@ -168,7 +170,7 @@ class LayerCase:
         num_sms: of the calls, in turn.
         """
         options = [
-            CallOptions(
+            CallArguments(
                 arch=self.arch,
                 num_sms=num_sms[call_idx % len(num_sms)],
                 overrides=overrides or {},

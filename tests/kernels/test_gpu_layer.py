@@ -3,6 +3,8 @@ sums allow, graphs, awkward values, and a control part that every call leaves as
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.gpu
 
 
 def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
-    defaults = {"num_experts": 8, "num_topk": 2, "hidden": 512, "intermediate_hidden": 384}
+    defaults: dict[str, Any] = {"num_experts": 8, "num_topk": 2}
+    defaults |= {"hidden": 512, "intermediate_hidden": 384}
     return MoEShape(num_ranks=1, num_max_tokens_per_rank=num_tokens, **{**defaults, **sizes})
 
 

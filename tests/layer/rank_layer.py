@@ -63,16 +63,15 @@ class RankLayer:
         self.buffer = make_buffer(rank, shape) if buffer is None else buffer
         scale_block = self.target_weights.scale_block
         layer = make_layer(shape, exact, self.numerics.sum_bits, scale_block, seed)
+        on_device: dict[str, Any] = {
+            name: LayerWeights(*(t.to(rank.device) for t in getattr(layer, name)))
+            for name in ("l1", "l2")
+        }
+        for name, bias in layer.biases.items():
+            on_device[name] = bias if bias is None else bias.to(rank.device)
         self.layer = replace(
             layer,
-            **{
-                name: LayerWeights(*(t.to(rank.device) for t in getattr(layer, name)))
-                for name in ("l1", "l2")
-            },
-            **{
-                name: bias if bias is None else bias.to(rank.device)
-                for name, bias in layer.biases.items()
-            },
+            **on_device,
         )
         self.weights = deep_moe.transform_weights_for_mega_moe(
             *self.layer.of_rank(rank.idx, shape.num_ranks),

@@ -180,6 +180,7 @@ class RankPool:
                     failures[rank] = "no answer"
                 break
             for pipe in ready:
+                assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
                     value, error = pipe.recv()

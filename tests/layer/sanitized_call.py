@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
         SHAPE.intermediate_hidden,
         device=device,
     )
-    l1, l2 = (tuple(tensor.to(device) for tensor in pair) for pair in weights)
+    l1, l2 = ((values.to(device), sf.to(device)) for values, sf in weights)
     stats = torch.zeros(SHAPE.num_experts, dtype=torch.int32).to(device)
     for _ in range(2):  # the second finds what the first left behind
         fill_inputs(buffer, tokens)

@@ -32,7 +32,7 @@ from tests.split.reference import Inputs, bits, check_dispatched, expected_out, 
 
 NUM_CALLS = 10_000
 NUM_INPUTS = 4  # that come in turn
-SIZES = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 4}
+SIZES: dict[str, Any] = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_topk": 4}
 
 
 def make(rank: Rank, **options: Any) -> LowLatencyAllToAll:
@@ -62,7 +62,7 @@ def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
     dispatch = LowLatencyConfig(shape, "dispatch", num_ctas, target_of_device(device).name)
     combine = replace(dispatch, step="combine")
     for sends, receives in ((True, True), (True, False), (False, True)):
-        parts = {"sends": sends, "receives": receives}
+        parts: dict[str, Any] = {"sends": sends, "receives": receives}
         for format, placement in product(FORMATS, PLACEMENTS):
             of_call = replace(shape, format=format, placement=placement)
             yield replace(dispatch, shape=of_call, **parts)
@@ -91,10 +91,9 @@ def own_part(inputs: Inputs, rank: Rank) -> tuple[torch.Tensor, ...]:
 
 
 def check_result(shape: LowLatencyShape, result: Dispatched, rank: Rank, inputs: Inputs) -> None:
-    on_host = [None if t is None else t.cpu() for t in result[:5]]
-    check_dispatched(
-        shape, Dispatched(*on_host, result.handle), rank.idx, inputs.xs, inputs.topk_idxs
-    )
+    on_host = (None if t is None else t.cpu() for t in result[:5])
+    made = Dispatched._make([*on_host, result.handle])
+    check_dispatched(shape, made, rank.idx, inputs.xs, inputs.topk_idxs)
 
 
 def expected(layer: LowLatencyAllToAll, rank: Rank, inputs: Inputs) -> torch.Tensor:

@@ -45,7 +45,7 @@ def compiled() -> None:
 
 
 def make_shape(num_ranks: int, **sizes: int) -> MoEShape:
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_experts": 4 * num_ranks,
         "num_topk": 3,
         "hidden": 384,

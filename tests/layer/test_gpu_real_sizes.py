@@ -51,7 +51,7 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
     weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2)
     del layer
     buffer = make_buffer(rank, shape)
-    numerics = target_of(rank.arch).weights_of().numerics
+    weights_on_target = target_of(rank.arch).weights_of()
     outcomes = []
     for call_idx, (num_tokens, route) in enumerate(CALLS):
         own = counts(num_tokens, rank.num_ranks)[rank.idx]
@@ -67,7 +67,7 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
         received = torch.stack(sent).sum(dim=0).view(rank.num_ranks, -1)[rank.idx]
         rows = torch.linspace(0, own - 1, min(NUM_CHECKED, own), device=rank.device).long()
         comparison = compare(
-            y[rows], reference_sample(shape, tokens, rows, 0, numerics, Swiglu(CLAMP))
+            y[rows], reference_sample(shape, tokens, rows, 0, weights_on_target, Swiglu(CLAMP))
         )
         outcomes.append(
             (

@@ -70,7 +70,7 @@ def inputs_of(layer: AllToAll, seed: int, most: int) -> Inputs:
 
 
 def on_host(received: Received) -> Received:
-    return Received(*(None if tensor is None else tensor.cpu() for tensor in received))
+    return Received._make(None if tensor is None else tensor.cpu() for tensor in received)
 
 
 def every_step(rank: Rank, most: int) -> None:

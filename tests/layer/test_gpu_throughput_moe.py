@@ -47,7 +47,7 @@ def layer_of(rank: Rank, shape: MoEShape) -> Layer:
 
 
 def make(rank: Rank, shape: MoEShape, **more: Any) -> ThroughputMoE:
-    on_cpu = {} if rank.is_gpu else {"arch": rank.arch, "num_sms": 2}
+    on_cpu: dict[str, Any] = {} if rank.is_gpu else {"arch": rank.arch, "num_sms": 2}
     return ThroughputMoE(
         rank.group,
         shape.num_max_tokens_per_rank,
@@ -64,14 +64,16 @@ def make(rank: Rank, shape: MoEShape, **more: Any) -> ThroughputMoE:
     )
 
 
-def own_tokens(
-    rank: Rank, shape: MoEShape, num_tokens: int, seed: int
-) -> tuple[tuple[torch.Tensor, ...], Tokens]:
+# x, ids and weights.
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def own_tokens(rank: Rank, shape: MoEShape, num_tokens: int, seed: int) -> tuple[Routed, Tokens]:
     """x, ids and weights on the rank's device, and what the layer makes of them."""
     made = exact_tokens(shape, num_tokens, seed=rank.num_ranks * seed + rank.idx)
     x, tokens = model_inputs(made)
-    given = (x, tokens.topk_idx, tokens.topk_weights)
-    return tuple(tensor.to(rank.device) for tensor in given), tokens
+    device = rank.device
+    return (x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device)), tokens
 
 
 def is_exact(rank: Rank, shape: MoEShape, layer: Layer, y: torch.Tensor, tokens: Tokens) -> bool:
@@ -111,7 +113,8 @@ def replays_differ(rank: Rank, num_replays: int) -> int:
     calls = [own_tokens(rank, shape, MAX_TOKENS, seed)[0] for seed in range(2)]
     expected = [moe(*given, *operands).clone() for given in calls]
     rank.synchronize()
-    inputs = tuple(tensor.clone() for tensor in calls[0])
+    x, ids, weights = calls[0]
+    inputs = (x.clone(), ids.clone(), weights.clone())
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's own thread looks at its events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

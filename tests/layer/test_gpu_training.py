@@ -77,7 +77,7 @@ def all_to_all(rank: Rank, most: int, num_recv_rows: int | None = None) -> deep_
         num_rows if num_recv_rows is None else num_recv_rows,
         expert_alignment=8,
         device=rank.device,
-        **({} if rank.is_gpu else {"num_sms": 2}),
+        num_sms=None if rank.is_gpu else 2,
     )
 
 

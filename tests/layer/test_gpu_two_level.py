@@ -12,7 +12,7 @@ import torch
 
 from deep_moe.errors import ForeignTokensError, LostDomainError
 from deep_moe.heuristics import MoEShape
-from deep_moe.split.domain_groups import make_domain_groups
+from deep_moe.split.domain_groups import DomainGroups, make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
 from deep_moe.trial.calls import model_inputs, rank_operands
@@ -24,7 +24,7 @@ from tests.layer.rank_pool import Place, Rank, RankPool
 
 SHAPE = MoEShape(2, 8, 3, 256, 128, 20)
 NUM_TOKENS = (17, 6)
-MODES = (
+MODES: tuple[dict[str, Any], ...] = (
     {},
     {"num_chunks": 3},
     {"exact_sizes": True},
@@ -35,9 +35,10 @@ TIMEOUT_S = 3.0
 
 
 def make(rank: Rank, shape: MoEShape, **arguments: Any) -> TwoLevelMoE:
-    groups = (None, None) if rank.num_ranks == 1 else make_domain_groups(2)
+    groups = DomainGroups(None, None) if rank.num_ranks == 1 else make_domain_groups(2)
     return TwoLevelMoE(
-        *groups,
+        groups.domain,
+        groups.cross,
         shape.num_experts,
         shape.num_max_tokens_per_rank,
         shape.num_topk,
@@ -57,12 +58,16 @@ def layer_of(rank: Rank, shape: MoEShape) -> Layer:
     return exact_layer(shape, sum_bits=bits, scale_block=on_target.scale_block)
 
 
-def own_tokens(rank: Rank, shape: MoEShape, seed: int = 0) -> tuple[tuple[Any, ...], Tokens]:
+# x, ids and weights.
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def own_tokens(rank: Rank, shape: MoEShape, seed: int = 0) -> tuple[Routed, Tokens]:
     """x, ids and weights on the rank's device, and what the layer makes of them."""
     count = NUM_TOKENS[(rank.idx + seed) % 2]
     x, tokens = model_inputs(exact_tokens(shape, count, seed=2 * seed + rank.idx))
-    given = (x, tokens.topk_idx, tokens.topk_weights)
-    return tuple(tensor.to(rank.device) for tensor in given), tokens
+    device = rank.device
+    return (x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device)), tokens
 
 
 def options(rank: Rank) -> dict[str, Any]:
@@ -82,7 +87,8 @@ def every_bit(rank: Rank, shape: MoEShape, arguments: dict[str, Any]) -> None:
     weights, biases = rank_operands(shape, layer, rank.idx, rank.device, rank.arch)
     moe = make(rank, shape, **arguments)
     calls = [own_tokens(rank, shape, seed) for seed in range(3)]
-    ys = [moe.call(*given, *weights, **biases, **options(rank)) for given, _ in calls]
+    more = {**biases, **options(rank)}
+    ys = [moe.call(*given, weights.l1, weights.l2, **more) for given, _ in calls]
     moe.check()
     for y, (_, tokens) in zip(ys, calls, strict=True):
         assert is_exact(rank, shape, layer, y, tokens)
@@ -99,11 +105,13 @@ def replays_differ(rank: Rank, shape: MoEShape, num_replays: int) -> int:
     calls = []
     for seed in range(2):
         x, tokens = model_inputs(exact_tokens(shape, 9, seed=2 * seed + rank.idx))
-        given = (x, tokens.topk_idx, tokens.topk_weights)
-        calls.append(tuple(tensor.to(rank.device) for tensor in given))
+        device = rank.device
+        given = (x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device))
+        calls.append(given)
     expected = [moe.call(*given, *weights).clone() for given in calls for _ in range(2)][::2]
     moe.check()
-    inputs = tuple(tensor.clone() for tensor in calls[0])
+    x, ids, weights_of_ids = calls[0]
+    inputs = (x.clone(), ids.clone(), weights_of_ids.clone())
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's own thread looks at its events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

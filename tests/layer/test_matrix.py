@@ -5,6 +5,8 @@ Exact layers are compared bit for bit. tests/kernels holds what a single rank sh
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ UNEQUAL_COUNTS = (17, 0, 1, 64, 5, 33, 0, 12)
 
 
 def make_shape(num_ranks: int, max_tokens: int, **sizes: int) -> MoEShape:
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_experts": 2 * num_ranks,
         "num_topk": 2,
         "hidden": 256,
@@ -35,7 +37,7 @@ def received(shape: MoEShape, tokens: list[Tokens]) -> torch.Tensor:
     return torch.bincount(named[named >= 0], minlength=shape.num_experts).int()
 
 
-def check_exact(shape: MoEShape, tokens: list[Tokens], **options: object) -> None:
+def check_exact(shape: MoEShape, tokens: list[Tokens], **options: Any) -> None:
     """One call: every rank's output bit for bit, and the tokens that its experts received."""
     case = LayerCase(shape, exact_layer(shape))
     stats = [torch.zeros(shape.num_experts_per_rank, dtype=torch.int32) for _ in tokens]

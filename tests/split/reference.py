@@ -115,8 +115,8 @@ def expected_out(
     for token, slots in enumerate(topk_idx.tolist()):
         for slot, expert in used_experts(shape, slots, masked):
             owner, local = divmod(expert, shape.num_experts_per_rank)
-            row = ys[owner][local, place[rank, token, expert]].float()
-            out[token] = out[token] + row * topk_weights[token, slot]
+            y = ys[owner][local, place[rank, token, expert]].float()
+            out[token] = out[token] + y * topk_weights[token, slot]
     return out.bfloat16()
 
 

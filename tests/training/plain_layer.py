@@ -63,12 +63,11 @@ class Layer:
         return cls(idx, tensors, options)
 
     def __call__(self, **options: Any) -> torch.Tensor:
-        tensors = dict(self.tensors)
+        tensors: dict[str, Any] = dict(self.tensors)
         first = [tensors.pop(name) for name in ("x", "topk_weights", "w1", "w3", "w2")]
-        x, topk_weights, *weights = first
-        return deep_moe.moe(
-            x, self.topk_idx, topk_weights, *weights, **tensors, **{**self.options, **options}
-        )
+        x, topk_weights, w1, w3, w2 = first
+        more = {**tensors, **self.options, **options}
+        return deep_moe.moe(x, self.topk_idx, topk_weights, w1, w3, w2, **more)
 
     def run(self, d_out: torch.Tensor | None = None, **options: Any) -> dict[str, torch.Tensor]:
         """The output and all gradients, by name."""
@@ -94,7 +93,7 @@ class Layer:
 
     def plain(self) -> torch.Tensor:
         """The formula, token by token and slot by slot, for PyTorch's own autograd."""
-        t = self.tensors
+        t: dict[str, Any] = self.tensors
         x, topk_weights, w1, w3, w2 = (t[n] for n in ("x", "topk_weights", "w1", "w3", "w2"))
         assert x is not None
         assert topk_weights is not None

@@ -117,12 +117,13 @@ def test_compiled_without_a_break() -> None:
 
 def test_gradcheck() -> None:
     layer = on_gpu(Layer.random(dtype=torch.float64, biases=True))
-    names = [name for name, tensor in layer.tensors.items() if tensor is not None]
+    given = {name: tensor for name, tensor in layer.tensors.items() if tensor is not None}
+    names, leaves = list(given), list(given.values())
 
     def call(*leaves: torch.Tensor) -> torch.Tensor:
         return Layer(layer.topk_idx, {**layer.tensors, **dict(zip(names, leaves, strict=True))})()
 
-    assert torch.autograd.gradcheck(call, [layer.tensors[name] for name in names], fast_mode=True)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
 def test_another_architectures_kernels_are_refused() -> None:

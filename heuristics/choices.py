@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
-from math import ceil
+from math import ceil, floor
 
 from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
@@ -78,6 +78,29 @@ def choose_num_experts_per_wave(
         for divisor in range(min(wanted, num_experts_per_rank), num_experts_per_rank + 1)
         if num_experts_per_rank % divisor == 0
     )
+
+
+def rounded_mean(expected: Fraction) -> Fraction:
+    """Tokens per expert for which tiles' costs are worked out: those that differ by less than 1/64
+    count as one, so that a deployment asks for few.
+
+    >>> [float(rounded_mean(Fraction(n, 8))) for n in (255, 260, 1023, 1025)]
+    [31.875, 32.0, 128.0, 128.0]
+    """
+    if expected < 32:
+        return expected
+    unit = 2 ** max(0, int(expected).bit_length() - 7)
+    return Fraction(round(expected / unit) * unit)
+
+
+def load_key(shape: MoEShape, num_tokens: int) -> Hashable:
+    """Numbers of tokens with equal keys get equal fields: tiles' costs are those of the rounded
+    mean, and whatever else compares the mean compares it to whole numbers. Shared experts get every
+    token."""
+    if shape.num_shared_experts:
+        return num_tokens
+    expected = shape.expected_tokens_per_expert(num_tokens)
+    return floor(expected), ceil(expected), rounded_mean(expected)
 
 
 def divisors(number: int) -> tuple[int, ...]:

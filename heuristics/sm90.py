@@ -25,6 +25,7 @@ from .choices import (
     choose_waves,
     divisors,
     neighbours,
+    rounded_mean,
 )
 from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
@@ -325,11 +326,7 @@ def choose_tile(
     >>> [choose_tile(Fraction(m), weights="bf16") for m in (64, 128, 192, 768)]
     [(88, 88), (160, 160), (128, 16), (128, 16)]
     """
-    # A call's first look at a number of tokens shall not take milliseconds, and `deep-moe warmup`
-    # asks for every number: means closer than 1/64 to each other count as one.
-    unit = 2 ** max(0, int(expected).bit_length() - 7)
-    rounded = expected if expected < 32 else Fraction(round(expected / unit) * unit)
-    costs = _expected_costs(rounded, is_uneven, weights)
+    costs = _expected_costs(rounded_mean(expected), is_uneven, weights)
     if shared is None:
         return min(costs, key=lambda tile: costs[tile])
     work, kind = shared, WEIGHTS[weights]
@@ -412,12 +409,20 @@ def _expected_cost(
     kind: WeightKind,
     in_clusters: bool = False,
 ) -> float:
-    cost = sum(probability * _tiles_cost(n, tile, kind) for n, probability in counts)
+    costs = _costs_up_to(1 << max(counts, default=(0,))[0].bit_length(), tile, kind)
+    cost = sum([probability * costs[n] for n, probability in counts])
     cost *= _loop_cost(tile, kind)
-    if not in_clusters:
+    if not in_clusters or not kind.lone_m_block_cost:
         return cost
     odd = sum(probability for n, probability in counts if ceil_div(n, tile[0]) % 2)
     return cost + kind.lone_m_block_cost * odd
+
+
+@lru_cache(maxsize=512)
+def _costs_up_to(most: int, tile: tuple[int, int], kind: WeightKind) -> list[float]:
+    """`_tiles_cost` by the number of tokens: a deployment's choices ask for each hundreds of times.
+    most: a power of two, so that there are few of these lists."""
+    return [0.0, *(_tiles_cost(n, tile, kind) for n in range(1, most))]
 
 
 def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:

@@ -275,6 +275,11 @@ class Tuning:
         groups = [group(table, is_own) for is_own in (True, False) for table in self.tables]
         return [group for group in groups if group]
 
+    def measurement(self, key: TunedLayerKey, num_tokens: int) -> Measurement | None:
+        """The one that counts for a call."""
+        near = (nearest(group, key, num_tokens) for group in self.measurements(key))
+        return next((found for found in near if found is not None), None)
+
     def look_up(
         self,
         key: TunedLayerKey,
@@ -293,10 +298,9 @@ class Tuning:
                 f"{' with biases' if key.biases else ''}"
                 f" has been measured on {self.device} with {key.num_sms} SMs"
             )
-        for group in groups:
-            measurement = nearest(group, key, num_tokens)
-            if measurement is not None:
-                return _result(measurement, key, formula, overrides)
+        measurement = self.measurement(key, num_tokens)
+        if measurement is not None:
+            return _result(measurement, key, formula, overrides)
         sizes = {
             found.layer.key.tokens_per_expert(found.num_tokens)
             for group in groups

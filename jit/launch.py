@@ -168,6 +168,11 @@ class CudaLauncher:
             device,
         )
         _check(status, f"give the kernel {smem_bytes} bytes of shared memory")
+        # Otherwise the first launch brings the kernel to the GPU, and that call takes longer.
+        status, loaded = driver.cuKernelGetFunction(driver.CUkernel(function))
+        _check(status, "find the kernel in this context")
+        (status,) = driver.cuFuncLoad(loaded)
+        _check(status, "load the kernel")
         self._context = int(context)
         self._get_current_context = driver.cuCtxGetCurrent
         self._launch_kernel = _launch_function()

@@ -83,7 +83,7 @@ def warmup(
     --gpu names another. With --gpu, those that calls on that GPU take from its tuning tables."""
     from rich.progress import Progress
 
-    from deep_moe.fused.deployment import all_deployment_configs, build_deployment
+    from deep_moe.fused.deployment import ChosenConfigs, build_deployment
     from deep_moe.fused.tuning_tables import find_tuning
     from deep_moe.heuristics import choose_config
 
@@ -123,7 +123,7 @@ def warmup(
         )
 
     with stderr().status("choosing kernels"):
-        configs = all_deployment_configs(choose, max_tokens)
+        configs = ChosenConfigs(choose, max_tokens).uses
     with Progress(console=stderr()) as progress:
         task = progress.add_task("compiling", total=len({config for _, _, config in configs}))
         kernels = build_deployment(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deep_moe import jit
-from deep_moe.activations import DEFAULT_ACTIVATION
+from deep_moe.activations import DEFAULT_ACTIVATION, activation_of
 from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
@@ -48,6 +48,7 @@ from .checks import (
     form,
 )
 from .config_chooser import ConfigChooser
+from .deployment import ChosenConfigs
 from .gpu import Gpu
 from .options import CallArguments, call_key, check_values, overrides_of
 
@@ -292,8 +293,9 @@ def _chooser_on(target: Target, buffer: SymmBuffer, options: CallArguments) -> C
         shape=buffer.shape,
         arch=target.name,
         num_sms=num_sms,
-        activation=options.get("activation", DEFAULT_ACTIVATION),
-        activation_clamp=options.get("activation_clamp"),
+        activation=activation_of(
+            options.get("activation", DEFAULT_ACTIVATION), options.get("activation_clamp")
+        ),
         fast_math=options.get("fast_math", True),
         accumulate=bool(options.get("accumulate")),
         overrides=tuple(overrides_of(options).items()),
@@ -302,8 +304,29 @@ def _chooser_on(target: Target, buffer: SymmBuffer, options: CallArguments) -> C
     )
 
 
-@lru_cache(maxsize=4096)
+# Of all calls of one kind, where they were chosen ahead.
+_chosen: BoundedCache[ConfigChooser, ChosenConfigs] = BoundedCache(64)
+
+
+def choose_all(choose: ConfigChooser) -> ChosenConfigs:
+    """The configs of all calls of one kind; calls take them from here then."""
+    found = _chosen.get(choose)
+    if found is not None:
+        return found
+    return _chosen.put(
+        choose, ChosenConfigs(choose, choose.shape.num_max_tokens_per_rank, choose.key)
+    )
+
+
 def _choose_config(choose: ConfigChooser, expected_tokens: int, is_uneven: bool) -> MegaMoEConfig:
+    chosen = _chosen.get(choose)
+    if chosen is not None:
+        return chosen(expected_tokens, is_uneven)
+    return _choose_one(choose, expected_tokens, is_uneven)
+
+
+@lru_cache(maxsize=4096)
+def _choose_one(choose: ConfigChooser, expected_tokens: int, is_uneven: bool) -> MegaMoEConfig:
     return choose(expected_tokens, is_uneven)
 
 
@@ -314,7 +337,7 @@ def built_kernel(config: MegaMoEConfig, for_emulator: bool = False) -> CompiledK
 
 
 # The loaded kernels, one per kernel and device: a module belongs to the device's context.
-_launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(256)
+_launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(1024)
 
 
 def cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:

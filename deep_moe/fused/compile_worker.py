@@ -8,25 +8,30 @@ import sys
 from typing import NamedTuple
 
 from deep_moe.fused.config_chooser import ConfigChooser
-from deep_moe.fused.deployment import all_deployment_configs, build_deployment, is_built
+from deep_moe.fused.deployment import ChosenConfigs, build_deployment, is_built
+from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+from deep_moe.jit import build_prepare_inputs
 
 NICENESS = 10  # an engine loads its weights meanwhile
 
 
 class CompileWork(NamedTuple):
-    """begin: which share of the kernels comes last, because the ranks beside this one begin with
-    them. for_emulator: PTX is enough."""
+    """preparations: the kernels that prepare inputs. begin: which share of the kernels comes last,
+    because the ranks beside this one begin with them. for_emulator: PTX is enough."""
 
     choose: ConfigChooser
-    num_max_tokens: int
+    preparations: tuple[PrepareInputsConfig, ...]
     num_workers: int
     begin: float
     for_emulator: bool
 
 
 def compile_missing(work: CompileWork) -> int:
-    """Compile what the cache lacks, and return how many kernels that were."""
-    configs = all_deployment_configs(work.choose, work.num_max_tokens)
+    """Compile what the cache lacks, and return how many kernels of layers that were."""
+    for preparation in work.preparations:
+        build_prepare_inputs(preparation, for_emulator=work.for_emulator)
+    most = work.choose.shape.num_max_tokens_per_rank
+    configs = ChosenConfigs(work.choose, most, work.choose.key).uses
     begin = int(work.begin * len(configs))
     missing = [
         use

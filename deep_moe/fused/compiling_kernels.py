@@ -18,9 +18,9 @@ from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.errors import DeepMoEError
 from deep_moe.heuristics.shape import require_int
 
-from . import compile_worker
+from . import compile_worker, input_preparation
 from .buffer import SymmBuffer
-from .call_plan import config_chooser
+from .call_plan import choose_all, config_chooser, cuda_launcher
 from .checks import require_type
 from .compile_worker import CompileWork
 from .options import CallOptions, given_options, with_call_options
@@ -28,15 +28,22 @@ from .options import CallOptions, given_options, with_call_options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .gpu import Gpu
+
 _MAX_RANKS_PER_HOST = 8
 _MAX_PROCESSES = 32  # of a host, 160 to 360 MB each; a deployment has some 40 kernels on SM90
 
 
 class CompilingKernels:
-    """Kernels that `compile_ahead` has begun to compile."""
+    """Kernels that `compile_ahead` has begun to compile. gpu: that they are loaded on, None for the
+    emulator."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], work: CompileWork, gpu: Gpu | None
+    ) -> None:
         self._process = process
+        self._work = work
+        self._gpu = gpu
         self._said: bytes | None = None
 
     @property
@@ -45,8 +52,9 @@ class CompilingKernels:
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all are in the cache. Raises DeepMoEError with what was said if they are not, and
-        TimeoutError if that takes longer than timeout_s seconds."""
+        """Until all are in the cache, and on a GPU loaded in this process: no call of the buffer
+        compiles, loads or chooses anything then. Raises DeepMoEError with what was said if they
+        cannot be compiled, and TimeoutError if that takes longer than timeout_s seconds."""
         if self._said is None:
             try:
                 _, self._said = self._process.communicate(timeout=timeout_s)
@@ -56,6 +64,16 @@ class CompilingKernels:
         if status != 0:
             said = self._said.decode(errors="replace").strip()
             raise DeepMoEError(f"kernels were not compiled ahead (exit status {status}):\n{said}")
+        if self._gpu is not None:
+            _load(self._work, self._gpu)
+
+
+def _load(work: CompileWork, gpu: Gpu) -> None:
+    """What is loaded already is kept."""
+    for _, _, config in choose_all(work.choose).uses:
+        cuda_launcher(config, gpu)
+    for preparation in work.preparations:
+        input_preparation.cuda_launcher(preparation, gpu)
 
 
 @with_call_options
@@ -71,8 +89,9 @@ def compile_ahead(
     """Begin to compile every kernel that calls with a buffer can need, and return at once.
 
     Without it a call compiles the first time that it brings a number of tokens for which another
-    kernel is faster, two or three seconds, and all ranks wait. Kernels that the cache has are left
-    alone. Every rank may call this: no kernel is compiled twice on a host.
+    kernel is faster, two or three seconds, or loads it from the cache, some 70 ms, and all ranks
+    wait. Kernels that the cache has are left alone. Every rank may call this: no kernel is compiled
+    twice on a host. `wait` before the first call also loads them.
 
     buffer: of `get_symm_buffer_for_mega_moe`; on a CPU, what the emulator needs is compiled.
     activation, activation_clamp, fast_math: of the calls.
@@ -92,21 +111,20 @@ def compile_ahead(
     if activation_clamp is not None:
         given["activation_clamp"] = activation_clamp
     choose = config_chooser(buffer, given)
-    most = buffer.shape.num_max_tokens_per_rank
-    choose(most, False)  # raises what a call would
+    choose(buffer.shape.num_max_tokens_per_rank, False)  # raises what a call would
     num_ranks = buffer.shape.num_ranks
     sharers = min(num_ranks, _MAX_RANKS_PER_HOST)
     work = CompileWork(
         choose,
-        most,
+        tuple(input_preparation.usual_configs(buffer, choose.arch)),
         num_workers or max(1, min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) // sharers),
         buffer.rank % sharers / sharers,
         buffer.gpu is None,
     )
-    return _start(work)
+    return CompilingKernels(_start(work), work, buffer.gpu)
 
 
-def _start(work: CompileWork) -> CompilingKernels:
+def _start(work: CompileWork) -> subprocess.Popen[bytes]:
     # It finds the modules that this one has found.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
@@ -121,4 +139,4 @@ def _start(work: CompileWork) -> CompilingKernels:
     # Broken if it has ended: then `wait` says of what.
     with suppress(BrokenPipeError), stdin:
         pickle.dump(work, stdin)
-    return CompilingKernels(process)
+    return process

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deep_moe.heuristics.choices import load_key
 from deep_moe.heuristics.config import MegaMoEConfig, choose_config
+from deep_moe.heuristics.tuning import TunedLayerKey
 
 from .tuning_tables import find_tuning
 
 if TYPE_CHECKING:
     from deep_moe.activations import Activation
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.heuristics.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,7 @@ class ConfigChooser:
     shape: MoEShape
     arch: str
     num_sms: int
-    activation: str | Activation
-    activation_clamp: float | None
+    activation: Activation
     fast_math: bool
     accumulate: bool
     overrides: tuple[tuple[str, int], ...]
@@ -38,10 +41,26 @@ class ConfigChooser:
             arch=self.arch,
             num_sms=self.num_sms,
             activation=self.activation,
-            activation_clamp=self.activation_clamp,
             fast_math=self.fast_math,
             accumulate=self.accumulate,
             trace=self.trace,
             overrides=dict(self.overrides),
-            tuning=None if self.gpu is None else find_tuning(self.gpu),
+            tuning=self._tuning,
         )
+
+    def key(self, expected_tokens: int) -> Hashable:
+        """Of numbers of tokens with equal keys the configs are equal. It costs a small part of
+        choosing one."""
+        measurement = None
+        if self._tuning is not None:
+            num_sms = dict(self.overrides).get("num_sms", self.num_sms)
+            layer = TunedLayerKey.of(
+                self.shape, device=self._tuning.device, arch=self.arch, num_sms=num_sms
+            )
+            measurement = self._tuning.measurement(layer, expected_tokens)
+        # Measurements are kept, so that one has one id.
+        return load_key(self.shape, expected_tokens), id(measurement)
+
+    @property
+    def _tuning(self) -> Tuning | None:
+        return None if self.gpu is None else find_tuning(self.gpu)

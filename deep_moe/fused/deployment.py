@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Hashable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,40 +29,82 @@ class DeploymentKernel:
     compile_seconds: float
 
 
+# First and last number of tokens of calls that get the config.
+Use = tuple[int, int, "MegaMoEConfig"]
+
+
+def _as_they_are(num_tokens: int) -> Hashable:
+    return num_tokens
+
+
 def deployment_configs(
-    choose: Callable[[int], MegaMoEConfig], num_max_tokens: int
-) -> list[tuple[int, int, MegaMoEConfig]]:
+    choose: Callable[[int], MegaMoEConfig],
+    num_max_tokens: int,
+    key: Callable[[int], Hashable] = _as_they_are,
+) -> list[Use]:
     """The configs that calls of 0 to `num_max_tokens` tokens get, each with its first and last
     number of tokens. A config may come back: tuning tables hold around measured sizes only.
 
-    choose: the config of one number of tokens; it is asked for each, a tenth of a millisecond on
-    SM100, a quarter on SM90, where tiles' costs are averaged.
+    choose: the config of one number of tokens, a tenth of a millisecond. key: numbers of tokens
+    with equal keys have equal configs, so that it is asked once for each key.
     """
+    chosen: dict[Hashable, MegaMoEConfig] = {}
+
+    def config_of(num_tokens: int) -> MegaMoEConfig:
+        own_key = key(num_tokens)
+        if own_key not in chosen:
+            chosen[own_key] = choose(num_tokens)
+        return chosen[own_key]
+
     found = []
-    for config, group in groupby(range(num_max_tokens + 1), key=choose):
+    for config, group in groupby(range(num_max_tokens + 1), key=config_of):
         first, *others = group
         found.append((first, others[-1] if others else first, config))
     return found
 
 
-def all_deployment_configs(
-    choose: Callable[[int, bool], MegaMoEConfig], num_max_tokens: int
-) -> list[tuple[int, int, MegaMoEConfig]]:
-    """The same, with those for calls whose experts received uneven numbers of tokens in the call
-    before behind the others.
+class ChosenConfigs:
+    """The configs of calls with up to `num_max_tokens` tokens, chosen once.
 
-    choose: the config of one number of tokens, and whether they were uneven.
+    choose: the config of one number of tokens, and whether the experts received uneven numbers of
+    tokens in the call before. key: as of `deployment_configs`.
     """
-    configs = deployment_configs(lambda num_tokens: choose(num_tokens, False), num_max_tokens)
-    if not configs[0][2].target.heeds_uneven:
-        return configs
-    known = {config for _, _, config in configs}
-    uneven = deployment_configs(lambda num_tokens: choose(num_tokens, True), num_max_tokens)
-    return configs + [use for use in uneven if use[2] not in known]
+
+    def __init__(
+        self,
+        choose: Callable[[int, bool], MegaMoEConfig],
+        num_max_tokens: int,
+        key: Callable[[int], Hashable] = _as_they_are,
+    ) -> None:
+        keys = [key(num_tokens) for num_tokens in range(num_max_tokens + 1)]
+
+        def uses(is_uneven: bool) -> list[Use]:
+            return deployment_configs(
+                lambda num_tokens: choose(num_tokens, is_uneven), num_max_tokens, keys.__getitem__
+            )
+
+        even = uses(is_uneven=False)
+        self._uses = {
+            False: even,
+            True: uses(is_uneven=True) if even[0][2].target.heeds_uneven else even,
+        }
+        self._firsts = {
+            is_uneven: [first for first, _, _ in own] for is_uneven, own in self._uses.items()
+        }
+
+    def __call__(self, expected_tokens: int, is_uneven: bool) -> MegaMoEConfig:
+        place = bisect_right(self._firsts[is_uneven], expected_tokens) - 1
+        return self._uses[is_uneven][place][2]
+
+    @property
+    def uses(self) -> list[Use]:
+        """Of even numbers of tokens, then those of uneven ones whose configs are others."""
+        known = {config for _, _, config in self._uses[False]}
+        return self._uses[False] + [use for use in self._uses[True] if use[2] not in known]
 
 
 def build_deployment(
-    configs: list[tuple[int, int, MegaMoEConfig]],
+    configs: list[Use],
     *,
     cache_folder: Path | None = None,
     num_workers: int | None = None,

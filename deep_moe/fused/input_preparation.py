@@ -11,7 +11,7 @@ their addresses are looked at in every call.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -182,11 +182,14 @@ def _prepare_inputs(
     if plan is None:
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
-        config = _config(topk_idx, topk_weights, token_mask, expert_map, expert_load, input_x, arch)
-        config = replace(
-            config,
-            has_float_scales=input_x_sf.dtype == torch.float32,
-            **row_fields(input_x, input_x_sf),
+        config = _config(
+            topk_idx.dtype,
+            topk_weights.dtype,
+            token_mask,
+            expert_map,
+            expert_load,
+            (input_x, input_x_sf),
+            arch,
         )
         plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
@@ -322,27 +325,41 @@ def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any
     }
 
 
+def usual_configs(buffer: SymmBuffer, arch: str) -> list[PrepareInputsConfig]:
+    """The kernels for a buffer without a mask, a map and counters, whatever the router's dtypes."""
+    rows = buffer.x, buffer.x_sf
+    return [
+        _config(ids, weights, None, None, None, rows, arch)
+        for ids in _TOPK_IDX_DTYPES
+        for weights in _TOPK_WEIGHT_DTYPES
+    ]
+
+
 def _config(
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_idx: torch.dtype,
+    topk_weights: torch.dtype,
     token_mask: torch.Tensor | None,
     expert_map: torch.Tensor | None,
     expert_load: torch.Tensor | None,
-    input_x: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
     arch: str | None,
 ) -> PrepareInputsConfig:
+    """rows: a buffer's tokens and their scales."""
+    input_x, input_x_sf = rows
     device = input_x.device
     gpu = gpu_of(device)
     own = EMULATED.name if gpu is None else gpu.target.name
     config = PrepareInputsConfig(
         quantizes=input_x.dtype == torch.float8_e4m3fn,
-        has_int32_topk_idx=topk_idx.dtype == torch.int32,
-        has_bf16_topk_weights=topk_weights.dtype == torch.bfloat16,
+        has_float_scales=input_x_sf.dtype == torch.float32,
+        has_int32_topk_idx=topk_idx == torch.int32,
+        has_bf16_topk_weights=topk_weights == torch.bfloat16,
         has_token_mask=token_mask is not None,
         num_expert_copies=0 if expert_map is None else expert_map[0].numel(),
         has_int64_expert_map=expert_map is not None and expert_map.dtype == torch.int64,
         has_expert_load=expert_load is not None,
         arch=own if arch is None else arch,
+        **row_fields(input_x, input_x_sf),
     )
     if config.arch != own and gpu is not None:
         raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
@@ -360,7 +377,7 @@ def _make_plan(
         num_slots=topk_idx.numel(),
         num_ctas=config.num_ctas(num_chunks),
         gpu=gpu,
-        launcher=None if gpu is None else _cuda_launcher(config, gpu),
+        launcher=None if gpu is None else cuda_launcher(config, gpu),
     )
 
 
@@ -370,6 +387,6 @@ def _kernel(config: PrepareInputsConfig, for_emulator: bool = False) -> Compiled
 
 
 @lru_cache(maxsize=64)
-def _cuda_launcher(config: PrepareInputsConfig, gpu: Gpu) -> CudaLauncher:
+def cuda_launcher(config: PrepareInputsConfig, gpu: Gpu) -> CudaLauncher:
     """One per kernel and device: a module belongs to the device's context."""
     return gpu.load(_kernel(config), num_threads=config.num_threads)

@@ -13,8 +13,15 @@ import torch
 import deep_moe
 from benchmarks.host_overhead import Layers, UndrivenGpu, gpu_path_on_cpu
 from deep_moe import jit
+from deep_moe.activations import Swiglu
 from deep_moe.errors import DeepMoEError
-from deep_moe.fused import call_plan, compile_worker, compiling_kernels
+from deep_moe.fused import (
+    call_plan,
+    compile_worker,
+    compiling_kernels,
+    config_chooser,
+    input_preparation,
+)
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.compile_worker import CompileWork, compile_missing
@@ -43,6 +50,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[CompileWork]:
     """What other interpreters would be told; none is started."""
     told: list[CompileWork] = []
     monkeypatch.setattr(compiling_kernels, "_start", told.append)
+    monkeypatch.setattr(compile_worker, "build_prepare_inputs", lambda *_, **__: None)
     return told
 
 
@@ -104,6 +112,77 @@ def test_they_are_what_calls_on_a_gpu_ask_for(
                     prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, None, {})
     assert len(asked) > 1
     assert asked <= compiled
+
+
+class CountingGpu(UndrivenGpu):
+    """Counts what is loaded."""
+
+    num_loads = 0
+
+    def load(self, kernel: Any, **options: Any) -> Any:
+        type(self).num_loads += 1
+        return super().load(kernel, **options)
+
+
+class Ended:
+    """A process that has compiled everything."""
+
+    returncode = 0
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, bytes]:
+        return None, b""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_no_call_behind_it_loads_compiles_or_chooses_anything(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+):
+    """However many tokens it has, and whatever its experts received, and how evenly."""
+    most, num_topk = 48, 2
+    monkeypatch.setattr(CountingGpu, "num_loads", 0)
+    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(1024))
+    monkeypatch.setattr(call_plan, "_chosen", BoundedCache(64))
+    monkeypatch.setattr(compiling_kernels, "_start", lambda work: Ended())
+    monkeypatch.setattr(jit, "build", lambda config, **_: config)  # from the cache
+    monkeypatch.setattr(jit, "build_prepare_inputs", lambda config, **_: config)
+    for cached in (
+        call_plan.built_kernel,
+        call_plan._choose_one,
+        input_preparation._kernel,
+        input_preparation.cuda_launcher,
+    ):
+        cached.cache_clear()
+    with gpu_path_on_cpu(CountingGpu(target_of(arch))):
+        layers = Layers(MoEShape(1, 4, num_topk, 256, 128, most), 1, torch.device("cpu"))
+        deep_moe.compile_ahead(layers.buffer, Swiglu(7.0)).wait()
+        num_loaded = CountingGpu.num_loads
+        assert num_loaded > 4  # those that prepare inputs among them
+
+        def forbidden(*_: Any, **__: Any) -> None:
+            raise AssertionError("chosen or compiled in a call")
+
+        monkeypatch.setattr(config_chooser, "choose_config", forbidden)
+        monkeypatch.setattr(jit, "build", forbidden)
+        monkeypatch.setattr(jit, "build_prepare_inputs", forbidden)
+        status, (l1, l2) = layers.buffer.memory.status, layers.weights[0]
+        options: Any = {"activation": Swiglu(7.0)}
+        for num_tokens in range(most + 1):
+            for received in range(0, num_topk * most + 1, 8):
+                for flag in (0, RECEIVED_UNEVENLY):
+                    status.received = received | flag
+                    y = layers.ys[0][:num_tokens]
+                    prepare_call(y, l1, l2, layers.buffer, None, options)
+        status.received = 0
+        for ids in (torch.int32, torch.int64):
+            for weights in (torch.float32, torch.bfloat16):
+                for num_tokens in (0, 1, most):
+                    x = torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
+                    slots = torch.zeros(num_tokens, num_topk)
+                    deep_moe.prepare_inputs(x, slots.to(ids), slots.to(weights), layers.buffer)
+    assert CountingGpu.num_loads == num_loaded
+    for cached in (call_plan.built_kernel, input_preparation._kernel):
+        cached.cache_clear()
+    input_preparation.cuda_launcher.cache_clear()
 
 
 @pytest.mark.parametrize(("num_cpus", "num_workers"), [(2, 1), (10, 2), (192, 8)])

@@ -1,6 +1,7 @@
 """Which kernels a deployment needs, and that they are built once."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from typer.testing import CliRunner
 
 import deep_moe.fused.deployment
 from benchmarks.host_overhead import Layers, UndrivenGpu, gpu_path_on_cpu
+from deep_moe.activations import Swiglu
 from deep_moe.cli import app
 from deep_moe.fused import call_plan
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
-from deep_moe.fused.deployment import deployment_configs
+from deep_moe.fused.config_chooser import ConfigChooser
+from deep_moe.fused.deployment import ChosenConfigs, deployment_configs
 from deep_moe.heuristics import PRESETS, MegaMoEConfig, MoEShape, choose_config, preset_shape
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.targets import target_of
@@ -28,6 +31,53 @@ def test_every_number_of_tokens_is_in_the_range_of_its_config(model: str, num_ma
             assert choose_config(shape, num_tokens) == config
     assert [last for _, last, _ in found[:-1]] == [first - 1 for first, _, _ in found[1:]]
     assert (found[0][0], found[-1][1]) == (0, num_max_tokens)
+
+
+# Small experts get few tokens, large ones many; with a shared expert every number counts; the table
+# of an H200 has measurements of the one of DeepSeek-V4's shape.
+CHOSEN: list[tuple[str, str, dict[str, Any]]] = [
+    ("sm_90a", "mxfp4", {}),
+    ("sm_90a", "fp8", {"num_topk": 16}),
+    ("sm_90a", "bf16", {"num_experts": 16}),
+    ("sm_90a", "mxfp4", {"num_shared_experts": 1}),
+    ("sm_100a", "mxfp4", {"num_topk": 16}),
+    ("sm_100a", "fp8", {"num_experts": 512}),
+]
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
+@pytest.mark.parametrize(("arch", "weights", "changes"), CHOSEN)
+def test_what_is_chosen_at_once_is_what_each_call_would_choose(arch, weights, changes, gpu):
+    most = 1024
+    sizes = {"num_experts": 192, "num_topk": 6, **changes}
+    shape = MoEShape(
+        num_ranks=4 if sizes["num_experts"] % 4 == 0 else 1,
+        num_max_tokens_per_rank=most,
+        hidden=4096,
+        intermediate_hidden=2048,
+        weights=weights,
+        **sizes,
+    )
+    choose = ConfigChooser(shape, arch, 132, Swiglu(), True, False, (), False, gpu)
+    num_choices = 0
+
+    def counted(num_tokens: int, is_uneven: bool) -> MegaMoEConfig:
+        nonlocal num_choices
+        num_choices += 1
+        return choose(num_tokens, is_uneven)
+
+    chosen = ChosenConfigs(counted, most, choose.key)
+    assert num_choices <= 2 * (most + 1)
+    for num_tokens in range(most + 1):
+        for is_uneven in (False, True):
+            assert chosen(num_tokens, is_uneven) == choose(num_tokens, is_uneven)
+
+
+def test_most_numbers_of_tokens_are_not_chosen_for_again():
+    """Choosing for 8192 tokens took seconds, while an engine waits."""
+    shape = preset_shape("deepseek-v4-flash", num_ranks=1, num_max_tokens_per_rank=8192)
+    choose = ConfigChooser(shape, "sm_90a", 132, Swiglu(), True, False, (), False, None)
+    assert len({choose.key(num_tokens) for num_tokens in range(8193)}) < 2000
 
 
 def test_neighbouring_configs_differ():

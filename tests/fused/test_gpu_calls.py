@@ -11,8 +11,9 @@ import torch
 
 import deep_moe
 from deep_moe import jit
-from deep_moe.fused import call_plan
+from deep_moe.fused import call_plan, config_chooser
 from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.fused.gpu import Gpu
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.synthetic import exact_tokens
@@ -80,15 +81,18 @@ def test_a_later_call_allocates_nothing_waits_for_nothing_and_runs_on_the_curren
     layer.check()
 
 
-def test_no_call_behind_compile_ahead_compiles(
+def test_no_call_behind_compile_ahead_compiles_loads_or_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
+    monkeypatch.setattr(call_plan, "_chosen", BoundedCache(64))
     call_plan.built_kernel.cache_clear()
     layer = FilledLayer(96)
     deep_moe.compile_ahead(layer.buffer).wait(300)
     monkeypatch.setattr(jit, "compile_source", None)  # what would be called
+    monkeypatch.setattr(Gpu, "load", None)
+    monkeypatch.setattr(config_chooser, "choose_config", None)
     for num_tokens in (96, 1, 40, 0):
         layer.launch(layer.y[:num_tokens])
         layer.check(num_tokens)

@@ -60,6 +60,37 @@ def test_it_runs_what_it_took_over(experts, monkeypatch):
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "expected"),
+    [(None, None), ([3, 8], 6), ([3, 0, 0, 0], 1), ([0, 8], 4), ([], None)],
+)
+def test_ranks_with_unequal_tokens_expect_their_mean(experts, of_ranks, expected, monkeypatch):
+    told = []
+    run = ServedExperts.run
+
+    def noting(self: ServedExperts, *call: Any, expected_tokens_per_rank: int | None) -> None:
+        told.append(expected_tokens_per_rank)
+        run(self, *call, expected_tokens_per_rank=expected_tokens_per_rank)
+
+    monkeypatch.setattr(engine, "tokens_of_ranks", lambda: of_ranks)
+    monkeypatch.setattr(ServedExperts, "run", noting)
+    call(experts, torch.zeros(3, 256).bfloat16(), IDS, torch.ones(3, 2))
+    assert told == [expected]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_padding_behind_a_ranks_tokens_is_left_out(experts, num_tokens, monkeypatch):
+    """SGLang pads what it captures."""
+    monkeypatch.setattr(engine, "tokens_of_ranks", lambda: None)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights = torch.tensor([[0.5, 1.0], [2.0, 0.25], [1.0, 1.0]])
+    y = call(experts, x, IDS, weights, num_tokens=num_tokens)
+    own = x[:num_tokens]
+    expected = torch.empty_like(own)
+    hooks.served_of(experts).run(expected, own, IDS[:num_tokens], weights[:num_tokens])
+    assert torch.equal(y, expected)
+
+
 def test_an_idle_rank_calls_without_routing(experts, monkeypatch):
     monkeypatch.setattr(engine, "tokens_of_ranks", lambda: None)
     assert call(experts, torch.empty(0, 256).bfloat16(), None, None).shape == (0, 256)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-from .experts import DeepMoEKernel, mean_tokens
+from .experts import DeepMoEKernel, mean_tokens_of_step
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ class DeepMoEBatchedExperts(DeepMoEKernel):
         num_tokens, num_topk = topk_ids.shape
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
         # the one that its replays need.
-        rows = num_topk * mean_tokens(self.moe_config, num_tokens, self.num_sharers)
+        rows = num_topk * mean_tokens_of_step(self.moe_config, num_tokens, self.num_sharers)
         self.experts(
             hidden_states,
             a1q_scale,

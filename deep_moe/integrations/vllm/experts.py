@@ -7,7 +7,6 @@ experts, and vLLM adds up what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,8 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 )
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
+from .shares import mean_tokens, on_own_share, weighted_once
+
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -36,45 +37,12 @@ def make_kernel(moe: FusedMoEConfig, served: ServedExperts, num_sharers: int) ->
     return mk.FusedMoEKernel(around, DeepMoEExperts(moe, served, num_sharers))
 
 
-def on_own_share(
-    num_sharers: int,
-    output: torch.Tensor,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Let `run(output, x, topk_ids, topk_weights)` see this rank's share of the tokens, and write
-    what all shares gave into `output`.
-
-    num_sharers: ranks of the tensor parallel group, if they hold the same tokens; otherwise 1, and
-    the share is all of them.
-    """
-    if num_sharers == 1:
-        run(output, x, topk_ids, topk_weights)
-        return
-    group = get_tp_group()
-    num_tokens = x.shape[0]
-    share = -(-num_tokens // num_sharers)
-    first = group.rank_in_group * share
-    rows = slice(first, first + share)
-    # The last ranks' shares may be smaller, or empty.
-    own = x.new_zeros(share, x.shape[1])
-    run(own[: x[rows].shape[0]], x[rows], topk_ids[rows], topk_weights[rows])
-    if num_tokens:
-        output.copy_(group.all_gather(own, dim=0)[:num_tokens])
-
-
-def mean_tokens(moe: FusedMoEConfig, num_tokens: int, num_sharers: int = 1) -> int:
-    """That ranks bring to the kernel, rounded up, as far as the host knows; otherwise this rank's
-    `num_tokens`. num_sharers: ranks that share the tokens of a data parallel rank among them."""
-    if not is_forward_context_available():
-        return num_tokens
-    step = get_forward_context().dp_metadata
-    if step is None:
-        return num_tokens
-    counts = step.num_tokens_across_dp_cpu.tolist()
-    return -(-sum(counts) // (len(counts) * moe.moe_parallel_config.sp_size * num_sharers))
+def mean_tokens_of_step(moe: FusedMoEConfig, num_tokens: int, num_sharers: int = 1) -> int:
+    """`mean_tokens` of what vLLM knows of this step. num_sharers: ranks that share the tokens of a
+    data parallel rank among them."""
+    step = get_forward_context().dp_metadata if is_forward_context_available() else None
+    counts = None if step is None else step.num_tokens_across_dp_cpu.tolist()
+    return mean_tokens(counts, num_tokens, moe.moe_parallel_config.sp_size, num_sharers)
 
 
 class DeepMoEKernel(mk.FusedMoEExpertsModular):
@@ -179,11 +147,12 @@ class DeepMoEExperts(DeepMoEKernel):
         """topk_ids name places of all ranks' experts, also where `expert_map` would give this
         rank's own: tokens go to other ranks by them."""
         if apply_router_weight_on_input:
-            # The weight counts once. Of the two stages that vLLM may have before this one, the
-            # pass-through stage has not applied it.
-            if self.moe_config.moe_parallel_config.use_ep:
-                hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
-            topk_weights = torch.ones_like(topk_weights)
+            # Of the two stages that vLLM may have before this one, the pass-through stage of expert
+            # parallelism has not applied them.
+            is_weighted = not self.moe_config.moe_parallel_config.use_ep
+            hidden_states, topk_weights = weighted_once(
+                hidden_states, topk_weights, is_weighted=is_weighted
+            )
         self.run(output, hidden_states, topk_ids, topk_weights)
 
     def run(
@@ -195,7 +164,7 @@ class DeepMoEExperts(DeepMoEKernel):
     ) -> None:
         """As `ServedExperts.run`, for tokens that `num_sharers` ranks may all hold."""
         share = -(-x.shape[0] // self.num_sharers)
-        expected = mean_tokens(self.moe_config, share, self.num_sharers)
+        expected = mean_tokens_of_step(self.moe_config, share, self.num_sharers)
 
         def run(
             output: torch.Tensor,
@@ -205,4 +174,5 @@ class DeepMoEExperts(DeepMoEKernel):
         ) -> None:
             self.served.run(output, x, topk_ids, topk_weights, expected_tokens_per_rank=expected)
 
-        on_own_share(self.num_sharers, output, x, topk_ids, topk_weights, run)
+        group = get_tp_group() if self.num_sharers > 1 else None
+        on_own_share(group, self.num_sharers, output, x, topk_ids, topk_weights, run)

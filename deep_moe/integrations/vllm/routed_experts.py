@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_ep_group, get_tensor_model_parallel_world_size
+from vllm.distributed import get_ep_group, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -47,7 +47,8 @@ from ..switch import (
 )
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
-from .experts import make_kernel, on_own_share
+from .experts import make_kernel
+from .shares import on_own_share
 from .support import Plan, check_steps, plan_of
 
 if TYPE_CHECKING:
@@ -398,6 +399,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if self.is_in_steps and self.plan.num_sharers > 1:
             output = torch.empty_like(x)
             on_own_share(
+                get_tp_group(),
                 self.plan.num_sharers,
                 output,
                 x,

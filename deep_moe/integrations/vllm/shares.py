@@ -1,0 +1,65 @@
+"""How tokens and routing weights come to the kernel where ranks hold the same tokens, or bring
+different numbers of them. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def on_own_share(
+    group: Any,
+    num_sharers: int,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Let `run(output, x, topk_ids, topk_weights)` see this rank's share of the tokens, and write
+    what all shares gave into `output`.
+
+    group: vLLM's tensor parallel group, with `rank_in_group` and `all_gather`. num_sharers: its
+    ranks, if they hold the same tokens; otherwise 1, and the share is all of them.
+    """
+    if num_sharers == 1:
+        run(output, x, topk_ids, topk_weights)
+        return
+    num_tokens = x.shape[0]
+    share = -(-num_tokens // num_sharers)
+    first = group.rank_in_group * share
+    rows = slice(first, first + share)
+    # The last ranks' shares may be smaller, or empty.
+    own = x.new_zeros(share, x.shape[1])
+    run(own[: x[rows].shape[0]], x[rows], topk_ids[rows], topk_weights[rows])
+    if num_tokens:
+        output.copy_(group.all_gather(own, dim=0)[:num_tokens])
+
+
+def mean_tokens(
+    counts: Sequence[int] | None, num_tokens: int, sp_size: int, num_sharers: int
+) -> int:
+    """That ranks bring to the kernel, rounded up.
+
+    counts: of each data parallel rank, None if the host does not know: then this rank's
+    `num_tokens`. sp_size: ranks that sequence parallelism spreads a data parallel rank's tokens
+    over. num_sharers: ranks that share them otherwise.
+
+    >>> mean_tokens([5, 12], 5, sp_size=1, num_sharers=1), mean_tokens([5, 12], 5, 1, 4)
+    (9, 3)
+    """
+    if counts is None:
+        return num_tokens
+    return -(-sum(counts) // (len(counts) * sp_size * num_sharers))
+
+
+def weighted_once(
+    x: torch.Tensor, topk_weights: torch.Tensor, *, is_weighted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and routing weights for a layer whose weights are applied to the input, of one expert
+    per token: the kernel multiplies by what it is given, so it is given ones. is_weighted: whether
+    a stage of vLLM's in front has applied them."""
+    ones = torch.ones_like(topk_weights)
+    return (x if is_weighted else x * topk_weights.to(x.dtype)), ones

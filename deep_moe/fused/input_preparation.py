@@ -330,8 +330,8 @@ def usual_configs(buffer: SymmBuffer, arch: str) -> list[PrepareInputsConfig]:
     rows = buffer.x, buffer.x_sf
     return [
         _config(ids, weights, None, None, None, rows, arch)
-        for ids in TOPK_IDX_DTYPES
-        for weights in TOPK_WEIGHT_DTYPES
+        for ids in _TOPK_IDX_DTYPES
+        for weights in _TOPK_WEIGHT_DTYPES
     ]
 
 

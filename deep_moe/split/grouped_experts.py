@@ -239,7 +239,6 @@ class GroupedExperts:
             arch=target.name,
             num_sms=num_ctas,
             activation=self._activation,
-            activation_clamp=None,
             fast_math=fast_math,
             accumulate=False,
             overrides=tuple((overrides or {}).items()),

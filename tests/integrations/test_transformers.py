@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterator
@@ -447,9 +448,17 @@ def _generate(device: torch.device, checkpoint: Path, out: Path) -> None:
         ),
     )
     assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
-    with pytest.raises(NotImplementedError, match="spread over ranks"):
-        adapter.release(model)
+    experts = model.model.layers[0].mlp.experts
+    layer = laid_out(experts)
+    with pytest.raises(NotImplementedError, match="spread over ranks cannot be copied"):
+        copy.deepcopy(model)
+    assert laid_out(experts) is layer is not None
+    if dist.get_rank() == 0:  # one rank alone reads its weights, and lays them out again
+        assert experts.down_proj.to_local().isfinite().all()
+        assert laid_out(experts) is None
     torch.save(greedy(model, PROMPT), out / f"{dist.get_rank()}.pt")
+    assert laid_out(experts) is not None
+    adapter.release(model)
     adapter.close_buffers()
 
 

@@ -44,7 +44,7 @@ def read_expert(layer: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
 
 def slot_order(num_rows: int, *, is_l1: bool) -> torch.Tensor:
     """The row of each of the slots of a layer's n-blocks: int64 [num_rows], a multiple of 256."""
-    rows = by_slot(torch.arange(num_rows), 2, is_l1)
+    rows = by_slot(torch.arange(num_rows, device="cpu"), 2, is_l1)
     return rows.permute(0, 1, 4, 2, 5, 3).flatten()
 
 

@@ -223,8 +223,8 @@ def rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tenso
 def slot_order(num_rows: int, *, is_l1: bool) -> torch.Tensor:
     """The row of each of the slots of a layer's n-blocks, in the order of row factors: int64
     [num_rows], a multiple of 256."""
-    order = torch.empty((num_rows // BLOCK_N, BLOCK_N), dtype=torch.int64)
-    rows = rows_by_slot(torch.arange(num_rows), 2, is_l1)
+    order = torch.empty((num_rows // BLOCK_N, BLOCK_N), dtype=torch.int64, device="cpu")
+    rows = rows_by_slot(torch.arange(num_rows, device="cpu"), 2, is_l1)
     _by_slot(order).copy_(rows.unflatten(4, (2, 2)))
     return order.flatten()
 

@@ -59,7 +59,7 @@ class Sm100Weights(TargetWeights):
 
         from deep_moe.formats.weights import interleave_gate_up
 
-        rows = torch.arange(num_rows)
+        rows = torch.arange(num_rows, device="cpu")
         if not is_l1:
             return rows
         return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]

@@ -110,3 +110,14 @@ def test_the_inverse_refuses_other_forms() -> None:
         deep_moe.inverse_transform_biases(
             *made, hidden=384, intermediate_hidden=128, weights="mxfp4"
         )
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
+def test_another_default_device_changes_nothing(arch: str, weights: str) -> None:
+    given = torch.randn(2, 256), torch.randn(2, 160)
+    expected = deep_moe.transform_biases_for_mega_moe(*given, arch, weights=weights)
+    with torch.device("meta"):
+        made = deep_moe.transform_biases_for_mega_moe(*given, arch, weights=weights)
+    for tensor, other in zip(made, expected, strict=True):
+        assert torch.equal(tensor, other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 from collections.abc import Iterator
@@ -449,10 +448,7 @@ def _generate(device: torch.device, checkpoint: Path, out: Path) -> None:
     )
     assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
     experts = model.model.layers[0].mlp.experts
-    layer = laid_out(experts)
-    with pytest.raises(NotImplementedError, match="spread over ranks cannot be copied"):
-        copy.deepcopy(model)
-    assert laid_out(experts) is layer is not None
+    assert laid_out(experts) is not None
     if dist.get_rank() == 0:  # one rank alone reads its weights, and lays them out again
         assert experts.down_proj.to_local().isfinite().all()
         assert laid_out(experts) is None

@@ -316,7 +316,11 @@ class Buffer:
                 f"{list(mask_status.shape)}"
             )
         mask_status.copy_(
-            torch.tensor([rank in self._masked for rank in range(self.group_size)]).int()
+            torch.tensor(
+                [int(rank in self._masked) for rank in range(self.group_size)],
+                dtype=torch.int32,
+                device="cpu",
+            )
         )
 
     def low_latency_clean_mask_buffer(self) -> None:

@@ -447,13 +447,7 @@ def _generate(device: torch.device, checkpoint: Path, out: Path) -> None:
         ),
     )
     assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
-    experts = model.model.layers[0].mlp.experts
-    assert laid_out(experts) is not None
-    if dist.get_rank() == 0:  # one rank alone reads its weights, and lays them out again
-        assert experts.down_proj.to_local().isfinite().all()
-        assert laid_out(experts) is None
     torch.save(greedy(model, PROMPT), out / f"{dist.get_rank()}.pt")
-    assert laid_out(experts) is not None
     adapter.release(model)
     adapter.close_buffers()
 

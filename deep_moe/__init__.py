@@ -183,4 +183,5 @@ __all__ = [
     "transform_weights_for_mega_moe",
 ]
 
-__getattr__, __dir__ = names_on_use(__name__, _MODULES, _SUBMODULES)
+if not TYPE_CHECKING:  # so that type checkers find names that do not exist
+    __getattr__, __dir__ = names_on_use(__name__, _MODULES, _SUBMODULES)

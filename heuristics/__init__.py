@@ -39,23 +39,24 @@ __all__ = [
     "preset_shape",
 ]
 
-__getattr__, __dir__ = names_on_use(
-    __name__,
-    {
-        "PRESETS": "presets",
-        "Decision": "config",
-        "Explanation": "explain",
-        "Layout": "segments",
-        "MegaMoEConfig": "config",
-        "MoEShape": "shape",
-        "PrepareInputsConfig": "prepare_inputs",
-        "Segment": "segments",
-        "Tuning": "tuning",
-        "TuningTable": "tuning",
-        "choose_config": "config",
-        "expected_tokens_per_rank": "expected_tokens",
-        "preset_activation": "presets",
-        "preset_has_biases": "presets",
-        "preset_shape": "presets",
-    },
-)
+if not TYPE_CHECKING:  # so that type checkers find names that do not exist
+    __getattr__, __dir__ = names_on_use(
+        __name__,
+        {
+            "PRESETS": "presets",
+            "Decision": "config",
+            "Explanation": "explain",
+            "Layout": "segments",
+            "MegaMoEConfig": "config",
+            "MoEShape": "shape",
+            "PrepareInputsConfig": "prepare_inputs",
+            "Segment": "segments",
+            "Tuning": "tuning",
+            "TuningTable": "tuning",
+            "choose_config": "config",
+            "expected_tokens_per_rank": "expected_tokens",
+            "preset_activation": "presets",
+            "preset_has_biases": "presets",
+            "preset_shape": "presets",
+        },
+    )

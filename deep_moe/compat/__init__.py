@@ -10,4 +10,5 @@ if TYPE_CHECKING:
 
 __all__ = ["deep_ep", "deep_gemm"]
 
-__getattr__, __dir__ = names_on_use(__name__, {}, __all__)
+if not TYPE_CHECKING:  # so that type checkers find names that do not exist
+    __getattr__, __dir__ = names_on_use(__name__, {}, __all__)

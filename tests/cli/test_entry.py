@@ -1,5 +1,7 @@
 """The command line as a program: what it imports, and how it fails."""
 
+import ast
+import importlib
 import json
 import re
 import shlex
@@ -288,3 +290,24 @@ def test_a_reader_that_has_gone_is_no_traceback():
 def test_a_wrong_option_is_a_failure():
     assert run("config", "--no-such-option").returncode == 2
     assert run("no-such-command").returncode == 2
+
+
+PACKAGES = ["deep_moe", "deep_moe.heuristics", "deep_moe.compat", "deep_moe.integrations"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_see_public_names_and_no_others(name: str):
+    """Names that are imported on use are imported for them, and `__getattr__`, by which any name
+    would be there, is not."""
+    package = importlib.import_module(name)
+    tree = ast.parse(Path(str(package.__file__)).read_text())
+    seen: set[str] = set()
+    for node in tree.body:
+        is_hidden = isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING"
+        for part in [] if is_hidden else ast.walk(node):
+            if isinstance(part, ast.ImportFrom):
+                seen.update(alias.asname or alias.name for alias in part.names)
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                seen.add(part.id)
+    assert set(package.__all__) <= seen
+    assert "__getattr__" not in seen

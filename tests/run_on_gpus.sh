@@ -7,6 +7,9 @@
 #   DEEP_MOE_CUTLASS_INCLUDE=/opt/cutlass/include tests/run_on_gpus.sh
 #   tests/run_on_gpus.sh tests/layer/test_gpu_ranks.py -x
 #
+# It prints the commit, and tests/gpu_record.json keeps of each test file at which commit it
+# last passed on which GPUs. Without git, DEEP_MOE_COMMIT says the commit.
+#
 # Most of the time goes into compiling kernels. Tests of one GPU compile for themselves, so several
 # run at once; those in tests/layer compile on all CPUs before they begin, and need the GPUs alone.
 set -uo pipefail
@@ -15,7 +18,8 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export DEEP_MOE_CACHE_DIR="${DEEP_MOE_CACHE_DIR:-$PWD/build/gpu-cache}"
 python="${PYTHON:-python3}"
 "$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"' || exit 1
-run=("$python" -m pytest -m gpu -q)
+run=("$python" -m pytest -m gpu -q -p tests.gpu_record)
+"$python" -c 'from tests import gpu_record; print("commit", gpu_record.commit(), "on", gpu_record.machine())'
 if (($#)); then
     exec "${run[@]}" -p no:xdist "$@"
 fi

@@ -87,6 +87,8 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "biases": ("none", "both layers"),
         "activation": (*EXACT_ACTIVATIONS, Situ()),
         "y": ("written", "added to"),
+        # Chunks of a token in combine: the last one may be shorter.
+        "chunks": ("chosen", "of several sizes"),
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, SMALL_POOL),
         # So far all is compiled in.
@@ -142,7 +144,7 @@ class FuzzCase:
 
     path: ClassVar[str] = "fused"
     cases_per_round: ClassVar[int] = CASES_PER_ROUND  # a multiple of CASES_PER_KERNEL
-    num_held: ClassVar[int] = 10  # the first axes, which are compiled in
+    num_held: ClassVar[int] = 11  # the first axes, which are compiled in
 
     number: int
     arch: str
@@ -295,11 +297,15 @@ class FuzzCase:
         num_local = self.shape.num_experts_per_rank
         wave = 1 if self.values["wave"] == "one expert" else num_local
         turn = 1 if self.values["turn"] == "one expert" else wave
-        return {
+        overrides = {
             **self.target_weights.fuzz_tiles[self.values["tile"]],
             "num_experts_per_wave": wave,
             "num_experts_per_turn": turn,
         }
+        if self.values.get("chunks") == "of several sizes":
+            # Hidden sizes are multiples of 128; chunks of 8 values.
+            overrides["num_combine_chunks"] = 5 if self.shape.hidden % 3 == 0 else 3
+        return overrides
 
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
         options: dict[str, Any] = {

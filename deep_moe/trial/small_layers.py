@@ -25,6 +25,7 @@ _FUSED: dict[str, Any] = {
     "biases": "none",
     "activation": Swiglu(),
     "y": "written",
+    "chunks": "chosen",
     "pool": None,
     "inputs": "filled",
     "tokens": "any",
@@ -33,7 +34,7 @@ _FUSED: dict[str, Any] = {
     "schedule": "random",
 }
 _SPLIT: dict[str, Any] = {
-    **_FUSED,
+    **{axis: value for axis, value in _FUSED.items() if axis not in ("y", "chunks", "inputs")},
     "shape": (2, 6, 2, 512, 128),
     "placement": "ranks",
     "kernels": "one",
@@ -73,14 +74,20 @@ def _cases() -> Iterator[Case]:
     def throughput(arch: str, weights: str, **values: Any) -> Case:
         return ThroughputCase(0, arch, {**_THROUGHPUT, "weights": weights, **values})
 
-    yield fused("sm_100a", "mxfp4", **_RING, **{"shared experts": 1})
+    yield fused("sm_100a", "mxfp4", **_RING, **{"shared experts": 1}, chunks="of several sizes")
     yield fused("sm_100a", "fp8", **_PREPARED, slots="unused", biases="both layers", **_LIMITED)
     yield fused("sm_100a", "bf16", **_EMPTY, slots="all to one expert", y="added to")
     yield fused("sm_90a", "mxfp4", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2})
     yield fused("sm_90a", "fp8", **_RING, biases="both layers", tile=3)
-    yield fused("sm_90a", "fp8 with float32_per_128", slots="named twice", values="NaN")
+    yield fused(
+        "sm_90a",
+        "fp8 with float32_per_128",
+        slots="named twice",
+        values="NaN",
+        chunks="of several sizes",
+    )
     yield fused("sm_90a", "bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512))
-    yield fused("sm_90a", "mxfp4_bf16", **_RING, wave="one expert", y="added to")
+    yield fused("sm_90a", "mxfp4_bf16", **_RING, tile=2, wave="one expert", y="added to")
     yield split("sm_90a", "mxfp4 with fp8_32", slots="named twice", **_EMPTY)
     yield split(
         "sm_100a", "bf16 with bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED

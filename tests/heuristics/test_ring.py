@@ -28,25 +28,32 @@ def num_pool_blocks(config: MegaMoEConfig, count: int) -> int:
     )
 
 
-def most_pool_blocks(config: MegaMoEConfig, num_received: int) -> int:
-    """That any distribution over two experts comes to."""
-    return max(
-        num_pool_blocks(config, first) + num_pool_blocks(config, num_received - first)
-        for first in range(num_received + 1)
+def most_pool_blocks(config: MegaMoEConfig, shape: MoEShape) -> int:
+    """That any distribution over two experts comes to, with the shared experts'."""
+    num_routed = shape.num_ranks * shape.num_max_tokens_per_rank * shape.num_topk
+    shared = num_pool_blocks(config, shape.num_max_tokens_per_rank)
+    return shape.num_shared_experts * shared + max(
+        num_pool_blocks(config, first) + num_pool_blocks(config, num_routed - first)
+        for first in range(num_routed + 1)
     )
 
 
 @pytest.mark.parametrize(("arch", "tile"), TILES)
+@pytest.mark.parametrize("num_shared", [0, 3])
 def test_a_kernel_wraps_where_a_call_may_have_more_blocks_than_places(
-    arch: str, tile: dict[str, int]
+    arch: str, tile: dict[str, int], num_shared: int
 ) -> None:
-    for num_tokens in (60, 90, 150, 190, 220):
-        shape = MoEShape(1, 2, 2, 128, 128, num_tokens, 384)
+    for num_tokens in (20, 30, 60, 90, 150, 190, 220):
+        shape = MoEShape(1, 2, 2, 128, 128, num_tokens, 384, num_shared_experts=num_shared)
         config = config_of(shape, arch, tile)
-        most = most_pool_blocks(config, shape.num_max_received)
-        # The bound may be a block above what two experts can come to.
+        most = most_pool_blocks(config, shape)
+        # The bound may be above what these experts can come to: a block, and one for each shared
+        # expert, whose number of tokens is known.
         assert config.pool_wraps >= (most > config.num_ring_blocks)
-        assert config.pool_wraps <= (most + 1 > config.num_ring_blocks)
+        assert config.pool_wraps <= (
+            most + 1 + num_shared * (config.min_block_m // config.block_m_step)
+            > config.num_ring_blocks
+        )
 
 
 @pytest.mark.parametrize(("arch", "tile"), TILES)

@@ -37,18 +37,25 @@ def test_every_slot_may_be_copied_even_if_there_are_more_than_local_experts():
 @pytest.mark.parametrize("block_m", [8, 16, 64, 96, 128, 168, 176, 192])
 @pytest.mark.parametrize("num_experts", [8, 72, 256])
 @pytest.mark.parametrize("num_tokens", [1, 77, 4096])
-def test_whatever_is_sent_fits_into_the_pool_with_every_tile(block_m, num_experts, num_tokens):
+@pytest.mark.parametrize("num_shared", [0, 4])
+def test_whatever_is_sent_fits_into_the_pool_with_every_tile(
+    block_m, num_experts, num_tokens, num_shared
+):
     """As many tokens as can be, shared out so that all but one expert waste most of a block."""
-    shape = MoEShape(**{**VALID, "num_experts": num_experts, "num_max_tokens_per_rank": num_tokens})
+    sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_tokens}
+    shape = MoEShape(**{**VALID, **sizes}, num_shared_experts=num_shared)
     num_local = shape.num_experts_per_rank
-    num_left = shape.num_ranks * num_tokens * min(shape.num_topk, num_local)
+    num_left = shape.num_ranks * num_tokens * shape.num_topk  # all slots may name one expert
     counts = []
     for experts_left in range(num_local, 0, -1):
         counts.append(min(num_left, num_left if experts_left == 1 else 1))
         num_left -= counts[-1]
+    counts += [num_tokens] * num_shared
     rows = sum(-(-count // block_m) * block_m for count in counts)
     assert num_left == 0
+    assert sum(counts) == shape.num_max_received
     assert rows <= shape.num_pool_rows
+    assert shape.num_pool_rows < rows + shape.num_local_experts * 192 + 384  # and not far more
 
 
 def test_a_pool_without_bound_is_the_worst_case():

@@ -11,7 +11,7 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
-from deep_moe.heuristics.low_latency import FORMATS
+from deep_moe.heuristics.low_latency import FORMATS, PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.handle import Dispatched
 from tests.everyday import parametrize
@@ -509,6 +509,33 @@ def test_after_a_failure_later_kernels_tell_nobody_anything() -> None:
         segment = own.layout["num_calls"]
         num_calls = own.memory.tensor[segment.offset : segment.end].view(torch.int32)
         assert int(num_calls) == 2  # the third one found the mark of the second
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_masked_rank_gets_nothing(placement: str) -> None:
+    """Not a word of its buffer changes, whether it was masked before the dispatch or behind it."""
+    with ranks(num_ranks=3, num_experts=6, num_topk=4, placement=placement) as layer:
+        inputs = random_inputs(layer.shape, (8, 4, 6))
+        for masks_behind_dispatch in (True, False):
+            alive = [0, 2]
+            if masks_behind_dispatch:
+                results = layer.dispatch(inputs.xs, inputs.topk_idxs)
+                layer.mask_ranks([1])
+                results = [results[rank] for rank in alive]
+            memory = layer.layers[1].buffer.memory.tensor
+            before = memory.clone()
+            if not masks_behind_dispatch:
+                own = ([values[rank] for rank in alive] for values in (inputs.xs, inputs.topk_idxs))
+                results = layer.dispatch(*own, ranks=alive)
+            layer.combine(
+                *(
+                    [values[rank] for rank in alive]
+                    for values in (inputs.ys, inputs.topk_idxs, inputs.topk_weights)
+                ),
+                handles(results),
+                ranks=alive,
+            )
+            assert torch.equal(memory, before)
 
 
 def test_survivors_go_on() -> None:

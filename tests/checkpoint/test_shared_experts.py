@@ -49,22 +49,24 @@ def test_they_stand_behind_each_ranks_own(tmp_path: Path, kind: str, num_shared:
     naming = named("numbered")
     write(tmp_path, kind, naming)
     add_shared(tmp_path, kind, naming, num_shared)
-    file = load_file(tmp_path / "shared.safetensors")
-    prefix = f"layers.{LAYER}.ffn.shared_experts."
-    gate, up, down = (
-        file[f"{prefix}{part}.weight"].view(torch.uint8) for part in ("w1", "w3", "w2")
-    )
     alone = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2)
     loaded = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2, num_shared_experts=num_shared)
     for own, both in zip(alone, loaded, strict=True):
         for tensor, whole in zip(own, both, strict=True):
             assert whole.shape[0] == NUM_EXPERTS // 2 + num_shared
             assert torch.equal(whole[: tensor.shape[0]].view(torch.uint8), tensor.view(torch.uint8))
-    for i in range(num_shared):
-        l1, l2 = (layer.weight[NUM_EXPERTS // 2 + i].view(torch.uint8) for layer in loaded)
-        rows = slice(i * INTERMEDIATE, (i + 1) * INTERMEDIATE)
-        assert torch.equal(l1, torch.cat([gate[rows], up[rows]]))
-        assert torch.equal(l2, down.chunk(num_shared, dim=1)[i])
+    cut = {
+        name.replace("shared_experts", f"experts.{i}"): part.contiguous()
+        for name, tensor in load_file(tmp_path / "shared.safetensors").items()
+        for i, part in enumerate(tensor.chunk(num_shared, dim=1 if ".w2." in name else 0))
+    }
+    (tmp_path / "cut").mkdir()
+    save_file(cut, tmp_path / "cut" / "model.safetensors")
+    expected = load_experts(tmp_path / "cut", LAYER, num_experts=num_shared)
+    for own, both in zip(expected, loaded, strict=True):
+        for tensor, whole in zip(own, both, strict=True):
+            shared = whole[NUM_EXPERTS // 2 :]
+            assert torch.equal(shared.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", SEPARATE)

@@ -1,5 +1,6 @@
-"""Experts out of checkpoints."""
+"""Experts out of checkpoints, and into them."""
 
-from .experts import load_biases, load_experts, load_transformed_experts, save_experts
+from .experts import load_biases, load_experts, save_experts
+from .namings import ExpertNaming, StackedNaming
 
-__all__ = ["load_biases", "load_experts", "load_transformed_experts", "save_experts"]
+__all__ = ["ExpertNaming", "StackedNaming", "load_biases", "load_experts", "save_experts"]

@@ -384,7 +384,7 @@ def _loaded_layer(
     """All experts of a checkpoint's layer and their shape."""
     import torch
 
-    from deep_moe.checkpoint.experts import load_biases, load_experts
+    from deep_moe.checkpoint import load_biases, load_experts
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 

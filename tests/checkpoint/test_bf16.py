@@ -10,12 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import deep_moe
-from deep_moe.checkpoint import load_experts, load_transformed_experts, save_experts
-from deep_moe.checkpoint.experts import NAMINGS, ExpertNaming, StackedNaming
+from deep_moe.checkpoint import (
+    ExpertNaming,
+    StackedNaming,
+    load_experts,
+    save_experts,
+)
+from deep_moe.checkpoint.namings import NAMINGS
 from deep_moe.errors import CheckpointError
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 4, 384, 256, 1
-SEPARATE = ("plain", "mixtral")
+SEPARATE = ("experts", "mixtral")
 
 
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +42,7 @@ def write(folder: Path, name: str) -> None:
             gate, up = l1[expert].chunk(2)
             for part, matrix in (("gate", gate), ("up", up), ("down", l2[expert])):
                 own = getattr(naming, part).format(layer=LAYER, expert=expert)
-                tensors[own + naming.weight] = matrix.contiguous()
+                tensors[own + ".weight"] = matrix.contiguous()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"num_experts": NUM_EXPERTS}))
 
@@ -55,10 +60,10 @@ def test_by_name_and_by_themselves(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_transformed_with_copies(tmp_path: Path, arch: str) -> None:
-    write(tmp_path, "plain")
+    write(tmp_path, "experts")
     l1, l2 = layer()
     experts = [3, 0, 3]
-    weights = load_transformed_experts(tmp_path, LAYER, experts=experts, arch=arch)
+    weights = load_experts(tmp_path, LAYER, experts=experts, transformed=True, arch=arch)
     expected = deep_moe.transform_weights_for_mega_moe(
         l1[experts], l2[experts], arch, weights="bf16"
     )
@@ -78,10 +83,10 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    write(tmp_path, "plain")
+    write(tmp_path, "experts")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    naming = NAMINGS["plain"]
+    naming = NAMINGS["experts"]
     assert isinstance(naming, ExpertNaming)
     down = naming.down.format(layer=LAYER, expert=2) + ".weight"
 
@@ -95,7 +100,7 @@ def test_refusals(tmp_path: Path) -> None:
 
     scales = {f"{name}_scale": torch.ones(1) for name in tensors}
     save_file({**tensors, **scales}, file)
-    with pytest.raises(CheckpointError, match="weight_scale must not be there: the layer's first"):
+    with pytest.raises(CheckpointError, match=r"ignored beside \.weight: .*weight_scale"):
         load_experts(tmp_path, LAYER)
 
     del tensors[down]
@@ -105,8 +110,10 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_floats_of_other_kinds_are_no_weights(tmp_path: Path) -> None:
-    write(tmp_path, "plain")
+    write(tmp_path, "experts")
     file = tmp_path / "model.safetensors"
     save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"has no tensor .*weight_scale"):
+    with pytest.raises(
+        CheckpointError, match=r"weight must be torch.uint8.* \(mxfp4\) .* got torch.float32"
+    ):
         load_experts(tmp_path, LAYER)

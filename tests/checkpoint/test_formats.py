@@ -11,16 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import deep_moe
-from deep_moe.checkpoint import load_experts, load_transformed_experts
-from deep_moe.checkpoint.experts import NAMINGS, ExpertNaming
+from deep_moe.checkpoint import ExpertNaming, load_experts
+from deep_moe.checkpoint.namings import NAMINGS
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 4, 384, 256, 1
-SEPARATE = [
-    name
-    for name, naming in NAMINGS.items()
-    if isinstance(naming, ExpertNaming) and naming.scale is not None
+SEPARATE = {name: own for name, own in NAMINGS.items() if isinstance(own, ExpertNaming)}
+# Suffixes of weights and scales, as published models have them.
+SUFFIXES = [
+    (".weight", ".weight_scale"),
+    (".weight", ".weight_scale_inv"),
+    (".weight_packed", ".weight_scale"),
+    (".weight", ".scale"),
 ]
 PARTS = {
     "gate": (INTERMEDIATE, HIDDEN),
@@ -44,18 +47,19 @@ def make(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor
 def write(
     folder: Path,
     kind: str,
-    naming: ExpertNaming,
+    naming: str = "experts",
     layer: int = LAYER,
     sizes: dict[str, tuple[int, int]] = PARTS,
+    suffixes: tuple[str, str] = (".weight", ".weight_scale_inv"),
 ) -> dict[str, Any]:
     """One file; its tensors by (expert, part)."""
     torch.manual_seed(0)
     tensors, parts = {}, {}
     for expert in range(NUM_EXPERTS):
         for part, size in sizes.items():
-            name = getattr(naming, part).format(layer=layer, expert=expert)
+            name = getattr(SEPARATE[naming], part).format(layer=layer, expert=expert)
             weight, scale = parts[expert, part] = make(kind, *size)
-            tensors[name + naming.weight], tensors[name + naming.scale] = weight, scale
+            tensors[name + suffixes[0]], tensors[name + suffixes[1]] = weight, scale
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"n_routed_experts": NUM_EXPERTS}))
     return parts
@@ -78,7 +82,7 @@ def check(loaded: Any, parts: dict[str, Any], experts: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8_128", "mxfp8", "fp8_bytes"])
 def test_fp8_is_read_as_it_is(tmp_path, kind):
-    parts = write(tmp_path, kind, NAMINGS["scale_inv"])
+    parts = write(tmp_path, kind)
     loaded = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2)
     assert loaded.l1.weight.dtype == torch.float8_e4m3fn
     assert loaded.l1.sf.dtype == parts[0, "gate"][1].dtype
@@ -89,11 +93,11 @@ def test_fp8_is_read_as_it_is(tmp_path, kind):
 def test_fp8_of_sizes_that_are_no_multiples_of_128(tmp_path, kind):
     """The last blocks of each matrix cover fewer rows and columns."""
     sizes = {"gate": (160, 352), "up": (160, 352), "down": (352, 160)}
-    parts = write(tmp_path, kind, NAMINGS["scale_inv"], sizes=sizes)
+    parts = write(tmp_path, kind, sizes=sizes)
     loaded = load_experts(tmp_path, LAYER)
     check(loaded, parts, [*range(NUM_EXPERTS)])
     arch = "sm_90a" if kind == "fp8_128" else "sm_100a"
-    made = load_transformed_experts(tmp_path, LAYER, arch=arch)
+    made = load_experts(tmp_path, LAYER, arch=arch, transformed=True)
     back = deep_moe.inverse_transform_weights(
         *made, arch, weights="fp8", hidden=352, intermediate_hidden=160
     )
@@ -102,9 +106,10 @@ def test_fp8_of_sizes_that_are_no_multiples_of_128(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize("suffixes", SUFFIXES)
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8_128"])
-def test_the_names_of_published_models(tmp_path, name, kind):
-    parts = write(tmp_path, kind, NAMINGS[name])
+def test_the_names_of_published_models(tmp_path, name, suffixes, kind):
+    parts = write(tmp_path, kind, name, suffixes=suffixes)
     loaded = load_experts(tmp_path, LAYER)  # found without being named
     if kind == "fp8_128":
         check(loaded, parts, [*range(NUM_EXPERTS)])
@@ -116,11 +121,11 @@ def test_the_names_of_published_models(tmp_path, name, kind):
 
 def test_layers_for_further_tokens_are_apart(tmp_path):
     """Both are there under one number; only the name says which."""
-    plain = write(tmp_path, "fp8_128", NAMINGS["numbered"], layer=0)
+    plain = write(tmp_path, "fp8_128", "numbered", layer=0)
     tensors = load_file(tmp_path / "model.safetensors")
     further = {name.replace("layers.", "mtp."): t.clone() for name, t in tensors.items()}
     for name, tensor in further.items():
-        if name.endswith(".scale"):
+        if name.endswith("_scale_inv"):
             tensor.mul_(2)
     save_file({**tensors, **further}, tmp_path / "model.safetensors")
     check(load_experts(tmp_path, 0), plain, [*range(NUM_EXPERTS)])
@@ -130,14 +135,14 @@ def test_layers_for_further_tokens_are_apart(tmp_path):
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8_128"])
 def test_any_experts_in_any_order(tmp_path, kind):
-    write(tmp_path, kind, NAMINGS["experts"])
+    write(tmp_path, kind)
     whole = load_experts(tmp_path, LAYER)
     some = load_experts(tmp_path, LAYER, experts=[3, 0, 3])
     for pair, all_of in zip(some, whole, strict=True):
         for tensor, every in zip(pair, all_of, strict=True):
             assert torch.equal(tensor.view(torch.uint8), every[[3, 0, 3]].view(torch.uint8))
     arch = "sm_90a"
-    one_by_one = load_transformed_experts(tmp_path, LAYER, experts=[3, 0, 3], arch=arch)
+    one_by_one = load_experts(tmp_path, LAYER, experts=[3, 0, 3], arch=arch, transformed=True)
     form = "fp8" if kind == "fp8_128" else "mxfp4"
     expected = deep_moe.transform_weights_for_mega_moe(*some, arch, weights=form)
     for pair, other in zip(one_by_one, expected, strict=True):
@@ -152,21 +157,23 @@ def test_any_experts_in_any_order(tmp_path, kind):
         ({"experts": [-1]}, "experts must be some of 0 to 3.* got -1"),
         ({"experts": []}, "experts must be some of 0 to 3.* got none"),
         ({"experts": [0], "num_ranks": 2}, "num_ranks must be 1 beside experts.* got 2"),
-        ({"naming": "nobody's"}, 'naming must be one of experts, scale_inv, .*; got "nobody\'s"'),
+        ({"naming": "nobody's"}, 'naming must be one of experts, mixtral, .*; got "nobody\'s"'),
     ],
 )
 def test_bad_arguments(tmp_path, options, words):
-    write(tmp_path, "mxfp4", NAMINGS["experts"])
+    write(tmp_path, "mxfp4")
     with pytest.raises(ValueError, match=words):
         load_experts(tmp_path, LAYER, **options)
 
 
 def test_scales_that_a_target_does_not_apply(tmp_path):
-    write(tmp_path, "fp8_128", NAMINGS["scale_inv"])
-    with pytest.raises(CheckpointError, match="expert 2 of layer 1 by itself: l1_weights"):
-        load_transformed_experts(tmp_path, LAYER, experts=[2], arch="sm_100a")
+    write(tmp_path, "fp8_128")
+    with pytest.raises(CheckpointError, match=r"experts\.2\.gate_proj by itself: l1_weights"):
+        load_experts(tmp_path, LAYER, experts=[2], arch="sm_100a", transformed=True)
     with pytest.warns(deep_moe.RequantizationWarning):
-        load_transformed_experts(tmp_path, LAYER, experts=[2], arch="sm_100a", requantize=True)
+        load_experts(
+            tmp_path, LAYER, experts=[2], arch="sm_100a", requantize=True, transformed=True
+        )
 
 
 NAME = "model.layers.1.mlp.experts.2.up_proj"
@@ -193,7 +200,7 @@ NAME = "model.layers.1.mlp.experts.2.up_proj"
     ],
 )
 def test_tensors_of_another_form(tmp_path, name, change, words):
-    write(tmp_path, "fp8_128", NAMINGS["scale_inv"])
+    write(tmp_path, "fp8_128")
     name = NAME + (".weight" if name == ".weight" else ".weight_scale_inv")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name] = change(tensors[name])
@@ -203,7 +210,7 @@ def test_tensors_of_another_form(tmp_path, name, change, words):
 
 
 def test_scales_for_other_blocks(tmp_path):
-    write(tmp_path, "fp8_128", NAMINGS["scale_inv"])
+    write(tmp_path, "fp8_128")
     name = "model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name] = torch.ones(4, 6)
@@ -213,7 +220,7 @@ def test_scales_for_other_blocks(tmp_path):
 
 
 def test_a_mxfp8_scale_that_is_nan(tmp_path):
-    write(tmp_path, "fp8_bytes", NAMINGS["scale_inv"])
+    write(tmp_path, "fp8_bytes")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[NAME + ".weight_scale_inv"][7, 3] = 255
     save_file(tensors, tmp_path / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deep_moe.checkpoint import load_experts, load_transformed_experts
-from deep_moe.checkpoint.experts import NAMINGS, ExpertNaming
+from deep_moe.checkpoint import load_experts
 from deep_moe.errors import CheckpointError
 
 from .test_formats import HIDDEN, INTERMEDIATE, LAYER, NUM_EXPERTS, PARTS, SEPARATE, make, write
 
 NAMES = {
     "experts": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight",
-    "scale_inv": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight",
-    "compressed": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight_packed",
+    "mixtral": f"model.layers.{LAYER}.block_sparse_moe.shared_experts.w1.weight",
     "numbered": f"layers.{LAYER}.ffn.shared_experts.w1.weight",
     "numbered_model": f"model.layers.{LAYER}.ffn.shared_experts.w1.weight",
     "mtp": f"mtp.{LAYER}.ffn.shared_experts.w1.weight",
@@ -26,27 +25,21 @@ NAMES = {
 }
 
 
-def named(name: str) -> ExpertNaming:
-    naming = NAMINGS[name]
-    assert isinstance(naming, ExpertNaming)
-    return naming
-
-
-def add_shared(folder: Path, kind: str, naming: ExpertNaming, num_shared: int) -> None:
+def add_shared(folder: Path, kind: str, naming: str, num_shared: int) -> None:
     """All of them in one, as checkpoints have them, in a file of its own."""
     tensors = {}
     for part, (rows, columns) in PARTS.items():
         size = (rows, num_shared * columns) if part == "down" else (num_shared * rows, columns)
-        name = getattr(naming, part).format(layer=LAYER, expert="E")
+        name = getattr(SEPARATE[naming], part).format(layer=LAYER, expert="E")
         name = name.replace("experts.E", "shared_experts")
-        tensors[name + naming.weight], tensors[name + naming.scale] = make(kind, *size)
+        tensors[name + ".weight"], tensors[name + ".weight_scale_inv"] = make(kind, *size)
     save_file(tensors, folder / "shared.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8_128", "mxfp8"])
 @pytest.mark.parametrize("num_shared", [1, 2])
 def test_they_stand_behind_each_ranks_own(tmp_path: Path, kind: str, num_shared: int) -> None:
-    naming = named("numbered")
+    naming = "numbered"
     write(tmp_path, kind, naming)
     add_shared(tmp_path, kind, naming, num_shared)
     alone = load_experts(tmp_path, LAYER, rank_idx=1, num_ranks=2)
@@ -71,7 +64,7 @@ def test_they_stand_behind_each_ranks_own(tmp_path: Path, kind: str, num_shared:
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_names_of_published_models(tmp_path: Path, name: str) -> None:
-    naming = named(name)
+    naming = name
     write(tmp_path, "mxfp4", naming)
     add_shared(tmp_path, "mxfp4", naming, 1)
     assert NAMES[name] in load_file(tmp_path / "shared.safetensors")
@@ -82,12 +75,12 @@ def test_names_of_published_models(tmp_path: Path, name: str) -> None:
 def test_transformed_one_by_one(tmp_path: Path) -> None:
     import deep_moe
 
-    naming = named("experts")
+    naming = "experts"
     write(tmp_path, "mxfp4", naming)
     add_shared(tmp_path, "mxfp4", naming, 2)
     raw = load_experts(tmp_path, LAYER, num_shared_experts=2)
     whole = deep_moe.transform_weights_for_mega_moe(*raw, arch="sm_90a")
-    parts = load_transformed_experts(tmp_path, LAYER, num_shared_experts=2, arch="sm_90a")
+    parts = load_experts(tmp_path, LAYER, num_shared_experts=2, arch="sm_90a", transformed=True)
     for expected, loaded in zip(whole, parts, strict=True):
         for one, other in zip(expected, loaded, strict=True):
             assert torch.equal(one, other)
@@ -102,7 +95,7 @@ def test_transformed_one_by_one(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(tmp_path: Path, kind: str, num_shared: int, asked: int, words: str) -> None:
-    naming = named("numbered")
+    naming = "numbered"
     write(tmp_path, "mxfp4", naming)
     if num_shared:
         add_shared(tmp_path, kind, naming, num_shared)
@@ -111,7 +104,7 @@ def test_refusals(tmp_path: Path, kind: str, num_shared: int, asked: int, words:
 
 
 def test_other_scales_and_names(tmp_path: Path) -> None:
-    naming = named("numbered")
+    naming = "numbered"
     write(tmp_path, "mxfp8", naming)
     add_shared(tmp_path, "fp8_128", naming, 1)
     with pytest.raises(CheckpointError, match="it is fp8, with other scales"):
@@ -119,7 +112,9 @@ def test_other_scales_and_names(tmp_path: Path) -> None:
     for number in (-1, 5):
         with pytest.raises(ValueError, match=f"num_shared_experts must be 0 to 4; got {number}"):
             load_experts(tmp_path, LAYER, num_shared_experts=number)
-    odd = replace(naming, gate="layers.{layer}.ffn.experts.x{expert}.w1")
-    write(tmp_path, "mxfp8", odd)
+    odd = replace(SEPARATE[naming], gate="layers.{layer}.ffn.experts.x{expert}.w1")
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {re.sub(r"(\d+\.w1)", r"x\1", name): own for name, own in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"naming must contain 'experts\.\{expert\}'"):
         load_experts(tmp_path, LAYER, naming=odd, num_shared_experts=1)

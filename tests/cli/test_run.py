@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from deep_moe.checkpoint.experts import save_experts
+from deep_moe.checkpoint import save_experts
 from deep_moe.cli import app, run
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial import calls as trial

@@ -17,6 +17,8 @@ MODULES = [
 
 OTHERS = [
     "deep_moe.checkpoint.experts",
+    "deep_moe.checkpoint.files",
+    "deep_moe.checkpoint.layer",
     "deep_moe.compat.deep_gemm",
     "deep_moe.formats.block_scaled",
     "deep_moe.formats.mx",

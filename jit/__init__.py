@@ -16,20 +16,24 @@ was compiled to PTX only, for the emulator), `compile_seconds`, `created` (UTC),
 SHA-256 of each), `digest` (of all of these).
 
 KernelCache(folder=None) lists (`entries`), checks and clears a cache; see cache.py, which also says
-where the folder is.
+where the folder is. `prune` deletes what no call takes any more.
+
+The logger `deep_moe.jit` says at INFO what is compiled and what is waited for, at DEBUG what is
+loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
-from .nvrtc import COMPILE_OPTIONS, compile_source, compile_to_ptx, compiler_version
+from .nvrtc import compile_source, compile_to_ptx, compiler_version, options_with
 from .render import (
     KERNEL_NAME,
     PREPARE_INPUTS_NAME,
@@ -67,6 +71,8 @@ __all__ = [
     "compile_to_ptx",
     "find_headers",
     "low_latency_name",
+    "outdated",
+    "prune",
     "render_kernel",
     "render_low_latency",
     "render_prepare_inputs",
@@ -75,6 +81,9 @@ __all__ = [
     "throughput_name",
     "training_name",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 def build(
@@ -155,23 +164,18 @@ def compile_cached(
     shown if the source does not compile. for_emulator: PTX is enough. What is in the cache with a
     cubin is taken; what is compiled has none, and no resources in its manifest.
     """
-    headers = find_headers()
-    compiler = compiler_version()
-    provenance = {
-        "kernel": kernel,
-        "compiler": compiler,
-        "options": list(COMPILE_OPTIONS),
-        "headers": list(headers.identities),
-    }
+    provenance = {"kernel": kernel, **_made_with()}
 
     def compile_kernel() -> tuple[dict[str, bytes], dict[str, Any]]:
         arguments: dict[str, Any] = {
             "arch": arch,
-            "include_paths": headers.include_paths,
+            "include_paths": find_headers().include_paths,
             "kernel": kernel,
             "context": "" if config is None else f"config: {config}",
         }
         files, resources = {"kernel.cu": source.encode()}, None
+        what = "PTX" if for_emulator else "cubin"
+        logger.info("%s: compiling %s for %s to %s", key, kernel, arch, what)
         started = time.perf_counter()
         if for_emulator:
             ptx = compile_to_ptx(source, **arguments)
@@ -180,18 +184,21 @@ def compile_cached(
             ptx, resources = compilation.ptx, dataclasses.asdict(compilation.resources)
             files["kernel.cubin"] = compilation.cubin
         files["kernel.ptx"] = ptx.encode()
+        seconds = round(time.perf_counter() - started, 3)
+        logger.info("%s: compiled in %.1f s", key, seconds)
         manifest = {
             **provenance,
             "arch": arch,
             # JSON has no infinity, and a manifest is for other programs too.
             "config": config and {k: str(v) if v == float("inf") else v for k, v in config.items()},
             "resources": resources,
-            "compile_seconds": round(time.perf_counter() - started, 3),
+            "compile_seconds": seconds,
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
         return files, manifest
 
     cache = cache or KernelCache()
+    # The key has all that the result follows from.
     parts = {**provenance, "source": source}
     key = make_key(arch, parts)
     if for_emulator:
@@ -200,3 +207,37 @@ def compile_cached(
             return complete
         key = make_key(arch, {**parts, "results": ["ptx"]})
     return cache.load_or_compile(key, compile_kernel)
+
+
+def outdated(entries: Iterable[EntryReport]) -> set[str]:
+    """The keys of those that no call of this installation takes: made with other headers, options
+    or another compiler than kernels are now, damaged, or of another version of deep_moe."""
+    made_with = _made_with()
+    return {
+        entry.key
+        for entry in entries
+        if entry.problem
+        or entry.is_of_other_version
+        or any(entry.manifest.get(name) != value for name, value in made_with.items())
+    }
+
+
+def prune(cache: KernelCache) -> list[EntryReport]:
+    """Delete the outdated entries and return them. Raises CacheError, with nothing deleted, if the
+    folder is not a cache."""
+    cache.check_is_cache()
+    entries = list(cache.entries())
+    keys = outdated(entries)
+    for key in keys:
+        cache.remove(key)
+    return [entry for entry in entries if entry.key in keys]
+
+
+def _made_with() -> dict[str, Any]:
+    """What every kernel follows from beside its source and architecture, as keys and manifests have
+    it."""
+    return {
+        "compiler": compiler_version(),
+        "options": options_with(),
+        "headers": list(find_headers().identities),
+    }

@@ -91,7 +91,8 @@ def find_cutlass() -> HeaderFolder:
                     f"{variable}={value} does not lead to CUTLASS: {path / _CUTLASS_PROBE} does "
                     "not exist; correct it, or unset it and run: pip install nvidia-cutlass"
                 )
-            return HeaderFolder(path, f"cutlass {_cutlass_version(path)} {path}")
+            # A checkout may change without its version: so the files count, not read (700 of them).
+            return HeaderFolder(path, f"cutlass {_cutlass_version(path)} {path} {_stamp(path)}")
     # find_spec does not import the package, which would take a second.
     spec = importlib.util.find_spec("cutlass_library")
     for location in (spec.submodule_search_locations or ()) if spec else ():
@@ -111,6 +112,16 @@ def tree_digest(folder: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
+    return digest.hexdigest()
+
+
+def _stamp(folder: Path) -> str:
+    """Changes with a file's name, size or time of change below `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        status = path.stat()
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 
 

@@ -32,10 +32,9 @@ class MemoryRegion:
     @classmethod
     def of_tensor(cls, name: str, tensor: torch.Tensor, *, is_writable: bool) -> MemoryRegion:
         """From the tensor's first element to its last."""
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in steps)
-        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
-        return cls(name, tensor.data_ptr(), num_bytes, is_writable)
+        from deep_moe.tensor_memory import num_bytes_reached
+
+        return cls(name, tensor.data_ptr(), num_bytes_reached(tensor), is_writable)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ def compile_to_ptx(
     return _decoded(ptx)
 
 
+def options_with(more: Sequence[str] = ()) -> list[str]:
+    """Every option that NVRTC is given, but for the architecture and the folders of headers."""
+    # NVRTC refuses an option that is given twice.
+    replaced = {option.partition("=")[0] for option in more}
+    own = [o for o in COMPILE_OPTIONS if o.partition("=")[0] not in replaced]
+    return [*own, *more]
+
+
 def _compile(
     source: str,
     arch: str,
@@ -126,12 +134,8 @@ def _compile(
 ) -> tuple[list[bytes], str]:
     """The results that are asked for by NVRTC's names, and the log."""
     nvrtc = _load_nvrtc()
-    # NVRTC refuses an option that is given twice.
-    replaced = {option.partition("=")[0] for option in more_options}
-    options = [f"--gpu-architecture={arch}"]
-    options += [o for o in COMPILE_OPTIONS if o.partition("=")[0] not in replaced]
+    options = [f"--gpu-architecture={arch}", *options_with(more_options)]
     options += [f"-I{path}" for path in include_paths]
-    options += more_options
     # An absolute name keeps the working folder of this process out of the PTX.
     name = f"/deep_moe/{kernel}.cu"
 

@@ -1,7 +1,8 @@
-"""`deep-moe cache`: list, verify and clear the compiled kernels."""
+"""`deep-moe cache`: list, verify, prune and clear the compiled kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,28 +13,50 @@ from .output import format_bytes, new_table, print_json, stdout
 if TYPE_CHECKING:
     from deep_moe.jit.cache import EntryReport
 
-app = typer.Typer(no_args_is_help=True, help="List, verify or clear the compiled kernels.")
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune or clear the compiled kernels.")
 
 
 @app.command("list")
 def list_entries(folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Show every compiled kernel."""
-    from deep_moe.jit.cache import KernelCache
+    """Show every compiled kernel: its layer, its weights, and whether calls still take it."""
+    from deep_moe.jit import KernelCache, outdated
 
     cache = KernelCache(folder)
     cache.check_is_cache()
     entries = list(cache.entries())
+    old = outdated(entries) if entries else set()
     if as_json:
-        print_json({"folder": str(cache.folder), "entries": [_as_dict(entry) for entry in entries]})
+        listed = [{**_as_dict(entry), "is_outdated": entry.key in old} for entry in entries]
+        print_json({"folder": str(cache.folder), "entries": listed})
         return
-    table = new_table(f"{cache.folder}", "kernel", "arch", "size", "state", right=("size",))
+    table = new_table(
+        f"{cache.folder}",
+        "kernel",
+        "layer",
+        "weights",
+        "made",
+        "size",
+        "state",
+        right=("size",),
+        whole=("kernel", "made"),
+    )
     for entry in entries:
-        state = "of another version" if entry.is_of_other_version else entry.problem or "intact"
-        arch = str(entry.manifest.get("arch", "?"))
-        table.add_row(entry.key, arch, format_bytes(entry.num_bytes), state)
+        state = "outdated" if entry.key in old else "intact"
+        state = "of another version" if entry.is_of_other_version else entry.problem or state
+        config = entry.manifest.get("config") or {}
+        table.add_row(
+            entry.key[: entry.key.index("-") + 9],
+            _layer_words(entry.manifest.get("kernel"), config),
+            str(config.get("weights", "")),
+            str(entry.manifest.get("created", ""))[:10],
+            format_bytes(entry.num_bytes),
+            state,
+        )
     stdout().print(table)
     total = sum(entry.num_bytes for entry in entries)
     stdout().print(f"{len(entries)} kernels, {format_bytes(total)}")
+    if old:
+        stdout().print(f"deep-moe cache prune removes {len(old)} that no call takes any more")
 
 
 @app.command("verify")
@@ -80,12 +103,50 @@ def clear(folder: FolderOption = None, as_json: JsonOption = False) -> None:
         stdout().print(f"removed {num_removed} kernels from {cache.folder}", soft_wrap=True)
 
 
+@app.command("prune")
+def prune(folder: FolderOption = None, as_json: JsonOption = False) -> None:
+    """Delete the kernels that this installation does not take any more: made with other headers,
+    options or another compiler, damaged, or of other versions of deep_moe."""
+    from deep_moe import jit
+
+    cache = jit.KernelCache(folder)
+    removed = jit.prune(cache)
+    if as_json:
+        print_json({"folder": str(cache.folder), "removed": [entry.key for entry in removed]})
+    else:
+        total = format_bytes(sum(entry.num_bytes for entry in removed))
+        stdout().print(
+            f"removed {len(removed)} kernels, {total}, from {cache.folder}", soft_wrap=True
+        )
+
+
+def _layer_words(kernel: str | None, config: Mapping[str, Any]) -> str:
+    """Which layer a kernel is for; of one that is of no size, what it does.
+
+    >>> sizes = {"num_ranks": 2, "num_experts": 8, "num_topk": 3, "hidden": 256}
+    >>> _layer_words("mega_moe_kernel", {**sizes, "intermediate_hidden": 128})
+    '2 ranks, 8 experts, top-3, 256 x 128'
+    >>> _layer_words("prepare_inputs_kernel", {"hidden": 256})
+    'prepare_inputs_kernel'
+    """
+    try:
+        return (
+            f"{config['num_ranks']} ranks, {config['num_experts']} experts, "
+            f"top-{config['num_topk']}, {config['hidden']} x {config['intermediate_hidden']}"
+        )
+    except KeyError:
+        return kernel or "?"
+
+
 def _as_dict(entry: EntryReport) -> dict[str, Any]:
     return {
         "key": entry.key,
         "folder": str(entry.folder),
         "num_bytes": entry.num_bytes,
         "arch": entry.manifest.get("arch"),
+        "kernel": entry.manifest.get("kernel"),
+        "created": entry.manifest.get("created"),
+        "config": entry.manifest.get("config"),
         "problem": entry.problem,
         "is_of_other_version": entry.is_of_other_version,
     }

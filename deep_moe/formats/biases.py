@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from deep_moe.heuristics.shape import require_int
 from deep_moe.targets import Target, target_of, target_of_device
 from deep_moe.targets.target import TargetWeights
+from deep_moe.tensor_memory import check_dense, check_memory
 
 BLOCK_ROWS = 256
 
@@ -73,17 +75,26 @@ def inverse_transform_biases(
 
     hidden, intermediate_hidden: H and I. arch, weights: as there.
     """
+    for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
+        if not isinstance(bias, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(bias).__name__}")
+        check_dense(name, bias)
+    for name, size in (("hidden", hidden), ("intermediate_hidden", intermediate_hidden)):
+        if require_int(name, size, "at least 1") < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}")
     target = _target(arch, l1_bias.device).weights_of(weights)
     num_rows = {"l1_bias": 2 * intermediate_hidden, "l2_bias": hidden}
     rows = []
     for (name, number), bias in zip(num_rows.items(), (l1_bias, l2_bias), strict=True):
         is_l1 = name == "l1_bias"
-        expected = (bias.shape[0], *bias_blocks(number))
-        if tuple(bias.shape) != expected or bias.dtype != torch.float32:
+        num_experts = bias.shape[0] if bias.ndim else 0
+        expected = (num_experts, *bias_blocks(number))
+        if tuple(bias.shape) != expected or bias.dtype != torch.float32 or not num_experts:
             raise ValueError(
                 f"{name} must be float32 of shape {expected}, as transform_biases_for_mega_moe "
                 f"makes it; got {bias.dtype} {tuple(bias.shape)}"
             )
+        check_memory(name, bias)
         in_order = torch.empty_like(bias).flatten(1)
         order = _order(target, in_order.shape[1], bias.device, is_l1=is_l1)
         in_order[:, order] = bias.detach().flatten(1)
@@ -96,6 +107,7 @@ def check_biases(l1_bias: object, l2_bias: object) -> tuple[int, int, int]:
     for name, bias, axes in (("l1_bias", l1_bias, "[E, 2*I]"), ("l2_bias", l2_bias, "[E, H]")):
         if not isinstance(bias, torch.Tensor):
             raise TypeError(f"{name} must be a tensor {axes}; got {type(bias).__name__}")
+        check_dense(name, bias)
         if bias.dtype not in _DTYPES:
             raise TypeError(f"{name} must be float32 or bfloat16; got {bias.dtype}")
         if bias.dim() != 2 or 0 in bias.shape:
@@ -110,6 +122,8 @@ def check_biases(l1_bias: object, l2_bias: object) -> tuple[int, int, int]:
         )
     if l2_bias.device != l1_bias.device:
         raise ValueError(f"l2_bias must be on {l1_bias.device} like l1_bias; got {l2_bias.device}")
+    check_memory("l1_bias", l1_bias)
+    check_memory("l2_bias", l2_bias)
     return l1_bias.shape[0], l2_bias.shape[1], l1_bias.shape[1] // 2
 
 

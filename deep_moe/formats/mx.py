@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from deep_moe.tensor_memory import check_dense, check_memory
+
 from .block_scaled import (
     dequantize_e2m1_ue8m0,
     dequantize_e4m3_ue8m0,
@@ -79,8 +81,16 @@ def _by_matrix(
     for name, tensor in arguments.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        check_dense(name, tensor)
+        check_memory(name, tensor)
     tensors = tuple(arguments.values())
     leading = tensors[0].shape[:-2]
+    for name, tensor in arguments.items():
+        if tensor.shape[:-2] != leading:
+            raise ValueError(
+                f"{name} must have shape {tuple(leading)} before its last two dimensions, as the "
+                f"values have; got shape {tuple(tensor.shape)}"
+            )
     if not leading or 0 in leading:
         return function(*tensors)
     results: list[torch.Tensor] = []

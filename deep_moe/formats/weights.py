@@ -18,6 +18,7 @@ import torch
 from deep_moe.formats import sm90_weights
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TargetWeights, target_of, target_of_device
+from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
 from .weight_formats import DEFAULT_WEIGHTS, WeightFormat, weight_format
 
@@ -106,12 +107,17 @@ def transform_weights_for_mega_moe(
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize must be a bool; got {requantize!r}")
     sizes = source.check(l1, l2)
+    _check_memory({"l1_weights": l1, "l2_weights": l2})
     device = l1.weight.device
     on_target = _target_weights(arch, device, weights)
     shape = _shape_of(*sizes, weights)
     if out is None:
         out = _empty_weights(on_target, shape, device)
     else:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(
+                f"out must be a pair of empty_weights_for_mega_moe; got {type(out).__name__}"
+            )
         out = MegaMoEWeights(
             weight_pair("out[0]", out[0], source), weight_pair("out[1]", out[1], source)
         )
@@ -201,6 +207,7 @@ def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
     if isinstance(value, torch.Tensor):
         pair = source.pair_of(value)
         if pair is not None:
+            check_dense(name, value)
             return pair
     if not isinstance(value, (tuple, list)):
         got = type(value).__name__
@@ -210,6 +217,8 @@ def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
     if len(value) != 2 or not all(isinstance(tensor, torch.Tensor) for tensor in value):
         got = ", ".join(type(tensor).__name__ for tensor in value)
         raise TypeError(f"{name} must be {allowed}; got ({got})")
+    for i, tensor in enumerate(value):
+        check_dense(f"{name}[{i}]", tensor)
     return LayerWeights(*value)
 
 
@@ -483,10 +492,9 @@ def _check_out(
 ) -> None:
     """Raise unless `out` is what `on_target` makes, in memory of its own."""
     _check_form({"out[0]": out.l1, "out[1]": out.l2}, on_target.tensors(shape.padded))
-    source_tensors = [tensor for pair in sources for tensor in pair]
-    device = source_tensors[0].device
-    for i, tensor in enumerate((*out.l1, *out.l2)):
-        name = f"out[{i // 2}][{i % 2}]"
+    device = sources[0][0].device
+    written = {f"out[{i}][{j}]": out[i][j] for i in range(2) for j in range(2)}
+    for name, tensor in written.items():
         if tensor.device != device:
             raise ValueError(
                 f"{name} must be on {device}, as l1_weights[0] is; got {tensor.device}"
@@ -495,8 +503,9 @@ def _check_out(
             raise ValueError(
                 f"{name} must start at a multiple of {_ALIGNMENT} bytes; got {tensor.data_ptr():#x}"
             )
-        if any(_overlap(tensor, source) for source in source_tensors):
-            raise ValueError(f"{name} must not lie in the memory of what is transformed")
+    names = ("l1_weights", "l2_weights")
+    read = {f"{names[i]}[{j}]": sources[i][j] for i in range(2) for j in range(2)}
+    refuse_shared_memory(written, read)
 
 
 def _check_form(
@@ -512,6 +521,13 @@ def _check_form(
                 f"{name} must be contiguous, of shape {size}; got shape {tuple(tensor.shape)} with "
                 f"strides {tensor.stride()}"
             )
+    _check_memory(pairs)
+
+
+def _check_memory(pairs: Mapping[str, LayerWeights]) -> None:
+    for name, pair in pairs.items():
+        for i, tensor in enumerate(pair):
+            check_memory(f"{name}[{i}]", tensor)
 
 
 def _sizes(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
@@ -519,10 +535,3 @@ def _sizes(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
     if tensor.dim() != axes.count(",") + 1:
         raise ValueError(f"{name} must have shape {axes}; got {tuple(tensor.shape)}")
     return tuple(tensor.shape)
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors, the first contiguous, may share memory."""
-    begin, end = a.data_ptr(), a.data_ptr() + a.nbytes
-    length = sum((size - 1) * stride for size, stride in zip(b.shape, b.stride(), strict=True)) + 1
-    return b.data_ptr() < end and begin < b.data_ptr() + length * b.element_size()

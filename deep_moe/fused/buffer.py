@@ -16,7 +16,7 @@ from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 
 from .call_plan import CallCaches
-from .checks import refuse_gradients
+from .checks import Y_BYTES, refuse_gradients
 from .gpu import gpu_of
 from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
@@ -87,6 +87,7 @@ class SymmBuffer(RankBuffer):
             self.x_sf[:, -1:] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
+        self.y_row_bytes = Y_BYTES * shape.hidden
         self.caches = CallCaches()
         # While calls are recorded: see deep_moe/trial/trace.py.
         self.recorder: Recorder | None = None

@@ -9,6 +9,7 @@ anew, and arguments that are not allowed never find anything. Kernels are kept f
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,16 @@ from deep_moe.jit.kernel_args import (
 )
 from deep_moe.jit.launch import CudaLauncher
 from deep_moe.targets import EMULATED, Target, target_of
+from deep_moe.tensor_memory import Extent, OccupiedMemory, check_dense, check_memory
 
 from .bounded_cache import BoundedCache
 from .checks import (
+    BIAS_NAMES,
+    STATISTICS,
+    STATISTICS_BYTES,
+    WEIGHT_NAMES,
     Y_ALIGNMENT,
+    Y_BYTES,
     Biases,
     LayerMemory,
     Pair,
@@ -55,6 +62,8 @@ from .options import CallArguments, call_key, check_values, overrides_of
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
     from .symm_memory import DeviceMemory, HostMemory
+
+logger = logging.getLogger(__name__)
 
 EMULATED_NUM_SMS = 4
 DEFAULT_TIMEOUT_S = 60.0
@@ -90,30 +99,33 @@ class CallCaches:
 
 # Of both layers, each with its scales.
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# A layer's arguments, by the number of the config. A call writes what is its own into them.
-ArgsByConfig = dict[int, KernelArgs]
 
 
 @dataclass(frozen=True)
 class KnownForms:
-    """What a layer's weights and biases at some addresses looked like when they were checked."""
+    """What a layer's weights and biases at some addresses looked like when they were checked.
+
+    args: by the number of the config; a call writes what is its own into them. occupied: weights,
+    biases and all ranks' buffers, where no output may lie.
+    """
 
     forms: tuple[Any, ...]
-    args: ArgsByConfig
+    args: dict[int, KernelArgs]
+    occupied: OccupiedMemory
 
 
 class KnownTensors:
     """A layer's weights and biases as an earlier call was given them."""
 
-    def __init__(self, weights: Weights, biases: Biases | None, args: ArgsByConfig) -> None:
+    def __init__(self, weights: Weights, biases: Biases | None, forms: KnownForms) -> None:
         self._weights = tuple(weakref.ref(tensor) for tensor in weights)
         self._addresses = tuple(tensor.data_ptr() for tensor in weights)
         self._biases = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in biases or ()]
-        self.args = args
+        self.forms = forms
 
     def are(self, weights: Weights, biases: Biases | None) -> bool:
-        """Whether they are these, where they were. An id may be another tensor's by now, and an
-        engine may have given a parameter other memory.
+        """Whether they are these, where they were. An id may be another tensor's by now, an engine
+        may have given a parameter other memory, and a freed storage has another address.
 
         Every call asks: a loop over the weights would take twice as long.
         """
@@ -146,6 +158,8 @@ class CallMemory(LayerMemory, Protocol):
     def rank(self) -> int: ...
     @property
     def gpu(self) -> Gpu | None: ...
+    @property
+    def occupied(self) -> OccupiedMemory: ...
 
 
 @dataclass(frozen=True)
@@ -180,12 +194,12 @@ def prepare_call(
     if status.code != 0 or buffer.failure is not None:
         buffer.raise_if_unusable()
     recorder = buffer.recorder
-    y_address = y.data_ptr()
+    y_address, y_shape = y.data_ptr(), y.shape
     expected = options.get("expected_tokens_per_rank")
     received = status.received
     is_uneven = received >= RECEIVED_UNEVENLY
     if expected is None:
-        num_tokens = y.shape[0] if y.ndim else 0  # such a y is refused below
+        num_tokens = y_shape[0] if y_shape else 0  # such a y is refused below
         num_received_tokens = received & (RECEIVED_UNEVENLY - 1)
         expected = choose_expected_tokens(buffer.shape, num_tokens, num_received_tokens)
     key = (
@@ -194,24 +208,44 @@ def prepare_call(
         call_key(options) if options else None,
         recorder is None,
         y_address % Y_ALIGNMENT,
-        *(y.shape, y.is_contiguous(), y.dtype, y.device),
+        *(y_shape, y.is_contiguous(), y.dtype, y.device),
         None if stats is None else form(stats),
     )
     plan = buffer.caches.plans.get(key)
     if plan is None:
         plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
-    args = args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
+    args, occupied = args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
+    y_bytes = plan.num_tokens * buffer.y_row_bytes
+    # As check_memory, for a contiguous tensor.
+    if y.untyped_storage().nbytes() < y_bytes + Y_BYTES * y.storage_offset():
+        check_memory("y", y)
+    occupied.refuse("y", y_address, y_bytes)
+    if stats is None:
+        args.cumulative_local_expert_recv_stats = 0
+    else:
+        args.cumulative_local_expert_recv_stats = _address_of(stats, y_address, y_bytes, occupied)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
     args.y = y_address
-    args.cumulative_local_expert_recv_stats = 0 if stats is None else stats.data_ptr()
     args.wait_timeout_ns = plan.wait_timeout_ns
     args.num_tokens = plan.num_tokens
     if recorder is not None:
         args.trace = recorder.attach(plan.config).data_ptr()
         args.trace_capacity = recorder.capacity
     return plan, args
+
+
+def _address_of(stats: torch.Tensor, y_address: int, y_bytes: int, occupied: OccupiedMemory) -> int:
+    """Of the statistics, which no other memory of the call may be."""
+    address, num_bytes = stats.data_ptr(), stats.nbytes
+    # As check_memory, for a contiguous tensor.
+    if stats.untyped_storage().nbytes() < num_bytes + STATISTICS_BYTES * stats.storage_offset():
+        check_memory(STATISTICS, stats)
+    occupied.refuse(STATISTICS, address, num_bytes)
+    if y_address < address + num_bytes and address < y_address + y_bytes:
+        raise ValueError(f"{STATISTICS} must not share memory with y; got a view of it")
+    return address
 
 
 def is_checked(options: CallArguments, buffer: SymmBuffer) -> bool:
@@ -257,6 +291,15 @@ def _make_plan(
         # before CUDA 12.3 refuse it. Not kept: after the capture, the kernel that fits is loaded.
         if earlier is not None and gpu.is_capturing():
             return earlier
+    logger.debug(
+        "calls with %s and about %d tokens per rank: block_m %d, num_stages %d, %d CTAs, for %s",
+        buffer,
+        expected,
+        config.block_m,
+        config.num_stages,
+        config.num_sms,
+        config.arch,
+    )
     plan = CallPlan(
         config=config,
         config_number=buffer.caches.number_of(config),
@@ -372,33 +415,41 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
 
 def args_of_weights(
     plan: CallPlan, buffer: CallMemory, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
-) -> KernelArgs:
+) -> tuple[KernelArgs, OccupiedMemory]:
     """The arguments with all that does not change from call to call, made once for all that this
-    depends on, after a check of the weights."""
+    depends on, after a check of the weights; and where no output of the call may lie."""
     weights = (*l1_weights, *l2_weights)
     known = buffer.caches.known_tensors.get(id(weights[0]))
     if known is not None and known.are(weights, biases):
-        args = known.args.get(plan.config_number)
+        args = known.forms.args.get(plan.config_number)
         if args is not None:
-            return args
-    args_by_config = _args_of_forms(buffer, weights if biases is None else (*weights, *biases))
-    args = args_by_config.get(plan.config_number)
+            return args, known.forms.occupied
+    forms = _known_forms(buffer, weights, biases)
+    args = forms.args.get(plan.config_number)
     if args is None:  # otherwise tensors that were checked before, behind other objects
-        args = args_by_config[plan.config_number] = _make_args(plan.config, buffer, weights, biases)
-    known = KnownTensors(weights, biases, args_by_config)
+        args = forms.args[plan.config_number] = _make_args(plan.config, buffer, weights, biases)
+    known = KnownTensors(weights, biases, forms)
     buffer.caches.known_tensors.put(id(weights[0]), known)
-    return args
+    return args, forms.occupied
 
 
-def _args_of_forms(buffer: CallMemory, tensors: Sequence[torch.Tensor]) -> ArgsByConfig:
-    """Of these addresses and forms, by config; empty for new ones."""
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+def _known_forms(buffer: CallMemory, weights: Weights, biases: Biases | None) -> KnownForms:
+    """Of these addresses and forms, with no arguments for new ones."""
+    tensors = dict(zip(WEIGHT_NAMES, weights, strict=True))
+    if biases is not None:
+        tensors.update(zip(BIAS_NAMES, biases, strict=True))
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+        check_memory(name, tensor)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
     # Compared, not looked up: few addresses are used with two forms.
-    forms = tuple(form(tensor) for tensor in tensors)
+    forms = tuple(form(tensor) for tensor in tensors.values())
     known = buffer.caches.known_forms.get(addresses)
     if known is None or known.forms != forms:
-        known = buffer.caches.known_forms.put(addresses, KnownForms(forms, {}))
-    return known.args
+        read = [Extent.of_tensor(name, tensor) for name, tensor in tensors.items()]
+        occupied = OccupiedMemory([*buffer.occupied.extents, *read])
+        known = buffer.caches.known_forms.put(addresses, KnownForms(forms, {}, occupied))
+    return known
 
 
 def _make_args(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from deep_moe.formats.biases import bias_blocks
+from deep_moe.tensor_memory import check_dense, check_memory
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -18,6 +21,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Biases = tuple[torch.Tensor, torch.Tensor]  # of both layers
 
 Y_ALIGNMENT = BIAS_ALIGNMENT = 16  # bytes, of bulk copies
+Y_BYTES = 2  # of a value of y
+STATISTICS = "cumulative_local_expert_recv_stats"
+STATISTICS_BYTES = 4  # of a value of them
+WEIGHT_NAMES = ("l1_weights[0]", "l1_weights[1]", "l2_weights[0]", "l2_weights[1]")
+BIAS_NAMES = ("l1_bias", "l2_bias")
+TOPK_IDX_DTYPES = (torch.int64, torch.int32)
+TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 RECIPE = (1, 1, 32)  # scales per token, per weight row, and per 32 values along K
 
 
@@ -28,6 +38,19 @@ class LayerMemory(Protocol):
     def shape(self) -> MoEShape: ...
     @property
     def device(self) -> torch.device: ...
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that begin with an argument's name of the function called here begin with the name
+    that the caller's caller knows it by."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        match = re.match(r"[\w.]+", str(error))
+        if match is not None and match[0] in names:
+            error.args = (names[match[0]] + str(error)[match.end() :],)
+        raise
 
 
 def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
@@ -43,7 +66,9 @@ def check_tensor(
     shape: Sequence[int],
     device: torch.device,
 ) -> None:
-    """Of (one of) these dtypes, of this shape, on this device."""
+    """Of (one of) these dtypes, of this shape, on this device, in a storage that is there."""
+    require_type(name, tensor, torch.Tensor, "a tensor")
+    check_dense(name, tensor)
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if tensor.dtype not in allowed:
         raise TypeError(f"{name} must be {' or '.join(map(str, allowed))}; got {tensor.dtype}")
@@ -53,6 +78,7 @@ def check_tensor(
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, as the buffer is; got {tensor.device}")
+    check_memory(name, tensor)
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -90,7 +116,7 @@ def transformed_pair(name: str, value: Any) -> Pair:
 
 def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: LayerMemory) -> Biases | None:
     """Both layers' biases, if the buffer is for calls with some."""
-    given = {"l1_bias": l1_bias, "l2_bias": l2_bias}
+    given = dict(zip(BIAS_NAMES, (l1_bias, l2_bias), strict=True))
     if not buffer.shape.biases:
         for name, bias in given.items():
             if bias is not None:
@@ -108,8 +134,8 @@ def check_biases_given(l1_bias: Any, l2_bias: Any, buffer: LayerMemory) -> Biase
 def check_biases_form(biases: Biases, buffer: LayerMemory) -> None:
     """As the kernel reads them."""
     shape = buffer.shape.padded
-    num_rows = {"l1_bias": 2 * shape.intermediate_hidden, "l2_bias": shape.hidden}
-    for bias, (name, number) in zip(biases, num_rows.items(), strict=True):
+    num_rows = (2 * shape.intermediate_hidden, shape.hidden)
+    for name, bias, number in zip(BIAS_NAMES, biases, num_rows, strict=True):
         expected = (shape.num_local_experts, *bias_blocks(number))
         check_tensor(name, bias, torch.float32, expected, buffer.device)
         check_contiguous(name, bias)
@@ -151,9 +177,9 @@ def check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
 
 
 def check_statistics(stats: torch.Tensor, buffer: SymmBuffer) -> None:
-    name = "cumulative_local_expert_recv_stats"
-    check_tensor(name, stats, torch.int32, (buffer.shape.num_experts_per_rank,), buffer.device)
-    check_contiguous(name, stats)
+    expected = (buffer.shape.num_experts_per_rank,)
+    check_tensor(STATISTICS, stats, torch.int32, expected, buffer.device)
+    check_contiguous(STATISTICS, stats)
 
 
 def check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:

@@ -16,7 +16,7 @@ from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 
 from .buffer import SymmBuffer, describe_difference
 from .call_plan import built_kernel, is_checked, prepare_call
-from .checks import Biases, Pair
+from .checks import BIAS_NAMES, STATISTICS, WEIGHT_NAMES, Biases, Pair
 from .options import CallArguments
 from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory
@@ -220,16 +220,11 @@ def _memory_regions(
     ]
     regions.append(MemoryRegion("wait status", memory.status_address, 64, True))
     regions.append(of_tensor("y", y, is_writable=True))
-    regions += [
-        of_tensor("l1_weights[0]", l1_weights[0], is_writable=False),
-        of_tensor("l1_weights[1]", l1_weights[1], is_writable=False),
-        of_tensor("l2_weights[0]", l2_weights[0], is_writable=False),
-        of_tensor("l2_weights[1]", l2_weights[1], is_writable=False),
-    ]
-    for name, bias in zip(("l1_bias", "l2_bias"), biases or (), strict=False):
-        regions.append(of_tensor(name, bias, is_writable=False))
+    weights = zip(WEIGHT_NAMES, (*l1_weights, *l2_weights), strict=True)
+    for name, tensor in (*weights, *zip(BIAS_NAMES, biases or (), strict=False)):
+        regions.append(of_tensor(name, tensor, is_writable=False))
     if buffer.recorder is not None and buffer.recorder.memory is not None:
         regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
     if stats is not None:
-        regions.append(of_tensor("cumulative_local_expert_recv_stats", stats, is_writable=True))
+        regions.append(of_tensor(STATISTICS, stats, is_writable=True))
     return tuple(region for region in regions if region.num_bytes)

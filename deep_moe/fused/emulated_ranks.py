@@ -13,9 +13,10 @@ from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHT
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
+from deep_moe.tensor_memory import check_dense, refuse_shared_memory
 
 from .buffer import SymmBuffer
-from .checks import Biases, Pair, check_biases_given
+from .checks import STATISTICS, Biases, Pair, check_biases_given, named_as, require_type
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
 from .options import CallOptions, given_options, with_call_options
@@ -103,21 +104,24 @@ class EmulatedRanks:
                     f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
                     f"got {len(values)}"
                 )
+        self._refuse_shared_outputs(ys, stats)
         checked = arguments.get("checked") is not False
         biases_of: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
         biases_of = biases or [(None, None)] * self.shape.num_ranks
         with used(self.buffers):
-            launches = [
-                prepare_launch(
-                    ys[rank],
-                    *weights[rank],
-                    self.buffers[rank],
-                    None if stats is None else stats[rank],
-                    arguments,
-                    check_biases_given(*biases_of[rank], self.buffers[rank]),
-                )
-                for rank in taking_part
-            ]
+            launches = []
+            for rank in taking_part:
+                with named_as(_names_of(rank)):
+                    launches.append(
+                        prepare_launch(
+                            ys[rank],
+                            *weights[rank],
+                            self.buffers[rank],
+                            None if stats is None else stats[rank],
+                            arguments,
+                            check_biases_given(*biases_of[rank], self.buffers[rank]),
+                        )
+                    )
             run_ranks(
                 self.buffers,
                 launches,
@@ -128,6 +132,18 @@ class EmulatedRanks:
                 progress=progress,
                 hopper_fp8_sums=hopper_fp8_sums,
             )
+
+    @staticmethod
+    def _refuse_shared_outputs(
+        ys: Sequence[torch.Tensor], stats: Sequence[torch.Tensor | None] | None
+    ) -> None:
+        """Raise if what one rank writes is in the memory of what another writes."""
+        outputs = {f"ys[{rank}]": y for rank, y in enumerate(ys)}
+        outputs |= {f"stats[{rank}]": t for rank, t in enumerate(stats or ()) if t is not None}
+        for name, tensor in outputs.items():
+            require_type(name, tensor, torch.Tensor, "a tensor")
+            check_dense(name, tensor)
+        refuse_shared_memory(outputs, {})
 
     def reset(self) -> None:
         """Make all buffers usable again after a failed call."""
@@ -149,6 +165,18 @@ class EmulatedRanks:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _names_of(rank: int) -> dict[str, str]:
+    """What arguments of a rank's call are called here."""
+    return {
+        "y": f"ys[{rank}]",
+        "l1_weights": f"weights[{rank}][0]",
+        "l2_weights": f"weights[{rank}][1]",
+        STATISTICS: f"stats[{rank}]",
+        "l1_bias": f"biases[{rank}][0]",
+        "l2_bias": f"biases[{rank}][1]",
+    }
 
 
 def run_ranks(

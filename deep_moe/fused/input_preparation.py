@@ -24,10 +24,13 @@ from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED
+from deep_moe.tensor_memory import check_memory, refuse_shared_memory
 
 from .bounded_cache import BoundedCache
 from .buffer import SymmBuffer
 from .checks import (
+    TOPK_IDX_DTYPES,
+    TOPK_WEIGHT_DTYPES,
     check_contiguous,
     check_start,
     check_tensor,
@@ -39,8 +42,6 @@ from .eager import is_seen_by_nobody
 from .gpu import Gpu, gpu_of
 from .rank_buffer import used
 
-_TOPK_IDX_DTYPES = (torch.int64, torch.int32)
-_TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 _NOTHING = nullcontext()
 _X_ALIGNMENT = 16  # bytes that a lane loads at once
 
@@ -199,8 +200,16 @@ def _prepare_inputs(
         optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
         tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in tensors.items():
-        if tensor.untyped_storage().data_ptr() == buffer_address:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == buffer_address:
             raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
+        # As check_memory, for a contiguous tensor.
+        if storage.nbytes() < tensor.nbytes + tensor.storage_offset() * tensor.element_size():
+            check_memory(name, tensor)
+    if expert_load is not None:
+        refuse_shared_memory(
+            {"expert_load": expert_load}, {n: t for n, t in tensors.items() if t is not expert_load}
+        )
     if plan.num_chunks == 0:
         return
     args = PrepareInputsArgs(
@@ -273,8 +282,8 @@ def check_inputs(
             f"x must have at most num_max_tokens_per_rank ({max_tokens}) tokens; got {num_tokens}"
         )
     slots = (num_tokens, input_topk_idx.shape[1])
-    check_tensor("topk_idx", topk_idx, _TOPK_IDX_DTYPES, slots, device)
-    check_tensor("topk_weights", topk_weights, _TOPK_WEIGHT_DTYPES, slots, device)
+    check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, device)
+    check_tensor("topk_weights", topk_weights, TOPK_WEIGHT_DTYPES, slots, device)
     check_contiguous("x", x)
     check_contiguous("topk_idx", topk_idx)
     check_contiguous("topk_weights", topk_weights)
@@ -298,7 +307,7 @@ def check_routing(
                 "expert_map must be [experts] or [experts, copies] and not empty; got shape "
                 f"{tuple(expert_map.shape)}"
             )
-        check_tensor("expert_map", expert_map, _TOPK_IDX_DTYPES, tuple(expert_map.shape), device)
+        check_tensor("expert_map", expert_map, TOPK_IDX_DTYPES, tuple(expert_map.shape), device)
         check_contiguous("expert_map", expert_map)
     if expert_load is not None:
         if expert_load.ndim != 1:
@@ -330,8 +339,8 @@ def usual_configs(buffer: SymmBuffer, arch: str) -> list[PrepareInputsConfig]:
     rows = buffer.x, buffer.x_sf
     return [
         _config(ids, weights, None, None, None, rows, arch)
-        for ids in _TOPK_IDX_DTYPES
-        for weights in _TOPK_WEIGHT_DTYPES
+        for ids in TOPK_IDX_DTYPES
+        for weights in TOPK_WEIGHT_DTYPES
     ]
 
 

@@ -21,6 +21,7 @@ from .buffer import SymmBuffer
 from .call_plan import prepare_call
 from .checks import (
     RECIPE,
+    STATISTICS,
     Biases,
     Pair,
     check_biases_given,
@@ -284,8 +285,7 @@ def _call(
         l2_weights = transformed_pair("l2_weights", l2_weights)
         require_type("y", y, torch.Tensor, "a tensor")
         if stats is not None:
-            name = "cumulative_local_expert_recv_stats"
-            require_type(name, stats, torch.Tensor, "a tensor or None")
+            require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     shape = sym_buffer.shape

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from deep_moe.errors import DeepMoEError, MegaMoEError
 from deep_moe.jit.status import error_of
+from deep_moe.tensor_memory import Extent, OccupiedMemory
 
 from .gpu import gpu_of
 from .symm_memory import DeviceMemory, HostMemory, gather_objects
@@ -52,6 +54,14 @@ class RankBuffer:
     def is_emulated(self) -> bool:
         """Whether calls run in the emulator."""
         return self.gpu is None
+
+    @cached_property
+    def occupied(self) -> OccupiedMemory:
+        """Every rank's buffer, where this rank sees it."""
+        return OccupiedMemory(
+            Extent(f"{self.name} of rank {rank}", address, address + self.nbytes)
+            for rank, address in enumerate(self.memory.addresses)
+        )
 
     @property
     def state(self) -> str:

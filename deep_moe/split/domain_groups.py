@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from deep_moe.fused.buffer import ranks_of
+from deep_moe.fused.checks import named_as
 from deep_moe.fused.symm_memory import gather_objects
 
 if TYPE_CHECKING:
@@ -114,10 +115,8 @@ def gather_from_all(value: Any, groups: DomainGroups) -> list[list[Any]]:
 
 
 def _size(name: str, group: Any) -> int:
-    try:
+    with named_as({"group": name}):
         return ranks_of(group)
-    except TypeError as error:
-        raise TypeError(str(error).replace("group", name, 1)) from None
 
 
 class RollCall:

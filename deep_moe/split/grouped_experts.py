@@ -58,6 +58,7 @@ from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
 from deep_moe.targets import EMULATED, Target, target_of, target_of_device
+from deep_moe.tensor_memory import refuse_shared_memory
 
 if TYPE_CHECKING:
     from deep_moe.trial.trace import Recorder
@@ -313,6 +314,7 @@ class GroupedExperts:
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)
+        is_given = out is not None
         if out is None:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)
         else:
@@ -320,14 +322,19 @@ class GroupedExperts:
             check_tensor("out", out, torch.bfloat16, x.shape, self.device)
             check_contiguous("out", out)
             check_start("out", out, _ALIGNMENT)
+            read = {"x": x, "scales": scales, "expert_count": expert_count}
+            refuse_shared_memory({"out": out}, {**read, "expert_begin": expert_begin})
         num_rows = x.numel() // self.shape.hidden
         if num_rows == 0:
             return out
         with used([self._work_space]):
             plan = self._find_plan(expected_rows, num_rows)
-            args = KernelArgs.from_buffer_copy(
-                args_of_weights(plan, self._work_space, l1_weights, l2_weights, biases)
+            layer_args, occupied = args_of_weights(
+                plan, self._work_space, l1_weights, l2_weights, biases
             )
+            if is_given:
+                occupied.refuse_tensor("out", out)
+            args = KernelArgs.from_buffer_copy(layer_args)
             args.y = out.data_ptr()
             args.wait_timeout_ns = self._wait_timeout_ns
             args.num_tokens = num_rows

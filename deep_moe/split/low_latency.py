@@ -377,6 +377,8 @@ class LowLatencyAllToAll(SplitLayer):
         self._check_statistics("wait_cycles", wait_cycles, torch.int64)
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
+        statistics = {"expert_totals": expert_totals, "wait_cycles": wait_cycles}
+        self._check_written(statistics, {"x": x, "topk_idx": topk_idx})
         last, older = self._call_before(1), self._call_before(2)
         if last is not None and last.progress is Progress.SENT:
             raise ValueError(
@@ -411,11 +413,7 @@ class LowLatencyAllToAll(SplitLayer):
             args.wait_cycles = wait_cycles.data_ptr()
         read = {"x": x, "topk_idx": topk_idx}
         sent = {"call_idx": handle.call_idx}
-        optional = {
-            "scales": result.scales,
-            "expert_totals": expert_totals,
-            "wait_cycles": wait_cycles,
-        }
+        optional = {"scales": result.scales, **statistics}
         written = {
             "recv_x": result.recv_x,
             "recv_count": handle.recv_count,
@@ -487,16 +485,9 @@ class LowLatencyAllToAll(SplitLayer):
         check_contiguous("topk_weights", topk_weights)
         if torch.is_grad_enabled():
             refuse_gradients(y=y, topk_weights=topk_weights)
-        if out is None:
-            size = (num_tokens, shape.hidden)
-            out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        else:
-            self._check_rows("out", out, shape.hidden)
-            if out.shape[0] != num_tokens:
-                raise ValueError(
-                    f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
-                    f"got {out.shape[0]}"
-                )
+        given = {"y": y, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        out = self._out_rows(out, num_tokens, given)
+        self._check_written({"wait_cycles": wait_cycles}, {**given, "out": out})
         args = self._args(num_tokens, topk_idx, handle)
         args.y = y.data_ptr()
         args.topk_weights = topk_weights.data_ptr()

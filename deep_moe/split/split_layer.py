@@ -3,6 +3,7 @@ checks of what they are given."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from deep_moe.fused.call_plan import (
     EMULATED_NUM_SMS,
 )
 from deep_moe.fused.checks import (
+    TOPK_IDX_DTYPES,
     check_contiguous,
     check_ids,
     check_start,
@@ -28,6 +30,7 @@ from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import require_int
 from deep_moe.jit.launch import MemoryRegion
 from deep_moe.targets import EMULATED, target_of
+from deep_moe.tensor_memory import refuse_shared_memory
 
 from .kernels import Launch
 
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.low_latency import LowLatencyShape
     from deep_moe.heuristics.throughput import ThroughputShape
 
-TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 ROW_ALIGNMENT = 16  # bytes that a lane loads at once
 # Of the scales that experts get, by format; BF16 has none.
 SCALE_DTYPES = {
@@ -198,6 +200,38 @@ class SplitLayer:
         check_tensor(name, tensor, dtypes, (tensor.shape[0], width), self.device)
         check_contiguous(name, tensor)
         check_start(name, tensor, ROW_ALIGNMENT)
+
+    def _out_rows(
+        self,
+        out: torch.Tensor | None,
+        num_tokens: int,
+        read: Mapping[str, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Where a combine that reads these tensors writes its result, a new tensor for None."""
+        if out is None:
+            size = (num_tokens, self.shape.hidden)
+            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        self._check_rows("out", out, self.shape.hidden)
+        if out.shape[0] != num_tokens:
+            raise ValueError(
+                f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
+                f"got {out.shape[0]}"
+            )
+        self._check_written({"out": out}, read)
+        return out
+
+    def _check_written(
+        self,
+        written: Mapping[str, torch.Tensor | None],
+        read: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Raise if what a call writes shares memory with what it reads or with a rank's buffer.
+        Tensors that the layer made itself share none."""
+        if any(tensor is not None for tensor in written.values()):
+            for name, tensor in written.items():
+                if tensor is not None:
+                    self._buffer.occupied.refuse_tensor(name, tensor)
+            refuse_shared_memory(written, read)
 
     def _check_topk_idx(self, topk_idx: torch.Tensor, num_tokens: int) -> None:
         require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")

@@ -429,16 +429,9 @@ class AllToAll(SplitLayer):
         self._check_weights(topk_weights, num_tokens)
         if torch.is_grad_enabled():
             refuse_gradients(y=y)
-        if out is None:
-            size = (num_tokens, shape.hidden)
-            out = torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        else:
-            self._check_rows("out", out, shape.hidden)
-            if out.shape[0] != num_tokens:
-                raise ValueError(
-                    f"out must have as many rows as the dispatch had tokens ({num_tokens}); "
-                    f"got {out.shape[0]}"
-                )
+        if not is_here:
+            self._buffer.occupied.refuse_tensor("y", y)
+        out = self._out_rows(out, num_tokens, {"y": y, "topk_weights": topk_weights})
         config = self._config(
             "combine", has_weights=topk_weights is not None, copies_rows=not is_here
         )

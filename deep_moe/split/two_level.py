@@ -27,9 +27,14 @@ from deep_moe.fused.buffer import (
 )
 from deep_moe.fused.call_plan import DEFAULT_EMULATED_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from deep_moe.fused.checks import (
+    STATISTICS,
+    TOPK_IDX_DTYPES,
+    TOPK_WEIGHT_DTYPES,
+    WEIGHT_NAMES,
     Pair,
     check_contiguous,
     check_ids,
+    check_statistics,
     check_tensor,
     refuse_gradients,
     require_type,
@@ -46,6 +51,7 @@ from deep_moe.fused.options import (
 )
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
+from deep_moe.tensor_memory import refuse_shared_memory
 
 from .domain_groups import (
     NUM_TRANSPORT_SMS,
@@ -308,16 +314,17 @@ class TwoLevelMoE:
         self._buffer.raise_if_closed()
         self._transport.raise_if_failed()
         arguments = self._arguments(given_options("call", options))
-        self._check(x, topk_idx, topk_weights, out, is_checked(arguments, self.device))
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)
+        stats, checked = cumulative_local_expert_recv_stats, is_checked(arguments, self.device)
+        self._check(x, topk_idx, topk_weights, l1_weights, l2_weights, stats, out, checked)
 
         inside = _DomainCall(
             CALLS[shape.weights],
             l1_weights,
             l2_weights,
             (l1_bias, l2_bias),
-            cumulative_local_expert_recv_stats,
+            stats,
             {
                 "activation": activation,
                 "activation_clamp": activation_clamp,
@@ -479,25 +486,45 @@ class TwoLevelMoE:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
+        l1_weights: Pair,
+        l2_weights: Pair,
+        stats: torch.Tensor | None,
         out: torch.Tensor | None,
         checked: bool,
     ) -> None:
         given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         for name, tensor in given.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
-            if tensor.device != self.device:
-                raise ValueError(f"{name} must be on {self.device}; got {tensor.device}")
-        if x.ndim != 2:
+            if tensor.ndim != 2:
+                axes = "[tokens, hidden]" if name == "x" else "[tokens, topk]"
+                raise ValueError(
+                    f"{name} must be 2-dimensional {axes}; got shape {tuple(tensor.shape)}"
+                )
+        rows, slots = (x.shape[0], self.shape.hidden), (x.shape[0], self.shape.num_topk)
+        check_tensor("x", x, torch.bfloat16, rows, self.device)
+        check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, self.device)
+        check_tensor("topk_weights", topk_weights, TOPK_WEIGHT_DTYPES, slots, self.device)
+        if x.shape[0] > self.shape.num_max_tokens_per_rank:
             raise ValueError(
-                f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}"
+                "x must have at most num_max_tokens_per_rank "
+                f"({self.shape.num_max_tokens_per_rank}) tokens; got {x.shape[0]}"
             )
+        for name, tensor in given.items():
+            check_contiguous(name, tensor)
         if torch.is_grad_enabled():
             refuse_gradients(x=x, topk_weights=topk_weights)
+        if stats is not None:
+            require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
+            check_statistics(stats, self._buffer)
+        weights = dict(zip(WEIGHT_NAMES, (*l1_weights, *l2_weights), strict=True))
+        refuse_shared_memory({STATISTICS: stats}, {**given, **weights})
         if out is not None:
             require_type("out", out, torch.Tensor, "a tensor or None")
-            check_tensor("out", out, torch.bfloat16, tuple(x.shape), self.device)
+            check_tensor("out", out, torch.bfloat16, rows, self.device)
             check_contiguous("out", out)
-        if checked and topk_idx.ndim == 2:
+            # Not with x: what a rank needs of its own tokens is staged before `out` is written.
+            refuse_shared_memory({"out": out}, {**weights, STATISTICS: stats})
+        if checked:
             check_ids(topk_idx, self.shape.num_experts)
         gpu = self._buffer.gpu
         if self.shape.exact_sizes and gpu is not None and gpu.is_capturing():

@@ -12,6 +12,7 @@ from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
 from deep_moe.targets import target_of
+from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
 from .operators import encode_activation, moe_op
@@ -184,8 +185,9 @@ def _require(
     device: torch.device,
     shape: Sequence[int] | None = None,
 ) -> None:
-    """One of these types, this shape, contiguous, there."""
+    """One of these types, this shape, contiguous, there, in a storage that holds it."""
     _require_tensor(name, tensor)
+    check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}; got {tensor.dtype}")
     if shape is not None and tuple(tensor.shape) != tuple(shape):
@@ -194,3 +196,4 @@ def _require(
         raise ValueError(f"{name} must be on {device}, as x is; got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+    check_memory(name, tensor)

@@ -13,6 +13,7 @@ from torch import nn
 from deep_moe.activations import Activation, activation_of
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.shape import require_int
+from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
 from .functional import moe
@@ -187,10 +188,12 @@ class MoELayer(nn.Module):
         }
         for name, (tensor, shape) in shapes.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
+            check_dense(name, tensor)
             if not tensor.is_floating_point():
                 raise TypeError(f"{name} must be of a float type; got {tensor.dtype}")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
+            check_memory(name, tensor)
         if self.w3 is None:
             self.w1.copy_(l1.transpose(1, 2))
         else:

@@ -13,6 +13,7 @@ import torch
 
 from deep_moe.activations import ACTIVATIONS, Activation
 from deep_moe.heuristics.training import num_padded_rows
+from deep_moe.tensor_memory import check_memory
 
 from .experts import Experts, Linear1, Weights, widened
 from .rows import Rows
@@ -68,7 +69,12 @@ def experts_of(
     precision: Any,
     arch: str | None,
 ) -> Experts:
-    """The operators' parameters as one object."""
+    """The operators' parameters as one object. A compiler's operator and a backward pass run long
+    after the arguments were checked, and weights may have been freed since."""
+    given = {"x": x, "w1": w1, "w3": w3, "w2": w2, "b1": b1, "b3": b3, "b2": b2}
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_memory(name, tensor)
     biases = None
     if b1 is not None:
         assert b3 is not None

@@ -41,8 +41,8 @@ const char* OutOfMemory::what() const noexcept {
 
 }  // namespace deep_moe::emulator
 
-// The forms for arrays, with a size, and without exceptions call these two. They are the library's
-// own: it exports nothing but its C ABI.
+// They are the library's own: it exports nothing but its C ABI. The forms for arrays and without
+// exceptions are here, too, for a sanitizer's would not count.
 void* operator new(size_t bytes) {
     const uint64_t now = in_use.load(std::memory_order_relaxed),
                    most = limit.load(std::memory_order_relaxed);
@@ -53,6 +53,18 @@ void* operator new(size_t bytes) {
     return p;
 }
 
+void* operator new[](size_t bytes) {
+    return operator new(bytes);
+}
+
+void* operator new[](size_t bytes, const std::nothrow_t&) noexcept {
+    try {
+        return operator new(bytes);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
 void operator delete(void* p) noexcept {
     if (!p) return;
     in_use.fetch_sub(malloc_usable_size(p), std::memory_order_relaxed);
@@ -60,5 +72,13 @@ void operator delete(void* p) noexcept {
 }
 
 void operator delete(void* p, size_t) noexcept {
+    operator delete(p);
+}
+
+void operator delete[](void* p) noexcept {
+    operator delete(p);
+}
+
+void operator delete[](void* p, size_t) noexcept {
     operator delete(p);
 }

@@ -1,7 +1,5 @@
 """The stand-in for DeepGEMM's Mega MoE: used as its own test uses it, and what it refuses."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -567,9 +565,11 @@ class TestPreDispatch:
         ],
     )
     def test_refusals(self, buffer, options, message):
-        rows = SimpleNamespace(shape=(5, HIDDEN), dtype=torch.int32)
+        routing = torch.zeros(5, TOPK, dtype=torch.int64), torch.zeros(5, TOPK)
+        views = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+        given = (torch.zeros(5, HIDDEN, dtype=torch.bfloat16), *routing, *views)
         with pytest.raises(ValueError, match=message):
-            deep_gemm.mega_moe_pre_dispatch(*[rows] * 7, **{"num_tokens": 5, **options})
+            deep_gemm.mega_moe_pre_dispatch(*given, **{"num_tokens": 5, **options})
 
 
 def test_calc_diff():

@@ -165,3 +165,20 @@ def test_a_module_with_a_large_alignment_has_it() -> None:
         threads=1,
     )
     assert out[0] % 65536 == 0
+
+
+def test_a_kernel_gets_no_more_memory_than_there_is() -> None:
+    out = np.ones(2, np.uint64)
+    machine = Machine(max_memory_bytes=2**28)
+    machine.add_array(out, "out")
+    module = ".extern .func (.param .b64 p) malloc(.param .b64 n);\n"
+    body = "{ .param .b64 n; .param .b64 p;" + "".join(
+        f"st.param.b64 [n], {size}; call (p), malloc, (n);"
+        f"ld.param.b64 %rd1, [p]; st.global.u64 [%p0+{8 * i}], %rd1;"
+        for i, size in enumerate((2**29, 2**20))
+    )
+    loaded = machine.load(entry(body + "}", 1, module=module))
+    machine.launch(loaded, grid=(1, 1, 1), block=(1, 1, 1), args=[out])
+    machine.run()
+    assert out[0] == 0
+    assert out[1] != 0

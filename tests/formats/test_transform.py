@@ -172,7 +172,8 @@ class TestOut:
         (_, sf), l1 = weights[1], weights[0]
         source = w2.flatten()[: HIDDEN * INTERMEDIATE // 2 * NUM_EXPERTS]
         shared = source.view(NUM_EXPERTS, HIDDEN, INTERMEDIATE // 2)
-        with pytest.raises(ValueError, match=r"out\[1\]\[0\] must not lie in the memory"):
+        words = r"out\[1\]\[0\] must not share memory with l2_weights\[0\]"
+        with pytest.raises(ValueError, match=words):
             transform_weights_for_mega_moe(l1, (shared, sf), arch=arch, out=out)
 
     @pytest.mark.parametrize("layer_idx", [0, 1])

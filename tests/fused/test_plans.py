@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from operator import attrgetter
 from typing import Any
@@ -366,3 +367,12 @@ def test_a_later_call_with_fake_tensors_runs_nothing(
     with FakeTensorMode(allow_non_fake_inputs=True):
         example(y=torch.empty_like(example.y))
     assert len(launches) == 1
+
+
+def test_a_new_kind_of_calls_is_logged_once(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="deep_moe.fused")
+    for _ in range(2):
+        plan, _ = calls.prepare(expected_tokens_per_rank=5)
+    (message,) = caplog.messages
+    assert "about 5 tokens per rank" in message
+    assert f"block_m {plan.config.block_m}" in message

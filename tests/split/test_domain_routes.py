@@ -112,14 +112,17 @@ def test_a_layer_without_room_has_no_rows():
 @pytest.mark.parametrize("exact_sizes", [False, True])
 @pytest.mark.parametrize("num_domains", [1, 2, 6])
 def test_partial_sums_are_found_in_domain_order(num_domains, exact_sizes, num_shared_experts):
-    """Domains answer with powers of 256 of their number, so that the order of FP32's additions and
-    a row too many or too few show."""
+    """Domains answer with small numbers and with large ones that cancel, so that the order of
+    FP32's additions shows in BF16, and a row too many or too few."""
     shape = shape_of(num_domains, exact_sizes=exact_sizes, num_shared_experts=num_shared_experts)
     own = num_domains // 2
-    ids = random_ids(shape, seed=1)
+    ids = random_ids(shape, seed=16)  # any two neighbouring domains have a token behind a third
     goes, routes = routed(shape, ids, own)
-    values = [3.0 * 2.0 ** (12 * ((7 * domain) % 6) - 30) for domain in range(num_domains)]
-    table = torch.full((shape.num_partial_rows, 8), torch.nan, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.tensor([1.0, 3.0, 2.0**26, -(2.0**26)])
+    which = torch.randint(4, (num_domains, 256), generator=generator)
+    values = sizes[which].bfloat16()
+    table = torch.full((shape.num_partial_rows, 256), torch.nan, dtype=torch.bfloat16)
     table[-1] = 0
     for chunk, route in enumerate(chunks_of(routes)):
         first = chunk * shape.num_chunk_rows
@@ -135,14 +138,22 @@ def test_partial_sums_are_found_in_domain_order(num_domains, exact_sizes, num_sh
             table[came_back + rows] = values[other + (other >= own)]
     rows = partial_rows(goes, routes, own, shape)
     assert rows.shape[1] == min(num_domains, shape.num_topk + (num_shared_experts > 0))
-    out = torch.empty(NUM_TOKENS, 8, dtype=torch.bfloat16)
+    out = torch.empty(NUM_TOKENS, 256, dtype=torch.bfloat16)
     add_in_domain_order(table, rows, out)
-    for token in range(NUM_TOKENS):
-        total = torch.zeros(())
-        for domain in range(num_domains):
-            if goes[token, domain] or (domain == own and num_shared_experts):
-                total = total + values[domain]
-        assert (out[token] == total.bfloat16()).all()
+    has_part = goes.clone()
+    has_part[:, own] |= num_shared_experts > 0
+
+    def sums(order: list[int]) -> torch.Tensor:
+        total = torch.zeros(NUM_TOKENS, 256)
+        for domain in order:
+            total += values[domain].float() * has_part[:, domain : domain + 1]
+        return total.bfloat16()
+
+    in_order = list(range(num_domains))
+    assert torch.equal(out, sums(in_order))
+    for i in range(1, num_domains - 1):  # the first two are the same in either order
+        swapped = [*in_order[:i], i + 1, i, *in_order[i + 2 :]]
+        assert not torch.equal(out, sums(swapped))
 
 
 def test_nccl_between_domains_is_held_to_the_sms_that_calls_leave(monkeypatch):

@@ -133,13 +133,22 @@ def test_other_rows_go_the_same_ways(weighted: bool) -> None:
             )
 
 
-def test_a_number_of_each_row_goes_back_to_its_slot() -> None:
+@pytest.mark.parametrize("schedule", ["random", "slow_rank"])
+def test_a_number_of_each_row_goes_back_to_its_slot(schedule: str) -> None:
+    """Two of a kind are queued on each rank: the second may not write what others still fetch."""
     with ranks() as layer:
         inputs = random_inputs(layer.shape, (8, 5))
         handles = check_dispatch(layer, inputs)
-        for seed in range(2):  # two of a kind in a row
-            values = random_inputs(layer.shape, (8, 5), seed).values
-            for rank, out in enumerate(layer.return_scalars(values, handles)):
+        of_call = [random_inputs(layer.shape, (8, 5), seed).values for seed in range(2)]
+        queues: list[list[Any]] = []
+        outs = []
+        for rank, own in enumerate(layer.layers):
+            prepared = [own.prepare_return_scalars(v[rank], handles[rank]) for v in of_call]
+            queues.append([launch for launch, _ in prepared])
+            outs.append([out for _, out in prepared])
+        layer.run(queues, schedule=schedule)
+        for rank, of_rank in enumerate(outs):
+            for values, out in zip(of_call, of_rank, strict=True):
                 expected = expected_scalars(layer.shape, rank, inputs.topk_idxs, values)
                 assert torch.equal(bits(out), bits(expected))
 

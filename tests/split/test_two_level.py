@@ -358,7 +358,7 @@ def test_what_a_rank_alone_is_refused() -> None:
     given = {"x": torch.zeros(2, 256).bfloat16(), "topk_idx": torch.full((2, 2), -1)}
     given["topk_weights"] = torch.ones(2, 2)
     for name, tensor in given.items():  # on another device an operator has shapes and no values
-        with pytest.raises(ValueError, match=f"{name} must be on cpu; got meta"):
+        with pytest.raises(ValueError, match=f"{name} must be on cpu.*; got meta"):
             moe.call(*{**given, name: tensor.to("meta")}.values(), pair, pair)
     with pytest.raises(ValueError, match=r"x must be 2-dimensional .*; got shape \(\)"):
         moe.call(**{**given, "x": torch.tensor(1.0)}, l1_weights=pair, l2_weights=pair)

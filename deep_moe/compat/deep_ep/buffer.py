@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
-from deep_moe.fused.checks import require_type
+from deep_moe.fused.checks import STATISTICS, named_as, require_type
 from deep_moe.fused.rank_buffer import ClosedBufferError
 from deep_moe.heuristics.low_latency import LowLatencyShape, low_latency_buffer_layout
 from deep_moe.heuristics.segments import Layout
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Hook = Callable[[], None]
+
+# What arguments of the layer are called here.
+_DISPATCH_NAMES = {"expert_totals": STATISTICS, "wait_cycles": "dispatch_wait_recv_cost_stats"}
+_COMBINE_NAMES = {"y": "x", "wait_cycles": "combine_wait_recv_cost_stats"}
 
 
 class Config:
@@ -228,14 +232,15 @@ class Buffer:
                 topk_idx.shape[1],
             )
         )
-        launch, result = layer.prepare_dispatch(
-            x,
-            topk_idx,
-            format=format,
-            receive=not return_recv_hook,
-            expert_totals=cumulative_local_expert_recv_stats,
-            wait_cycles=dispatch_wait_recv_cost_stats,
-        )
+        with named_as(_DISPATCH_NAMES):
+            launch, result = layer.prepare_dispatch(
+                x,
+                topk_idx,
+                format=format,
+                receive=not return_recv_hook,
+                expert_totals=cumulative_local_expert_recv_stats,
+                wait_cycles=dispatch_wait_recv_cost_stats,
+            )
         event = self._run(layer, launch, async_finish, return_recv_hook)
         recv_x = result.recv_x if result.scales is None else (result.recv_x, result.scales)
         handle = LowLatencyHandle.of(result, layer.shape)
@@ -267,17 +272,18 @@ class Buffer:
             raise ValueError("use_logfmt must be False: rows travel as bfloat16; got True")
         _refuse_both(async_finish, return_recv_hook)
         layer, dispatched = self._layer_of(handle)
-        launch, combined = layer.prepare_combine(
-            layer.get_combine_buffer(dispatched) if zero_copy else x,
-            topk_idx,
-            topk_weights,
-            dispatched,
-            out,
-            zero_copy=zero_copy,
-            receive=not return_recv_hook,
-            again=dispatched.call.progress is Progress.DONE,
-            wait_cycles=combine_wait_recv_cost_stats,
-        )
+        with named_as(_COMBINE_NAMES):
+            launch, combined = layer.prepare_combine(
+                layer.get_combine_buffer(dispatched) if zero_copy else x,
+                topk_idx,
+                topk_weights,
+                dispatched,
+                out,
+                zero_copy=zero_copy,
+                receive=not return_recv_hook,
+                again=dispatched.call.progress is Progress.DONE,
+                wait_cycles=combine_wait_recv_cost_stats,
+            )
         event = self._run(layer, launch, async_finish, return_recv_hook)
         return combined, event, self._hook(handle, return_recv_hook)
 
@@ -376,6 +382,10 @@ class Buffer:
 
     def _layer_of(self, handle: LowLatencyHandle) -> tuple[LowLatencyAllToAll, DispatchHandle]:
         require_type("handle", handle, LowLatencyHandle, "what low_latency_dispatch returned")
+        if not hasattr(handle, "dispatched"):
+            raise ValueError(
+                "handle must be given on as low_latency_dispatch returned it; got one made of parts"
+            )
         layer = self._layer
         if layer is None or handle.dispatched.layer is not layer:
             raise ValueError(

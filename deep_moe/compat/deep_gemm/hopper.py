@@ -10,6 +10,7 @@ import torch
 import deep_moe
 from deep_moe.formats.weight_formats import FLOAT_TOKEN_SCALES
 from deep_moe.formats.weights import MegaMoEWeights
+from deep_moe.fused.checks import require_type
 from deep_moe.targets import target_of_capability
 
 from .mega import ACTIVATION, FP8_TYPE, Pair, SymmBuffer, fill_from_model
@@ -84,6 +85,7 @@ def mega_moe_pre_dispatch_sm90(
         raise ValueError(
             f"group_size must be {GROUP_SIZE}, values that share a scale; got {group_size}"
         )
+    require_type("buf_x_sf", buf_x_sf, torch.Tensor, "a tensor")
     if buf_x_sf.dtype != torch.float32:
         raise TypeError(
             f"buf_x_sf must be float32, of get_symm_buffer_for_sm90_mega_moe; got {buf_x_sf.dtype}"

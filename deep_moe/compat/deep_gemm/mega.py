@@ -14,8 +14,12 @@ import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
 from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES, K_BLOCK
 from deep_moe.formats.weights import MegaMoEWeights
+from deep_moe.fused.checks import check_contiguous, check_tensor, require_type
 from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics.segments import ceil_div
+from deep_moe.heuristics.shape import require_int
 from deep_moe.targets import target_of_device
+from deep_moe.tensor_memory import check_dense, check_memory
 
 from .operands import packed_weights
 from .utils import align
@@ -366,6 +370,7 @@ def mega_moe_pre_dispatch(
         )
     if use_fp4_acts:
         raise ValueError("use_fp4_acts must be False: tokens travel as FP8; got True")
+    require_type("buf_x_sf", buf_x_sf, torch.Tensor, "a tensor")
     if buf_x_sf.dtype == torch.float32:
         raise TypeError(
             "buf_x_sf must be int32; a buffer with float32 scales is for mega_moe_pre_dispatch_sm90"
@@ -383,14 +388,47 @@ def fill_from_model(
 ) -> None:
     """`deep_moe.prepare_inputs` of the first num_tokens rows into a buffer's views of x, x_sf,
     topk_idx and topk_weights; the rows behind them name no expert, with weights of 0."""
+    given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    names = ("buf_x", "buf_x_sf", "buf_topk_idx", "buf_topk_weights")
+    for name, tensor in {**given, **dict(zip(names, views, strict=True))}.items():
+        require_type(name, tensor, torch.Tensor, "a tensor")
+        check_dense(name, tensor)
+        if tensor.ndim != 2:
+            raise ValueError(f"{name} must be 2-dimensional; got shape {tuple(tensor.shape)}")
+        check_memory(name, tensor)
+    require_int("num_tokens", num_tokens, f"0 to the {x.shape[0]} rows of x")
     if not 0 <= num_tokens <= x.shape[0]:
         raise ValueError(f"num_tokens must be 0 to the {x.shape[0]} rows of x; got {num_tokens}")
+    _check_views(*views)
     torch.ops.deep_moe.prepare_inputs(
         x[:num_tokens], topk_idx[:num_tokens], topk_weights[:num_tokens], *views
     )
     _, _, buf_topk_idx, buf_topk_weights = views
     buf_topk_idx[num_tokens:].fill_(-1)
     buf_topk_weights[num_tokens:].zero_()
+
+
+def _check_views(
+    buf_x: torch.Tensor,
+    buf_x_sf: torch.Tensor,
+    buf_topk_idx: torch.Tensor,
+    buf_topk_weights: torch.Tensor,
+) -> None:
+    """Raise unless 2-dimensional tensors are as a buffer's views are."""
+    num_rows, hidden = buf_x.shape
+    device = buf_x.device
+    is_bf16 = buf_x.dtype == torch.bfloat16
+    check_tensor("buf_x", buf_x, (torch.float8_e4m3fn, torch.bfloat16), buf_x.shape, device)
+    scales = (num_rows, 0 if is_bf16 else ceil_div(hidden, K_BLOCK))
+    check_tensor("buf_x_sf", buf_x_sf, (torch.int32, torch.float32), scales, device)
+    slots = (num_rows, buf_topk_idx.shape[1])
+    check_tensor("buf_topk_idx", buf_topk_idx, torch.int64, slots, device)
+    check_tensor("buf_topk_weights", buf_topk_weights, torch.float32, slots, device)
+    check_contiguous("buf_topk_idx", buf_topk_idx)
+    check_contiguous("buf_topk_weights", buf_topk_weights)
+    for name, rows in (("buf_x", buf_x), ("buf_x_sf", buf_x_sf)):
+        if rows.shape[1] and rows.stride(1) != 1:
+            raise ValueError(f"{name} must have contiguous rows; got strides {rows.stride()}")
 
 
 def get_token_alignment_for_mega_moe() -> int:

@@ -13,6 +13,7 @@ from deep_moe.formats.block_scaled import (
 from deep_moe.formats.weight_formats import weight_format
 from deep_moe.formats.weights import LayerWeights, weight_pair
 from deep_moe.heuristics.segments import ceil_div
+from deep_moe.tensor_memory import check_dense, check_memory
 
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -75,6 +76,9 @@ def packed_weights(name: str, value: object) -> LayerWeights:
 def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) -> torch.Tensor:
     """Scales of one per 32 values along k, in any of the formats, as int32 [*rows, k/128], the
     last word filled with zeros."""
+    if not isinstance(sf, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(sf).__name__}")
+    check_dense(name, sf)
     is_packed = sf.dtype == torch.int32
     if not is_packed and sf.dtype not in (torch.float32, *_BYTE_DTYPES):
         raise TypeError(
@@ -88,6 +92,7 @@ def packed_scales(name: str, sf: torch.Tensor, rows: tuple[int, ...], k: int) ->
             f"{name} must hold one scale per {GROUP_SIZE} values, shape {expected}; "
             f"got {tuple(sf.shape)}"
         )
+    check_memory(name, sf)
     if is_packed:
         return sf
     return pack_ue8m0_groups(

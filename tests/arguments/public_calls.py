@@ -1,0 +1,488 @@
+"""Every public callable with arguments that it takes, small enough for the emulator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import deep_moe
+from deep_moe.compat import deep_ep, deep_gemm
+
+# Of all layers here.
+E, T, K, H, I = 4, 4, 2, 128, 128  # noqa: E741
+SIZES = {
+    "num_experts": E,
+    "num_max_tokens_per_rank": T,
+    "num_topk": K,
+    "hidden": H,
+    "intermediate_hidden": I,
+}
+Arguments = dict[str, Any]
+# A function and what it is to be called with.
+Call = tuple[Callable[..., Any], Arguments]
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def routing(dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
+    ids = torch.arange(T * K, dtype=dtype).reshape(T, K) % E
+    return {"topk_idx": ids, "topk_weights": torch.full((T, K), 0.5)}
+
+
+def source_weights(weights: str) -> tuple[Any, Any]:
+    l1, l2 = bf16(E, 2 * I, H), bf16(E, H, I)
+    if weights == "bf16":
+        return l1, l2
+    if weights == "fp8":
+        return tuple(
+            (w.to(torch.float8_e4m3fn), torch.ones(E, w.shape[1] // 128, 1)) for w in (l1, l2)
+        )
+    return deep_moe.quantize_mxfp4(l1), deep_moe.quantize_mxfp4(l2)
+
+
+def laid_out(weights: str, arch: str = "sm_90a") -> dict[str, Any]:
+    l1, l2 = deep_moe.transform_weights_for_mega_moe(
+        *source_weights(weights), arch, weights=weights
+    )
+    return {"l1_weights": l1, "l2_weights": l2}
+
+
+def symm_buffer(weights: str, **more: Any) -> deep_moe.SymmBuffer:
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, *SIZES.values(), weights=weights, device="cpu", **more
+    )
+    buffer.topk_idx.fill_(-1)
+    return buffer
+
+
+def fused_call(function: Callable[..., None], weights: str) -> Call:
+    stats = torch.zeros(E, dtype=torch.int32)
+    given = {"y": bf16(T, H), **laid_out(weights), "sym_buffer": symm_buffer(weights)}
+    options = {"arch": "sm_90a", "num_sms": 2}
+    return function, {**given, "cumulative_local_expert_recv_stats": stats, **options}
+
+
+def call_with_biases() -> Call:
+    biases = deep_moe.transform_biases_for_mega_moe(
+        torch.zeros(E, 2 * I), torch.zeros(E, H), "sm_90a", weights="bf16"
+    )
+    function, given = fused_call(deep_moe.bf16_mega_moe, "bf16")
+    given["sym_buffer"] = symm_buffer("bf16", biases=True)
+    return function, {**given, "l1_bias": biases.l1, "l2_bias": biases.l2}
+
+
+def prepare_inputs() -> Call:
+    optional = {
+        "token_mask": torch.ones(T, dtype=torch.bool),
+        "expert_map": torch.arange(E),
+        "expert_load": torch.zeros(E, dtype=torch.int32),
+    }
+    given = {"x": bf16(T, H), **routing(), "sym_buffer": symm_buffer("bf16")}
+    return deep_moe.prepare_inputs, {**given, **optional, "arch": "sm_90a"}
+
+
+def emulated_ranks_call() -> Call:
+    ranks = deep_moe.EmulatedRanks(1, *SIZES.values(), weights="bf16")
+    for buffer in ranks.buffers:
+        buffer.topk_idx.fill_(-1)
+    weights = laid_out("bf16")
+    given: Arguments = {"ys": [bf16(T, H)], "weights": [tuple(weights.values())]}
+    stats = [torch.zeros(E, dtype=torch.int32)]
+    return ranks.call, {**given, "stats": stats, "arch": "sm_90a", "num_sms": 2}
+
+
+GROUPED = {"weights": "bf16", "arch": "sm_90a", "num_sms": 2}
+
+
+def grouped_rows() -> Arguments:
+    rows = {"x": bf16(E, 8, H), "scales": None, **laid_out("bf16")}
+    counts = {"expert_count": torch.full((E,), 1, dtype=torch.int32)}
+    return {**rows, **counts, "out": bf16(E, 8, H), "expected_rows": 4}
+
+
+def grouped_object() -> Call:
+    experts = deep_moe.GroupedExperts(16, H, I, E, device="cpu", **GROUPED)
+    return experts.__call__, grouped_rows()
+
+
+def grouped_function() -> Call:
+    more: Arguments = {"intermediate_hidden": I, "max_rows": 16, **GROUPED}
+    return deep_moe.grouped_experts, {**grouped_rows(), **more}
+
+
+def low_latency() -> deep_moe.LowLatencyAllToAll:
+    return deep_moe.LowLatencyAllToAll(None, T, H, E, K, format="bf16", num_sms=1, device="cpu")
+
+
+def low_latency_dispatch() -> Call:
+    statistics = {
+        "expert_totals": torch.zeros(E, dtype=torch.int32),
+        "wait_cycles": torch.zeros(1, dtype=torch.int64),
+    }
+    given = {"x": bf16(T, H), "topk_idx": routing()["topk_idx"]}
+    return low_latency().dispatch, {**given, **statistics, "format": None, "receive": True}
+
+
+def low_latency_combine() -> Call:
+    layer = low_latency()
+    rows = layer.dispatch(bf16(T, H), routing()["topk_idx"])
+    given = {"y": torch.ones_like(rows.recv_x), **routing(), "handle": rows.handle}
+    options = {"zero_copy": False, "receive": True, "again": False}
+    wait_cycles = torch.zeros(1, dtype=torch.int64)
+    return layer.combine, {**given, "out": bf16(T, H), **options, "wait_cycles": wait_cycles}
+
+
+def all_to_all() -> deep_moe.AllToAll:
+    options: Arguments = {"num_sms": 2, "expert_alignment": 8, "device": "cpu"}
+    return deep_moe.AllToAll(None, T, H, E, K, 64, **options)
+
+
+def all_to_all_dispatch() -> Call:
+    given = {"x": bf16(T, H), **routing(), "tokens": "bf16"}
+    return all_to_all().dispatch, given
+
+
+def all_to_all_combine() -> Call:
+    layer = all_to_all()
+    _, handle = layer.dispatch(bf16(T, H), routing()["topk_idx"])
+    weights = routing()["topk_weights"]
+    return layer.combine, {
+        "y": bf16(64, H),
+        "handle": handle,
+        "topk_weights": weights,
+        "out": bf16(T, H),
+    }
+
+
+def return_scalars() -> Call:
+    layer = all_to_all()
+    _, handle = layer.dispatch(bf16(T, H), routing()["topk_idx"])
+    return layer.return_scalars, {"values": torch.ones(64), "handle": handle}
+
+
+THROUGHPUT = (T, H, I, E, K)
+
+
+def throughput_moe() -> deep_moe.ThroughputMoE:
+    options: Arguments = {"weights": "bf16", "arch": "sm_90a", "num_sms": 2, "device": "cpu"}
+    return deep_moe.ThroughputMoE(None, *THROUGHPUT, **options)
+
+
+def throughput_call() -> Call:
+    given = {"x": bf16(T, H), **routing(), **laid_out("bf16"), "out": bf16(T, H)}
+    return throughput_moe().__call__, given
+
+
+def throughput_dispatch() -> Call:
+    return throughput_moe().dispatch, {"x": bf16(T, H), "topk_idx": routing()["topk_idx"]}
+
+
+def two_level_call() -> Call:
+    layer = deep_moe.TwoLevelMoE(None, None, *SIZES.values(), weights="bf16", device="cpu")
+    stats = torch.zeros(E, dtype=torch.int32)
+    given = {"x": bf16(T, H), **routing(), **laid_out("bf16"), "out": bf16(T, H)}
+    statistics = {"cumulative_local_expert_recv_stats": stats}
+    return layer.call, {**given, **statistics, "arch": "sm_90a", "num_sms": 2}
+
+
+def moe_call() -> Call:
+    weights = {"w1": bf16(E, H, I), "w3": bf16(E, H, I), "w2": bf16(E, I, H)}
+    biases = {"b1": torch.zeros(E, I), "b3": torch.zeros(E, I), "b2": torch.zeros(E, H)}
+    return deep_moe.moe, {"x": bf16(T, H), **routing(), **weights, **biases}
+
+
+def layer_forward() -> Call:
+    layer = deep_moe.MoELayer(H, I, E)
+    return layer.forward, {"x": bf16(T, H), **routing()}
+
+
+def load_transposed() -> Call:
+    layer = deep_moe.MoELayer(H, I, E)
+    return layer.load_transposed, {"l1": bf16(E, 2 * I, H), "l2": bf16(E, H, I)}
+
+
+def transform_weights(weights: str) -> Call:
+    l1, l2 = source_weights(weights)
+    out = deep_moe.empty_weights_for_mega_moe(E, H, I, arch="sm_90a", weights=weights)
+    given = {"l1_weights": l1, "l2_weights": l2, "arch": "sm_90a"}
+    return deep_moe.transform_weights_for_mega_moe, {**given, "weights": weights, "out": out}
+
+
+def inverse_transform_weights() -> Call:
+    given = {**laid_out("mxfp4"), "arch": "sm_90a", "hidden": H, "intermediate_hidden": I}
+    return deep_moe.inverse_transform_weights, {**given, "weights": "mxfp4"}
+
+
+def transform_biases() -> Call:
+    given = {"l1_bias": torch.zeros(E, 2 * I), "l2_bias": torch.zeros(E, H)}
+    return deep_moe.transform_biases_for_mega_moe, {**given, "arch": "sm_90a", "weights": "bf16"}
+
+
+def inverse_transform_biases() -> Call:
+    function, given = transform_biases()
+    biases = function(**given)
+    return deep_moe.inverse_transform_biases, {
+        "l1_bias": biases.l1,
+        "l2_bias": biases.l2,
+        "hidden": H,
+        "intermediate_hidden": I,
+        "arch": "sm_90a",
+        "weights": "bf16",
+    }
+
+
+def dequantize(quantize: Callable[..., Any], function: Callable[..., Any]) -> Call:
+    values, sf = quantize(torch.ones(E, 8, H))
+    first, *_ = inspect.signature(function).parameters
+    return function, {first: values, "sf": sf, "dtype": torch.float32}
+
+
+def deep_ep_buffer() -> deep_ep.Buffer:
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, H, 1, E)
+    return deep_ep.Buffer(None, 0, size, low_latency_mode=True, num_qps_per_rank=1, device="cpu")
+
+
+def deep_ep_dispatch() -> Call:
+    sizes = {"num_max_dispatch_tokens_per_rank": T, "num_experts": E}
+    given = {"x": bf16(T, H), "topk_idx": routing()["topk_idx"], **sizes, "use_fp8": False}
+    return deep_ep_buffer().low_latency_dispatch, given
+
+
+def deep_ep_combine() -> Call:
+    buffer = deep_ep_buffer()
+    x, _, handle, _, _ = buffer.low_latency_dispatch(
+        bf16(T, H), routing()["topk_idx"], T, E, use_fp8=False
+    )
+    assert isinstance(x, torch.Tensor)
+    given = {"x": torch.ones_like(x), **routing(), "handle": handle, "out": bf16(T, H)}
+    return buffer.low_latency_combine, given
+
+
+def deep_gemm_buffer(**more: Any) -> Call:
+    given = {"group": None, **SIZES, "mma_type": "fp8xfp8", "activation": "swiglu", "device": "cpu"}
+    return deep_gemm.get_symm_buffer_for_mega_moe, {**given, **more}
+
+
+def deep_gemm_call(name: str, mma_type: str, weights: str) -> Call:
+    function, given = deep_gemm_buffer(mma_type=mma_type)
+    buffer = function(**given)
+    buffer.topk_idx.fill_(-1)
+    arguments = {"y": bf16(T, H), **laid_out(weights), "sym_buffer": buffer, "arch": "sm_90a"}
+    return getattr(deep_gemm, name), {**arguments, "activation": "swiglu", "fast_math": True}
+
+
+def deep_gemm_pre_dispatch() -> Call:
+    function, given = deep_gemm_buffer()
+    buffer = function(**given)
+    views = {
+        name: getattr(buffer, name.removeprefix("buf_"))
+        for name in ("buf_x", "buf_x_sf", "buf_topk_idx", "buf_topk_weights")
+    }
+    given = {"x": bf16(T, H), **routing(), **views, "num_tokens": T}
+    return deep_gemm.mega_moe_pre_dispatch, given
+
+
+def deep_gemm_scales() -> Call:
+    given = {"sf": torch.ones(E, 8, H // 32), "mn": 8, "k": H, "recipe": (1, 32), "num_groups": E}
+    return deep_gemm.transform_sf_into_required_layout, given
+
+
+def deep_gemm_weights() -> Call:
+    l1, l2 = source_weights("mxfp4")
+    given = {"l1_weights": l1, "l2_weights": l2, "activation": "swiglu", "mma_type": "fp8xfp4"}
+    return deep_gemm.transform_weights_for_mega_moe, {**given, "arch": "sm_90a"}
+
+
+def constructor(made: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], Call]:
+    """Arguments by the names of the signature."""
+    positional = inspect.signature(made).bind_partial(*arguments).arguments
+    return lambda: (made, {**positional, **options})
+
+
+LAYER_OPTIONS: Arguments = {"num_sms": 2, "timeout_s": 60.0, "checked": True, "schedule_seed": 0}
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "fp8_fp4_mega_moe": lambda: fused_call(deep_moe.fp8_fp4_mega_moe, "mxfp4"),
+    "fp8_mega_moe": lambda: fused_call(deep_moe.fp8_mega_moe, "fp8"),
+    "bf16_mega_moe": lambda: fused_call(deep_moe.bf16_mega_moe, "bf16"),
+    "bf16_fp4_mega_moe": lambda: fused_call(deep_moe.bf16_fp4_mega_moe, "mxfp4_bf16"),
+    "bf16_mega_moe with biases": call_with_biases,
+    "prepare_inputs": prepare_inputs,
+    "EmulatedRanks.call": emulated_ranks_call,
+    "GroupedExperts()": grouped_object,
+    "grouped_experts": grouped_function,
+    "LowLatencyAllToAll.dispatch": low_latency_dispatch,
+    "LowLatencyAllToAll.combine": low_latency_combine,
+    "AllToAll.dispatch": all_to_all_dispatch,
+    "AllToAll.combine": all_to_all_combine,
+    "AllToAll.return_scalars": return_scalars,
+    "ThroughputMoE()": throughput_call,
+    "ThroughputMoE.dispatch": throughput_dispatch,
+    "TwoLevelMoE.call": two_level_call,
+    "moe": moe_call,
+    "MoELayer.forward": layer_forward,
+    "MoELayer.load_transposed": load_transposed,
+    "transform_weights_for_mega_moe, mxfp4": lambda: transform_weights("mxfp4"),
+    "transform_weights_for_mega_moe, fp8": lambda: transform_weights("fp8"),
+    "transform_weights_for_mega_moe, bf16": lambda: transform_weights("bf16"),
+    "transform_weights_for_mega_moe, mxfp4_bf16": lambda: transform_weights("mxfp4_bf16"),
+    "inverse_transform_weights": inverse_transform_weights,
+    "transform_biases_for_mega_moe": transform_biases,
+    "inverse_transform_biases": inverse_transform_biases,
+    "quantize_mxfp4": lambda: (deep_moe.quantize_mxfp4, {"x": bf16(E, 8, H)}),
+    "quantize_mxfp8": lambda: (deep_moe.quantize_mxfp8, {"x": bf16(8, H)}),
+    "dequantize_mxfp4": lambda: dequantize(deep_moe.quantize_mxfp4, deep_moe.dequantize_mxfp4),
+    "dequantize_mxfp8": lambda: dequantize(deep_moe.quantize_mxfp8, deep_moe.dequantize_mxfp8),
+    "deep_ep.Buffer.low_latency_dispatch": deep_ep_dispatch,
+    "deep_ep.Buffer.low_latency_combine": deep_ep_combine,
+    "deep_gemm.fp8_fp4_mega_moe": lambda: deep_gemm_call("fp8_fp4_mega_moe", "fp8xfp4", "mxfp4"),
+    "deep_gemm.fp8_mega_moe": lambda: deep_gemm_call("fp8_mega_moe", "fp8xfp8", "fp8"),
+    "deep_gemm.bf16_mega_moe": lambda: deep_gemm_call("bf16_mega_moe", "bf16xbf16", "bf16"),
+    "deep_gemm.get_symm_buffer_for_mega_moe": deep_gemm_buffer,
+    "deep_gemm.mega_moe_pre_dispatch": deep_gemm_pre_dispatch,
+    "deep_gemm.transform_sf_into_required_layout": deep_gemm_scales,
+    "deep_gemm.transform_weights_for_mega_moe": deep_gemm_weights,
+    "get_symm_buffer_for_mega_moe": constructor(
+        deep_moe.get_symm_buffer_for_mega_moe,
+        None,
+        *SIZES.values(),
+        weights="bf16",
+        num_shared_experts=0,
+        num_pool_tokens=None,
+        biases=False,
+        token_scales="ue8m0_per_32",
+        device="cpu",
+    ),
+    "buffer_size": constructor(deep_moe.buffer_size, 1, *SIZES.values(), weights="bf16"),
+    "EmulatedRanks": constructor(deep_moe.EmulatedRanks, 1, *SIZES.values(), weights="bf16"),
+    "empty_weights_for_mega_moe": constructor(
+        deep_moe.empty_weights_for_mega_moe, E, H, I, arch="sm_90a", device="cpu", weights="bf16"
+    ),
+    "GroupedExperts": constructor(
+        deep_moe.GroupedExperts,
+        *(16, H, I, E),
+        **GROUPED,
+        biases=False,
+        format=None,
+        activation="swiglu",
+        activation_clamp=None,
+        fast_math=True,
+        num_pool_tokens=None,
+        device="cpu",
+        overrides=None,
+        timeout_s=60.0,
+        checked=True,
+        schedule_seed=0,
+    ),
+    "grouped_experts_workspace_size": constructor(
+        deep_moe.grouped_experts_workspace_size, 16, H, I, E, weights="bf16", num_pool_tokens=None
+    ),
+    "LowLatencyAllToAll": constructor(
+        deep_moe.LowLatencyAllToAll,
+        *(None, T, H, E, K),
+        format="bf16",
+        any_format=False,
+        zero_copy=False,
+        scales_by_column=False,
+        placement="ranks",
+        device="cpu",
+        arch="sm_90a",
+        enable_profiling=False,
+        **LAYER_OPTIONS,
+    ),
+    "AllToAll": constructor(
+        deep_moe.AllToAll,
+        *(None, T, H, E, K, 64),
+        expert_alignment=8,
+        tokens="bf16",
+        device="cpu",
+        arch="sm_90a",
+        **LAYER_OPTIONS,
+        enable_profiling=False,
+    ),
+    "ThroughputMoE": constructor(
+        deep_moe.ThroughputMoE,
+        *(None, *THROUGHPUT),
+        max_recv_rows=None,
+        weights="bf16",
+        biases=False,
+        format=None,
+        activation="swiglu",
+        activation_clamp=None,
+        fast_math=True,
+        num_pool_tokens=None,
+        overrides=None,
+        device="cpu",
+        arch="sm_90a",
+        **LAYER_OPTIONS,
+        enable_profiling=False,
+    ),
+    "TwoLevelMoE": constructor(
+        deep_moe.TwoLevelMoE,
+        *(None, None, *SIZES.values()),
+        weights="bf16",
+        num_shared_experts=0,
+        num_pool_tokens=None,
+        biases=False,
+        num_max_foreign_tokens=None,
+        num_chunks=1,
+        exact_sizes=False,
+        num_transport_sms=2,
+        timeout_s=60.0,
+        device="cpu",
+    ),
+    "EmulatedAllToAll": constructor(
+        deep_moe.EmulatedAllToAll, 1, T, H, E, K, format="bf16", num_sms=1
+    ),
+    "EmulatedThroughputAllToAll": constructor(
+        deep_moe.EmulatedThroughputAllToAll, 1, T, H, E, K, 64, expert_alignment=8, num_sms=1
+    ),
+    "MoELayer": constructor(
+        deep_moe.MoELayer,
+        *(H, I, E),
+        group=None,
+        fuse_w1_w3=False,
+        biases=False,
+        precision="bf16",
+        recompute=False,
+        activation="swiglu",
+        activation_clamp=None,
+        max_recv_slots=None,
+        keep_received=False,
+        arch=None,
+        device=None,
+        dtype=torch.bfloat16,
+    ),
+    "deep_ep.Buffer": constructor(
+        deep_ep.Buffer,
+        None,
+        num_nvl_bytes=0,
+        num_rdma_bytes=1 << 20,
+        low_latency_mode=True,
+        num_qps_per_rank=1,
+        device="cpu",
+        timeout_s=60.0,
+    ),
+}
+
+
+def tensors_of(arguments: Arguments) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Every tensor with the way to it: a name, then places in tuples and lists."""
+
+    def within(way: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield way, value
+        elif type(value) in (tuple, list) or hasattr(value, "_fields"):
+            for place, item in enumerate(value):
+                yield from within((*way, place), item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                yield from within((*way, key), item)
+
+    for name, value in arguments.items():
+        yield from within((name,), value)

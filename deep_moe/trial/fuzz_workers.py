@@ -43,11 +43,16 @@ def outcomes(
         )
     )
     if num_workers == 1:
-        for batch in batches:
-            for case in batch:
+        # More threads only wait for each other, so small are the products.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for case in itertools.chain.from_iterable(batches):
                 if _is_over(ends_at):
                     return
                 yield _outcome(case)
+        finally:
+            torch.set_num_threads(num_threads)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, torch.set_num_threads, (1,)) as pool:

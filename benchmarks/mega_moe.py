@@ -264,7 +264,7 @@ def model_results(
             of_path["cosine_distance"] = distances[name]
             result[name] = of_path | {"times_slower": of_path["us"] / result["us"]}
         if arguments.trace is not None:
-            path = trace_path(arguments.trace, result["model"].replace(", ", "-"), num_tokens)
+            path = trace_path(arguments.trace, result["model"], num_tokens)
             result["trace"] = traced(fused, arguments, path)
         yield result
     fused.close()
@@ -368,11 +368,13 @@ def summary(
 
 
 def trace_path(path: Path, model: str, num_tokens: int) -> Path:
-    """
-    >>> trace_path(Path("out/layer.json.gz"), "deepseek-v4-pro", 8).as_posix()
-    'out/layer-deepseek-v4-pro-8.json.gz'
+    """model: as `model_name` has it.
+
+    >>> trace_path(Path("out/layer.json.gz"), "deepseek-v4-pro, pool tokens 24576", 8).as_posix()
+    'out/layer-deepseek-v4-pro-pool-tokens-24576-8.json.gz'
     """
     name, dot, endings = path.name.partition(".")
+    model = model.replace(",", "").replace(" ", "-")
     return path.with_name(f"{name}-{model}-{num_tokens}{dot}{endings}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
@@ -11,7 +13,6 @@ from .segments import Layout, align_up, ceil_div
 from .shape import MoEShape
 from .smem_layout import NUM_COMBINE_SLOTS, num_combine_bytes
 
-IMBALANCE_FACTOR = 2  # a wave should offer this many Linear1 blocks per SM
 MIN_STAGES = 2
 MAX_STAGES = 32
 MAX_REGISTERS_PER_CTA = 64512
@@ -21,10 +22,19 @@ MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of
 MIN_PART_M_BLOCKS = 2
 MAX_PART_M_BLOCKS = 64
 MAX_PARTS = 32  # of all shared experts: one register more of each lane that follows the list
-# How far Linear1 is ahead of Linear2 in a ring (experts/chunk_walk.cuh), beside the m-blocks whose
-# Linear1 the grid has at once: by a half of them, so that Linear2 does not wait for its last ones,
-# and by so many more.
-NUM_SPARE_M_BLOCKS = 3
+# How far Linear1 is ahead of Linear2 (experts/block_walk.cuh): beside a turn by half as many
+# m-blocks again as the grid has Linear1 of at once, and by so many, so that Linear2 need not wait.
+NUM_SPARE_M_BLOCKS = 6
+# Rows of a tile from which on turns are as short as can be. With 48, 96 and 128 tokens per expert,
+# in tiles of 64, 112 and 152 rows, that takes 0.5 to 0.8 % less time on one GPU than long turns,
+# with 6 0.5 % more (H100, 2026-11-26: benchmarks/LOG.md); with 96 of flash on four ranks, Linear2
+# by itself would fill the links (heuristics/links.py).
+ROWS_OF_SHORT_TURNS = 64
+# Blocks of as many m-blocks that have the same weights stand together. One by one, with Linear2 in
+# between, they came too far apart for L2 where an expert has 20 MB and more: pro at 4096 tokens
+# took 3.8 % longer (H100, 2026-11-26, benchmarks/LOG.md).
+NUM_UNIT_M_BLOCKS = 8
+MAX_TURN_M_BLOCKS = 2**16
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool | str]
@@ -46,33 +56,26 @@ class FieldChoices:
         return self.fields[name]
 
 
-def choose_num_experts_per_wave(
+def choose_num_experts_per_turn(
     expected: Fraction,
     *,
     num_experts_per_rank: int,
-    block_m: int,
     num_l1_n_blocks: int,
     num_sms: int,
-    blocks_per_sm: int = IMBALANCE_FACTOR,
-    num_more: int = 0,
-    m_block_counts: Sequence[int] = (),
+    blocks_per_sm: int,
 ) -> int:
-    """Experts whose Linear1 blocks together offer so many blocks per SM, and `num_more` experts
-    beside them, as a divisor of the local experts. m_block_counts: the numbers of m-blocks of an
-    expert that waves are made for, ascending from 1, each up to the next; by default all.
+    """Experts of one m-block each, whose Linear1 blocks together offer so many blocks per SM, as a
+    divisor of the local experts.
 
-    5 experts of 2 x 32 blocks would do for 148 SMs; 8 is the next divisor of 32:
+    10 experts of 32 blocks would do for 148 SMs; 16 is the next divisor of 32:
 
-    >>> choose_num_experts_per_wave(Fraction(256), num_experts_per_rank=32, block_m=128,
-    ...                             num_l1_n_blocks=32, num_sms=148)
-    8
+    >>> choose_num_experts_per_turn(Fraction(16), num_experts_per_rank=32, num_l1_n_blocks=32,
+    ...                             num_sms=148, blocks_per_sm=2)
+    16
     """
     if expected < 1:
         return num_experts_per_rank
-    num_m_blocks = ceil_div(ceil(expected), block_m)
-    num_m_blocks = max((n for n in m_block_counts if n <= num_m_blocks), default=num_m_blocks)
-    blocks_per_expert = num_m_blocks * num_l1_n_blocks
-    wanted = ceil_div(blocks_per_sm * num_sms, blocks_per_expert) + num_more
+    wanted = ceil_div(blocks_per_sm * num_sms, num_l1_n_blocks)
     return next(
         divisor
         for divisor in range(min(wanted, num_experts_per_rank), num_experts_per_rank + 1)
@@ -101,15 +104,6 @@ def load_key(shape: MoEShape, num_tokens: int) -> Hashable:
         return num_tokens
     expected = shape.expected_tokens_per_expert(num_tokens)
     return floor(expected), ceil(expected), rounded_mean(expected)
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """In ascending order.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def neighbours(values: Sequence[int], chosen: int, reach: int) -> tuple[int, ...]:
@@ -218,61 +212,6 @@ def choose_blocks(
     choose("num_l2_mask_words", ceil_div(num_l1_n_blocks, 64), "one bit per Linear1 n-block")
 
 
-def choose_waves(
-    shape: MoEShape,
-    expected: Fraction,
-    choices: FieldChoices,
-    *,
-    blocks_per_sm: int = IMBALANCE_FACTOR,
-    num_more: int = 0,
-    alternating: bool = False,
-    m_block_counts: Sequence[int] = (),
-) -> None:
-    """Experts per wave and per turn of Linear1 and Linear2 (experts/expert_walk.cuh);
-    needs num_sms, block_m and num_l1_n_blocks. alternating: turns of one expert. m_block_counts: as
-    in `choose_num_experts_per_wave`."""
-    fields = choices.fields
-    if expected < 1:
-        reason = "less than one token per expert expected: all local experts in one wave"
-    else:
-        reason = (
-            f"fewest experts with {blocks_per_sm} * {fields['num_sms']} Linear1 blocks, "
-            f"{f'and {num_more} more, ' if num_more else ''}"
-            f"raised to a divisor of {shape.num_experts_per_rank}"
-        )
-    num_experts_per_wave = choices.choose(
-        "num_experts_per_wave",
-        choose_num_experts_per_wave(
-            expected,
-            num_experts_per_rank=shape.num_experts_per_rank,
-            block_m=fields["block_m"],
-            num_l1_n_blocks=fields["num_l1_n_blocks"],
-            num_sms=fields["num_sms"],
-            blocks_per_sm=blocks_per_sm,
-            num_more=num_more,
-            m_block_counts=m_block_counts,
-        ),
-        reason,
-    )
-    if num_experts_per_wave < 1 or shape.num_experts_per_rank % num_experts_per_wave:
-        raise ValueError(
-            "num_experts_per_wave must divide num_experts_per_rank "
-            f"({shape.num_experts_per_rank}); got {num_experts_per_wave}"
-        )
-    num_experts_per_turn = choices.choose(
-        "num_experts_per_turn",
-        1 if alternating else num_experts_per_wave,
-        "Linear2, which may fill the links, alternates with Linear1"
-        if alternating
-        else "a wave's Linear1, then its Linear2",
-    )
-    if not 1 <= num_experts_per_turn <= num_experts_per_wave:
-        raise ValueError(
-            f"num_experts_per_turn must be 1 to num_experts_per_wave ({num_experts_per_wave}); "
-            f"got {num_experts_per_turn}"
-        )
-
-
 def choose_shared_parts(shape: MoEShape, choices: FieldChoices) -> None:
     """How shared experts stand among the routed ones (experts/expert_order.cuh)."""
     num_shared, num_routed = shape.num_shared_experts, shape.num_experts_per_rank
@@ -315,7 +254,7 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
     piece.
     """
     fields = choices.fields
-    step, max_steps = fields["block_m_step"], fields["block_m"] // fields["block_m_step"]
+    step = fields["block_m_step"]
     num_places = choices.choose(
         "num_ring_blocks",
         min(
@@ -331,36 +270,125 @@ def choose_ring(shape: MoEShape, choices: FieldChoices, *, sf_columns_per_block:
         num_places < num_max_blocks,
         f"a call may have {num_max_blocks} pool blocks",
     )
-    num_m_blocks = num_places // max_steps  # that certainly fit at once
+
+
+def ring_m_blocks(fields: Mapping[str, int]) -> int | None:
+    """M-blocks that certainly fit into the ring at once; None where every row has its own. Needs
+    the fields of `choose_ring`."""
+    if not fields["pool_wraps"]:
+        return None
+    return fields["num_ring_blocks"] // (fields["block_m"] // fields["block_m_step"])
+
+
+def choose_turns(
+    shape: MoEShape,
+    expected: Fraction,
+    choices: FieldChoices,
+    *,
+    blocks_per_sm: int,
+    is_dealt_out: bool,
+) -> None:
+    """In which order the list of blocks has Linear1 and Linear2 (experts/block_walk.cuh); needs the
+    tile, the cluster and the ring. blocks_per_sm: of each layer in a turn, where experts have few
+    tokens. is_dealt_out: whether clusters take every (number of clusters)-th pair of the list."""
+    fields = choices.fields
     num_clusters = fields["num_sms"] // fields["cluster_size"]
-    num_pairs = ceil_div(fields["num_l1_n_blocks"], fields["cluster_size"])
-    fill = ceil_div(num_clusters, num_pairs)
-    # Clusters that take m-blocks in pairs lose one at each end of a chunk.
-    least = 1 if fields["num_cluster_m_blocks"] == 1 else min(fill - fill % 2, num_m_blocks // 3)
-    chunk = choices.choose(
-        "num_ring_chunk_m_blocks",
-        max(1, least - least % fields["num_cluster_m_blocks"]),
-        "as few m-blocks as lose nothing, so that rows leave for other ranks at a steady rate",
+    l1_pairs, l2_pairs = (
+        ceil_div(fields[name], fields["cluster_size"])
+        for name in ("num_l1_n_blocks", "num_l2_n_blocks")
     )
-    _check_at_least_one("num_ring_chunk_m_blocks", chunk)
-    wanted = ceil_div(3 * fill // 2 + NUM_SPARE_M_BLOCKS, chunk)
-    lead = choices.choose(
-        "num_ring_lead_chunks",
-        max(1, min(wanted, num_m_blocks // chunk - 1)),
-        "chunks that Linear1 is ahead of Linear2: what the grid has at once and more, with one "
-        "chunk left to pull tokens into",
+    fitting = ring_m_blocks(fields)
+    unit = _choose_unit(choices, fitting)
+    # Of a unit, the last m-block's Linear1 begins so many m-blocks earlier than by itself, and the
+    # first one's Linear2 ends so many later.
+    num_late = unit - 1
+    # Some places are left to pull tokens into.
+    most_lead = (
+        MAX_INDEX if fitting is None else max(1 + num_late, (fitting - 2 * num_late) * 3 // 4)
     )
-    _check_at_least_one("num_ring_lead_chunks", lead)
-    if chunk * lead > num_m_blocks:
+    if fields["block_m"] >= ROWS_OF_SHORT_TURNS:
+        wanted = even_turn(num_clusters, l1_pairs + l2_pairs) if is_dealt_out else 1
+        reason = "so many tokens that rows should leave for other ranks at a steady rate"
+    else:
+        wanted = choose_num_experts_per_turn(
+            expected,
+            num_experts_per_rank=shape.num_experts_per_rank,
+            num_l1_n_blocks=fields["num_l1_n_blocks"],
+            num_sms=fields["num_sms"],
+            blocks_per_sm=blocks_per_sm,
+        )
+        reason = (
+            "less than one token per expert expected: all local experts"
+            if expected < 1
+            else f"an m-block of as few experts as have {blocks_per_sm} * {fields['num_sms']} "
+            f"Linear1 blocks, raised to a divisor of {shape.num_experts_per_rank}"
+        )
+    turn = choices.choose(
+        "num_turn_m_blocks", max(1, min(wanted, most_lead // 2)), reason + _of_ring(fitting)
+    )
+    if not 1 <= turn <= MAX_TURN_M_BLOCKS:
+        raise ValueError(f"num_turn_m_blocks must be 1 to {MAX_TURN_M_BLOCKS}; got {turn}")
+    num_pairs = shape.most_pool_tokens // fields["min_block_m"] * (l1_pairs + l2_pairs)
+    if num_pairs > MAX_INDEX:
         raise ValueError(
-            f"num_ring_chunk_m_blocks x num_ring_lead_chunks must be at most the {num_m_blocks} "
-            f"m-blocks that the pool certainly holds; got {chunk} x {lead}"
+            f"index limit: blocks of a call must be at most {MAX_INDEX}; got {num_pairs}"
+        )
+    num_ahead = 3 * ceil_div(num_clusters, l1_pairs) // 2 + NUM_SPARE_M_BLOCKS
+    lead = choices.choose(
+        "num_lead_m_blocks",
+        max(turn + num_late, min(turn + num_ahead, most_lead)),
+        f"a turn, and {num_ahead} more: half as many again as the grid has Linear1 of at once, and "
+        f"{NUM_SPARE_M_BLOCKS}" + _of_ring(fitting),
+    )
+    if lead < turn + num_late:
+        raise ValueError(
+            f"num_lead_m_blocks must be at least {turn + num_late} with num_turn_m_blocks {turn} "
+            f"and num_unit_m_blocks {unit}; got {lead}"
+        )
+    if fitting is not None and lead > fitting - 2 * num_late:
+        raise ValueError(
+            f"num_lead_m_blocks must be at most {fitting - 2 * num_late} with num_unit_m_blocks "
+            f"{unit}, of the {fitting} m-blocks that the pool certainly holds; got {lead}"
         )
 
 
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1; got {value}")
+def _choose_unit(choices: FieldChoices, fitting: int | None) -> int:
+    """M-blocks of an expert whose blocks with the same weights stand together. fitting: as
+    `ring_m_blocks` has it."""
+    least = choices.fields["num_cluster_m_blocks"]  # that a cluster has together
+    if fitting is not None and fitting < 4:
+        least = 1
+    most = NUM_UNIT_M_BLOCKS if fitting is None else min(NUM_UNIT_M_BLOCKS, fitting // 8)
+    unit = choices.choose(
+        "num_unit_m_blocks",
+        max(least, most - most % least),
+        f"at most {NUM_UNIT_M_BLOCKS} m-blocks of an expert, whose weights L2 then has"
+        + _of_ring(fitting),
+    )
+    if not 1 <= unit <= MAX_TURN_M_BLOCKS or unit % least:
+        rule = f"1 to {MAX_TURN_M_BLOCKS}{', and even in clusters of two' if least > 1 else ''}"
+        raise ValueError(f"num_unit_m_blocks must be {rule}; got {unit}")
+    return unit
+
+
+def even_turn(num_clusters: int, pairs_per_m_block: int) -> int:
+    """The shortest turn, in m-blocks, that gives each cluster about as many pairs of one layer as
+    of the other, if clusters take every num_clusters-th: these come by at least eight places of a
+    turn.
+
+    >>> even_turn(74, 52), even_turn(80, 20), even_turn(74, 74)
+    (1, 9, 8)
+    """
+    return next(
+        turn
+        for turn in itertools.count(1)
+        if math.gcd(num_clusters, turn * pairs_per_m_block) * 8 <= turn * pairs_per_m_block
+        or turn == num_clusters
+    )
+
+
+def _of_ring(fitting: int | None) -> str:
+    return "" if fitting is None else f"; the ring holds {fitting} m-blocks"
 
 
 def choose_stages(

@@ -74,8 +74,9 @@ class MegaMoEConfig:
     num_tmem_stages: int
     num_tmem_columns: int
     # schedule
-    num_experts_per_wave: int
-    num_experts_per_turn: int
+    num_turn_m_blocks: int
+    num_lead_m_blocks: int
+    num_unit_m_blocks: int
     num_experts_per_part: int
     num_part_m_blocks: int
     # numerics
@@ -89,8 +90,6 @@ class MegaMoEConfig:
     num_padded_sf_pool_tokens: int
     num_l2_mask_words: int
     num_ring_blocks: int
-    num_ring_chunk_m_blocks: int
-    num_ring_lead_chunks: int
     pool_wraps: bool
     # derived
     num_l1_n_blocks: int
@@ -236,8 +235,8 @@ def choose_config(
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
-    >>> config.num_stages, config.num_experts_per_wave, config.num_epilogue_warps
-    (7, 8, 8)
+    >>> config.num_stages, config.num_turn_m_blocks, config.num_lead_m_blocks
+    (7, 1, 14)
     """
     target = EMULATED if arch is None else target_of(arch)
     if not isinstance(shape, MoEShape):

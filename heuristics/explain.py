@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .config import Decision, MegaMoEConfig
+from .links import LinkLoad, link_loads
 from .segments import Layout, ceil_div
 from .tuning import TunedEntry, TunedLayerKey
 
@@ -44,16 +45,16 @@ class RegisterRow:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's work if routing is uniform: blocks per wave of routed experts, m-blocks of shared
-    ones, how many rounds the grid makes over all blocks, and which part of it the last round
-    occupies."""
+    """One rank's work if routing is uniform: m-blocks of routed experts and of shared ones, the
+    blocks of each layer in a turn, how many rounds the grid makes over all blocks, and which part
+    of it the last round occupies."""
 
     num_tokens: int
     expected_tokens_per_expert: float
     num_m_blocks_per_expert: int
-    num_waves: int
-    num_l1_blocks_per_wave: int
-    num_l2_blocks_per_wave: int
+    num_routed_m_blocks: int
+    num_l1_blocks_per_turn: int
+    num_l2_blocks_per_turn: int
     num_shared_m_blocks: int
     num_blocks: int
     num_rounds: int
@@ -103,6 +104,7 @@ class Explanation:
     symm_buffer_map: tuple[MapRow, ...]
     symm_buffer_bytes: int
     schedule: Schedule
+    links: tuple[LinkLoad, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; an infinite clamp becomes None."""
@@ -140,6 +142,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         symm_buffer_map=_map_rows(symm),
         symm_buffer_bytes=symm.num_bytes,
         schedule=_schedule(config, decision.num_tokens),
+        links=link_loads(config.shape, decision.num_tokens, config.arch),
     )
 
 
@@ -191,10 +194,7 @@ def _register_rows(config: MegaMoEConfig) -> tuple[RegisterRow, ...]:
 def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
     expected = config.shape.expected_tokens_per_expert(num_tokens)
     num_m_blocks = ceil_div(math.ceil(expected), config.block_m)
-    num_m_blocks_per_wave = config.num_experts_per_wave * num_m_blocks
-    num_waves = config.num_experts_per_rank // config.num_experts_per_wave
-    num_l1_blocks = num_m_blocks_per_wave * config.num_l1_n_blocks
-    num_l2_blocks = num_m_blocks_per_wave * config.num_l2_n_blocks
+    num_routed_m_blocks = config.num_experts_per_rank * num_m_blocks
     # Clusters take neighbouring n-blocks together, or one of two m-blocks; with an odd number of
     # n-blocks the last group is not full.
     num_groups_per_m_block = ceil_div(config.num_l1_n_blocks, config.cluster_size) + ceil_div(
@@ -203,18 +203,19 @@ def _schedule(config: MegaMoEConfig, num_tokens: int) -> Schedule:
     num_clusters = config.num_sms // config.cluster_size
     # Parts of a shared expert are full m-blocks but for its last one.
     num_shared_m_blocks = config.num_shared_experts * ceil_div(num_tokens, config.block_m)
-    num_groups = (num_waves * num_m_blocks_per_wave + num_shared_m_blocks) * num_groups_per_m_block
-    num_shared_blocks = num_shared_m_blocks * (config.num_l1_n_blocks + config.num_l2_n_blocks)
+    num_all_m_blocks = num_routed_m_blocks + num_shared_m_blocks
+    num_groups = num_all_m_blocks * num_groups_per_m_block
+    num_m_blocks_per_turn = min(config.num_turn_m_blocks, num_all_m_blocks)
     in_last_round = num_groups % num_clusters or min(num_groups, num_clusters)
     return Schedule(
         num_tokens=num_tokens,
         expected_tokens_per_expert=float(expected),
         num_m_blocks_per_expert=num_m_blocks,
-        num_waves=num_waves,
-        num_l1_blocks_per_wave=num_l1_blocks,
-        num_l2_blocks_per_wave=num_l2_blocks,
+        num_routed_m_blocks=num_routed_m_blocks,
+        num_l1_blocks_per_turn=num_m_blocks_per_turn * config.num_l1_n_blocks,
+        num_l2_blocks_per_turn=num_m_blocks_per_turn * config.num_l2_n_blocks,
         num_shared_m_blocks=num_shared_m_blocks,
-        num_blocks=num_waves * (num_l1_blocks + num_l2_blocks) + num_shared_blocks,
+        num_blocks=num_all_m_blocks * (config.num_l1_n_blocks + config.num_l2_n_blocks),
         num_rounds=ceil_div(num_groups, num_clusters),
         last_round_occupancy=in_last_round / num_clusters,
     )

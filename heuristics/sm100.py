@@ -19,8 +19,7 @@ from .choices import (
     choose_ring,
     choose_shared_parts,
     choose_stages,
-    choose_waves,
-    divisors,
+    choose_turns,
     neighbours,
 )
 from .segments import Layout, align_up
@@ -36,6 +35,7 @@ NUM_DISPATCH_WARPS = 4
 NUM_TENSOR_WARPS = 4  # activation loader, weight loader, MMA, idle
 NUM_TMEM_STAGES = 2
 MANY_LOCAL_EXPERTS = 64
+BLOCKS_PER_SM_IN_TURN = 2  # of each layer, where experts have few tokens
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,17 @@ OVERRIDABLE = (
     "store_block_m",
     "num_epilogue_warps",
     "num_stages",
-    "num_experts_per_wave",
-    "num_experts_per_turn",
+    "num_turn_m_blocks",
+    "num_lead_m_blocks",
+    "num_unit_m_blocks",
     "num_experts_per_part",
     "num_part_m_blocks",
     "num_dispatch_registers",
     "num_loader_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
-    "num_ring_chunk_m_blocks",
-    "num_ring_lead_chunks",
 )
-TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
+TUNABLE = ("block_m", "num_stages")
 USUAL_REGISTERS = (48, 40, 208)  # per thread of each of ROLES
 ROLES = ("dispatch", "loaders and MMA", "epilogue")
 
@@ -195,9 +194,9 @@ def choose_fields(
         "up to a power of two",
     )
 
-    choose_waves(shape, expected, choices)
     choose_shared_parts(shape, choices)
     choose_ring(shape, choices, sf_columns_per_block=align_up(block_m, BLOCK_N))
+    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=True)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose_combine_chunks(shape, smem_layout, choices)
     return choices.fields, choices.reasons
@@ -248,15 +247,12 @@ def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[in
     """Other values of each tunable field that are worth measuring beside the `chosen` ones.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 64)
-    >>> candidates(shape, {"block_m": 16, "num_experts_per_wave": 16, "num_stages": 9})["block_m"]
+    >>> candidates(shape, {"block_m": 16, "num_stages": 9})["block_m"]
     (32, 64)
     """
     num_stages = chosen["num_stages"]
     return {
         "block_m": neighbours([tile.block_m for tile in TILES], chosen["block_m"], 2),
-        "num_experts_per_wave": neighbours(
-            divisors(shape.num_experts_per_rank), chosen["num_experts_per_wave"], 2
-        ),
         # More do not fit. Fewer leave combine larger chunks and less to fill at first.
         "num_stages": neighbours(range(MIN_STAGES, num_stages + 1), num_stages, 2),
     }

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, token_format
 
@@ -22,8 +21,7 @@ from .choices import (
     choose_ring,
     choose_shared_parts,
     choose_stages,
-    choose_waves,
-    divisors,
+    choose_turns,
     neighbours,
     rounded_mean,
 )
@@ -88,16 +86,9 @@ SINGLE_PRODUCTS_COST = 1.03
 # Of experts' means, where the last call's counts differed by more than chance makes them.
 UNEVEN_VARIATION = 0.5
 MAX_COUNTS = 200  # of tokens of an expert, over which a tile's cost is averaged
-# Where experts have several m-blocks, Linear2, whose output may fill the links, alternates with
-# Linear1, and waves are just so long that Linear1 of an expert is done when its Linear2 begins.
-# Else they are long, and go one after the other: with one m-block per expert the links are not
-# full, and uneven experts may be too small to fill the time (H200, 2026-11-22: benchmarks/LOG.md).
-SHORT_WAVES: Mapping[str, Any] = {"blocks_per_sm": 1, "num_more": 2, "alternating": True}
-LONG_WAVES: Mapping[str, Any] = {"blocks_per_sm": 6}
-# The length of a wave is compiled in, and makes little difference: half or twice of it cost 0 to
-# 0.5 % (H200, 2026-11-21, flash 4096 and 8192, and nothing that could be told apart on pro). So
-# there are three lengths, for experts of one m-block, of two and of five and more.
-WAVE_M_BLOCK_COUNTS = (1, 2, 5)
+# Where experts have few tokens, the layers go one after the other in long turns: the links are not
+# full, and weights are read one layer at a time (H200, 2026-11-22: benchmarks/LOG.md).
+BLOCKS_PER_SM_IN_TURN = 6
 # Of a token in combine, with the smallest tiles (H200, 2026-11-22: 7 and 8 are no better, fewer are
 # 1 to 3 % slower with one token).
 COMBINE_CHUNKS_OF_FEW_TOKENS = 4
@@ -237,18 +228,17 @@ OVERRIDABLE = (
     "block_m",
     "block_m_step",
     "num_stages",
-    "num_experts_per_wave",
-    "num_experts_per_turn",
+    "num_turn_m_blocks",
+    "num_lead_m_blocks",
+    "num_unit_m_blocks",
     "num_experts_per_part",
     "num_part_m_blocks",
     "num_dispatch_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
-    "num_ring_chunk_m_blocks",
-    "num_ring_lead_chunks",
     "cluster_size",
 )
-TUNABLE = ("block_m", "num_experts_per_wave", "num_stages")
+TUNABLE = ("block_m", "num_stages")
 ROLES = ("dispatch", "loaders", "math and epilogue")
 
 
@@ -653,9 +643,8 @@ def choose_fields(
     choose("num_tmem_stages", 0, "SM90 has no tensor memory")
     choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
-    waves = SHORT_WAVES if expected > block_m and not is_uneven else LONG_WAVES
-    choose_waves(shape, expected, choices, **waves, m_block_counts=WAVE_M_BLOCK_COUNTS)
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
+    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=False)
     choose_stages(shape, smem_capacity, smem_layout, choices)
     choose(
         "num_block_slots",
@@ -704,17 +693,13 @@ def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[in
     """Other values of each tunable field that are worth measuring beside the `chosen` ones.
 
     >>> shape = MoEShape(4, 256, 6, 4096, 2048, 64)
-    >>> sizes = candidates(shape, {"block_m": 8, "num_experts_per_wave": 32, "num_stages": 12})
-    >>> sizes["num_experts_per_wave"], sizes["num_stages"]
-    ((64, 16, 8), (11, 10))
+    >>> candidates(shape, {"block_m": 8, "num_stages": 12})["num_stages"]
+    (11, 10)
     """
     num_stages = chosen["num_stages"]
     block_ms = sorted({rows for rows, _ in WEIGHTS[shape.weights].tiles})
     return {
         "block_m": neighbours(block_ms, chosen["block_m"], 3),
-        "num_experts_per_wave": neighbours(
-            divisors(shape.num_experts_per_rank), chosen["num_experts_per_wave"], 2
-        ),
         # More do not fit. Fewer leave combine larger chunks and less to fill at first.
         "num_stages": neighbours(range(MIN_STAGES, num_stages + 1), num_stages, 2),
     }

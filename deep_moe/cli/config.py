@@ -38,10 +38,13 @@ from .options import (
 from .output import format_bytes, new_table, print_json, stdout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
     from deep_moe.heuristics import Explanation
     from deep_moe.heuristics.explain import MapRow, TuningReport
+    from deep_moe.heuristics.links import LinkLoad
 
 
 def config(
@@ -111,6 +114,22 @@ def config(
     console.print(f"tuning: {_tuning_outcome(explanation.tuning)}")
 
 
+def _links_table(loads: Sequence[LinkLoad]) -> Table:
+    table = new_table(
+        "links of one rank, each direction, uniform routing",
+        "what",
+        "bytes",
+        "us for them",
+        "of what links carry",
+        right=("bytes", "us for them", "of what links carry"),
+    )
+    for load in loads:
+        table.add_row(
+            load.phase, format_bytes(load.num_bytes), f"{load.us:.1f}", f"{load.share:.0%}"
+        )
+    return table
+
+
 def _tables(explanation: Explanation) -> list[Table]:
     schedule = explanation.schedule
     fields = new_table(
@@ -154,6 +173,8 @@ def _tables(explanation: Explanation) -> list[Table]:
         buffer += f" ({format_bytes(explanation.symm_buffer_bytes)})"
     title = f"symmetric buffer: {buffer} per rank"
     tables += [registers, _map_table(title, explanation.symm_buffer_map, "bytes"), work]
+    if explanation.links:
+        tables.append(_links_table(explanation.links))
     if explanation.tuning.rows:
         tables.append(_tuning_table(explanation.tuning))
     return tables

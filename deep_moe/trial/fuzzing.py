@@ -65,6 +65,8 @@ EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
 NUMS_SHARED = (0, 1, 3)
 BESIDE = " with "  # between a format of weights and the tokens' scales
 SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
+# Of the list of blocks.
+_TURNS: dict[str, dict[str, int]] = {"as chosen": {}, "of one m-block": {"num_turn_m_blocks": 1}}
 
 
 @lru_cache
@@ -82,8 +84,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "shape": _SHAPES,
         "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
-        "wave": ("one expert", "all experts"),
-        "turn": ("one expert", "a wave"),
+        "turns": tuple(_TURNS),
         "biases": ("none", "both layers"),
         "activation": (*EXACT_ACTIVATIONS, Situ()),
         "y": ("written", "added to"),
@@ -294,13 +295,9 @@ class FuzzCase:
     @property
     def overrides(self) -> dict[str, int]:
         """Of the config of the experts' kernel."""
-        num_local = self.shape.num_experts_per_rank
-        wave = 1 if self.values["wave"] == "one expert" else num_local
-        turn = 1 if self.values["turn"] == "one expert" else wave
         overrides = {
             **self.target_weights.fuzz_tiles[self.values["tile"]],
-            "num_experts_per_wave": wave,
-            "num_experts_per_turn": turn,
+            **_TURNS[self.values["turns"]],
         }
         if self.values.get("chunks") == "of several sizes":
             # Hidden sizes are multiples of 128; chunks of 8 values.

@@ -30,10 +30,10 @@ def fields(*options: str) -> dict:
     return {field["name"]: field["value"] for field in explained(*options)["fields"]}
 
 
-def test_worked_case_of_the_stages_and_the_wave():
+def test_worked_case_of_the_stages_and_the_turns():
     chosen = fields(*WORKED_CASE, "--override", "block_m=128")
     assert chosen["num_stages"] == 7
-    assert chosen["num_experts_per_wave"] == 8
+    assert (chosen["num_turn_m_blocks"], chosen["num_lead_m_blocks"]) == (1, 14)
     assert chosen["num_sms"] == 148
 
 
@@ -137,6 +137,14 @@ def test_an_impossible_override_fails_and_names_the_limit():
     result = run_config(*WORKED_CASE, "--override", "num_stages=30")
     assert result.exit_code != 0
     assert "232448" in str(result.exception)
+
+
+def test_the_links_of_several_ranks_are_told():
+    printed = run_config("--model", "deepseek-v4-flash", "--ranks", "4", "--tokens", "8192").stdout
+    assert "results, by themselves" in printed
+    assert (
+        "links of one rank" not in run_config("--model", "deepseek-v4-flash", "--ranks", "1").stdout
+    )
 
 
 def test_other_architectures_have_their_own_defaults():

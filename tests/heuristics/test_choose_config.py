@@ -66,27 +66,32 @@ class TestTile:
         assert (config.store_block_m, config.num_epilogue_warps) == (16, 8)
 
 
-class TestWaves:
-    def test_the_worked_case_rises_from_5_to_8(self):
+class TestTurns:
+    def test_short_where_experts_have_many_tokens(self):
         config = choose_config(V3, 1024, overrides={"block_m": 128})
-        assert config.num_experts_per_wave == 8
+        # Of 16 pairs per m-block, 74 clusters have Linear1 of five at once.
+        assert (config.num_turn_m_blocks, config.num_lead_m_blocks) == (1, 14)
 
-    def test_less_than_one_token_per_expert_is_one_wave(self):
-        assert choose_config(V3, 3).num_experts_per_wave == 32
-        assert choose_config(V3, 0).num_experts_per_wave == 32
+    def test_clusters_that_would_have_one_layer_only_have_longer_ones(self):
+        # 44 pairs per m-block, 88 clusters.
+        assert choose_config(V3, 1024, num_sms=176).num_turn_m_blocks == 9
+
+    def test_less_than_one_token_per_expert_is_one_turn(self):
+        assert choose_config(V3, 3).num_turn_m_blocks == 32
+        assert choose_config(V3, 0).num_turn_m_blocks == 32
 
     def test_exactly_one_token_per_expert_is_not(self):
         # 1 block of 16 rows * 32 n-blocks per expert, 296 wanted: 10, and 16 divides 32
-        assert choose_config(V3, 4).num_experts_per_wave == 16
+        config = choose_config(V3, 4)
+        assert (config.num_turn_m_blocks, config.num_lead_m_blocks) == (16, 29)
 
     def test_never_more_than_the_local_experts(self):
         shape = shape_with(num_experts=16, intermediate_hidden=128)
-        assert choose_config(shape, 64).num_experts_per_wave == 2
+        assert choose_config(shape, 4).num_turn_m_blocks == 2
 
-    def test_a_prime_number_of_experts_is_one_wave_or_single_experts(self):
+    def test_a_prime_number_of_experts_is_one_turn(self):
         shape = shape_with(num_experts=8 * 7)
-        assert choose_config(shape, 64).num_experts_per_wave == 7
-        assert choose_config(shape, 4096).num_experts_per_wave == 1
+        assert choose_config(shape, 8).num_turn_m_blocks == 7
 
 
 class TestRegisters:
@@ -198,9 +203,12 @@ class TestRefusals:
             ({"num_stages": 1}, "num_stages must be 2 to 32; got 1"),
             ({"num_stages": 33}, "num_stages must be 2 to 32; got 33"),
             ({"num_stages": 12}, "shared memory limit: num_stages 12 .* at most 232448"),
-            ({"num_experts_per_wave": 5}, r"must divide num_experts_per_rank \(32\); got 5"),
-            ({"num_experts_per_wave": 0}, r"must divide num_experts_per_rank \(32\); got 0"),
-            ({"num_experts_per_wave": 64}, r"must divide num_experts_per_rank \(32\); got 64"),
+            ({"num_turn_m_blocks": 0}, "num_turn_m_blocks must be 1 to 65536; got 0"),
+            ({"num_turn_m_blocks": 65537}, "num_turn_m_blocks must be 1 to 65536; got 65537"),
+            (
+                {"num_turn_m_blocks": 4, "num_lead_m_blocks": 3},
+                "num_lead_m_blocks must be at least 11 with num_turn_m_blocks 4 and .* 8; got 3",
+            ),
             ({"num_sms": 147}, "num_sms must be even and at least 2 .*; got 147"),
             ({"num_sms": 0}, "num_sms must be even and at least 2 .*; got 0"),
             ({"num_epilogue_registers": 216}, "register limit: .* need 66560 .* at most 64512"),
@@ -284,7 +292,7 @@ def test_overrides_are_rendered_as_given():
     overrides = {
         "num_sms": 20,
         "num_stages": 3,
-        "num_experts_per_wave": 32,
+        "num_turn_m_blocks": 32,
         "num_combine_chunks": 8,
         "num_epilogue_registers": 200,
     }

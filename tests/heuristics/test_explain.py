@@ -41,10 +41,10 @@ def test_schedule_of_the_worked_case():
     schedule = config.explain().schedule
     assert schedule.expected_tokens_per_expert == 256
     assert schedule.num_m_blocks_per_expert == 2
-    assert schedule.num_waves == 4
-    assert schedule.num_l1_blocks_per_wave == 8 * 2 * 32
-    assert schedule.num_l2_blocks_per_wave == 8 * 2 * 56
-    assert schedule.num_blocks == 4 * (512 + 896)
+    assert schedule.num_routed_m_blocks == 32 * 2
+    assert schedule.num_l1_blocks_per_turn == 32
+    assert schedule.num_l2_blocks_per_turn == 56
+    assert schedule.num_blocks == 64 * (32 + 56)
     assert schedule.num_rounds == 39  # 5632 blocks on 148 CTAs
     assert schedule.last_round_occupancy == pytest.approx((5632 % 148) / 148)
 
@@ -52,7 +52,7 @@ def test_schedule_of_the_worked_case():
 def test_an_odd_number_of_blocks_leaves_the_last_pair_half_empty():
     config = choose_config(MoEShape(1, 2, 1, 384, 128, 4), 4, num_sms=4)
     schedule = config.explain().schedule
-    assert (schedule.num_l1_blocks_per_wave, schedule.num_l2_blocks_per_wave) == (4, 6)
+    assert (schedule.num_l1_blocks_per_turn, schedule.num_l2_blocks_per_turn) == (4, 6)
     assert schedule.num_rounds == 3  # 2 experts * (1 + 2) pairs on 2 clusters
     assert schedule.last_round_occupancy == 1.0
 

@@ -33,7 +33,7 @@ OVERRIDES = st.fixed_dictionaries(
         "store_block_m": st.sampled_from([8, 16, 32, 64]),
         "num_epilogue_warps": st.sampled_from([4, 8, 12]),
         "num_stages": st.integers(1, 14),
-        "num_experts_per_wave": st.sampled_from([1, 2, 8, 32]),
+        "num_turn_m_blocks": st.sampled_from([1, 2, 8, 32]),
         "num_sms": st.integers(1, 160),
         "num_epilogue_registers": st.sampled_from([96, 160, 208, 240]),
         "num_combine_chunks": st.sampled_from([1, 2, 3, 4, 7, 100]),
@@ -84,7 +84,7 @@ def check_within_limits(config):
     assert max(config.block_m // config.cluster_size, padded_block_m, config.store_block_m) <= 256
     assert config.block_m % (8 * config.cluster_size) == 0
 
-    assert config.num_experts_per_rank % config.num_experts_per_wave == 0
+    assert 1 <= config.num_turn_m_blocks <= config.num_lead_m_blocks
     chunk = -(-config.hidden // config.num_combine_chunks)
     chunk = -(-chunk // 8) * 8
     assert (config.num_combine_chunks - 1) * chunk < config.hidden  # none is empty

@@ -1,4 +1,4 @@
-"""The ring of the pool: when rows are used again, and chunks that always fit."""
+"""The ring of the pool: when rows are used again, and m-blocks ahead that always fit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_pool_without_bound_never_wraps(arch: str, tile: dict[str, int]) -> No
 
 @pytest.mark.parametrize(("arch", "tile"), TILES)
 @pytest.mark.parametrize("num_pool_tokens", [384, 768, 1152, 3840, 24_576])
-def test_places_lie_in_the_pool_and_chunks_in_the_ring(
+def test_places_lie_in_the_pool_and_what_linear1_is_ahead_in_the_ring(
     arch: str, tile: dict[str, int], num_pool_tokens: int
 ) -> None:
     shape = MoEShape(8, 64, 8, 256, 1024, 8192, num_pool_tokens)
@@ -82,12 +82,11 @@ def test_places_lie_in_the_pool_and_chunks_in_the_ring(
         assert config.num_ring_blocks * padded <= columns
         num_m_blocks = config.num_ring_blocks // (config.block_m // step)
         assert num_m_blocks >= 1
-        chunk, lead = config.num_ring_chunk_m_blocks, config.num_ring_lead_chunks
-        assert chunk >= 1
-        assert lead >= 1
-        assert chunk * lead <= num_m_blocks
+        assert 1 <= config.num_turn_m_blocks <= config.num_lead_m_blocks <= num_m_blocks
         if num_m_blocks >= 2:
-            assert chunk * (lead + 1) <= num_m_blocks  # tokens are pulled while others are used
+            assert (
+                config.num_lead_m_blocks < num_m_blocks
+            )  # tokens are pulled while others are used
 
 
 def test_every_field_of_a_ring_has_a_reason() -> None:
@@ -102,15 +101,25 @@ def test_every_field_of_a_ring_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_ring_chunk_m_blocks": 0}, "num_ring_chunk_m_blocks must be at least 1; got 0"),
-        ({"num_ring_lead_chunks": 0}, "num_ring_lead_chunks must be at least 1; got 0"),
+        ({"num_turn_m_blocks": 0}, "num_turn_m_blocks must be 1 to 65536; got 0"),
         (
-            {"num_ring_chunk_m_blocks": 50, "num_ring_lead_chunks": 4},
-            "must be at most the 139 m-blocks that the pool certainly holds; got 50 x 4",
+            {"num_lead_m_blocks": 0},
+            "num_lead_m_blocks must be at least 8 with num_turn_m_blocks 1 and num_unit_m_blocks "
+            "8; got 0",
+        ),
+        (
+            {"num_lead_m_blocks": 126},
+            "num_lead_m_blocks must be at most 125 with num_unit_m_blocks 8, of the 139 m-blocks "
+            "that the pool certainly holds; got 126",
+        ),
+        ({"num_unit_m_blocks": 0}, "num_unit_m_blocks must be 1 to 65536; got 0"),
+        (
+            {"cluster_size": 2, "num_unit_m_blocks": 3},
+            "num_unit_m_blocks must be 1 to 65536, and even in clusters of two; got 3",
         ),
     ],
 )
-def test_chunks_that_do_not_fit_are_refused(overrides: dict[str, int], message: str) -> None:
+def test_turns_that_do_not_fit_are_refused(overrides: dict[str, int], message: str) -> None:
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=8192)
     with pytest.raises(ValueError, match=message):
         choose_config(

@@ -85,9 +85,8 @@ def test_the_schedule_has_their_blocks(arch: str) -> None:
     config = choose_config(shape, 1000, arch=arch, overrides={"block_m": 128})
     schedule = config.explain().schedule
     assert schedule.num_shared_m_blocks == 2 * 8
-    of_routed = schedule.num_l1_blocks_per_wave + schedule.num_l2_blocks_per_wave
     n_blocks = config.num_l1_n_blocks + config.num_l2_n_blocks
-    assert schedule.num_blocks == schedule.num_waves * of_routed + 16 * n_blocks
+    assert schedule.num_blocks == (schedule.num_routed_m_blocks + 16) * n_blocks
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -135,19 +135,20 @@ def test_fitted_tiles_are_for_experts_of_about_one_of_them():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "is_uneven", "wave", "turn"),
+    ("num_tokens", "is_uneven", "turn", "lead"),
     [
-        (0, False, 96, 96),
-        (512, False, 48, 48),  # 6 * 132 blocks; an expert has 24 per m-block
-        (2048, False, 48, 48),  # one m-block of 152 rows still
-        (4096, False, 6, 1),  # two m-blocks: 132 blocks, which 3 experts have, and 2 more
-        (4096, True, 24, 24),
-        (8192, False, 6, 1),  # as with two
+        (0, False, 96, 111),
+        (512, False, 48, 63),  # 6 * 132 blocks; an expert has 24 per m-block
+        (768, False, 1, 16),  # tiles of 64 rows
+        (2048, False, 1, 16),
+        (4096, False, 1, 16),  # of six m-blocks the grid has Linear1 at once
+        (4096, True, 1, 16),
+        (8192, False, 1, 16),
     ],
 )
-def test_linear2_alternates_where_experts_have_several_blocks(num_tokens, is_uneven, wave, turn):
+def test_turns_are_short_where_experts_have_many_tokens(num_tokens, is_uneven, turn, lead):
     config = sm90_config(num_tokens, is_uneven=is_uneven)
-    assert (config.num_experts_per_wave, config.num_experts_per_turn) == (wave, turn)
+    assert (config.num_turn_m_blocks, config.num_lead_m_blocks) == (turn, lead)
 
 
 def test_fixed_values():
@@ -264,11 +265,10 @@ def test_loaders_share_the_budget_of_their_warpgroup():
             {"block_m": 128, "block_m_step": 32, "num_epilogue_registers": 184},
             "num_epilogue_registers must be at least 192 with block_m_step 32; got 184",
         ),
-        ({"num_experts_per_wave": 5}, r"must divide num_experts_per_rank \(96\); got 5"),
-        ({"num_experts_per_turn": 0}, "num_experts_per_turn must be 1 to num_experts_per_wave"),
+        ({"num_turn_m_blocks": 0}, "num_turn_m_blocks must be 1 to 65536; got 0"),
         (
-            {"num_experts_per_wave": 4, "num_experts_per_turn": 5},
-            r"num_experts_per_turn must be 1 to num_experts_per_wave \(4\); got 5",
+            {"num_turn_m_blocks": 4, "num_lead_m_blocks": 3},
+            "num_lead_m_blocks must be at least 11 with num_turn_m_blocks 4 and .* 8; got 3",
         ),
         ({"num_combine_chunks": 1}, "shared memory limit: num_combine_chunks 1 needs 344064"),
         ({"store_block_m": 8}, "overrides must name one of num_sms, block_m, .*'store_block_m'"),

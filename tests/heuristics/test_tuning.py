@@ -545,7 +545,7 @@ def test_candidates_are_other_values_of_tunable_fields(arch: str, num_tokens: in
             changed = choose_config(SHAPE, num_tokens, arch=arch, overrides={name: value})
             assert changed.tunable[name] == value
             num_accepted += 1
-    assert num_accepted >= 5
+    assert num_accepted >= 3
 
 
 def test_shipped_tables_hold_measurements_of_the_present_formula():

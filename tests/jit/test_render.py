@@ -194,7 +194,7 @@ def test_a_compile_error_shows_the_config(tmp_path: Path, monkeypatch, for_emula
     monkeypatch.setattr(
         "deep_moe.jit.render_kernel", lambda config: render_kernel(config) + "\nbroken"
     )
-    with pytest.raises(CompileError, match="'num_experts_per_wave': "):
+    with pytest.raises(CompileError, match="'num_turn_m_blocks': "):
         jit.build(small_config(), cache=jit.KernelCache(tmp_path), for_emulator=for_emulator)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.test_block_walk import experts_in_order
+from tests.kernels.test_block_walk import pairs_in_order
 
 MAX_BLOCKS = 512
 NUM_SMS = 5
@@ -30,7 +30,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     ExpertCounts<Config> counts;
     if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
-    sm90::BlockClaims<Config> claims(local, blockIdx.x);
+    sm90::BlockClaims<Config> claims(local);
     uint32_t num_blocks = 0;
     for (Block block; walk.find(block); ++num_blocks) {
         claims.claim();
@@ -41,7 +41,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
         if (blockIdx.x == SLOW_CTA) {
             for (uint32_t i = 0; i < 1000; ++i) ptx::globaltimer();
         }
-        walk.advance(claims.take());
+        walk.go_to(claims.take());
     }
     if (threadIdx.x == 0) words[0] = num_blocks;
 }
@@ -51,10 +51,8 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
 def full_list(config: Any, counts: list[int]) -> list[int]:
     """Every block in the order of the list."""
     return [
-        ((phase * 256 + expert) * 256 + m_block) * 256 + n_block
-        for phase, expert in experts_in_order(config)
-        for m_block in range(-(-counts[expert] // config.block_m))
-        for n_block in range((config.num_l1_n_blocks, config.num_l2_n_blocks)[phase])
+        ((phase * 256 + block.expert) * 256 + block.m_block) * 256 + n_block
+        for phase, ((block, n_block),) in pairs_in_order(config, counts)
     ]
 
 
@@ -67,7 +65,7 @@ def test_every_block_is_taken_once_in_order_by_a_cta_that_is_free(
         200,
         arch="sm_90a",
         num_sms=NUM_SMS,
-        overrides={"block_m": 8, "num_experts_per_wave": 2, "num_experts_per_turn": 1},
+        overrides={"block_m": 8, "num_turn_m_blocks": 1, "num_lead_m_blocks": 13},
     )
     ranks = make_ranks(config, output_bytes=4 * NUM_SMS * (1 + MAX_BLOCKS))
     ranks.seed = seed

@@ -58,40 +58,6 @@ class Block:
     shares_weights: int = 0
 
 
-def experts_in_order(config: MegaMoEConfig) -> list[tuple[int, int]]:
-    """Phase (0: Linear1) and expert: Linear1 of a wave, then by turns Linear2 of some experts and
-    Linear1 of those that enter the wave in their place, as long as there are any."""
-    num_experts, wave = config.num_experts_per_rank, config.num_experts_per_wave
-    order = [(0, expert) for expert in range(wave)]
-    for first in range(0, num_experts, config.num_experts_per_turn):
-        turn = range(first, min(first + config.num_experts_per_turn, num_experts))
-        order += [(1, expert) for expert in turn]
-        order += [(0, expert + wave) for expert in turn if expert + wave < num_experts]
-    return order
-
-
-def blocks_of_cta(config: MegaMoEConfig, counts: list[int], cta: int) -> list[Block]:
-    """Every second n-block of each cluster's share of the full list."""
-    block_m = config.block_m
-    num_m_blocks = [-(-count // block_m) for count in counts]
-    first_pool_block = np.cumsum([0, *num_m_blocks]).tolist()
-    pairs = [
-        Block(
-            phase,
-            expert,
-            m_block,
-            2 * pair,
-            first_pool_block[expert] + m_block,
-            min(block_m, counts[expert] - m_block * block_m),
-        )
-        for phase, expert in experts_in_order(config)
-        for m_block in range(num_m_blocks[expert])
-        for pair in range(-(-(config.num_l1_n_blocks, config.num_l2_n_blocks)[phase] // 2))
-    ]
-    mine = pairs[cta // 2 :: config.num_sms // 2]
-    return [Block(**{**vars(block), "n_block": block.n_block + cta % 2}) for block in mine]
-
-
 def publish(ranks: Any, counts: list[int]) -> None:
     """The counts as all CTAs of all ranks would have left them."""
     config = ranks.config
@@ -102,53 +68,6 @@ def publish(ranks: Any, counts: list[int]) -> None:
 def walked_blocks(ranks: Any, cta: int) -> list[Block]:
     words = ranks.output(0, np.uint32, ranks.config.num_sms, 1 + 7 * MAX_BLOCKS)[cta]
     return [Block(*fields) for fields in words[1 : 1 + 7 * words[0]].reshape(-1, 7).tolist()]
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "hidden", "intermediate", "block_m", "wave", "turn", "num_sms"),
-    [
-        pytest.param(4, 256, 128, 16, 2, 2, 4, id="two waves"),
-        pytest.param(4, 256, 128, 16, 2, 1, 4, id="turns of half a wave"),
-        pytest.param(4, 384, 128, 16, 4, 1, 2, id="odd number of n-blocks"),
-        pytest.param(33, 128, 128, 32, 11, 11, 6, id="33 experts on 32 lanes"),
-        pytest.param(33, 128, 128, 32, 11, 4, 6, id="turns that do not divide the wave"),
-        pytest.param(130, 128, 128, 16, 130, 130, 10, id="130 experts, one wave"),
-        pytest.param(130, 128, 128, 16, 1, 1, 10, id="130 experts, a wave each"),
-    ],
-)
-def test_every_cta_walks_its_share_of_the_list(
-    make_config: Any,
-    make_ranks: Any,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    block_m: int,
-    wave: int,
-    turn: int,
-    num_sms: int,
-) -> None:
-    generator = np.random.default_rng(num_experts)
-    counts = generator.integers(0, 3 * block_m, num_experts) * generator.integers(0, 2, num_experts)
-    counts[-1] = block_m + 1
-    config = make_config(
-        64,
-        num_sms=num_sms,
-        num_experts=num_experts,
-        hidden=hidden,
-        intermediate_hidden=intermediate,
-        overrides={
-            "block_m": block_m,
-            "num_experts_per_wave": wave,
-            "num_experts_per_turn": turn,
-        },
-    )
-    ranks = make_ranks(config, output_bytes=4 * num_sms * (1 + 7 * MAX_BLOCKS))
-    publish(ranks, counts.tolist())
-
-    ranks.run(KERNEL)
-
-    for cta in range(num_sms):
-        assert walked_blocks(ranks, cta) == blocks_of_cta(config, counts.tolist(), cta)
 
 
 @dataclass(frozen=True)
@@ -182,37 +101,143 @@ def m_blocks_in_order(config: MegaMoEConfig, counts: list[int]) -> list[MBlock]:
 Pair = tuple[int, tuple[tuple[MBlock, int], ...]]
 
 
-def pairs_of_run(config: MegaMoEConfig, phase: int, m_blocks: list[MBlock]) -> list[Pair]:
-    """Of neighbouring m-blocks, all that a cluster may have together."""
+def pairs_of_phase(config: MegaMoEConfig, phase: int, m_blocks: list[MBlock]) -> list[Pair]:
+    """By expert, by unit, by n-block. A cluster has two m-blocks together, where the pool has room
+    for four at least."""
     cluster_size = config.cluster_size
+    room = config.num_ring_blocks * config.block_m_step // config.block_m
+    takes_two = config.num_cluster_m_blocks == 2 and (room >= 4 or not config.pool_wraps)
     num_n_blocks = (config.num_l1_n_blocks, config.num_l2_n_blocks)[phase]
     num_pairs = -(-num_n_blocks // cluster_size)
     pairs: list[Pair] = []
     for _, of_expert in itertools.groupby(m_blocks, key=lambda m_block: m_block.expert):
         rest = list(of_expert)
         while rest:
-            if config.num_cluster_m_blocks == 2 and len(rest) >= 2:
-                two, rest = rest[:2], rest[2:]
-                pairs += [(phase, ((two[0], n), (two[1], n))) for n in range(2 * num_pairs)]
-            else:
-                one, *rest = rest
-                pairs += [
-                    (phase, tuple((one, cluster_size * i + rank) for rank in range(cluster_size)))
-                    for i in range(num_pairs)
-                ]
+            unit, rest = rest[: config.num_unit_m_blocks], rest[config.num_unit_m_blocks :]
+            twos = list(zip(unit[::2], unit[1::2], strict=False)) if takes_two else []
+            alone = unit[2 * len(twos) :]
+            pairs += [
+                (phase, tuple((m_block, n) for m_block in two))
+                for n in range(2 * num_pairs)
+                for two in twos
+            ]
+            pairs += [
+                (phase, tuple((one, cluster_size * i + rank) for rank in range(cluster_size)))
+                for i in range(num_pairs)
+                for one in alone
+            ]
     return pairs
 
 
-def pairs_by_chunks(config: MegaMoEConfig, m_blocks: list[MBlock]) -> list[Pair]:
-    """Linear1 of the first chunks, then by turns Linear2 of a chunk and Linear1 of one further
-    on."""
-    size, lead = config.num_ring_chunk_m_blocks, config.num_ring_lead_chunks
-    chunks = [m_blocks[i : i + size] for i in range(0, len(m_blocks), size)]
-    order = [(0, chunk) for chunk in chunks[:lead]]
-    for idx, chunk in enumerate(chunks):
-        order += [(1, chunk)]
-        order += [(0, chunk) for chunk in chunks[idx + lead : idx + lead + 1]]
-    return [pair for phase, chunk in order for pair in pairs_of_run(config, phase, chunk)]
+def pairs_in_order(config: MegaMoEConfig, counts: list[int]) -> list[Pair]:
+    """The list: Linear1 of the first m-blocks, then by turns Linear2 and Linear1 of some, each
+    going on where it was left, in pairs."""
+    m_blocks = m_blocks_in_order(config, counts)
+    left = [pairs_of_phase(config, phase, m_blocks) for phase in (0, 1)]
+    per_m_block = [
+        -(-num_n_blocks // config.cluster_size)
+        for num_n_blocks in (config.num_l1_n_blocks, config.num_l2_n_blocks)
+    ]
+    order: list[Pair] = []
+
+    def take(phase: int, num_m_blocks: int) -> None:
+        end = num_m_blocks * per_m_block[phase]
+        order.extend(left[phase][:end])
+        left[phase] = left[phase][end:]
+
+    take(0, config.num_lead_m_blocks)
+    while left[1]:
+        take(1, config.num_turn_m_blocks)
+        take(0, config.num_turn_m_blocks)
+    return order
+
+
+def blocks_of_cta(config: MegaMoEConfig, pairs: list[Pair], cta: int) -> list[Block]:
+    cluster, cta_rank = divmod(cta, config.cluster_size)
+    return [
+        Block(
+            phase,
+            *(blocks[cta_rank][0].expert, blocks[cta_rank][0].m_block, blocks[cta_rank][1]),
+            *(blocks[cta_rank][0].pool_block, blocks[cta_rank][0].num_valid_rows),
+            len({m_block for m_block, _ in blocks}) > 1,
+        )
+        for phase, blocks in pairs[cluster :: config.num_sms // config.cluster_size]
+    ]
+
+
+def check_order(config: MegaMoEConfig, pairs: list[Pair]) -> None:
+    """Whatever a block waits for stands in front of it: Linear2 behind all of its m-block's
+    Linear1, and Linear1 behind all Linear2 of whatever has had one of its rows before."""
+    begun: dict[tuple[int, MBlock], int] = {}  # the place of the first in the list
+    done: dict[tuple[int, MBlock], int] = {}  # and of the last
+    last_use: dict[int, int] = {}  # the latter of Linear2, by pool block
+    for place, (phase, blocks) in enumerate(pairs):
+        for m_block, _ in blocks:
+            begun.setdefault((phase, m_block), place)
+            done[phase, m_block] = place
+            if phase == 1:
+                for i in range(m_block.num_pool_blocks):
+                    last_use[m_block.pool_block + i] = place
+    for (phase, m_block), place in begun.items():
+        if phase == 1:
+            assert done[0, m_block] < place
+        elif config.pool_wraps:
+            end = m_block.pool_block + m_block.num_pool_blocks - config.num_ring_blocks
+            assert all(last_use[pool_block] < place for pool_block in range(end))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "intermediate", "block_m", "turns", "num_sms"),
+    [
+        pytest.param(4, 256, 128, 16, (2, 2, 1), 4, id="one behind the other"),
+        pytest.param(4, 256, 128, 16, (2, 3, 2), 4, id="units of two"),
+        pytest.param(4, 384, 128, 16, (1, 4, 1), 2, id="odd number of n-blocks"),
+        pytest.param(4, 384, 128, 16, (1, 4, 3), 2, id="odd number of n-blocks, units of three"),
+        pytest.param(33, 128, 128, 32, (11, 14, 2), 6, id="33 experts on 32 lanes"),
+        pytest.param(33, 128, 128, 32, (4, 11, 8), 6, id="a last turn that is not full"),
+        pytest.param(130, 128, 128, 16, (130, 500, 2), 10, id="130 experts, one turn"),
+        pytest.param(130, 128, 128, 16, (1, 1, 1), 10, id="130 experts, one by one"),
+    ],
+)
+def test_every_cta_walks_its_share_of_the_list(
+    make_config: Any,
+    make_ranks: Any,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    block_m: int,
+    turns: tuple[int, int, int],
+    num_sms: int,
+) -> None:
+    generator = np.random.default_rng(num_experts)
+    counts = generator.integers(0, 3 * block_m, num_experts) * generator.integers(0, 2, num_experts)
+    counts[-1] = block_m + 1
+    config = make_config(
+        64,
+        num_sms=num_sms,
+        num_experts=num_experts,
+        hidden=hidden,
+        intermediate_hidden=intermediate,
+        overrides={
+            "block_m": block_m,
+            "num_turn_m_blocks": turns[0],
+            "num_lead_m_blocks": turns[1],
+            "num_unit_m_blocks": turns[2],
+        },
+    )
+    check_walk(config, make_ranks, counts.tolist())
+
+
+def check_walk(config: MegaMoEConfig, make_ranks: Any, counts: list[int]) -> None:
+    ranks = make_ranks(config, output_bytes=4 * config.num_sms * (1 + 7 * MAX_BLOCKS))
+    publish(ranks, counts)
+
+    ranks.run(KERNEL)
+
+    pairs = pairs_in_order(config, counts)
+    check_order(config, pairs)
+    for cta in range(config.num_sms):
+        assert walked_blocks(ranks, cta) == blocks_of_cta(config, pairs, cta)
 
 
 RING_COUNTS = {
@@ -221,6 +246,9 @@ RING_COUNTS = {
     "small": [17] * 12,
     "as many as fit": [30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 20],
 }
+
+
+SHORT_LEAD = {"num_turn_m_blocks": 1, "num_lead_m_blocks": 2}
 
 
 @pytest.mark.parametrize("counts", RING_COUNTS.values(), ids=RING_COUNTS)
@@ -234,19 +262,27 @@ RING_COUNTS = {
         ("sm_90a", {"block_m": 128, "block_m_step": 32}, 384),
         ("sm_90a", {"block_m": 64, "block_m_step": 8}, 768),
         ("sm_90a", {"block_m": 24, "cluster_size": 2}, 384),
-        ("sm_90a", {"block_m": 16, "cluster_size": 2, "num_ring_chunk_m_blocks": 3}, 384),
+        ("sm_90a", {"block_m": 8}, 384),
+        ("sm_90a", {"block_m": 16, "num_unit_m_blocks": 5}, 384),
+        ("sm_90a", {"block_m": 8, "cluster_size": 2}, 384),
+        ("sm_90a", {"block_m": 64, "block_m_step": 8, "num_unit_m_blocks": 3}, 768),
+        ("sm_90a", {"block_m": 16, "cluster_size": 2, **SHORT_LEAD}, 384),
+        ("sm_90a", {"block_m": 16, "cluster_size": 2, "num_turn_m_blocks": 5}, 384),
+        # Of four m-blocks, the fewest of which a cluster takes two together, and of two.
+        ("sm_90a", {"block_m": 96, "cluster_size": 2}, 384),
         ("sm_90a", {"block_m": 128, "block_m_step": 32, "cluster_size": 2}, 384),
+        # With room for all of them.
+        ("sm_90a", {"block_m": 24, "cluster_size": 2, "num_turn_m_blocks": 4}, None),
     ],
 )
-def test_a_ring_is_walked_by_chunks(
+def test_rows_are_used_again_behind_who_had_them(
     make_config: Any,
     make_ranks: Any,
     arch: str,
     tile: dict[str, int],
-    num_pool_tokens: int,
+    num_pool_tokens: int | None,
     counts: list[int],
 ) -> None:
-    """And Linear2 of whatever has had a row stands in front of Linear1 of who has it next."""
     config = make_config(
         1111,
         arch=arch,
@@ -255,51 +291,10 @@ def test_a_ring_is_walked_by_chunks(
         hidden=384,
         intermediate_hidden=128,
         num_pool_tokens=num_pool_tokens,
-        overrides={**tile, "num_experts_per_wave": 12, "num_experts_per_turn": 12},
+        overrides=tile,
     )
-    assert config.pool_wraps
-    ranks = make_ranks(config, output_bytes=4 * config.num_sms * (1 + 7 * MAX_BLOCKS))
-    publish(ranks, counts)
-
-    ranks.run(KERNEL)
-
-    m_blocks = m_blocks_in_order(config, counts)
-    num_places = config.num_ring_blocks
-    if sum(m_block.num_pool_blocks for m_block in m_blocks) <= num_places:
-        pairs = [pair for phase in (0, 1) for pair in pairs_of_run(config, phase, m_blocks)]
-    else:
-        pairs = pairs_by_chunks(config, m_blocks)
-    for cta in range(config.num_sms):
-        cluster, cta_rank = divmod(cta, config.cluster_size)
-        mine = [
-            (phase, *blocks[cta_rank], len({m_block for m_block, _ in blocks}) > 1)
-            for phase, blocks in pairs[cluster :: config.num_sms // config.cluster_size]
-        ]
-        assert walked_blocks(ranks, cta) == [
-            Block(
-                phase,
-                m_block.expert,
-                m_block.m_block,
-                n_block,
-                m_block.pool_block,
-                m_block.num_valid_rows,
-                shares_weights,
-            )
-            for phase, m_block, n_block, shares_weights in mine
-        ]
-
-    done = {}  # the place of its last Linear2 block in the list, by pool block
-    begun = {}  # of the first Linear1 block, by m-block
-    for place, (phase, blocks) in enumerate(pairs):
-        for m_block, _ in blocks:
-            if phase == 0:
-                begun.setdefault(m_block, place)
-            else:
-                for i in range(m_block.num_pool_blocks):
-                    done[m_block.pool_block + i] = place
-    for m_block, place in begun.items():
-        end = m_block.pool_block + m_block.num_pool_blocks - num_places
-        assert all(done[pool_block] < place for pool_block in range(end))
+    assert config.pool_wraps == (num_pool_tokens is not None)
+    check_walk(config, make_ranks, counts)
 
 
 def test_no_tokens_give_no_blocks(make_config: Any, make_ranks: Any) -> None:

@@ -90,7 +90,7 @@ PARTS = [
 def test_parts_between_experts(
     arch: str, tile: dict[str, int], num_pool_tokens: int | None, num_experts_per_part: int
 ) -> None:
-    """Several parts of several m-blocks, the last ones empty or not full, in waves and turns that
+    """Several parts of several m-blocks, the last ones empty or not full, in turns that
     do not end where parts do; two calls, the second with other counts."""
     case = make_case(
         arch,
@@ -102,7 +102,7 @@ def test_parts_between_experts(
         **tile,
         "num_experts_per_part": num_experts_per_part,
         "num_part_m_blocks": 1,
-        "num_experts_per_wave": 1,
+        "num_turn_m_blocks": 1,
         "num_stages": 4,
     }
     for counts in ((200, 137), (0, 150)):

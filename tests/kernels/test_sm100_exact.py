@@ -82,12 +82,17 @@ def test_more_than_64_linear1_blocks(intermediate: int) -> None:
         case.check_control_words()
 
 
-@pytest.mark.parametrize("num_experts_per_wave", [1, 2, 4])
-def test_waves(num_experts_per_wave: int) -> None:
+@pytest.mark.parametrize(("turn", "lead", "unit"), [(1, 1, 1), (1, 2, 2), (4, 40, 3)])
+def test_turns(turn: int, lead: int, unit: int) -> None:
     shape = one_rank(40)
     tokens = exact_tokens(shape, 40, seed=1)
     (result,) = LayerCase(shape, exact_layer(shape)).compare_call(
-        [tokens], overrides={"num_experts_per_wave": num_experts_per_wave}
+        [tokens],
+        overrides={
+            "num_turn_m_blocks": turn,
+            "num_lead_m_blocks": lead,
+            "num_unit_m_blocks": unit,
+        },
     )
     assert result.is_exact, result
 

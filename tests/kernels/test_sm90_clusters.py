@@ -68,8 +68,8 @@ def test_even_and_odd_numbers_of_blocks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("turn", [1, 2])
-def test_uneven_experts_in_waves(schedule: Schedule, turn: int) -> None:
+@pytest.mark.parametrize("turn", [1, 3])
+def test_uneven_experts_by_turns(schedule: Schedule, turn: int) -> None:
     """One expert has most tokens, and one none."""
     num_tokens = (61, 90)
     case = case_of("fp8", num_tokens)
@@ -80,8 +80,9 @@ def test_uneven_experts_in_waves(schedule: Schedule, turn: int) -> None:
     overrides = {
         **CLUSTERS,
         "block_m": 24,
-        "num_experts_per_wave": 2,
-        "num_experts_per_turn": turn,
+        "num_turn_m_blocks": turn,
+        "num_lead_m_blocks": turn + 1,
+        "num_unit_m_blocks": 2,
     }
     results = case.compare_call(tokens, num_sms=6, overrides=overrides, schedule=schedule)
     assert all(result.is_exact for result in results), results
@@ -89,13 +90,13 @@ def test_uneven_experts_in_waves(schedule: Schedule, turn: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_small_ring(schedule: Schedule) -> None:
-    """Chunks of three m-blocks, of which a cluster has two together, and one by itself. Rows are
-    used again while CTAs still have blocks of them whose results nobody waits for."""
+    """Turns of three m-blocks, which end between two that a cluster has together. Rows are used
+    again while CTAs still have blocks of them whose results nobody waits for."""
     num_tokens = (190,)
     case = case_of(
         "fp8", num_tokens, num_experts=3, hidden=128, intermediate_hidden=640, num_pool_tokens=384
     )
-    overrides = {**CLUSTERS, "block_m": 16, "num_ring_chunk_m_blocks": 3}
+    overrides = {**CLUSTERS, "block_m": 16, "num_turn_m_blocks": 3}
     # With seed 0 no CTA at random is late enough to notice rows that are used too early.
     check(case, num_tokens, overrides=overrides, schedule=schedule, schedule_seed=1)
 

@@ -115,12 +115,17 @@ def test_more_than_64_linear1_blocks(intermediate: int) -> None:
         case.check_control_words()
 
 
-@pytest.mark.parametrize(("wave", "turn"), [(1, 1), (2, 1), (2, 2), (4, 4)])
-def test_waves(wave: int, turn: int) -> None:
+@pytest.mark.parametrize(("turn", "lead", "unit"), [(1, 1, 1), (1, 2, 2), (2, 2, 1), (4, 40, 3)])
+def test_turns(turn: int, lead: int, unit: int) -> None:
     shape = one_rank(40)
     tokens = exact_tokens(shape, 40, seed=1)
     (result,) = sm90_case(shape).compare_call(
-        [tokens], overrides={"num_experts_per_wave": wave, "num_experts_per_turn": turn}
+        [tokens],
+        overrides={
+            "num_turn_m_blocks": turn,
+            "num_lead_m_blocks": lead,
+            "num_unit_m_blocks": unit,
+        },
     )
     assert result.is_exact, result
 

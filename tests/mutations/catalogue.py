@@ -579,20 +579,34 @@ SM90_MUTATIONS = (
     ),
     IN_CLUSTERS(
         "an_odd_m_block_paired",
-        replaced("m_blocks_paired", "m_block_idx + 1 <", "m_block_idx <"),
+        replaced("m_blocks_paired", "idx < num_shared", "num_twos > 0"),
         "race|misuse|timeout|result",
     ),
-    M(
-        "m_blocks_paired_over_the_end_of_a_chunk",
-        replaced("paired_in_chunk", "end_of_chunk", "~0u"),
-        "result",
-        test="test_block_walk::test_a_ring_is_walked_by_chunks",
-        arguments={
-            "arch": "sm_90a",
-            "tile": {"block_m": 16, "cluster_size": 2, "num_ring_chunk_m_blocks": 3},
-            "num_pool_tokens": 384,
-            "counts": [70, 0, 1, 190, 16, 0, 0, 333, 129, 2, 64, 65],
-        },
+    *(
+        M(
+            name,
+            edit,
+            "result",
+            test="test_block_walk::test_rows_are_used_again_behind_who_had_them",
+            arguments={
+                "arch": "sm_90a",
+                "tile": {"block_m": 16, "cluster_size": 2, "num_turn_m_blocks": 5},
+                "num_pool_tokens": 384,
+                "counts": [70, 0, 1, 190, 16, 0, 0, 333, 129, 2, 64, 65],
+            },
+        )
+        for name, edit in (
+            ("linear1_leads_by_one_m_block_less", replaced("lead_pairs", "lead", "(lead - 1)")),
+            ("linear2_by_more_than_a_turn", replaced("turn_of_linear2", "turn *", "(turn + 1) *")),
+            (
+                "units_behind_an_experts_last",
+                replaced("unit_ends", "min(unit, tiles.num_m_blocks() - first)", "unit"),
+            ),
+            (
+                "linear1_goes_on_behind_its_last",
+                replaced("linear1_left", "< num_left", "<= num_left"),
+            ),
+        )
     ),
     M(
         "block_behind_linear1s_last_stored",

@@ -65,18 +65,18 @@ class Setting:
 
 
 # In all, an odd number of Linear2 blocks leaves half of a last pair or block without rows, and few
-# stages come round more than once. Waves and turns are given, so that ranks with different numbers
+# stages come round more than once. Turns are given, so that ranks with different numbers
 # of tokens run one kernel: a bug costs one compilation.
-ONE_BY_ONE = {"num_experts_per_wave": 1, "num_experts_per_turn": 1}
-IN_A_WAVE = {"num_experts_per_wave": 2, "num_experts_per_turn": 1}
+ONE_BY_ONE = {"num_turn_m_blocks": 1, "num_lead_m_blocks": 1, "num_unit_m_blocks": 1}
+TWO_AHEAD = {"num_turn_m_blocks": 1, "num_lead_m_blocks": 2, "num_unit_m_blocks": 2}
 SETTINGS = {
     # One warpgroup has several tiles of a block, so that buffers are used more than once.
     "sm_100a": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
     # Blocks of 64 and 96 rows, the last not full.
-    "sm_90a": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
-    "sm_90a fp8": Setting((96, 61), 2, {**IN_A_WAVE, "block_m": 88, "num_stages": 3}),
-    "sm_90a bf16": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
-    "sm_90a mxfp4_bf16": Setting((96, 61), 2, {**IN_A_WAVE, **FITTED, "num_stages": 3}),
+    "sm_90a": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
+    "sm_90a fp8": Setting((96, 61), 2, {**TWO_AHEAD, "block_m": 88, "num_stages": 3}),
+    "sm_90a bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
+    "sm_90a mxfp4_bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_100a bf16": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
 }
 

@@ -27,8 +27,8 @@ class BlockClaims {
     // takes a microsecond, and until it is asked for nobody waits for it.
     static constexpr uint32_t num_k_blocks_ahead = 2;
 
-    __device__ BlockClaims(const SymmBuffer<Config>& local, uint32_t cta_idx)
-        : num_claimed_(local.num_claimed_blocks()), block_idx_(cta_idx / Config::cluster_size) {}
+    __device__ explicit BlockClaims(const SymmBuffer<Config>& local)
+        : num_claimed_(local.num_claimed_blocks()) {}
 
     // Once in each block.
     __device__ void claim() {
@@ -39,19 +39,14 @@ class BlockClaims {
     __device__ uint32_t claimed() const { return claimed_; }
     __device__ void set_claimed(uint32_t claimed) { claimed_ = claimed; }
 
-    // How far behind the block before in the list the claimed one is.
-    __device__ uint32_t take() {
+    // Where in the list the claimed block is, or the pair of blocks.
+    __device__ uint32_t take() const {
         //~ claimed
-        const uint32_t block_idx =
-            Config::num_sms / Config::cluster_size + __shfl_sync(full_warp, claimed_, 0);
-        const uint32_t distance = block_idx - block_idx_;
-        block_idx_ = block_idx;
-        return distance;
+        return Config::num_sms / Config::cluster_size + __shfl_sync(full_warp, claimed_, 0);
     }
 
  private:
     uint32_t* num_claimed_;
-    uint32_t block_idx_;    // in the list
     uint32_t claimed_ = 0;  // lane 0's
 };
 
@@ -64,18 +59,16 @@ class ClusterClaims {
  public:
     static constexpr uint32_t num_k_blocks_ahead = BlockClaims<Config>::num_k_blocks_ahead;
 
-    __device__ ClusterClaims(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local,
-                             uint32_t cta_idx)
-        : smem_(smem), claims_(local, cta_idx) {}
+    __device__ ClusterClaims(const SharedMemory<Config>& smem, const SymmBuffer<Config>& local)
+        : smem_(smem), claims_(local) {}
 
     // Once in each block.
     __device__ void claim() {
         if (ptx::cluster_ctarank() == 0) claims_.claim();
     }
 
-    // How far behind the block before in the list the claimed one is; `slot`: of the block before.
-    // False after an abort.
-    __device__ bool take(const Slot& slot, uint32_t& distance, Waiter& waiter) {
+    // Where in the list the claimed pair is; `slot`: of the block before. False after an abort.
+    __device__ bool take(const Slot& slot, uint32_t& pair_idx, Waiter& waiter) {
         const uint32_t word = smem_.claimed_blocks(slot.stage);
         const uint32_t barrier = smem_.claim_barriers(slot.stage);
         if (ptx::cluster_ctarank() == 0) {
@@ -92,7 +85,7 @@ class ClusterClaims {
             if (!waiter.warp_mbarrier(WaitSite::block_claim, barrier, slot.parity)) return false;
             claims_.set_claimed(ptx::ld_shared_u32(word));
         }
-        distance = claims_.take();
+        pair_idx = claims_.take();
         return true;
     }
 

@@ -51,9 +51,9 @@ template <class Config>
 __device__ auto claims_of([[maybe_unused]] const SharedMemory<Config>& smem,
                           const SymmBuffer<Config>& local) {
     if constexpr (Config::cluster_size == 1) {
-        return BlockClaims<Config>(local, blockIdx.x);
+        return BlockClaims<Config>(local);
     } else {
-        return ClusterClaims<Config>(smem, local, blockIdx.x);
+        return ClusterClaims<Config>(smem, local);
     }
 }
 
@@ -214,11 +214,11 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             }
         }
         if constexpr (Config::cluster_size == 1) {
-            walk.advance(claims.take());
+            walk.go_to(claims.take());
         } else {
-            uint32_t distance;
-            if (!claims.take(slots, distance, waiter)) return;
-            walk.advance(distance);
+            uint32_t pair_idx;
+            if (!claims.take(slots, pair_idx, waiter)) return;
+            walk.go_to(pair_idx);
         }
     }
     if (!publisher.publish(slots, waiter)) return;

@@ -28,7 +28,7 @@ MAX_CANDIDATE_BLOCK_M = 192
 POOL_ROUNDING = 384  # rows; a multiple of the 16 by which scale columns are counted
 # Rows of a buffer's pool where a caller says nothing. With 8,192 tokens on each of 8 ranks
 # deepseek-v4-pro's buffer takes 0.97 GiB, where a row for each token that may come takes 5.5. It
-# costs at most 1.6 % of the time (H200, 2026-11-23: benchmarks/LOG.md).
+# costs at most 0.9 % of the time (two H100s, 2026-11-26: benchmarks/LOG.md).
 DEFAULT_POOL_TOKENS = 24_576
 MIN_BLOCK_M = 8  # of all architectures; the block counters of the pool are sized for it
 # A page of a list holds so many times what an even routing of the most tokens brings to a list, and

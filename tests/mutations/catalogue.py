@@ -579,7 +579,7 @@ SM90_MUTATIONS = (
     ),
     IN_CLUSTERS(
         "an_odd_m_block_paired",
-        replaced("m_blocks_paired", "idx < num_shared", "num_twos > 0"),
+        replaced("m_blocks_paired", "num_in_unit / 2", "(num_in_unit + 1) / 2"),
         "race|misuse|timeout|result",
     ),
     *(

@@ -168,9 +168,9 @@ __device__ bool BlockWalk<Config>::find(Block& block) {
     block.shares_weights = false;
     if constexpr (takes_two) {
         // An odd last m-block comes behind the others.
-        const uint32_t num_twos = num_in_unit / 2;
+        const uint32_t num_twos = num_in_unit / 2;  //~ m_blocks_paired
         const uint32_t num_shared = num_twos * 2 * num_pairs_of_one;
-        block.shares_weights = idx < num_shared;  //~ m_blocks_paired
+        block.shares_weights = idx < num_shared;
         if (block.shares_weights) {
             block.n_block_idx = idx / num_twos;
             block.m_block_idx = first + 2 * (idx - block.n_block_idx * num_twos) + cta_rank_;

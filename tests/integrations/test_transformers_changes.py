@@ -18,9 +18,10 @@ import deep_moe.integrations.transformers as adapter
 from deep_moe.integrations.transformers.taken import loan_of, take
 from tests.everyday import parametrize as parametrize_tests
 
-from .test_transformers import gpu_experts, laid_out, random_call, small_qwen
-
+# In front of what has the same condition: a second import of a skipped module finds half of it.
 transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from .test_transformers import gpu_experts, laid_out, random_call, small_qwen  # noqa: E402
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 PROJECTIONS = ("gate_up_proj", "down_proj")

@@ -24,7 +24,7 @@ GROUPED_MUTATIONS = (
     M(
         "experts_side_by_side",
         replaced("expert_begin", "expert_idx * args.max_expert_rows", "expert_idx"),
-        "result",
+        "race|result",
     ),
     M("scales_of_the_first_row", replaced("scales_of_row", "row_idx", "0"), "result"),
     M("result_to_another_row", replaced("result_row", "token_idx", "topk_idx"), "race|result"),

@@ -2,7 +2,7 @@
 the low-latency one, or with --path throughput the one for many tokens.
 
     python -m benchmarks.all_to_all --json all_to_all.json
-    python -m benchmarks.all_to_all --path throughput --zero-copy --format bf16
+    python -m benchmarks.all_to_all --path throughput --zero-copy --token-format bf16
     torchrun --nproc-per-node 2 -m benchmarks.all_to_all --tokens 1 128
 
 For every number of tokens: a dispatch and a combine are checked first; then the two are timed, in
@@ -37,10 +37,11 @@ import torch.distributed as dist
 
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float
-from deep_moe.heuristics.low_latency import CONTROL_BYTES, FORMATS, PLACEMENTS
+from deep_moe.heuristics.low_latency import CONTROL_BYTES, PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput import AllToAll, AllToAllHandle
+from deep_moe.tokens import token_format
 from deep_moe.trial.timing import SLEEP_CYCLES, machine
 
 from .mega_moe import run_on_gpus
@@ -48,7 +49,7 @@ from .problem import MachineRates
 
 TOKENS = {"low-latency": (1, 8, 32, 128), "throughput": (1, 1024, 2048, 4096, 8192)}
 LARGE_BYTES = 1 << 28  # from each rank to all, for the links' rate
-MAX_RELATIVE_ERROR = {"bf16": 0.01, "fp8_128": 0.05, "fp8_32": 0.05}
+MAX_RELATIVE_ERROR = {"bf16": 0.01, "fp8_128": 0.05, "mxfp8": 0.05}
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--format", choices=sorted(MAX_RELATIVE_ERROR), default="fp8_128")
+    parser.add_argument("--token-format", choices=sorted(MAX_RELATIVE_ERROR), default="fp8_128")
     parser.add_argument(
         "--placement", choices=PLACEMENTS, default="ranks", help="of the low-latency path's tokens"
     )
@@ -93,14 +94,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Problem:
-    """What both paths are asked. format: how tokens travel. placement: where the low-latency path's
-    go; the library's go once to each rank in either case."""
+    """What both paths are asked. token_format: how tokens travel. placement: where the low-latency
+    path's go; the library's go once to each rank in either case."""
 
     num_ranks: int
     num_experts: int
     num_topk: int
     hidden: int
-    format: str
+    token_format: str
     placement: str = "ranks"
 
     @property
@@ -114,9 +115,9 @@ class Problem:
         >>> Problem(2, 8, 2, 7168, "fp8_128").token_bytes
         7392
         """
-        format = FORMATS[self.format]
+        format = token_format(self.token_format)
         scales = 4 * (self.hidden // 128) if format.values_per_scale else 0
-        return self.hidden * format.element_bytes + scales
+        return self.hidden * format.value_bytes + scales
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class LowLatencySteps:
         y.copy_(as_bf16(result.recv_x, result.scales))
         self.combine()
         expected = self.x.double() * self.topk_weights.double().sum(dim=1, keepdim=True)
-        return checked_error(self.out, expected, self.layer.shape.format)
+        return checked_error(self.out, expected, self.layer.shape.token_format)
 
 
 class ThroughputSteps:
@@ -317,7 +318,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         arguments.experts,
         arguments.topk,
         arguments.hidden,
-        arguments.format,
+        arguments.token_format,
         arguments.placement,
     )
     layer = make_layer(problem, device, arguments)
@@ -355,7 +356,7 @@ def make_layer(
             problem.hidden,
             problem.num_experts,
             problem.num_topk,
-            format=problem.format,
+            token_format=problem.token_format,
             placement=problem.placement,
             zero_copy=arguments.zero_copy,
             device=device,
@@ -375,7 +376,7 @@ def make_layer(
         problem.num_topk,
         most_rows + problem.num_experts_per_rank * alignment,
         expert_alignment=alignment,
-        tokens=problem.format,
+        token_format=problem.token_format,
         device=device,
         num_sms=arguments.sms,
     )
@@ -391,7 +392,7 @@ def result_of(
     routes = all_routes(problem, num_tokens, arguments.seed)
     own: LowLatencySteps | ThroughputSteps
     if isinstance(layer, AllToAll):
-        own = ThroughputSteps(layer, routes[rank], arguments.zero_copy, problem.format)
+        own = ThroughputSteps(layer, routes[rank], arguments.zero_copy, problem.token_format)
     else:
         own = LowLatencySteps(layer, routes[rank], arguments.zero_copy)
     library = LibrarySteps(problem, routes, rank, device)

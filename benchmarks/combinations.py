@@ -147,7 +147,7 @@ def real_config(case: FuzzCase) -> MegaMoEConfig:
     shape: MoEShape = dataclasses.replace(
         preset_shape(MODEL, num_ranks=NUM_RANKS, num_max_tokens_per_rank=NUM_TOKENS),
         weights=case.shape.weights,
-        token_scales=case.shape.token_scales,
+        token_format=case.shape.token_format,
         biases=case.shape.biases,
         num_shared_experts=case.shape.num_shared_experts,
         num_pool_tokens=NUM_RING_TOKENS if case.values["pool"] else None,

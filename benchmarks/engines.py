@@ -39,17 +39,17 @@ import torch.distributed as dist
 from deep_moe.activations import Activation, Swiglu
 from deep_moe.cli.options import make_shape
 from deep_moe.cli.output import new_table, stdout
-from deep_moe.formats.weight_formats import weight_format
 from deep_moe.fused.input_preparation import prepare_inputs
-from deep_moe.fused.mega_moe import CALLS
+from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
-from deep_moe.integrations.mxfp4_tokens import formats_by_tokens, served_format
+from deep_moe.integrations.token_format import served_token_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.targets import target_of_device
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
 from deep_moe.trial.timing import TimedLayer, machine
+from deep_moe.weights import default_token_format, weight_format
 
 from .all_to_all import over_ranks, run_timed
 from .mega_moe import MODELS, SIZES, TOKENS, model_name, run_on_gpus
@@ -100,7 +100,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.markdown and not arguments.show:
         parser.error("--markdown needs --show")
     # Of `model_name`, for all results alike.
-    arguments.weights, arguments.pool_tokens, arguments.shared_experts = "mxfp4", None, 0
+    arguments.weights, arguments.token_format = "mxfp4", None
+    arguments.pool_tokens, arguments.shared_experts = None, 0
     return arguments
 
 
@@ -126,7 +127,7 @@ class OwnPath:
     label = "deep_moe"
 
     def __init__(self, shape: MoEShape, layer: Layer, clamp: float, device: torch.device) -> None:
-        self.tokens = "fp8" if shape.token_format.has_scales else "bf16"
+        self.tokens = "fp8" if shape.tokens.has_scales else "bf16"
         self.activation = Swiglu(clamp)
         self.layer = TimedLayer(shape, layer, device)
 
@@ -135,7 +136,7 @@ class OwnPath:
     ) -> None:
         """Some rows of y beside the reference. RuntimeError if they differ."""
         shape = self.layer.shape
-        quantized = quantize_tokens(x.float(), shape.token_format)
+        quantized = quantize_tokens(x.float(), shape.tokens)
         tokens = Tokens(*quantized, routed.topk_idx, routed.topk_weights)
         checked_sample(shape, tokens, y, arguments.checked_tokens, arguments.seed, self.activation)
 
@@ -148,9 +149,9 @@ class OwnPath:
         own = self.layer
         prepare_inputs(x, topk_idx, topk_weights, own.buffer)
         y = torch.empty_like(x)
-        CALLS[own.shape.weights](
+        mega_moe(
             y,
-            *own.weights,
+            own.weights,
             own.buffer,
             activation=self.activation,
             expected_tokens_per_rank=x.shape[0],
@@ -305,7 +306,7 @@ def exact_sample(
     """float64 [sampled tokens, hidden]: nothing is rounded but what is given."""
     rows = sample_rows(x.shape[0], arguments).to(device)
     activation: Activation = Swiglu(arguments.clamp)
-    block = target_of_device(device).weights_of(shape.weights).scale_block
+    block = target_of_device(device).weights_of(shape.weights, shape.token_format).scale_block
     dequantize = weight_format(shape.weights).dequantize
     y = torch.zeros(len(rows), shape.hidden, dtype=torch.float64, device=device)
     topk_idx, topk_weights = tokens.topk_idx[rows], tokens.topk_weights[rows]
@@ -382,14 +383,16 @@ def own_paths(
     """The fused layer with each kind of tokens that the device has kernels for; `OURS` is the one
     with the usual kind. absent: takes the others' reasons."""
     paths = {}
-    for tokens, weights in formats_by_tokens().items():
-        name = OURS if weights == shape.weights else f"{OURS}_{tokens}"
+    usual = default_token_format(shape.weights)
+    others = ["bf16"] if shape.weights == "mxfp4" else []
+    for tokens in (usual, *others):
+        name = OURS if tokens == usual else f"{OURS}_{tokens}"
         try:
-            served = served_format(shape.weights, tokens, None, device)
+            served = served_token_format(shape.weights, tokens, None, device)
         except UnsupportedError as error:
             absent[name] = str(error)
             continue
-        paths[name] = OwnPath(replace(shape, weights=served), layer, arguments.clamp, device)
+        paths[name] = OwnPath(replace(shape, token_format=served), layer, arguments.clamp, device)
         stack.callback(paths[name].close)
     return paths
 

@@ -161,15 +161,15 @@ class Layers:
         deep_moe.prepare_inputs(self.x, self.topk_idx, self.topk_weights, self.buffer)
 
     def call(self, i: int) -> None:
-        deep_moe.fp8_fp4_mega_moe(self.ys[i], *self.weights[i], self.buffer)
+        deep_moe.mega_moe(self.ys[i], self.weights[i], self.buffer)
 
     def call_with_options(self, i: int) -> None:
-        deep_moe.fp8_fp4_mega_moe(
-            self.ys[i], *self.weights[i], self.buffer, self.stats, activation_clamp=10.0
+        deep_moe.mega_moe(
+            self.ys[i], self.weights[i], self.buffer, self.stats, activation_clamp=10.0
         )
 
     def call_with_other_tokens(self, i: int) -> None:
-        deep_moe.fp8_fp4_mega_moe(self.shorter_ys[i], *self.weights[i], self.buffer)
+        deep_moe.mega_moe(self.shorter_ys[i], self.weights[i], self.buffer)
 
     def arguments(self, i: int) -> tuple[Any, Any]:
         """The part of a call that makes the kernel's arguments."""

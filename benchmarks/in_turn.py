@@ -39,17 +39,18 @@ import typer
 
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.fused import call_plan
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallCaches
 from deep_moe.heuristics import PRESETS
 from deep_moe.jit import headers
+from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.real_size import ROUTINGS, rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS
 
 from .mega_moe import SIZES, run_on_gpus
 from .problem import checked_sample, rank_weights
@@ -116,7 +117,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-pro")
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
-    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--weights", choices=WEIGHTS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--token-format", choices=TOKEN_FORMATS, help="default: the weights' own")
     parser.add_argument("--tokens", nargs="+", type=int, default=[512], help="per rank")
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--ranks", type=int, default=1)
@@ -156,6 +158,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         ranks=dist.get_world_size(),
         max_tokens=max(arguments.tokens),
         weights=arguments.weights,
+        token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     kernels = [Kernel(text) for text in arguments.kernel]

@@ -39,15 +39,16 @@ import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape, parse_overrides, pool_rows
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial import trace
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.rank_processes import run_in_group, run_on_ranks
 from deep_moe.trial.real_size import ROUTINGS, rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS
 
 from . import peer, published
 from .peer import PeerLayer
@@ -101,7 +102,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=sorted(PRESETS), default=list(MODELS))
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
-    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--weights", choices=WEIGHTS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--token-format", choices=TOKEN_FORMATS, help="default: the weights' own")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
     parser.add_argument(
         "--pool-tokens",
@@ -200,6 +202,8 @@ def model_name(model: str, arguments: argparse.Namespace) -> str:
     given["shared experts"] = arguments.shared_experts or None
     if arguments.weights != DEFAULT_WEIGHTS:
         given["weights"] = arguments.weights
+    if arguments.token_format is not None:
+        given["tokens"] = arguments.token_format
     changed = [f"{option} {value}" for option, value in given.items() if value is not None]
     return ", ".join([model, *changed])
 
@@ -217,6 +221,7 @@ def model_results(
         pool_tokens=pool_rows(arguments.pool_tokens),
         shared_experts=arguments.shared_experts,
         weights=arguments.weights,
+        token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     layer = rank_weights(shape, rank, arguments.seed, device)
@@ -233,6 +238,7 @@ def model_results(
             "model": model_name(model, arguments),
             "layer": {field: getattr(shape, field) for field in SIZES.values()},
             "weights": arguments.weights,
+            "token_format": shape.token_format,
             "num_pool_tokens": shape.num_pool_tokens,
             "num_shared_experts": arguments.shared_experts,
             "num_ranks": num_ranks,

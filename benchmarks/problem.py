@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from deep_moe.activations import Activation
-from deep_moe.formats.weight_formats import weight_format
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of_device
 from deep_moe.targets.target import TargetWeights
@@ -18,6 +16,8 @@ from deep_moe.trial.comparison import Comparison, compare
 from deep_moe.trial.real_size import expert_layer, rank_layer
 from deep_moe.trial.reference import with_shared_slots
 from deep_moe.trial.synthetic import Layer, Tokens
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights
 
 
 def rank_weights(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
@@ -26,7 +26,7 @@ def rank_weights(shape: MoEShape, rank: int, seed: int, device: torch.device) ->
 
 
 def _on_target(shape: MoEShape, device: torch.device) -> TargetWeights:
-    return target_of_device(device).weights_of(shape.weights)
+    return target_of_device(device).weights_of(shape.weights, shape.token_format)
 
 
 def bytes_per_weight(layer: Layer) -> float:

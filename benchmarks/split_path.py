@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TOKEN_SCALES
 from deep_moe.heuristics import PRESETS, MoEShape, preset_shape, throughput
 from deep_moe.heuristics.low_latency import MAX_TOKENS_PER_RANK
 from deep_moe.heuristics.presets import preset_has_biases
-from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
+from deep_moe.split.grouped_experts import GroupedExperts
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput_moe import ThroughputMoE
+from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.calls import bias_arguments, model_inputs
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.real_size import rank_tokens
@@ -74,7 +74,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}; default: the model's")
     parser.add_argument("--weights", choices=["mxfp4", "fp8", "bf16"], default="mxfp4")
-    parser.add_argument("--token-scales", choices=TOKEN_SCALES, default=DEFAULT_TOKEN_SCALES)
+    parser.add_argument("--token-format", choices=TOKEN_FORMATS)
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--sms", type=int, help="CTAs of a kernel; default: all SMs")
     parser.add_argument("--calls", type=int, default=40, help="of each step, at least")
@@ -123,7 +123,7 @@ def shape_of(arguments: argparse.Namespace, num_ranks: int) -> MoEShape:
         num_ranks=num_ranks,
         num_max_tokens_per_rank=most,
         weights=arguments.weights,
-        token_scales=arguments.token_scales,
+        token_format=arguments.token_format,
         biases=model.biases,
         **sizes,
     )
@@ -142,7 +142,7 @@ class LowLatencyLayer:
             shape.hidden,
             shape.num_experts,
             shape.num_topk,
-            format=format_of_tokens(shape.weights, shape.token_scales),
+            token_format=shape.token_format,
             zero_copy=arguments.zero_copy,
             device=device,
             num_sms=arguments.sms,
@@ -154,7 +154,7 @@ class LowLatencyLayer:
             shape.num_experts_per_rank,
             weights=shape.weights,
             biases=shape.biases,
-            format=format_of_tokens(shape.weights, shape.token_scales),
+            token_format=shape.token_format,
             activation_clamp=arguments.clamp,
             device=device,
             num_sms=arguments.sms,
@@ -229,7 +229,7 @@ class ThroughputLayer:
             max_recv_rows=max_recv_rows,
             weights=shape.weights,
             biases=shape.biases,
-            format=format_of_tokens(shape.weights, shape.token_scales),
+            token_format=shape.token_format,
             activation_clamp=arguments.clamp,
             device=fused.buffer.device,
             num_sms=arguments.sms,

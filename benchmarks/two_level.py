@@ -30,13 +30,14 @@ import torch.distributed as dist
 from deep_moe import DomainGroups, TwoLevelMoE, make_domain_groups, prepare_inputs
 from deep_moe.activations import Swiglu
 from deep_moe.cli.options import make_shape
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, WEIGHT_FORMATS
 from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.comparison import cosine_distance
 from deep_moe.trial.real_size import rank_tokens
 from deep_moe.trial.synthetic import Tokens
 from deep_moe.trial.timing import TimedLayer, machine, timed
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS
 
 from .mega_moe import SIZES, run_on_gpus
 from .problem import checked_sample, rank_weights
@@ -63,7 +64,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-pro")
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
-    parser.add_argument("--weights", choices=WEIGHT_FORMATS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--weights", choices=WEIGHTS, default=DEFAULT_WEIGHTS)
+    parser.add_argument("--token-format", choices=TOKEN_FORMATS, help="default: the weights' own")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
     parser.add_argument("--domains", type=int, default=2)
@@ -104,6 +106,7 @@ class TwoLevelCall:
             shape.hidden,
             shape.intermediate_hidden,
             weights=shape.weights,
+            token_format=shape.token_format,
             num_transport_sms=num_transport_sms,
             device=device,
             **mode,
@@ -139,6 +142,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         ranks=num_ranks,
         max_tokens=max(arguments.tokens),
         weights=arguments.weights,
+        token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     activation = Swiglu(arguments.clamp)

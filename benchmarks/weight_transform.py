@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import deep_moe
-from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
 from deep_moe.targets import TARGETS
+from deep_moe.weights.layers import ExpertWeights, LayerWeights
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def random_weights(
     num_experts: int, hidden: int, intermediate: int, device: torch.device
-) -> MegaMoEWeights:
+) -> ExpertWeights:
     def layer(num_rows: int, num_columns: int) -> LayerWeights:
         shape = (num_experts, num_rows, num_columns // 2)
         weight = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
@@ -74,20 +74,20 @@ def random_weights(
         sf = torch.randint(117, 121, shape, dtype=torch.uint8, device=device)
         return LayerWeights(weight, sf.view(torch.int32))
 
-    return MegaMoEWeights(layer(2 * intermediate, hidden), layer(hidden, intermediate))
+    return ExpertWeights(layer(2 * intermediate, hidden), layer(hidden, intermediate))
 
 
-def one_round(weights: MegaMoEWeights, arch: str, device: torch.device) -> dict[str, float]:
+def one_round(weights: ExpertWeights, arch: str, device: torch.device) -> dict[str, float]:
     cpu_start = time.process_time()
     start = time.perf_counter()
-    out = deep_moe.transform_weights_for_mega_moe(*weights, arch)
+    out = deep_moe.transform_weights_for_mega_moe(weights.l1, weights.l2, arch)
     finish(device)
     seconds = time.perf_counter() - start
     cpu_seconds = time.process_time() - cpu_start
     start = time.perf_counter()
     for expert_idx in range(weights.l1.weight.shape[0]):
         own = weights.expert(expert_idx)
-        deep_moe.transform_weights_for_mega_moe(*own, arch, out=out.expert(expert_idx))
+        deep_moe.transform_weights_for_mega_moe(own.l1, own.l2, arch, out=out.expert(expert_idx))
     finish(device)
     by_expert = time.perf_counter() - start
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "seconds_by_expert": by_expert}

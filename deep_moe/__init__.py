@@ -12,6 +12,11 @@ from .lazy import names_on_use
 
 if TYPE_CHECKING:
     from . import activations, checkpoint, compat, integrations
+    from .biases.per_expert import (
+        MegaMoEBiases,
+        inverse_transform_biases,
+        transform_biases_for_mega_moe,
+    )
     from .errors import (
         CacheError,
         CheckpointError,
@@ -24,28 +29,12 @@ if TYPE_CHECKING:
         MissingPackageError,
         RequantizationWarning,
     )
-    from .formats.biases import (
-        MegaMoEBiases,
-        inverse_transform_biases,
-        transform_biases_for_mega_moe,
-    )
-    from .formats.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
-    from .formats.weights import (
-        MegaMoEWeights,
-        empty_weights_for_mega_moe,
-        inverse_transform_weights,
-        transform_weights_for_mega_moe,
-    )
+    from .formats.mx import dequantize_mxfp8, quantize_mxfp8
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.compiling_kernels import CompilingKernels, compile_ahead
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
-    from .fused.mega_moe import (
-        bf16_fp4_mega_moe,
-        bf16_mega_moe,
-        fp8_fp4_mega_moe,
-        fp8_mega_moe,
-    )
+    from .fused.mega_moe import fp8_fp4_mega_moe, mega_moe
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.emulated_throughput import EmulatedThroughputAllToAll
@@ -62,6 +51,13 @@ if TYPE_CHECKING:
     from .split.two_level import TwoLevelMoE
     from .training.functional import moe
     from .training.layer import MoELayer
+    from .weights.layers import MegaMoEWeights
+    from .weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
+    from .weights.transform import (
+        empty_weights_for_mega_moe,
+        inverse_transform_weights,
+        transform_weights_for_mega_moe,
+    )
 
 __version__ = "0.1.0"
 
@@ -90,10 +86,10 @@ _MODULES = {
     "LostDomainError": "errors",
     "EmulatedThroughputAllToAll": "split.emulated_throughput",
     "LowLatencyAllToAll": "split.low_latency",
-    "MegaMoEBiases": "formats.biases",
+    "MegaMoEBiases": "biases.per_expert",
     "MegaMoEError": "errors",
     "MegaMoETimeoutError": "errors",
-    "MegaMoEWeights": "formats.weights",
+    "MegaMoEWeights": "weights.layers",
     "MoELayer": "training.layer",
     "MissingPackageError": "errors",
     "Received": "split.throughput",
@@ -101,27 +97,25 @@ _MODULES = {
     "SymmBuffer": "fused.buffer",
     "ThroughputMoE": "split.throughput_moe",
     "TwoLevelMoE": "split.two_level",
-    "bf16_fp4_mega_moe": "fused.mega_moe",
-    "bf16_mega_moe": "fused.mega_moe",
     "buffer_size": "fused.buffer",
     "compile_ahead": "fused.compiling_kernels",
-    "dequantize_mxfp4": "formats.mx",
+    "dequantize_mxfp4": "weights.mxfp4.quantizing",
     "dequantize_mxfp8": "formats.mx",
-    "empty_weights_for_mega_moe": "formats.weights",
+    "empty_weights_for_mega_moe": "weights.transform",
     "fp8_fp4_mega_moe": "fused.mega_moe",
-    "fp8_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "grouped_experts": "split.grouped_experts",
     "grouped_experts_workspace_size": "split.grouped_experts",
-    "inverse_transform_biases": "formats.biases",
-    "inverse_transform_weights": "formats.weights",
+    "inverse_transform_biases": "biases.per_expert",
+    "inverse_transform_weights": "weights.transform",
+    "mega_moe": "fused.mega_moe",
     "make_domain_groups": "split.domain_groups",
     "moe": "training.functional",
     "prepare_inputs": "fused.input_preparation",
-    "quantize_mxfp4": "formats.mx",
+    "quantize_mxfp4": "weights.mxfp4.quantizing",
     "quantize_mxfp8": "formats.mx",
-    "transform_biases_for_mega_moe": "formats.biases",
-    "transform_weights_for_mega_moe": "formats.weights",
+    "transform_biases_for_mega_moe": "biases.per_expert",
+    "transform_weights_for_mega_moe": "weights.transform",
 }
 _SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
 
@@ -157,8 +151,6 @@ __all__ = [
     "ThroughputMoE",
     "TwoLevelMoE",
     "activations",
-    "bf16_fp4_mega_moe",
-    "bf16_mega_moe",
     "buffer_size",
     "checkpoint",
     "compat",
@@ -167,7 +159,6 @@ __all__ = [
     "dequantize_mxfp8",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
-    "fp8_mega_moe",
     "get_symm_buffer_for_mega_moe",
     "grouped_experts",
     "grouped_experts_workspace_size",
@@ -175,6 +166,7 @@ __all__ = [
     "inverse_transform_biases",
     "inverse_transform_weights",
     "make_domain_groups",
+    "mega_moe",
     "moe",
     "prepare_inputs",
     "quantize_mxfp4",

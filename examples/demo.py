@@ -16,13 +16,14 @@ import torch
 
 from deep_moe import EmulatedRanks, jit, transform_weights_for_mega_moe
 from deep_moe.checkpoint import load_experts, save_experts
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS, MXFP8
+from deep_moe.trial.reference import MXFP8
 from deep_moe.trial.synthetic import Tokens, random_layer, random_tokens
+from deep_moe.weights.layers import LayerWeights
 
 OUTPUT = Path("demo-out")
 SHAPE = MoEShape(

@@ -8,7 +8,7 @@ experts are emulated, which is for small sizes only. Fetches nothing.
 
     python examples/serve_transformers.py
     python examples/serve_transformers.py --ranks 2     # experts spread over two GPUs
-    python examples/serve_transformers.py --also MXFP4_TOKENS=bf16    # and with tokens in BF16
+    python examples/serve_transformers.py --also TOKEN_FORMAT=bf16    # and with tokens in BF16
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import deep_moe
 from deep_moe.formats.block_scaled import unpack_ue8m0
 
 # What a run has in its environment: who runs experts, and how the kernel takes tokens.
-EXPERTS, TOKENS = "EXPERTS", "MXFP4_TOKENS"
+EXPERTS, TOKENS = "EXPERTS", "TOKEN_FORMAT"
 TP_PLAN = {"lm_head": "colwise_gather_output"}  # transformers wants one for tensor parallel ranks
 
 
@@ -173,7 +173,7 @@ def serve(arguments: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     options: dict[str, Any] = {}
     if os.environ[EXPERTS] == "deep_moe":
-        deep_moe_transformers.register(mxfp4_tokens=os.environ.get(TOKENS, "e4m3"))
+        deep_moe_transformers.register(token_format=os.environ.get(TOKENS))
         options["experts_implementation"] = "deep_moe"
     if ranks > 1:
         options["distributed_config"] = transformers.distributed.DistributedConfig(

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import deep_moe
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of_device
 from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import random_layer, random_tokens
 from deep_moe.trial.two_level import two_level_bounds
 
@@ -57,7 +57,7 @@ def main() -> None:
     y = moe.call(x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device), *weights)
     moe.check()
 
-    numerics = target_of_device(device).weights_of(shape.weights).numerics
+    numerics = target_of_device(device).weights_of(shape.weights, shape.token_format).numerics
     sum_bits = numerics.sum_bits if on_gpus else FP32_SUM_BITS  # the emulator adds exactly
     bounds = two_level_bounds(
         shape, NUM_DOMAINS, moe.domain, experts, tokens, numerics=numerics, sum_bits=sum_bits

@@ -196,11 +196,11 @@ def choose_blocks(
     """Tile sides but block_m, and the numbers of blocks that follow."""
     choose = choices.choose
     choose("block_n", block_n, block_n_reason)
-    tokens = shape.token_format
+    tokens = shape.tokens
     block_k = choose(
         "block_k",
         tokens.block_k,
-        f"one 128-byte swizzled row of {tokens.words}"
+        f"one 128-byte swizzled row of {tokens.values}"
         + (", one word of scales" if tokens.has_scales else ""),
     )
     num_l1_n_blocks = choose(
@@ -428,7 +428,7 @@ def choose_stages(
 
 def _problem(shape: MoEShape) -> dict[str, int | str | bool]:
     """What shared memory depends on beside the chosen fields."""
-    names = ("num_experts", "hidden", "weights", "biases", "token_scales")
+    names = ("num_experts", "hidden", "weights", "biases", "token_format")
     return {name: getattr(shape, name) for name in names}
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, Swiglu, activation_of
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, TokenFormat
 from deep_moe.targets import EMULATED, Target, TargetWeights, target_of
+from deep_moe.tokens import TokenFormat
 
 from .segments import Layout, align_up
 from .shape import MAX_TOPK, MoEShape, require_int
@@ -103,7 +103,7 @@ class MegaMoEConfig:
     arch: str = field(kw_only=True)
     weights: str = field(kw_only=True)
     biases: bool = field(default=False, kw_only=True)
-    token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
+    token_format: str = field(kw_only=True)
     # Of tokens that are here when the kernel starts, their format (deep_moe/split); None: of tokens
     # that ranks send each other.
     local_tokens: str | None = field(default=None, kw_only=True)
@@ -120,7 +120,7 @@ class MegaMoEConfig:
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The numbers of the kernel's `Config` struct, in declaration order."""
         not_numbers = (
-            *("activation", "arch", "weights", "biases", "token_scales"),
+            *("activation", "arch", "weights", "biases", "token_format"),
             *("local_tokens", "decision"),
         )
         return {
@@ -142,7 +142,7 @@ class MegaMoEConfig:
     @property
     def target_weights(self) -> TargetWeights:
         """What the target does with the config's weights."""
-        return self.target.weights_of(self.weights)
+        return self.target.weights_of(self.weights, self.token_format)
 
     @property
     def shape(self) -> MoEShape:
@@ -151,9 +151,9 @@ class MegaMoEConfig:
         return MoEShape(**{**values, "hidden": self.output_hidden})
 
     @property
-    def token_format(self) -> TokenFormat:
-        """Of tokens and Linear1's output."""
-        return self.shape.token_format
+    def tokens(self) -> TokenFormat:
+        """What tokens and Linear1's output are."""
+        return self.shape.tokens
 
     @property
     def symm_buffer_layout(self) -> Layout:
@@ -167,7 +167,7 @@ class MegaMoEConfig:
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
         policies: dict[str, str | bool] = {
-            name: getattr(self, name) for name in ("weights", "biases", "token_scales")
+            name: getattr(self, name) for name in ("weights", "biases", "token_format")
         }
         return self.target.smem_layout({**self.kernel_fields(), **policies})
 
@@ -194,7 +194,7 @@ class MegaMoEConfig:
     @property
     def tmem_layout(self) -> Layout | None:
         """Columns of tensor memory, rendered as `Config::Tmem`; None where there is none."""
-        return self.target.tmem_layout({**self.kernel_fields(), "weights": self.weights})
+        return self.target.tmem_layout({**self.kernel_fields(), "token_format": self.token_format})
 
     def explain(self) -> Explanation:
         """Every choice with its reason, the memory maps, and what the schedule amounts to."""
@@ -241,7 +241,7 @@ def choose_config(
     target = EMULATED if arch is None else target_of(arch)
     if not isinstance(shape, MoEShape):
         raise TypeError(f"shape must be a MoEShape; got {type(shape).__name__}")
-    target.weights_of(shape.weights).check_token_scales(shape.token_scales, target.name)
+    target.weights_of(shape.weights, shape.token_format)
     allowed_tokens = f"0 to num_max_tokens_per_rank ({shape.num_max_tokens_per_rank})"
     require_int("num_tokens", num_tokens, allowed_tokens)
     if not 0 <= num_tokens <= shape.num_max_tokens_per_rank:
@@ -323,7 +323,7 @@ def choose_config(
         arch=target.name,
         weights=shape.weights,
         biases=shape.biases,
-        token_scales=shape.token_scales,
+        token_format=shape.token_format,
         local_tokens=None,
         decision=Decision(num_tokens, smem_capacity, reasons, tuning, tuning_result),
     )

@@ -92,7 +92,7 @@ class Explanation:
     arch: str
     weights: str
     biases: bool
-    token_scales: str
+    token_format: str
     smem_capacity: int
     fields: tuple[FieldReason, ...]
     tuning: TuningReport
@@ -127,7 +127,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         arch=config.arch,
         weights=config.weights,
         biases=config.biases,
-        token_scales=config.token_scales,
+        token_format=config.token_format,
         smem_capacity=decision.smem_capacity,
         fields=tuple(
             FieldReason(name, value, decision.reasons[name])
@@ -142,7 +142,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         symm_buffer_map=_map_rows(symm),
         symm_buffer_bytes=symm.num_bytes,
         schedule=_schedule(config, decision.num_tokens),
-        links=link_loads(config.shape, decision.num_tokens, config.arch),
+        links=link_loads(config.shape, decision.num_tokens, config.target.rates),
     )
 
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deep_moe.weights import weight_format
+
 from .shape import MoEShape
 
-# Bytes of a weight with its share of the scales.
-WEIGHT_BYTES: Mapping[str, float] = {"mxfp4": 17 / 32, "fp8": 1, "bf16": 2, "mxfp4_bf16": 17 / 32}
 LINEAR2_SHARE = 1 / 3  # of a layer's products and weights
 
 
@@ -24,16 +24,6 @@ class ChipRates:
     flops: Mapping[str, float]  # by what tokens are
     weight_bytes: float
     link_bytes: float
-
-
-# Hopper: an H100's calls of 8192 tokens, weights that it streams, and stores of 128 bytes and more
-# to three peers (NV18; benchmarks/LOG.md). Blackwell: products as published of another mega kernel,
-# BF16 taken for half of them, reads measured by others, links taken for twice Hopper's.
-RATES = {
-    "sm_90a": ChipRates({"e4m3": 1.15e15, "bf16": 0.62e15}, 3.0e12, 335e9),
-    "sm_100a": ChipRates({"e4m3": 2.4e15, "bf16": 1.2e15}, 7.1e12, 670e9),
-    "sm_103a": ChipRates({"e4m3": 2.4e15, "bf16": 1.2e15}, 7.1e12, 670e9),
-}
 
 
 @dataclass(frozen=True)
@@ -47,16 +37,17 @@ class LinkLoad:
     share: float
 
 
-def link_loads(shape: MoEShape, num_tokens: int, arch: str) -> tuple[LinkLoad, ...]:
+def link_loads(shape: MoEShape, num_tokens: int, rates: ChipRates) -> tuple[LinkLoad, ...]:
     """Of a call with so many tokens per rank; none where there is one rank, or no token.
 
     >>> shape = MoEShape(4, 256, 6, 4096, 2048, 8192)
-    >>> [(load.phase, round(load.share, 2)) for load in link_loads(shape, 8192, "sm_90a")]
+    >>> rates = ChipRates({"e4m3": 1.15e15, "bf16": 0.62e15}, 3.0e12, 335e9)
+    >>> [(load.phase, round(load.share, 2)) for load in link_loads(shape, 8192, rates)]
     [('tokens', 0.22), ('results', 0.42), ('both', 0.64), ('results, by themselves', 1.26)]
     """
     if shape.num_ranks == 1 or num_tokens == 0:
         return ()
-    rates, tokens = RATES[arch], shape.token_format
+    tokens = shape.tokens
     num_away = num_tokens * shape.num_topk * (shape.num_ranks - 1) / shape.num_ranks
     scale_bytes = shape.hidden / 32 if tokens.has_scales else 0
     token_bytes = num_away * (shape.hidden * tokens.value_bytes + scale_bytes)
@@ -80,7 +71,8 @@ def _call_seconds(shape: MoEShape, num_tokens: int, rates: ChipRates) -> float:
     num_rows = num_tokens * (shape.num_topk + shape.num_shared_experts)
     expected = float(shape.expected_tokens_per_expert(num_tokens))
     num_read = shape.num_experts_per_rank * (1 - math.exp(-expected)) + shape.num_shared_experts
+    weight_bytes = weight_format(shape.weights).bytes_per_value
     return max(
-        2 * num_rows * weights_per_expert / rates.flops[shape.token_format.words],
-        num_read * weights_per_expert * WEIGHT_BYTES[shape.weights] / rates.weight_bytes,
+        2 * num_rows * weights_per_expert / rates.flops[shape.tokens.values],
+        num_read * weights_per_expert * weight_bytes / rates.weight_bytes,
     )

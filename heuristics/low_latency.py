@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from deep_moe.formats.weight_formats import K_BLOCK
+from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.targets import target_of
+from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
 
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
@@ -28,34 +29,15 @@ Step = Literal["dispatch", "combine"]
 PLACEMENTS = ("ranks", "experts")
 
 
-class TokenFormat(NamedTuple):
-    """How tokens travel. values_per_scale: 0 without scales. element_bytes: of a value.
-    rounds_scales: powers of two. packs_scales: four of those in a word of what is received."""
-
-    values_per_scale: int
-    element_bytes: int
-    rounds_scales: bool = False
-    packs_scales: bool = False
-
-
-FORMATS = {
-    "fp8_128": TokenFormat(128, 1),
-    "fp8_128_pow2": TokenFormat(128, 1, rounds_scales=True),
-    "fp8_128_ue8m0": TokenFormat(128, 1, rounds_scales=True, packs_scales=True),
-    "fp8_32": TokenFormat(32, 1),
-    "bf16": TokenFormat(0, 2),
-}
-
-
 @dataclass(frozen=True)
 class LowLatencyShape:
     """Sizes of a low-latency all-to-all, equal on every rank.
 
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
-    tokens of one call, 1 to 1024. format: a key of FORMATS. has_shared_rows: experts may write
-    their rows into the buffer. any_format: there is room for each format, so that calls may have
-    others. placement: one of PLACEMENTS.
+    tokens of one call, 1 to 1024. token_format: one of TOKEN_FORMATS. has_shared_rows: experts may
+    write their rows into the buffer. any_format: there is room for each format, so that calls may
+    have others. placement: one of PLACEMENTS.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -67,7 +49,7 @@ class LowLatencyShape:
     num_topk: int
     hidden: int
     num_max_tokens_per_rank: int
-    format: str
+    token_format: str
     has_shared_rows: bool = False
     any_format: bool = False
     placement: str = "ranks"
@@ -94,16 +76,15 @@ class LowLatencyShape:
             raise ValueError(
                 f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
             )
-        if self.format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {self.format!r}")
+        token_format(self.token_format)  # or an error
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}"
             )
-        if FORMATS[self.format].packs_scales and self.hidden % (4 * K_BLOCK):
+        if self.tokens.packs_scales and self.hidden % (4 * K_BLOCK):
             raise ValueError(
-                f"hidden must be a multiple of {4 * K_BLOCK} for format {self.format!r}, which has "
-                f"four scales in a word; got {self.hidden}"
+                f"hidden must be a multiple of {4 * K_BLOCK} for token_format "
+                f"{self.token_format!r}, which has four scales in a word; got {self.hidden}"
             )
 
     @property
@@ -117,13 +98,18 @@ class LowLatencyShape:
         return self.num_ranks * self.num_max_tokens_per_rank
 
     @property
+    def tokens(self) -> TokenFormat:
+        """How tokens travel."""
+        return token_format(self.token_format)
+
+    @property
     def values_per_scale(self) -> int:
-        return FORMATS[self.format].values_per_scale
+        return self.tokens.values_per_scale
 
     @property
     def row_bytes(self) -> int:
         """Of a token on its way, without scales."""
-        return self.hidden * FORMATS[self.format].element_bytes
+        return self.hidden * self.tokens.value_bytes
 
     @property
     def num_scale_words(self) -> int:
@@ -144,17 +130,17 @@ class LowLatencyShape:
     @property
     def num_received_scale_words(self) -> int:
         """The same as it is given to the experts."""
-        return self.num_scale_words // (4 if FORMATS[self.format].packs_scales else 1)
+        return self.num_scale_words // (4 if self.tokens.packs_scales else 1)
 
 
 def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     """Every segment of one rank's symmetric buffer. Mark: `control_bytes`, which are zero before
     the first call.
 
-    >>> layout = low_latency_buffer_layout(LowLatencyShape(2, 8, 2, 256, 16, "fp8_32"))
+    >>> layout = low_latency_buffer_layout(LowLatencyShape(2, 8, 2, 256, 16, "mxfp8"))
     >>> layout["staged_values"].shape, layout["combine"].shape
     ((2, 2, 16, 256), (2, 2, 16, 256))
-    >>> shape = LowLatencyShape(2, 8, 2, 256, 16, "fp8_32", placement="experts")
+    >>> shape = LowLatencyShape(2, 8, 2, 256, 16, "mxfp8", placement="experts")
     >>> low_latency_buffer_layout(shape)["messages"].shape
     (2, 4, 2, 16, 288)
     """
@@ -192,11 +178,12 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         "CTAs of an experts' rank whose rows are here",
     )
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
-    formats = list(FORMATS.values()) if shape.any_format else [FORMATS[shape.format]]
+    names = TOKEN_FORMATS if shape.any_format else (shape.token_format,)
+    formats = [token_format(name) for name in names]
     num_words = shape.hidden // K_BLOCK
     if shape.stages_by_expert:
         token_bytes = max(
-            shape.hidden * format.element_bytes + (4 * num_words if format.values_per_scale else 0)
+            shape.hidden * format.value_bytes + (4 * num_words if format.values_per_scale else 0)
             for format in formats
         )
         data(
@@ -215,7 +202,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
             (num_ranks, max_tokens, 1 + num_topk),
             "a token's index on its source rank; local expert and row of each slot",
         )
-        row_bytes = shape.hidden * max(format.element_bytes for format in formats)
+        row_bytes = shape.hidden * max(format.value_bytes for format in formats)
         data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")
         if any(format.values_per_scale for format in formats):
             data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")
@@ -308,14 +295,14 @@ class LowLatencyConfig:
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         shape = asdict(self.shape)
-        del shape["format"], shape["any_format"], shape["placement"]  # which the layout tells
-        format = FORMATS[self.shape.format]
+        del shape["token_format"], shape["any_format"], shape["placement"]  # which the layout tells
+        tokens = self.shape.tokens
         return {
             **shape,
             "num_experts_per_rank": self.shape.num_experts_per_rank,
-            "values_per_scale": format.values_per_scale,
-            "rounds_scales": format.rounds_scales,
-            "packs_scales": format.packs_scales,
+            "values_per_scale": tokens.values_per_scale,
+            "rounds_scales": tokens.rounds_scales,
+            "packs_scales": tokens.packs_scales,
             "stages_by_expert": self.shape.stages_by_expert,
             "num_ctas": self.num_ctas,
             "num_threads": self.num_threads,

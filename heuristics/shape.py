@@ -6,17 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from deep_moe.formats.weight_formats import (
-    DEFAULT_TOKEN_SCALES,
-    DEFAULT_WEIGHTS,
-    FLOAT_TOKEN_SCALES,
-    K_BLOCK,
-    SIZE_UNIT,
-    TOKEN_SCALES,
-    TokenFormat,
-    check_weights_name,
-    token_format,
-)
+from deep_moe.formats.sizes import K_BLOCK, SIZE_UNIT
+from deep_moe.tokens import TokenFormat, token_format
+from deep_moe.weights import DEFAULT_WEIGHTS, check_weights_name, default_token_format
 
 from .segments import align_up
 
@@ -75,8 +67,9 @@ class MoEShape:
     weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
-    token_scales: of the caller's tokens, "ue8m0_per_32" or, with fp8 weights on some targets and
-        hidden a multiple of 128, "float32_per_128".
+    token_format: of the caller's tokens, "mxfp8", "fp8_128", with hidden a multiple of 128, or
+        "bf16"; which of them go with the weights, depends on the target. By default what the
+        weights' format says, "mxfp8" or, with bf16, "bf16".
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -94,10 +87,17 @@ class MoEShape:
     weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
-    token_scales: str = field(default=DEFAULT_TOKEN_SCALES, kw_only=True)
+    token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.token_format is None:
+            object.__setattr__(self, "token_format", default_token_format(self.weights))
         check_weights_name(self.weights)
+        if not self.tokens.is_of_products:
+            raise ValueError(
+                f"token_format must be one that products take, as {self.tokens.in_products!r}; "
+                f"got {self.token_format!r}"
+            )
         sizes = f"a positive multiple of {SIZE_UNIT}"
         allowed = {
             "num_ranks": f"1 to {MAX_RANKS}",
@@ -114,10 +114,6 @@ class MoEShape:
                 require_int(name, getattr(self, name), words)
         if not isinstance(self.biases, bool):
             raise TypeError(f"biases must be a bool; got {self.biases!r}")
-        if not isinstance(self.token_scales, str) or self.token_scales not in TOKEN_SCALES:
-            raise ValueError(
-                f"token_scales must be one of {', '.join(TOKEN_SCALES)}; got {self.token_scales!r}"
-            )
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -139,8 +135,8 @@ class MoEShape:
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
             check(name, size > 0 and size % SIZE_UNIT == 0)
-        if self.token_scales == FLOAT_TOKEN_SCALES:
-            rule = f"a multiple of {K_BLOCK} with token_scales {self.token_scales}"
+        if self.tokens.values_per_scale > SIZE_UNIT:
+            rule = f"a multiple of {K_BLOCK} with token_format {self.token_format}"
             check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
@@ -189,9 +185,9 @@ class MoEShape:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def token_format(self) -> TokenFormat:
-        """Of tokens and Linear1's output, which follows from that of the weights."""
-        return token_format(self.weights, self.token_scales)
+    def tokens(self) -> TokenFormat:
+        """What tokens and Linear1's output are."""
+        return token_format(self.token_format)
 
     @property
     def num_experts_per_rank(self) -> int:

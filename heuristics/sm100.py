@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from deep_moe.formats.weight_formats import WEIGHT_FORMATS
+from deep_moe.tokens import token_format
 
 from .choices import (
     MIN_STAGES,
@@ -116,14 +116,14 @@ def smem_layout(config: ConfigFields) -> Layout:
         "num_stages",
         "num_tmem_stages",
     )
-    tokens = WEIGHT_FORMATS[str(config["weights"])]
+    tokens = token_format(str(config["token_format"]))
     return sm100_smem_layout(**{name: int(config[name]) for name in names}, tokens=tokens)
 
 
 def tmem_layout(config: ConfigFields) -> Layout:
     """Tensor memory of a config, given by its fields."""
     names = ("block_m", "block_n", "num_tmem_stages")
-    has_scales = WEIGHT_FORMATS[str(config["weights"])].has_scales
+    has_scales = token_format(str(config["token_format"])).has_scales
     return sm100_tmem_layout(**{name: int(config[name]) for name in names}, has_scales=has_scales)
 
 
@@ -186,11 +186,11 @@ def choose_fields(
     choose("num_mmas_per_group", 0, "SM100's tensor core needs no weights in registers")
     choose("num_block_slots", 0, "each role works out for itself which block comes next")
     choose("num_tmem_stages", NUM_TMEM_STAGES, "an epilogue overlaps the next block's MMA")
-    tmem = tmem_layout({**choices.fields, "weights": shape.weights})
+    tmem = tmem_layout({**choices.fields, "token_format": shape.token_format})
     choose(
         "num_tmem_columns",
         tmem.num_bytes,
-        f"{'accumulators and scales' if shape.token_format.has_scales else 'accumulators'}, "
+        f"{'accumulators and scales' if shape.tokens.has_scales else 'accumulators'}, "
         "up to a power of two",
     )
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, token_format
+from deep_moe.tokens import token_format
 
 from .choices import (
     MIN_STAGES,
@@ -126,101 +126,9 @@ class WeightKind:
         return num_promoting_registers(block_m) if self.has_block_scales else NUM_MATH_REGISTERS
 
 
-def decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded.
-
-    >>> decoded_costs(150)
-    (2.0, 1.2)
-    """
-    cost = 1 + rows / TILE_ROWS_PER_UNIT
-    return cost, FURTHER_TILE_COST * cost
-
-
-def bf16_decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
-    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
-
-    >>> bf16_decoded_costs(150)
-    (3.0, 2.2)
-    """
-    first, further = decoded_costs(rows)
-    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
-
-
-# With 168 rows ptxas has too few registers to overlap the products with anything else, though not
-# with 176.
-BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
-
-
-def promoted_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose sums are added up in registers, fitted to times of an H200 (2026-11-23,
-    benchmarks/LOG.md) with 64 to 1536 tokens per expert of both DeepSeek-V4 shapes. The first tile
-    of an expert waits for its weights from HBM, the products of further ones are what they cost.
-
-    >>> [round(cost, 3) for cost in promoted_costs(112)]
-    [1.188, 0.739]
-    """
-    return 1 + (rows + 0.8 * max(0, rows - 64)) / 800, 0.08 + rows / 170
-
-
-def bf16_costs(rows: float) -> tuple[float, float]:
-    """Of tiles of BF16. Of as many weights twice the bytes of FP8 are loaded, and the products take
-    twice as long: so the ratios are those of FP8, without what adding up in registers takes. With
-    more than 128 rows three stages fit beside tokens of hidden 7168, with 128 four: taken for 8 %,
-    with which 128 rows are chosen where they were faster (H200, 2026-11-24, benchmarks/LOG.md).
-
-    >>> [round(cost, 3) for cost in bf16_costs(112)]
-    [1.14, 0.739]
-    """
-    further = 0.08 + rows / 170
-    return 1 + rows / 800, further * (1.08 if rows > 128 else 1)
-
-
-# Of FP8, in the unit of `promoted_costs`: an expert's last m-block in clusters of two, if their
-# number is odd. It shares its weights with nobody. It decides where tiles of one size cost about
-# the same without it: with 256 tokens per expert 128 rows are 2.2 % faster than three times 96
-# (H200, 2026-11-23, benchmarks/LOG.md). What a pair gains is left out: fitted to the same times, it
-# takes 72 rows for 128 tokens, which nobody timed, and 88 and 112 rows, which were timed there, are
-# slower than 128.
-PROMOTED_LONE_M_BLOCK_COST = 0.03
-
-# Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh). 120 rows are
-# 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
-PROMOTED_ROWS = (*range(8, 120, 8), 128)
+# Sums of k-blocks, and one or two sets of products (experts/sm90/promoting_loop.cuh).
 MAX_ROWS_OF_TWO_SETS = 88
 PROMOTING_LOOP_REGISTERS = 40
-WEIGHTS = {
-    "mxfp4": WeightKind(17408, True, False, False, TILES, decoded_costs, spared_tiles=SPARED_TILES),
-    "fp8": WeightKind(
-        32768,
-        False,
-        True,
-        True,
-        (*((rows, rows) for rows in PROMOTED_ROWS), LARGE_FITTED_TILE),
-        promoted_costs,
-        PROMOTED_LONE_M_BLOCK_COST,
-        large_fitted_cost=1.04,
-    ),
-    "bf16": WeightKind(
-        32768,
-        False,
-        False,
-        True,
-        (*TILES, LARGE_FITTED_TILE),
-        bf16_costs,
-        spared_tiles=(UNEVEN_TILE,),
-        large_fitted_cost=1.02,
-    ),
-    "mxfp4_bf16": WeightKind(
-        8704,
-        True,
-        False,
-        False,
-        BF16_DECODED_TILES,
-        bf16_decoded_costs,
-        spared_tiles=SPARED_TILES,
-    ),
-}
 MMAS_PER_K_BLOCK = 4
 
 OVERRIDABLE = (
@@ -293,8 +201,8 @@ class SharedWork:
 
 def choose_tile(
     expected: Fraction,
+    kind: WeightKind,
     is_uneven: bool = False,
-    weights: str = DEFAULT_WEIGHTS,
     shared: SharedWork | None = None,
 ) -> tuple[int, int]:
     """block_m and block_m_step of the tiles with the least expected cost, if routing scatters the
@@ -304,22 +212,11 @@ def choose_tile(
     Rows that no token fills cost products, tokens beyond a tile cost a second one, which decodes
     the expert's weights again.
 
-    >>> [choose_tile(Fraction(m))[0] for m in (0, 3, 6, 8, 12, 16, 24, 32, 48, 64, 128, 768)]
-    [8, 8, 16, 16, 24, 24, 32, 40, 64, 88, 152, 160]
-    >>> [choose_tile(Fraction(m), is_uneven=True) for m in (16, 32, 64, 128)]
-    [(32, 32), (48, 48), (128, 32), (128, 32)]
-
-    >>> [choose_tile(Fraction(m), weights="fp8")[0] for m in (3, 16, 64, 96, 110)]
-    [8, 24, 80, 112, 128]
-    >>> {choose_tile(Fraction(m), weights="fp8") for m in (128, 192, 256, 384, 512, 768)}
-    {(128, 16)}
-    >>> [choose_tile(Fraction(m), weights="bf16") for m in (64, 128, 192, 768)]
-    [(88, 88), (160, 160), (128, 16), (128, 16)]
     """
-    costs = _expected_costs(rounded_mean(expected), is_uneven, weights)
+    costs = _expected_costs(rounded_mean(expected), is_uneven, kind)
     if shared is None:
         return min(costs, key=lambda tile: costs[tile])
-    work, kind = shared, WEIGHTS[weights]
+    work = shared
     return min(
         costs,
         key=lambda tile: work.num_routed_experts * costs[tile] + shared_cost(tile, work, kind),
@@ -328,11 +225,10 @@ def choose_tile(
 
 @lru_cache(maxsize=4096)
 def _expected_costs(
-    expected: Fraction, is_uneven: bool, weights: str
+    expected: Fraction, is_uneven: bool, kind: WeightKind
 ) -> dict[tuple[int, int], float]:
     """Of a routed expert, by tile."""
     counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-    kind = WEIGHTS[weights]
     tiles = [
         tile
         for tile in kind.tiles
@@ -476,9 +372,6 @@ def _tiles_cost(num_tokens: int, tile: tuple[int, int], kind: WeightKind) -> flo
     """Of one expert, whose tiles are as few as can be and as equal as the steps allow
     (layout/expert_tiles.cuh).
 
-    >>> fp4 = WEIGHTS["mxfp4"]
-    >>> _tiles_cost(90, (128, 32), fp4) == _tiles_cost(96, (96, 96), fp4) == 1 + 96 / 150
-    True
     """
     block_m, step = tile
     num_tiles = ceil_div(num_tokens, block_m)
@@ -506,7 +399,7 @@ def num_block_slots(config: ConfigFields) -> int:
     return 1 + ceil_div(int(config["num_stages"]) + 1, num_k_blocks)
 
 
-def smem_layout(config: ConfigFields) -> Layout:
+def smem_layout(config: ConfigFields, kind: WeightKind) -> Layout:
     """Shared memory of a config, given by its fields."""
     names = (
         "num_experts",
@@ -518,7 +411,6 @@ def smem_layout(config: ConfigFields) -> Layout:
         "block_k",
         "num_stages",
     )
-    kind = WEIGHTS[str(config["weights"])]
     return sm90_smem_layout(
         **{name: int(config[name]) for name in names},
         num_block_slots=num_block_slots(config),
@@ -527,7 +419,7 @@ def smem_layout(config: ConfigFields) -> Layout:
         has_biases=bool(config["biases"]),
         cluster_size=int(config["cluster_size"]),
         has_block_scales=kind.has_block_scales,
-        tokens=token_format(str(config["weights"]), str(config["token_scales"])),
+        tokens=token_format(str(config["token_format"])),
     )
 
 
@@ -538,6 +430,7 @@ def tmem_layout(config: ConfigFields) -> None:
 def choose_fields(
     shape: MoEShape,
     num_tokens: int,
+    kind: WeightKind,
     *,
     is_uneven: bool,
     num_sms: int,
@@ -553,11 +446,10 @@ def choose_fields(
     if num_sms < 1:
         raise ValueError(f"num_sms must be at least 1; got {num_sms}")
     expected = shape.expected_tokens_per_expert(num_tokens)
-    kind = WEIGHTS[shape.weights]
     allowed_rows = sorted({rows for rows, _ in kind.tiles})
     choose_shared_parts(shape, choices)
     shared = SharedWork.of(shape, num_tokens, choices.fields)
-    chosen_block_m, chosen_step = choose_tile(expected, is_uneven, shape.weights, shared)
+    chosen_block_m, chosen_step = choose_tile(expected, kind, is_uneven, shared)
     block_m = choose(
         "block_m",
         chosen_block_m,
@@ -645,7 +537,8 @@ def choose_fields(
 
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
     choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=False)
-    choose_stages(shape, smem_capacity, smem_layout, choices)
+    layout = partial(smem_layout, kind=kind)
+    choose_stages(shape, smem_capacity, layout, choices)
     choose(
         "num_block_slots",
         num_block_slots(choices.fields),
@@ -653,7 +546,7 @@ def choose_fields(
     )
     choose_combine_chunks(
         shape,
-        smem_layout,
+        layout,
         choices,
         num_min_chunks=COMBINE_CHUNKS_OF_FEW_TOKENS if block_m == min(BLOCK_MS) else 1,
     )
@@ -689,15 +582,12 @@ def _choose_clusters(choices: FieldChoices, kind: WeightKind, *, has_two_m_block
     )
 
 
-def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Other values of each tunable field that are worth measuring beside the `chosen` ones.
-
-    >>> shape = MoEShape(4, 256, 6, 4096, 2048, 64)
-    >>> candidates(shape, {"block_m": 8, "num_stages": 12})["num_stages"]
-    (11, 10)
-    """
+def candidates(
+    shape: MoEShape, chosen: Mapping[str, int], kind: WeightKind
+) -> dict[str, tuple[int, ...]]:
+    """Other values of each tunable field that are worth measuring beside the `chosen` ones."""
     num_stages = chosen["num_stages"]
-    block_ms = sorted({rows for rows, _ in WEIGHTS[shape.weights].tiles})
+    block_ms = sorted({rows for rows, _ in kind.tiles})
     return {
         "block_m": neighbours(block_ms, chosen["block_m"], 3),
         # More do not fit. Fewer leave combine larger chunks and less to fill at first.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from deep_moe.formats.weight_formats import TokenFormat
+from deep_moe.tokens import TokenFormat
 
 from .segments import Layout, LayoutBuilder, align_up
 

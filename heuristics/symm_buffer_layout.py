@@ -6,7 +6,7 @@ for the barrier words, whose phase survives from call to call, and leaves it so.
 
 from __future__ import annotations
 
-from deep_moe.formats.weight_formats import K_BLOCK
+from deep_moe.formats.sizes import K_BLOCK
 
 from .segments import Layout, LayoutBuilder
 from .shape import MoEShape
@@ -87,9 +87,9 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     parts.add_sources("rank, token, slot: the way back")
     parts.mark("control_bytes", alignment=TMA_ALIGNMENT)
 
-    tokens = shape.token_format
+    tokens = shape.tokens
     row_bytes = hidden * tokens.value_bytes
-    data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.words}")
+    data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.values}")
     if tokens.has_float_scales:
         data("input_x_sf", "f32", (max_tokens, hidden // K_BLOCK), "their scales")
     elif tokens.has_scales:
@@ -165,14 +165,14 @@ class _Parts(LayoutBuilder):
     def add_pools(self) -> None:
         """The inputs of both linear layers."""
         shape, data = self._shape, self.data
-        tokens = shape.token_format
+        tokens = shape.tokens
         pool_tokens, sf_pool_tokens = shape.num_pool_rows, shape.num_padded_sf_pool_tokens
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         data(
             "l1_tokens",
             "u8",
             (pool_tokens, hidden * tokens.value_bytes),
-            f"tokens of local experts, {tokens.words}",
+            f"tokens of local experts, {tokens.values}",
         )
         if tokens.has_scales:
             data(
@@ -183,7 +183,7 @@ class _Parts(LayoutBuilder):
             "l2_tokens",
             "u8",
             (pool_tokens, intermediate * tokens.value_bytes),
-            f"Linear1's output after the activation, {tokens.words}",
+            f"Linear1's output after the activation, {tokens.values}",
         )
         if tokens.has_scales:
             data(

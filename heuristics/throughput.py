@@ -6,16 +6,15 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
-from deep_moe.formats.weight_formats import K_BLOCK
+from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.targets import target_of
+from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
 
 from .low_latency import (
     CHUNK_BYTES,
     DATA_ALIGNMENT,
-    FORMATS,
     MAX_THREADS,
     SEGMENT_ALIGNMENT,
-    TokenFormat,
 )
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
@@ -118,7 +117,7 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     data("expert_totals", "u32", dims, "slots of a source rank that name an expert")
     data("slot_words", "u32", (max_tokens * shape.num_topk,), "an expert and a place, or a row")
     data("slot_weights", "f32", (max_tokens * shape.num_topk,), "routing weights")
-    row_bytes = shape.hidden * max(format.element_bytes for format in FORMATS.values())
+    row_bytes = shape.hidden * max(token_format(name).value_bytes for name in TOKEN_FORMATS)
     data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
     data("token_scales", "u32", (max_tokens, shape.hidden // K_BLOCK), "their scales")
     data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")
@@ -133,7 +132,7 @@ class ThroughputConfig:
     step: which of the three. num_ctas: of each rank. has_weights: a dispatch sends the slots'
     weights, or multiplies rows by them if it knows_rows; a combine weighs with them.
 
-    Of a dispatch: tokens: a key of FORMATS. is_quantized_input: they come as they travel.
+    Of a dispatch: token_format: one of TOKEN_FORMATS. is_quantized_input: they come as they travel.
     knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else int64.
     Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
     trace: CTAs stamp their phases.
@@ -149,7 +148,7 @@ class ThroughputConfig:
     num_ctas: int
     arch: str
     has_weights: bool = False
-    tokens: str = "bf16"
+    token_format: str = "bf16"
     is_quantized_input: bool = False
     knows_rows: bool = False
     has_int32_topk_idx: bool = False
@@ -158,28 +157,27 @@ class ThroughputConfig:
 
     def __post_init__(self) -> None:
         target_of(self.arch)  # or an error
+        token_format(self.token_format)
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
-        if self.tokens not in tuple(FORMATS):  # which takes what has no hash, too
-            raise ValueError(f"tokens must be one of {', '.join(FORMATS)}; got {self.tokens!r}")
-        if self.format.packs_scales and self.shape.hidden % (4 * K_BLOCK):
+        if self.tokens.packs_scales and self.shape.hidden % (4 * K_BLOCK):
             raise ValueError(
-                f"hidden must be a multiple of {4 * K_BLOCK} for tokens {self.tokens!r}, which "
-                f"have four scales in a word; got {self.shape.hidden}"
+                f"hidden must be a multiple of {4 * K_BLOCK} for token_format "
+                f"{self.token_format!r}, which has four scales in a word; got {self.shape.hidden}"
             )
 
     @property
-    def format(self) -> TokenFormat:
+    def tokens(self) -> TokenFormat:
         """How tokens travel."""
-        return FORMATS[self.tokens]
+        return token_format(self.token_format)
 
     @property
     def num_scale_words(self) -> int:
         """32-bit words of a token's scales as the experts get them."""
-        if not self.format.values_per_scale:
+        if not self.tokens.values_per_scale:
             return 0
-        return self.shape.hidden // K_BLOCK // (4 if self.format.packs_scales else 1)
+        return self.shape.hidden // K_BLOCK // (4 if self.tokens.packs_scales else 1)
 
     @property
     def num_threads(self) -> int:
@@ -219,13 +217,13 @@ class ThroughputConfig:
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
-        format = self.format
+        tokens = self.tokens
         return {
             **asdict(self.shape),
             "num_experts_per_rank": self.shape.num_experts_per_rank,
-            "values_per_scale": format.values_per_scale,
-            "rounds_scales": format.rounds_scales,
-            "packs_scales": format.packs_scales,
+            "values_per_scale": tokens.values_per_scale,
+            "rounds_scales": tokens.rounds_scales,
+            "packs_scales": tokens.packs_scales,
             "num_ctas": self.num_ctas,
             "num_threads": self.num_threads,
             "has_weights": self.has_weights,

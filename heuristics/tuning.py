@@ -29,7 +29,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, check_weights_name
+from deep_moe.tokens import token_format
+from deep_moe.weights import DEFAULT_WEIGHTS, check_weights_name, default_token_format
 
 from .shape import MoEShape, expected_tokens_per_expert
 
@@ -58,6 +59,7 @@ class TunedLayerKey:
     hidden: int
     intermediate_hidden: int
     weights: str = DEFAULT_WEIGHTS
+    token_format: str = default_token_format(DEFAULT_WEIGHTS)
     num_pool_tokens: int | None = None  # of a bounded pool
     biases: bool = False
     num_shared_experts: int = 0
@@ -72,6 +74,7 @@ class TunedLayerKey:
             num_sms,
             **sizes,
             weights=shape.weights,
+            token_format=shape.token_format,
             num_pool_tokens=shape.num_pool_tokens,
             biases=shape.biases,
             num_shared_experts=shape.num_shared_experts,
@@ -93,6 +96,7 @@ class TunedLayerKey:
             and self.device == other.device
             and self.arch == other.arch
             and self.weights == other.weights
+            and self.token_format == other.token_format
             and self.biases == other.biases
             and self.num_shared_experts == other.num_shared_experts
         )
@@ -294,7 +298,7 @@ class Tuning:
             return TuningResult(
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank"
                 f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
-                f"{key.hidden} x {key.intermediate_hidden} in {key.weights}"
+                f"{key.hidden} x {key.intermediate_hidden} in {key.weights} x {key.token_format}"
                 f"{' with biases' if key.biases else ''}"
                 f" has been measured on {self.device} with {key.num_sms} SMs"
             )
@@ -426,11 +430,16 @@ def _layer(record: Any) -> TunedLayer:
     key: dict[str, Any] = {
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
-        if field.name not in ("weights", "num_pool_tokens", "biases", "num_shared_experts")
+        if field.name
+        not in ("weights", "token_format", "num_pool_tokens", "biases", "num_shared_experts")
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
         check_weights_name(key["weights"])
+    if "token_format" in record:
+        key["token_format"] = token_format(_take(record, "token_format", str)).name
+    else:  # tables from before there were several
+        key["token_format"] = default_token_format(key.get("weights", DEFAULT_WEIGHTS))
     if record.get("num_pool_tokens") is not None:
         key["num_pool_tokens"] = _take(record, "num_pool_tokens", int)
     if "biases" in record:  # older tables are of layers without

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, K_BLOCK, WEIGHT_FORMATS, TokenFormat
+from deep_moe.formats.sizes import K_BLOCK
+from deep_moe.tokens import TokenFormat, token_format
+from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 from .segments import align_up, ceil_div
 from .shape import MAX_SHARED_EXPERTS, MoEShape, require_int
@@ -37,7 +39,7 @@ class RowFormat:
     @classmethod
     def of(cls, tokens: TokenFormat, hidden: int, num_topk: int) -> RowFormat:
         """
-        >>> RowFormat.of(WEIGHT_FORMATS["mxfp4"], 7168, 8).num_bytes
+        >>> RowFormat.of(token_format("mxfp8"), 7168, 8).num_bytes
         7456
         """
         values = hidden * tokens.value_bytes
@@ -86,8 +88,16 @@ class TwoLevelShape:
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
     num_pool_tokens: int | None = field(default=None, kw_only=True)
+    token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.token_format is None:
+            object.__setattr__(self, "token_format", default_token_format(self.weights))
+        if self.tokens.has_float_scales:
+            raise ValueError(
+                "token_format must have scales of powers of two, or none, between domains; "
+                f"got {self.token_format!r}"
+            )
         limits = {"num_domains": MAX_DOMAINS, "num_chunks": MAX_CHUNKS}
         for name, most in limits.items():
             value = require_int(name, getattr(self, name), f"1 to {most}")
@@ -130,13 +140,13 @@ class TwoLevelShape:
         return self.num_domains - 1
 
     @property
-    def token_format(self) -> TokenFormat:
-        return WEIGHT_FORMATS[self.weights]
+    def tokens(self) -> TokenFormat:
+        return token_format(self.token_format)
 
     @property
     def row(self) -> RowFormat:
         """Of a token between domains."""
-        return RowFormat.of(self.token_format, self.hidden, self.num_topk)
+        return RowFormat.of(self.tokens, self.hidden, self.num_topk)
 
     @property
     def is_own_apart(self) -> bool:
@@ -204,6 +214,7 @@ class TwoLevelShape:
             num_max_tokens_per_rank=num_max_tokens,
             num_pool_tokens=self.num_pool_tokens,
             weights=self.weights,
+            token_format=self.token_format,
             biases=self.biases,
             num_shared_experts=num_shared_experts,
         )

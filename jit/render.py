@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deep_moe.tokens import token_format
+
 from .kernel_args import (
     KernelArgs,
     LowLatencyArgs,
@@ -38,14 +40,6 @@ KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.
 _BIAS_POLICIES = {False: ("none", "NoBiases"), True: ("per_expert", "PerExpertBiases")}
 PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
-# Of tokens that are here, by their format: how their scales lie, in deep_moe/formats/token_scales.
-_LOCAL_SCALES = {
-    "bf16": "NoTokenScales",
-    "fp8_32": "ByteScalesPer32",
-    "fp8_128_ue8m0": "ByteScalesPer128",
-    "fp8_128_pow2": "FloatPowersPer128",
-    "fp8_128": "FloatsPer128",
-}
 
 # As the header library names them, which the translation unit includes first.
 _CPP_TYPES = {
@@ -77,7 +71,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
     """CUDA C++ source of the Mega MoE kernel for `config`."""
     target, weights = config.target, config.target_weights
     bias_header, bias_policy = _BIAS_POLICIES[config.biases]
-    token_header, token_policy = _token_policy(config)
+    token_headers, token_source = _token_source(config)
     layouts = [
         _layout_struct("Symm", config.symm_buffer_layout, "unsigned long long"),
         _layout_struct("Smem", config.smem_layout, "unsigned int"),
@@ -89,14 +83,14 @@ def render_kernel(config: MegaMoEConfig) -> str:
         foreign_headers=target.foreign_headers,
         header=target.header,
         policy_headers=[
-            f"deep_moe/formats/{target.kernel}_{weights.format}.cuh",
+            f"deep_moe/weights/{weights.weights}/{target.kernel}.cuh",
             f"deep_moe/biases/{bias_header}.cuh",
-            f"deep_moe/tokens/{token_header}.cuh",
+            *token_headers,
         ],
         types={
-            "Weights": f"deep_moe::{target.kernel}::{weights.policy_of(config.token_scales)}",
+            "Weights": f"deep_moe::{target.kernel}::{weights.policy}",
             "Biases": f"deep_moe::{bias_policy}",
-            "Tokens": token_policy,
+            "Tokens": token_source,
         },
         namespace=target.kernel,
         kernel=KERNEL_NAME,
@@ -111,11 +105,16 @@ def render_kernel(config: MegaMoEConfig) -> str:
     )
 
 
-def _token_policy(config: MegaMoEConfig) -> tuple[str, str]:
-    """The header in deep_moe/tokens, and the type."""
+def _token_source(config: MegaMoEConfig) -> tuple[tuple[str, ...], str]:
+    """Where tokens come from: headers, and the type."""
     if config.local_tokens is None:
-        return "routed", "deep_moe::RoutedTokens"
-    return "local", f"deep_moe::LocalTokens<deep_moe::{_LOCAL_SCALES[config.local_tokens]}>"
+        return ("deep_moe/token_sources/routed.cuh",), "deep_moe::RoutedTokens"
+    scales = token_format(config.local_tokens)
+    headers = (
+        f"deep_moe/tokens/{scales.name}/local_scales.cuh",
+        "deep_moe/token_sources/local.cuh",
+    )
+    return headers, f"deep_moe::LocalTokens<deep_moe::{scales.local_scales}>"
 
 
 def render_prepare_inputs(config: PrepareInputsConfig) -> str:

@@ -38,9 +38,9 @@ def test_files_in_which_a_test_fails_or_none_passes_are_not_recorded(tmp_path: P
     record = json.loads(path.read_text())
     assert set(record) == {"a.py", "e.py"}
     counts = {"a.py": (2, 0), "e.py": (1, 1)}
-    for file, (passed, skipped) in counts.items():
+    for file, (ran, left) in counts.items():
         run = record[file]["2 x GPU"]
-        assert (run["commit"], run["passed"], run["skipped"]) == ("c1", passed, skipped)
+        assert (run["commit"], run["passed"], run["skipped"]) == ("c1", ran, left)
 
 
 def test_a_failure_keeps_the_last_run_that_passed(tmp_path: Path) -> None:

@@ -12,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from safetensors.torch import save_file
 
+from deep_moe.biases.per_expert import MegaMoEBiases
 from deep_moe.errors import CheckpointError
-from deep_moe.formats.biases import MegaMoEBiases
-from deep_moe.formats.weight_formats import weight_format
-from deep_moe.formats.weights import (
-    LayerWeights,
-    MegaMoEWeights,
-    Pair,
-    empty_weights_for_mega_moe,
-    transform_weights_for_mega_moe,
-)
 from deep_moe.heuristics.shape import MAX_SHARED_EXPERTS, require_int
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import ExpertWeights, LayerWeights, MegaMoEWeights, Pair
+from deep_moe.weights.transform import empty_weights_for_mega_moe, transform_weights_for_mega_moe
 
 from .files import Files, listed
 from .forms import FORMS, form_with
@@ -34,7 +30,36 @@ from .layer import Layer, find_layer
 from .namings import DEFAULT_NAMING, ExpertNaming, StackedNaming
 from .saving import Saving
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class _LoadOptions(TypedDict, total=False):
+    num_experts: int | None
+    rank_idx: int
+    num_ranks: int
+    experts: Sequence[int] | None
+    naming: str | ExpertNaming | StackedNaming | None
+    num_shared_experts: int
+    biases_apart: bool
+    arch: str | None
+    token_format: str | None
+    requantize: bool
+    device: torch.device | str
+
+
+@overload
+def load_experts(
+    path: str | Path, layer: int, *, transformed: Literal[True], **options: Unpack[_LoadOptions]
+) -> MegaMoEWeights: ...
+@overload
+def load_experts(
+    path: str | Path,
+    layer: int,
+    *,
+    transformed: Literal[False] = False,
+    **options: Unpack[_LoadOptions],
+) -> ExpertWeights: ...
 def load_experts(
     path: str | Path,
     layer: int,
@@ -48,9 +73,10 @@ def load_experts(
     biases_apart: bool = False,
     transformed: bool = False,
     arch: str | None = None,
+    token_format: str | None = None,
     requantize: bool = False,
     device: torch.device | str = "cpu",
-) -> MegaMoEWeights:
+) -> ExpertWeights | MegaMoEWeights:
     """The experts of one layer that rank `rank_idx` of `num_ranks` owns.
 
     path: a .safetensors file, or a folder with an index or with such files. num_experts: of the
@@ -64,8 +90,8 @@ def load_experts(
     experts' format: those of DeepSeek-V3 are, those of DeepSeek-V4, FP8 beside MXFP4, are not.
     biases_apart: the caller takes biases by `load_biases`; else a layer that has some is refused.
     transformed: give what `transform_weights_for_mega_moe` makes of the experts, one by one: beside
-    the result there is never more than one expert's raw weights. arch, requantize: as there, the
-    target by default that of `device`.
+    the result there is never more than one expert's raw weights. arch, token_format, requantize: as
+    there, the target by default that of `device`.
 
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
     up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
@@ -92,8 +118,11 @@ def load_experts(
     True
     """
     _check_range("num_shared_experts", num_shared_experts, MAX_SHARED_EXPERTS)
-    if not transformed and (arch is not None or requantize):
-        raise ValueError(f"transformed must be True for arch {arch} and requantize {requantize}")
+    if not transformed and (arch is not None or token_format is not None or requantize):
+        raise ValueError(
+            f"transformed must be True for arch {arch}, token_format {token_format} and "
+            f"requantize {requantize}"
+        )
     opened = _opened(
         path, layer, num_experts, rank_idx, num_ranks, experts, naming, num_shared_experts
     )
@@ -116,15 +145,23 @@ def load_experts(
                 tensors.read(expert, raw.expert(local))
             return raw
         weights = empty_weights_for_mega_moe(
-            len(matrices), hidden, intermediate, arch=arch, device=device, weights=form.weights
+            len(matrices),
+            hidden,
+            intermediate,
+            arch=arch,
+            device=device,
+            weights=form.weights,
+            token_format=token_format,
         )
         for local, expert in enumerate(matrices):
             tensors.read(expert, raw)
             try:
                 transform_weights_for_mega_moe(
-                    *raw,
+                    raw.l1,
+                    raw.l2,
                     arch,
                     weights=form.weights,
+                    token_format=token_format,
                     requantize=requantize,
                     out=weights.expert(local),
                 )

@@ -11,11 +11,11 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from deep_moe.errors import CheckpointError
-from deep_moe.formats.bf16 import no_scales
 from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups, unpack_ue8m0
 from deep_moe.formats.scale_blocks import num_blocks
-from deep_moe.formats.weight_formats import SIZE_UNIT
-from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
+from deep_moe.formats.sizes import SIZE_UNIT
+from deep_moe.weights.bf16.format import no_scales
+from deep_moe.weights.layers import ExpertWeights, LayerWeights
 
 BLOCK = 128  # rows and columns that share a scale of FP8, if not 32 columns do
 
@@ -104,9 +104,9 @@ class Form(ABC):
 
     def empty_weights(
         self, num_experts: int, intermediate: int, hidden: int, device: torch.device
-    ) -> MegaMoEWeights:
+    ) -> ExpertWeights:
         """For both linear layers of some experts."""
-        return MegaMoEWeights(
+        return ExpertWeights(
             self.empty(num_experts, 2 * intermediate, hidden, device, 2),
             self.empty(num_experts, hidden, intermediate, device, 1),
         )

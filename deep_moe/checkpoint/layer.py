@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deep_moe.errors import CheckpointError
-from deep_moe.formats.weights import MegaMoEWeights
+from deep_moe.weights.layers import ExpertWeights
 
 from .config import CONFIG_NAME, NUM_EXPERTS_KEYS, count_of_config
 from .files import Files, first_missing, listed
@@ -136,7 +136,7 @@ class Layer(ABC):
         if num_shared:
             self._check_shared(num_shared)
 
-    def read(self, matrices: Sequence[Matrix], target: MegaMoEWeights) -> None:
+    def read(self, matrices: Sequence[Matrix], target: ExpertWeights) -> None:
         """Read one expert into tensors [1, ...]."""
         (l1, l1_sf), (l2, l2_sf) = target
         rows, sf_rows = l1.shape[1] // 2, l1_sf.shape[1] // 2

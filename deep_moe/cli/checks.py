@@ -56,7 +56,7 @@ def trial_bytes(shape: MoEShape, tokens: Sequence[int]) -> int:
     >>> trial_bytes(MoEShape(2, 4, 2, 256, 128, 16), (16, 8))
     679936
     """
-    from deep_moe.formats.weight_formats import weight_format
+    from deep_moe.weights import weight_format
 
     bits_per_value = weight_format(shape.weights).bits_per_value
     per_expert = 2 * 3 * shape.hidden * shape.intermediate_hidden * bits_per_value // 8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,
@@ -26,7 +26,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     SharedExpertsOption,
-    TokenScalesOption,
+    TokenFormatOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -60,7 +60,7 @@ def config(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
-    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
+    token_format: TokenFormatOption = None,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
@@ -89,7 +89,7 @@ def config(
         intermediate=intermediate,
         weights=weights,
         biases=biases,
-        token_scales=token_scales,
+        token_format=token_format,
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
-from deep_moe.formats.weight_formats import (
-    DEFAULT_TOKEN_SCALES,
-    DEFAULT_WEIGHTS,
-    TOKEN_SCALES,
-    WEIGHT_FORMATS,
-)
 from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import token_format as token_format_of
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
 
 if TYPE_CHECKING:
     from deep_moe.fused.gpu import Gpu
@@ -67,20 +64,20 @@ ActivationOption = Annotated[
         "default: the model's, or swiglu.",
     ),
 ]
-WEIGHTS = ", ".join(WEIGHT_FORMATS)
 WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help=f"Format of the experts' weights: {WEIGHTS}. The last, MXFP4 with BF16 tokens, is for "
-        "sm_90a.",
+        help=f"Format of the experts' weights: {', '.join(WEIGHTS)}.",
     ),
 ]
-TokenScalesOption = Annotated[
-    str,
+TokenFormatOption = Annotated[
+    str | None,
     typer.Option(
-        "--token-scales",
-        help=f"Of FP8 tokens: {', '.join(TOKEN_SCALES)}, the latter with fp8 weights on sm_90a.",
+        "--token-format",
+        help="Format of the tokens beside these weights: "
+        f"{', '.join(name for name in TOKEN_FORMATS if token_format_of(name).is_of_products)}; "
+        "default: what goes with the weights.",
     ),
 ]
 BiasesOption = Annotated[
@@ -138,7 +135,7 @@ def make_shape(
     shared_experts: int = 0,
     weights: str = DEFAULT_WEIGHTS,
     biases: bool = False,
-    token_scales: str = DEFAULT_TOKEN_SCALES,
+    token_format: str | None = None,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
     are given on top."""
@@ -166,15 +163,15 @@ def make_shape(
         num_shared_experts=shared_experts,
         weights=weights,
         biases=biases or (model in PRESETS and preset_has_biases(model)),
-        token_scales=token_scales,
+        token_format=default_token_format(weights) if token_format is None else token_format,
         **sizes,
     )
 
 
 def check_weights(weights: str) -> None:
     """BadParameter unless it is a format of weights."""
-    if weights not in WEIGHT_FORMATS:
-        raise typer.BadParameter(f"--weights must be one of {WEIGHTS}; got {weights!r}")
+    if weights not in WEIGHTS:
+        raise typer.BadParameter(f"--weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
 
 
 def parse_tokens(text: str, num_ranks: int) -> list[int]:

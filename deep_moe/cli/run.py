@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Situ
-from deep_moe.formats.weight_formats import (
-    DEFAULT_TOKEN_SCALES,
-    DEFAULT_WEIGHTS,
-    WEIGHT_FORMATS,
-    weight_format,
-)
+from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 from .checks import check_call
 from .layer_path import LayerPath, choose_path
@@ -38,7 +33,7 @@ from .options import (
     PoolTokensOption,
     SeedOption,
     SharedExpertsOption,
-    TokenScalesOption,
+    TokenFormatOption,
     TopkOption,
     WeightsOption,
     check_weights,
@@ -109,7 +104,7 @@ def run(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
-    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
+    token_format: TokenFormatOption = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
     ] = False,
@@ -177,10 +172,10 @@ def run(
     """
     import torch
 
+    from deep_moe.formats.numerics import FP32_SUM_BITS
     from deep_moe.targets import TARGETS
     from deep_moe.trial.calls import model_inputs
     from deep_moe.trial.paths import Where, verdicts
-    from deep_moe.trial.reference import FP32_SUM_BITS
 
     if _only_defaults(context) and _default_device(None, None) == Device.cpu:
         run_small_layers(as_json)
@@ -207,8 +202,8 @@ def run(
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
     check_weights(weights)
-    on_target = TARGETS[arch].weights_of(weights)
-    numerics = on_target.numerics_of(token_scales)
+    on_target = TARGETS[arch].weights_of(weights, token_format)
+    numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)
     applied = parse_activation(activation, clamp, model=model)
     if exact and isinstance(applied, Situ):
@@ -229,7 +224,7 @@ def run(
         "pool_tokens": pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
         "shared_experts": shared_experts,
         "weights": weights,
-        "token_scales": token_scales,
+        "token_format": token_format,
     }
     loaded = None
     if checkpoint is None:
@@ -379,7 +374,7 @@ def _loaded_layer(
     experts: int | None,
     weights: str,
     shared_experts: int,
-    token_scales: str,
+    token_format: str | None,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
     import torch
@@ -403,11 +398,9 @@ def _loaded_layer(
         )
     formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
     loaded = formats.get(l1.weight.dtype, "mxfp4")
-    allowed = [name for name in WEIGHT_FORMATS if weight_format(name).in_checkpoints == loaded]
-    if weights not in allowed:
+    if weights != loaded:
         raise typer.BadParameter(
-            f"--weights must be {' or '.join(allowed)}, for the checkpoint's experts are {loaded}; "
-            f"got {weights}"
+            f"--weights must be {loaded}, the format of the checkpoint's experts; got {weights}"
         )
     num_experts, num_l1_rows, _ = l1.weight.shape
     num_experts -= shared_experts
@@ -422,7 +415,7 @@ def _loaded_layer(
         weights=weights,
         biases=biases is not None,
         num_shared_experts=shared_experts,
-        token_scales=token_scales,
+        token_format=default_token_format(weights) if token_format is None else token_format,
     )
     return shape, Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ()))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .checks import check_call, check_output_file
 from .layer_path import LayerPath, check_split_path
@@ -27,7 +27,7 @@ from .options import (
     RanksOption,
     SeedOption,
     SharedExpertsOption,
-    TokenScalesOption,
+    TokenFormatOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -65,7 +65,7 @@ def trace(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
-    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
+    token_format: TokenFormatOption = None,
     seed: SeedOption = 0,
     activation: ActivationOption = None,
     clamp: ClampOption = None,
@@ -111,7 +111,7 @@ def trace(
         ranks=ranks,
         weights=weights,
         biases=biases,
-        token_scales=token_scales,
+        token_format=token_format,
         max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
         pool_tokens=pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
         shared_experts=shared_experts,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Swiglu
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .options import (
     ActivationOption,

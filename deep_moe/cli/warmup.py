@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .options import (
     AccumulateOption,
@@ -26,7 +26,7 @@ from .options import (
     PoolTokensOption,
     RanksOption,
     SharedExpertsOption,
-    TokenScalesOption,
+    TokenFormatOption,
     TopkOption,
     WeightsOption,
     find_measurements,
@@ -57,7 +57,7 @@ def warmup(
     intermediate: IntermediateOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
-    token_scales: TokenScalesOption = DEFAULT_TOKEN_SCALES,
+    token_format: TokenFormatOption = None,
     arch: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +97,7 @@ def warmup(
         intermediate=intermediate,
         weights=weights,
         biases=biases,
-        token_scales=token_scales,
+        token_format=token_format,
         max_tokens=max_tokens,
         pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.heuristics.segments import ceil_div
-
-from .weight_formats import K_BLOCK
+from .sizes import K_BLOCK
 
 
 def num_blocks(
@@ -23,7 +21,7 @@ def num_blocks(
     ((4, 3), (192, 10))
     """
     rows, columns = scale_block
-    return num_matrices * ceil_div(num_rows // num_matrices, rows), ceil_div(num_columns, columns)
+    return num_matrices * -(-num_rows // num_matrices // rows), -(-num_columns // columns)
 
 
 def over_values(

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.targets import EMULATED, Target
+from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 from .call_plan import CallCaches
 from .checks import Y_BYTES, refuse_gradients
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_X_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-
 # What a buffer has until it is closed.
 _GIVEN_BACK = ("x", "x_sf", "topk_idx", "topk_weights", "memory")
 
@@ -50,9 +49,9 @@ class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
     x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
-    behind the last scale must be zero, and rows of x may be longer than hidden. For bf16 and
-    mxfp4_bf16 weights x is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0]. With
-    token_scales "float32_per_128" x_sf is float32 [max tokens, hidden/128].
+    behind the last scale must be zero, and rows of x may be longer than hidden. With token_format
+    "bf16" x is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0], with "fp8_128" x_sf
+    is float32 [max tokens, hidden/128].
     topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
     These four are views that the caller fills before a call. nbytes: size of the whole buffer.
 
@@ -72,18 +71,19 @@ class SymmBuffer(RankBuffer):
         self.shape = shape
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
-        padded_x = self._view("input_x", _X_DTYPES[shape.token_format.words])
+        padded_x = self._view("input_x", shape.tokens.dtype)
         self.x = padded_x[:, : shape.hidden]
-        if shape.token_format.has_scales:
-            has_floats = shape.token_format.has_float_scales
-            self.x_sf = self._view("input_x_sf", torch.float32 if has_floats else torch.int32)
+        if shape.tokens.has_scales:
+            dtype = shape.tokens.scale_torch_dtype
+            assert dtype is not None
+            self.x_sf = self._view("input_x_sf", dtype)
         else:
             no_scales = (shape.num_max_tokens_per_rank, 0)
             self.x_sf = torch.empty(no_scales, dtype=torch.int32, device=self.x.device)
         if shape.padded is not shape:
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
-            padded_x.view(torch.uint8)[:, shape.hidden * shape.token_format.value_bytes :] = 0
+            padded_x.view(torch.uint8)[:, shape.hidden * shape.tokens.value_bytes :] = 0
             self.x_sf[:, -1:] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
@@ -98,8 +98,8 @@ class SymmBuffer(RankBuffer):
         return (
             f"SymmBuffer(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, {shared}top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights"
-            f"{', float32 scales' if shape.token_format.has_float_scales else ''}"
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"{shape.token_format} tokens"
             f"{' with biases' if shape.biases else ''}, "
             f"up to {shape.num_max_tokens_per_rank} tokens, {self.nbytes / 2**20:.1f} MiB, "
             f"{self.state})"
@@ -116,6 +116,11 @@ class SymmBuffer(RankBuffer):
     @property
     def num_ranks(self) -> int:
         return self.shape.num_ranks
+
+    @property
+    def target(self) -> Target:
+        """What calls run on, where they say nothing."""
+        return EMULATED if self.gpu is None else self.gpu.target
 
     @classmethod
     def of_handle(cls, handle: int) -> SymmBuffer:
@@ -160,7 +165,7 @@ def get_symm_buffer_for_mega_moe(
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
-    token_scales: str = DEFAULT_TOKEN_SCALES,
+    token_format: str | None = None,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
@@ -176,12 +181,12 @@ def get_symm_buffer_for_mega_moe(
     num_pool_tokens: most rows of the pool that received tokens go through, a multiple of 384. With
         fewer than a call may bring, they are used again within a call: the buffer is smaller, and
         no token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
-    weights: their format: "mxfp4", for `fp8_fp4_mega_moe`, "fp8", for `fp8_mega_moe`, "bf16", for
-        `bf16_mega_moe`, or "mxfp4_bf16", for `bf16_fp4_mega_moe`.
+    weights: their format, "mxfp4", "fp8" or "bf16".
     biases: whether both linear layers have biases, which each call is then given.
-    token_scales: what `x_sf` holds: "ue8m0_per_32", one for 32 values, four in an int32, or, with
-        fp8 weights on sm_90a, "float32_per_128", any positive numbers; hidden is then a multiple of
-        128.
+    token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four in
+        an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32 scale of
+        any size for 128 values, with fp8 weights on sm_90a, where hidden is a multiple of 128; or
+        "bf16", the default with bf16 weights, and on sm_90a with mxfp4 ones.
     device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
         the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
         for None; otherwise the CPU.
@@ -203,7 +208,7 @@ def get_symm_buffer_for_mega_moe(
         "weights": weights,
         "biases": biases,
         "num_shared_experts": num_shared_experts,
-        "token_scales": token_scales,
+        "token_format": token_format,
     }
     num_ranks = ranks_of(group)
     device = device_for(group, device)
@@ -212,8 +217,7 @@ def get_symm_buffer_for_mega_moe(
     shape = MoEShape(num_ranks=num_ranks, **arguments)
     gpu = gpu_of(device)
     if gpu is not None:
-        of_target = gpu.target.weights_of(weights)
-        of_target.check_token_scales(token_scales, gpu.target.name)
+        gpu.target.weights_of(weights, shape.token_format)  # or an error
     layout = symm_buffer_layout(shape)
     return SymmBuffer(shape, memory_for(layout, group, device), group)
 
@@ -244,7 +248,7 @@ def buffer_size(
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
-    token_scales: str = DEFAULT_TOKEN_SCALES,
+    token_format: str | None = None,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
@@ -268,7 +272,7 @@ def buffer_size(
         weights=weights,
         biases=biases,
         num_shared_experts=num_shared_experts,
-        token_scales=token_scales,
+        token_format=default_token_format(weights) if token_format is None else token_format,
     )
     return symm_buffer_layout(shape).num_bytes
 

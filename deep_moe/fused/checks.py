@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from deep_moe.formats.biases import bias_blocks
+from deep_moe.biases.per_expert import bias_blocks
+from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
+from deep_moe.weights.layers import MegaMoEWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -47,16 +49,39 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        match = re.match(r"[\w.]+", str(error))
-        if match is not None and match[0] in names:
-            error.args = (names[match[0]] + str(error)[match.end() :],)
+        rename_argument(error, names)
         raise
+
+
+def rename_argument(error: Exception, names: Mapping[str, str]) -> None:
+    """What `named_as` does, where a `with` would take too long."""
+    match = re.match(r"[\w.]+", str(error))
+    if match is not None and match[0] in names:
+        error.args = (names[match[0]] + str(error)[match.end() :],)
 
 
 def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
     """`types` as in isinstance, but a bool is no number."""
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
+
+
+def check_weights(weights: MegaMoEWeights, buffer: SymmBuffer, arch: str | None) -> None:
+    """Raise unless weights are laid out for a buffer's calls, or for those on `arch`."""
+    if type(weights) is not MegaMoEWeights:
+        allowed = "MegaMoEWeights, as transform_weights_for_mega_moe returns them"
+        require_type("weights", weights, MegaMoEWeights, allowed)
+    shape = buffer.shape
+    kernel = (buffer.target if arch is None else target_of(arch)).kernel
+    if (
+        weights.weights != shape.weights
+        or weights.token_format != shape.token_format
+        or weights.kernel != kernel
+    ):
+        raise ValueError(
+            f"weights must be {shape.weights} weights beside {shape.token_format} tokens for "
+            f"{kernel}, as the buffer and arch say; got {weights.words}"
+        )
 
 
 def check_tensor(

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, DEFAULT_WEIGHTS
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
 from deep_moe.tensor_memory import check_dense, refuse_shared_memory
+from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer
-from .checks import STATISTICS, Biases, Pair, check_biases_given, named_as, require_type
+from .checks import STATISTICS, Biases, check_biases_given, check_weights, named_as, require_type
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
 from .options import CallOptions, given_options, with_call_options
@@ -49,7 +50,7 @@ class EmulatedRanks:
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
-        token_scales: str = DEFAULT_TOKEN_SCALES,
+        token_format: str | None = None,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -62,7 +63,7 @@ class EmulatedRanks:
             weights=weights,
             biases=biases,
             num_shared_experts=num_shared_experts,
-            token_scales=token_scales,
+            token_format=default_token_format(weights) if token_format is None else token_format,
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]
@@ -71,7 +72,7 @@ class EmulatedRanks:
     def call(
         self,
         ys: Sequence[torch.Tensor],
-        weights: Sequence[tuple[Pair, Pair]],
+        weights: Sequence[MegaMoEWeights],
         stats: Sequence[torch.Tensor | None] | None = None,
         *,
         activation: str | Activation = DEFAULT_ACTIVATION,
@@ -84,9 +85,9 @@ class EmulatedRanks:
         hopper_fp8_sums: bool = False,
         **options: Unpack[CallOptions],
     ) -> None:
-        """Run one call of every rank; arguments as in `fp8_fp4_mega_moe`.
+        """Run one call of every rank; arguments as in `mega_moe`.
 
-        ys: each rank's output. weights: each rank's transformed (l1, l2). stats: each rank's
+        ys: each rank's output. weights: each rank's, transformed. stats: each rank's
         receive statistics. biases: each rank's transformed (l1, l2), if there are some. schedule:
         how warps are interleaved. ranks: those that take part, by default all; the others never
         arrive.
@@ -112,10 +113,12 @@ class EmulatedRanks:
             launches = []
             for rank in taking_part:
                 with named_as(_names_of(rank)):
+                    check_weights(weights[rank], self.buffers[rank], arguments.get("arch"))
                     launches.append(
                         prepare_launch(
                             ys[rank],
-                            *weights[rank],
+                            weights[rank].l1,
+                            weights[rank].l2,
                             self.buffers[rank],
                             None if stats is None else stats[rank],
                             arguments,
@@ -171,8 +174,9 @@ def _names_of(rank: int) -> dict[str, str]:
     """What arguments of a rank's call are called here."""
     return {
         "y": f"ys[{rank}]",
-        "l1_weights": f"weights[{rank}][0]",
-        "l2_weights": f"weights[{rank}][1]",
+        "weights": f"weights[{rank}]",
+        "l1_weights": f"weights[{rank}].l1",
+        "l2_weights": f"weights[{rank}].l2",
         STATISTICS: f"stats[{rank}]",
         "l1_bias": f"biases[{rank}][0]",
         "l2_bias": f"biases[{rank}][1]",

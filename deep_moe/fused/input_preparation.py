@@ -74,9 +74,9 @@ def prepare_inputs(
 ) -> None:
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
 
-    x: bfloat16 [tokens, hidden]; quantized as `deep_moe.formats.quantize_e4m3_ue8m0` does, for
-        bf16 and mxfp4_bf16 weights copied. With token_scales "float32_per_128" a scale is a 448th
-        of the largest magnitude of its 128 values, but at least 1e-4 / 448.
+    x: bfloat16 [tokens, hidden]; quantized to what the buffer's tokens are: "mxfp8" as
+        `deep_moe.quantize_mxfp8` does; "fp8_128", where a scale is a 448th of the largest magnitude
+        of its 128 values, but at least 1e-4 / 448; or "bf16", copied.
     topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
     topk_weights: float32 or bfloat16 [tokens, topk].
     token_mask: bool [tokens]; where it is False, all slots become -1: padding.
@@ -89,7 +89,7 @@ def prepare_inputs(
         kernel runs in the emulator.
 
     Tokens may be 0. Later rows keep what they hold. Nothing waits for the GPU, and the launch can
-    be captured in a CUDA graph. Expert ids are looked at by `fp8_fp4_mega_moe`, not here. There is
+    be captured in a CUDA graph. Expert ids are looked at by `mega_moe`, not here. There is
     no backward pass: x and topk_weights that require a gradient are refused where gradients are
     enabled.
     """

@@ -1,4 +1,5 @@
-"""The call as users and PyTorch see it: a function for each format of weights, and the operator.
+"""The call as users and PyTorch see it: `mega_moe`, DeepGEMM's name for its first format, and the
+operator.
 
 For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`; where nothing
 would see the operator (eager.py), a call does at once what the operator does. Under a compiler its
@@ -10,12 +11,13 @@ call_plan.py makes the kernel and its arguments, emulated_call.py runs them wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer
 from .call_plan import prepare_call
@@ -26,6 +28,8 @@ from .checks import (
     Pair,
     check_biases_given,
     check_recipe,
+    check_weights,
+    rename_argument,
     require_type,
     transformed_pair,
 )
@@ -45,20 +49,19 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NO_ARGUMENTS: CallArguments = {}
+_NAMES_OF_LAYERS = {"l1_weights": "weights.l1", "l2_weights": "weights.l2"}
 
 
 @with_call_options
-def fp8_fp4_mega_moe(
+def mega_moe(
     y: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    weights: MegaMoEWeights,
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    recipe: tuple[int, int, int] = RECIPE,
+    *,
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
-    *,
     l1_bias: torch.Tensor | None = None,
     l2_bias: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
@@ -68,11 +71,10 @@ def fp8_fp4_mega_moe(
     The rows 0 .. tokens-1 of `sym_buffer`'s views are the input. Tokens may be 0 and may differ
     between ranks; every rank must call.
 
-    l1_weights, l2_weights: MXFP4, what `transform_weights_for_mega_moe` returned.
+    weights: what `transform_weights_for_mega_moe` returned, of the formats of the buffer.
     sym_buffer: of `get_symm_buffer_for_mega_moe`.
     cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
         this call sent to it added.
-    recipe: only the default is allowed.
     activation: "swiglu", "swiglu_oai" or "situ", or an object of `deep_moe.activations`, which has
         parameters of its own. Equal on all ranks.
     activation_clamp: of a named activation, the bound of gate and up, a positive number of
@@ -96,25 +98,31 @@ def fp8_fp4_mega_moe(
     CPUs after a ValueError for arguments that differ between processes, the buffer needs
     `sym_buffer.reset()` on every rank.
     """
-    _call(
-        "fp8_fp4_mega_moe",
-        y,
-        l1_weights,
-        l2_weights,
-        sym_buffer,
-        cumulative_local_expert_recv_stats,
-        recipe,
-        activation,
-        activation_clamp,
-        fast_math,
-        l1_bias,
-        l2_bias,
-        options,
-    )
+    if type(sym_buffer) is not SymmBuffer:
+        require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    check_weights(weights, sym_buffer, options.get("arch"))
+    try:
+        call_with_layers(
+            "mega_moe",
+            y,
+            weights.l1,
+            weights.l2,
+            sym_buffer,
+            cumulative_local_expert_recv_stats,
+            activation,
+            activation_clamp,
+            fast_math,
+            l1_bias,
+            l2_bias,
+            options,
+        )
+    except (TypeError, ValueError) as error:
+        rename_argument(error, _NAMES_OF_LAYERS)
+        raise
 
 
 @with_call_options
-def fp8_mega_moe(
+def fp8_fp4_mega_moe(
     y: torch.Tensor,
     l1_weights: Pair,
     l2_weights: Pair,
@@ -129,23 +137,33 @@ def fp8_mega_moe(
     l2_bias: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> None:
-    """`fp8_fp4_mega_moe` with FP8 weights, which also says what holds for every call.
+    """`mega_moe` with MXFP4 weights and MXFP8 tokens, by the arguments of DeepGEMM's function of
+    this name.
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe(..., weights="fp8")` returned.
-    sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="fp8")`.
-    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
-        this call sent to it added.
-    recipe, activation, activation_clamp, fast_math, l1_bias, l2_bias: as there.
+    l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
+    recipe: only the default is allowed.
+    y, sym_buffer, cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
+    l1_bias, l2_bias: as of `mega_moe`.
     {options}
     """
-    _call(
-        "fp8_mega_moe",
+    if not isinstance(sym_buffer, SymmBuffer):
+        require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    shape = sym_buffer.shape
+    if shape.weights != "mxfp4" or shape.token_format != "mxfp8":
+        raise ValueError(
+            "sym_buffer must be made for mxfp4 weights and mxfp8 tokens for fp8_fp4_mega_moe, for "
+            f"others call mega_moe; got one for {shape.weights} weights and {shape.token_format} "
+            "tokens"
+        )
+    if recipe is not RECIPE:
+        check_recipe(recipe)
+    call_with_layers(
+        "fp8_fp4_mega_moe",
         y,
         l1_weights,
         l2_weights,
         sym_buffer,
         cumulative_local_expert_recv_stats,
-        recipe,
         activation,
         activation_clamp,
         fast_math,
@@ -155,112 +173,13 @@ def fp8_mega_moe(
     )
 
 
-@with_call_options
-def bf16_mega_moe(
-    y: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
-    sym_buffer: SymmBuffer,
-    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    activation: str | Activation = DEFAULT_ACTIVATION,
-    activation_clamp: float | None = None,
-    fast_math: bool = True,
-    *,
-    l1_bias: torch.Tensor | None = None,
-    l2_bias: torch.Tensor | None = None,
-    **options: Unpack[CallOptions],
-) -> None:
-    """`fp8_fp4_mega_moe` with weights, tokens and Linear1's output in BF16, without scales; it also
-    says what holds for every call.
-
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe(..., weights="bf16")` returned.
-    sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="bf16")`, whose `x` is bfloat16.
-    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
-        this call sent to it added.
-    activation, activation_clamp, fast_math, l1_bias, l2_bias: as there. There are no scales, and so
-        no recipe.
-    {options}
-    """
-    _call(
-        "bf16_mega_moe",
-        y,
-        l1_weights,
-        l2_weights,
-        sym_buffer,
-        cumulative_local_expert_recv_stats,
-        RECIPE,
-        activation,
-        activation_clamp,
-        fast_math,
-        l1_bias,
-        l2_bias,
-        options,
-    )
-
-
-@with_call_options
-def bf16_fp4_mega_moe(
-    y: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
-    sym_buffer: SymmBuffer,
-    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    activation: str | Activation = DEFAULT_ACTIVATION,
-    activation_clamp: float | None = None,
-    fast_math: bool = True,
-    *,
-    l1_bias: torch.Tensor | None = None,
-    l2_bias: torch.Tensor | None = None,
-    **options: Unpack[CallOptions],
-) -> None:
-    """`bf16_mega_moe` with weights in MXFP4, on Hopper: tokens and Linear1's output are in BF16, to
-    which weights are decoded without being rounded. `fp8_fp4_mega_moe` says what holds for every
-    call.
-
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe(..., weights="mxfp4_bf16")`
-        returned.
-    sym_buffer: of `get_symm_buffer_for_mega_moe(..., weights="mxfp4_bf16")`, whose `x` is bfloat16.
-    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
-        this call sent to it added.
-    activation, activation_clamp, fast_math, l1_bias, l2_bias: as there. Tokens have no scales, and
-        so there is no recipe.
-    {options}
-    """
-    _call(
-        "bf16_fp4_mega_moe",
-        y,
-        l1_weights,
-        l2_weights,
-        sym_buffer,
-        cumulative_local_expert_recv_stats,
-        RECIPE,
-        activation,
-        activation_clamp,
-        fast_math,
-        l1_bias,
-        l2_bias,
-        options,
-    )
-
-
-# The call of each format.
-CALLS: dict[str, Callable[..., None]] = {
-    "mxfp4": fp8_fp4_mega_moe,
-    "fp8": fp8_mega_moe,
-    "bf16": bf16_mega_moe,
-    "mxfp4_bf16": bf16_fp4_mega_moe,
-}
-_FORMATS = {call.__name__: weights for weights, call in CALLS.items()}
-
-
-def _call(
+def call_with_layers(
     function: str,
     y: torch.Tensor,
     l1_weights: Pair,
     l2_weights: Pair,
     sym_buffer: SymmBuffer,
     stats: torch.Tensor | None,
-    recipe: tuple[int, int, int],
     activation: str | Activation,
     activation_clamp: float | None,
     fast_math: bool,
@@ -268,7 +187,7 @@ def _call(
     l2_bias: torch.Tensor | None,
     options: CallOptions,
 ) -> None:
-    """What the function of that name does."""
+    """What the function of that name does, whose weights are of the buffer's formats."""
     is_direct = False
     if (
         isinstance(l1_weights, tuple)
@@ -286,19 +205,10 @@ def _call(
         require_type("y", y, torch.Tensor, "a tensor")
         if stats is not None:
             require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
-    if not isinstance(sym_buffer, SymmBuffer):
-        require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     shape = sym_buffer.shape
-    if shape.weights != _FORMATS[function]:
-        raise ValueError(
-            f"sym_buffer must be made with weights={_FORMATS[function]!r} for {function}; got one "
-            f"with {shape.weights!r}, for {CALLS[shape.weights].__name__}"
-        )
     biases = None
     if shape.biases or l1_bias is not None or l2_bias is not None:
         biases = check_biases_given(l1_bias, l2_bias, sym_buffer)
-    if recipe is not RECIPE:
-        check_recipe(recipe)
     arguments = given_options(function, options) if options else _NO_ARGUMENTS
     if (
         activation is not DEFAULT_ACTIVATION

@@ -12,24 +12,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
-from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
-from deep_moe.formats.weight_formats import K_BLOCK, weight_format
-from deep_moe.formats.weights import (
-    LayerWeights,
-    MegaMoEWeights,
-    Pair,
-    empty_weights_for_mega_moe,
-    inverse_transform_weights,
-    transform_weights_for_mega_moe,
-    weight_pair,
-)
+from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.input_preparation import prepare_inputs
-from deep_moe.fused.mega_moe import CALLS
+from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics.config import choose_config
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import (
+    ExpertWeights,
+    LayerWeights,
+    MegaMoEWeights,
+    Pair,
+    weight_pair,
+)
+from deep_moe.weights.transform import (
+    empty_weights_for_mega_moe,
+    inverse_transform_weights,
+    transform_weights_for_mega_moe,
+)
 
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
@@ -116,6 +120,7 @@ class ServedExperts:
                 arch=self.arch,
                 device=self.device,
                 weights=self.sizes.weights,
+                token_format=self.sizes.token_format,
             )
         self._is_mixed = True
         for i in range(self.num_local_experts):
@@ -125,6 +130,7 @@ class ServedExperts:
                     self._one("l2", l2, i),
                     self.arch,
                     weights=self.sizes.weights,
+                    token_format=self.sizes.token_format,
                     out=weights.expert(i),
                 )
             except (TypeError, ValueError) as error:
@@ -152,9 +158,15 @@ class ServedExperts:
             new_l1 = None if l1 is None else self._one("l1", l1, 0)
             new_l2 = None if l2 is None else self._one("l2", l2, 0)
             # The transformation takes both layers. What it makes of one that stays is not used.
-            kept = own if l1 is not None and l2 is not None else self._as_loaded(own)
+            if new_l1 is None or new_l2 is None:
+                kept = self._as_loaded(own)
+                new_l1, new_l2 = new_l1 or kept.l1, new_l2 or kept.l2
             made = transform_weights_for_mega_moe(
-                new_l1 or kept.l1, new_l2 or kept.l2, self.arch, weights=self.sizes.weights
+                new_l1,
+                new_l2,
+                self.arch,
+                weights=self.sizes.weights,
+                token_format=self.sizes.token_format,
             )
         except (TypeError, ValueError) as error:
             raise self._refusal(str(error)) from error
@@ -163,11 +175,13 @@ class ServedExperts:
                 for new_tensor, old_tensor in zip(new, old, strict=True):
                     old_tensor.copy_(new_tensor)
 
-    def _as_loaded(self, weights: MegaMoEWeights) -> MegaMoEWeights:
+    def _as_loaded(self, weights: MegaMoEWeights) -> ExpertWeights:
         return inverse_transform_weights(
-            *weights,
+            weights.l1,
+            weights.l2,
             self.arch,
             weights=self.sizes.weights,
+            token_format=self.sizes.token_format,
             hidden=self.sizes.hidden,
             intermediate_hidden=self.sizes.intermediate_hidden,
         )
@@ -184,7 +198,11 @@ class ServedExperts:
             return None
         first = gate_before_up(biases[0]) if is_interleaved else biases[0]
         return transform_biases_for_mega_moe(
-            first, biases[1], self.arch, weights=self.sizes.weights
+            first,
+            biases[1],
+            self.arch,
+            weights=self.sizes.weights,
+            token_format=self.sizes.token_format,
         )
 
     def _one(
@@ -203,7 +221,7 @@ class ServedExperts:
         if len(tensors) == 1:
             return weight_pair(name, tensors[0], weight_format(self.sizes.weights))
         values, scales = tensors
-        is_packed = weight_format(self.sizes.weights).in_checkpoints == "mxfp4"
+        is_packed = self.sizes.weights == "mxfp4"
         return LayerWeights(*(packed_weights(name, (values, scales)) if is_packed else tensors))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -257,9 +275,9 @@ class ServedExperts:
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
         # the one that its replays need.
         expected = num_tokens if expected_tokens_per_rank is None else expected_tokens_per_rank
-        CALLS[self.sizes.weights](
+        mega_moe(
             y,
-            *weights,
+            weights,
             buffer,
             activation=self.activation,
             l1_bias=self.biases and self.biases.l1,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ _SMALLEST = 32  # tokens
 class LayerSizes(NamedTuple):
     """What a buffer is made for, beside the number of tokens; names as in `MoEShape`. num_experts:
     of all ranks. weights: their format. num_pool_tokens: bounds the pool, None for the worst case.
-    token_scales: of tokens, beside FP8 weights.
+    token_format: of tokens.
     """
 
     num_experts: int
@@ -26,9 +25,9 @@ class LayerSizes(NamedTuple):
     hidden: int
     intermediate_hidden: int
     weights: str
+    token_format: str
     biases: bool = False
     num_pool_tokens: int | None = None
-    token_scales: str = DEFAULT_TOKEN_SCALES
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -79,7 +78,7 @@ class SharedBuffers:
                 weights=sizes.weights,
                 biases=sizes.biases,
                 num_pool_tokens=sizes.num_pool_tokens,
-                token_scales=sizes.token_scales,
+                token_format=sizes.token_format,
                 device=device,
             )
         self._buffers[key] = made

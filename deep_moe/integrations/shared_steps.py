@@ -9,7 +9,6 @@ import torch
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.grouped_experts import (
     GroupedExperts,
-    format_of_tokens,
     grouped_experts_workspace_size,
 )
 from deep_moe.split.low_latency import LowLatencyAllToAll
@@ -95,7 +94,7 @@ def _make_steps(
             sizes.num_experts // num_ranks,
             weights=sizes.weights,
             biases=sizes.biases,
-            format=format_of_tokens(sizes.weights, sizes.token_scales),
+            token_format=sizes.token_format,
             activation=activation,
             num_pool_tokens=sizes.num_pool_tokens,
             device=device,
@@ -107,7 +106,7 @@ def _make_steps(
             sizes.hidden,
             sizes.num_experts,
             sizes.num_topk,
-            format=experts.format,
+            token_format=experts.token_format,
             device=device,
             arch=arch,
         )
@@ -123,7 +122,7 @@ def check_step_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int
             num_topk=sizes.num_topk,
             hidden=sizes.hidden,
             num_max_tokens_per_rank=max_tokens_per_rank,
-            format=format_of_tokens(sizes.weights, sizes.token_scales),
+            token_format=sizes.token_format,
         )
         grouped_experts_workspace_size(
             _max_rows(sizes, num_ranks, max_tokens_per_rank),
@@ -131,6 +130,7 @@ def check_step_sizes(sizes: LayerSizes, num_ranks: int, max_tokens_per_rank: int
             sizes.intermediate_hidden,
             sizes.num_experts // num_ranks,
             weights=sizes.weights,
+            token_format=sizes.token_format,
             num_pool_tokens=sizes.num_pool_tokens,
         )
     except (TypeError, ValueError) as error:

@@ -6,16 +6,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.targets import TARGETS
 
-from .fp8_token_scales import check_fp8_token_scales
-from .mxfp4_tokens import check_mxfp4_tokens
+from .token_format import check_token_format
 
 OFF, ON = "0", "1"
-TOKENS_VARIABLE = "DEEP_MOE_MXFP4_TOKENS"
-SCALES_VARIABLE = "DEEP_MOE_FP8_TOKEN_SCALES"
+TOKENS_VARIABLE = "DEEP_MOE_TOKEN_FORMAT"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 AHEAD_VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
@@ -46,19 +43,11 @@ def read_switch(variable: str) -> Switch:
     return Switch(True, value)
 
 
-def read_mxfp4_tokens() -> str | None:
-    """What DEEP_MOE_MXFP4_TOKENS says of the tokens beside MXFP4 experts, None for the default.
-    Raises ValueError for what is no name of such tokens."""
+def read_token_format() -> str | None:
+    """What DEEP_MOE_TOKEN_FORMAT says of the tokens beside experts, None for what goes with the
+    weights. Raises ValueError for what is no name of such tokens."""
     value = os.environ.get(TOKENS_VARIABLE) or None
-    check_mxfp4_tokens(TOKENS_VARIABLE, value)
-    return value
-
-
-def read_fp8_token_scales() -> str:
-    """What DEEP_MOE_FP8_TOKEN_SCALES says of the scales of tokens beside FP8 experts. Raises
-    ValueError for what is no name of such scales."""
-    value = os.environ.get(SCALES_VARIABLE) or DEFAULT_TOKEN_SCALES
-    check_fp8_token_scales(SCALES_VARIABLE, value)
+    check_token_format(TOKENS_VARIABLE, value)
     return value
 
 

@@ -33,7 +33,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         num_experts: int,
         num_topk: int,
         *,
-        format: str = "fp8_128",
+        token_format: str = "fp8_128",
         any_format: bool = False,
         zero_copy: bool = False,
         placement: str = "ranks",
@@ -45,7 +45,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
             num_topk=num_topk,
             hidden=hidden,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
-            format=format,
+            token_format=token_format,
             has_shared_rows=zero_copy,
             any_format=any_format,
             placement=placement,
@@ -60,7 +60,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         xs: Sequence[torch.Tensor],
         topk_idxs: Sequence[torch.Tensor],
         *,
-        format: str | None = None,
+        token_format: str | None = None,
         receive: bool = True,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
@@ -69,7 +69,9 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         arrive, and the results are of these only. schedule: how warps are interleaved."""
         taking_part = self._taking_part(ranks)
         prepared = [
-            self.layers[rank].prepare_dispatch(x, topk_idx, format=format, receive=receive)
+            self.layers[rank].prepare_dispatch(
+                x, topk_idx, token_format=token_format, receive=receive
+            )
             for rank, x, topk_idx in zip(taking_part, xs, topk_idxs, strict=True)
         ]
         self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)

@@ -59,7 +59,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         *,
         topk_weights: Tensors | None = None,
         x_sfs: Tensors | None = None,
-        tokens: str | None = None,
+        token_format: str | None = None,
         handles: Sequence[AllToAllHandle] | None = None,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
@@ -76,7 +76,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
             own: dict[str, Any] = {name: values[i] for name, values in given.items()}
-            return layer.prepare_dispatch(xs[i], tokens=tokens, **own)
+            return layer.prepare_dispatch(xs[i], token_format=token_format, **own)
 
         return self._run_all(prepare, ranks, schedule)
 

@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
-from deep_moe.formats.weight_formats import (
-    DEFAULT_TOKEN_SCALES,
-    DEFAULT_WEIGHTS,
-    FLOAT_TOKEN_SCALES,
-    K_BLOCK,
-    WEIGHT_FORMATS,
-)
+from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import device_for, memory_for
 from deep_moe.fused.call_plan import (
@@ -52,13 +46,15 @@ from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
-from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.heuristics.shape import MoEShape, require_int
 from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
 from deep_moe.targets import EMULATED, Target, target_of, target_of_device
 from deep_moe.tensor_memory import refuse_shared_memory
+from deep_moe.tokens import TOKEN_FORMATS, TokenFormat
+from deep_moe.tokens import token_format as token_format_of
+from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 if TYPE_CHECKING:
     from deep_moe.trial.trace import Recorder
@@ -67,48 +63,19 @@ MAX_ROWS = 1 << 21
 _ALIGNMENT = 16  # bytes, of bulk copies
 
 
-class _Scales(NamedTuple):
-    """Of E4M3 tokens in one format. num_values: of which a word is the scale, or has the scales.
-    kind: what kernels make of them, of `TOKEN_SCALES`."""
-
-    dtype: torch.dtype
-    num_values: int
-    kind: str = DEFAULT_TOKEN_SCALES
-
-
-_SCALES = {
-    "fp8_32": _Scales(torch.int32, 128),
-    "fp8_128_ue8m0": _Scales(torch.int32, 512),
-    "fp8_128_pow2": _Scales(torch.float32, 128),
-    "fp8_128": _Scales(torch.float32, 128, FLOAT_TOKEN_SCALES),
-}
-
-
-def formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
+def token_formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
     """The tokens' formats that experts with weights of a format take; the first is the default.
     arch: where; by default what a CPU emulates.
 
-    >>> formats_for("mxfp4"), formats_for("bf16")
-    (('fp8_32', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
-    >>> formats_for("fp8", "sm_90a")
-    ('fp8_32', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128')
+    >>> token_formats_for("mxfp4"), token_formats_for("bf16")
+    (('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
+    >>> token_formats_for("fp8", "sm_90a")
+    ('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128')
     """
-    if not WEIGHT_FORMATS[weights].has_scales:
-        return ("bf16",)
     target = EMULATED if arch is None else target_of(arch)
-    allowed = target.weights_of(weights).allowed_token_scales
-    return tuple(name for name, scales in _SCALES.items() if scales.kind in allowed)
-
-
-def format_of_tokens(weights: str, token_scales: str = DEFAULT_TOKEN_SCALES) -> str:
-    """The format for tokens with such scales, where weights have a format.
-
-    >>> format_of_tokens("fp8", "float32_per_128"), format_of_tokens("bf16")
-    ('fp8_128', 'bf16')
-    """
-    if not WEIGHT_FORMATS[weights].has_scales:
-        return "bf16"
-    return next(name for name, scales in _SCALES.items() if scales.kind == token_scales)
+    in_products = target.token_formats(weights)
+    known = [name for name in TOKEN_FORMATS if token_format_of(name).in_products in in_products]
+    return tuple(sorted(known, key=lambda name: name != in_products[0]))
 
 
 def grouped_experts_workspace_size(
@@ -118,6 +85,7 @@ def grouped_experts_workspace_size(
     num_local_experts: int,
     *,
     weights: str = DEFAULT_WEIGHTS,
+    token_format: str | None = None,
     num_pool_tokens: int | None = None,
 ) -> int:
     """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
@@ -127,8 +95,17 @@ def grouped_experts_workspace_size(
     >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
     145
     """
+    if token_format is None:
+        token_format = default_token_format(weights)
     shape = _shape_of(
-        max_rows, hidden, intermediate_hidden, num_local_experts, weights, num_pool_tokens, False
+        max_rows,
+        hidden,
+        intermediate_hidden,
+        num_local_experts,
+        weights,
+        token_format_of(token_format).in_products,
+        num_pool_tokens,
+        False,
     )
     return work_space_layout(shape).num_bytes
 
@@ -140,12 +117,12 @@ class GroupedExperts:
     multiple of 128. intermediate_hidden: as in checkpoints. num_local_experts: experts of this
     rank.
     weights: format of the weights. biases: whether both layers have biases. activation,
-    activation_clamp, fast_math: as of `fp8_fp4_mega_moe`.
-    format: of the tokens, as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "fp8_32"
-        (the default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
+    activation_clamp, fast_math: as of `mega_moe`.
+    token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
+        default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
         or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
-        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 and
-        mxfp4_bf16 weights "bf16".
+        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights, and on
+        sm_90a with mxfp4 ones, "bf16".
     num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
         they are used again within a call. By default as many as a call may bring.
     device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
@@ -174,7 +151,7 @@ class GroupedExperts:
         *,
         weights: str = DEFAULT_WEIGHTS,
         biases: bool = False,
-        format: str | None = None,
+        token_format: str | None = None,
         activation: str | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
@@ -193,22 +170,20 @@ class GroupedExperts:
         check_seed(schedule_seed)
         if overrides is not None:
             check_overrides(overrides)
-        shape = _shape_of(
+        chosen_device = device_for(None, device)
+        own = target_of_device(chosen_device)
+        target = own if arch is None else target_of(arch)
+        self.tokens = _checked_format(weights, token_format, target)
+        self.shape = _shape_of(
             max_rows,
             hidden,
             intermediate_hidden,
             num_local_experts,
             weights,
+            self.tokens.in_products,
             num_pool_tokens,
             biases,
         )
-        chosen_device = device_for(None, device)
-        own = target_of_device(chosen_device)
-        target = own if arch is None else target_of(arch)
-        self.format = _checked_format(weights, format, target)
-        if self.format in _SCALES:
-            shape = replace(shape, token_scales=_SCALES[self.format].kind)
-        self.shape = shape
         self._activation = activation_of(activation, activation_clamp)
         layout = work_space_layout(self.shape)
         self._work_space = _WorkSpace(self.shape, memory_for(layout, None, chosen_device))
@@ -236,7 +211,7 @@ class GroupedExperts:
         self._checked = gpu is None if checked is None else checked
         self._schedule_seed = schedule_seed
         self._choose = ConfigChooser(
-            shape=shape,
+            shape=self.shape,
             arch=target.name,
             num_sms=num_ctas,
             activation=self._activation,
@@ -248,16 +223,21 @@ class GroupedExperts:
         )
         self._plan: CallPlan | None = None  # of the newest call
         # What is wrong with the options, a caller shall hear now.
-        _choose_config(self._choose, self.format, max_rows, False)
+        _choose_config(self._choose, self.tokens.name, max_rows, False)
 
     def __repr__(self) -> str:
         shape = self.shape
         return (
             f"GroupedExperts({shape.num_experts} experts on {self.device}, hidden {shape.hidden}, "
-            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, {self.format} "
-            f"tokens, up to {self.max_rows} rows, {self.nbytes / 2**20:.1f} MiB, "
-            f"{self._work_space.state})"
+            f"intermediate {shape.intermediate_hidden}, {shape.weights} weights, "
+            f"{self.token_format} tokens, up to {self.max_rows} rows, "
+            f"{self.nbytes / 2**20:.1f} MiB, {self._work_space.state})"
         )
+
+    @property
+    def token_format(self) -> str:
+        """That of x."""
+        return self.tokens.name
 
     @property
     def max_rows(self) -> int:
@@ -294,9 +274,9 @@ class GroupedExperts:
 
         x: either [local experts, N, hidden], of which expert e has the first expert_count[e] rows
         at x[e], as `LowLatencyAllToAll.dispatch` gives it; or [rows, hidden] with expert_begin,
-        where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with format
-        "bf16". scales: [.., hidden/128] int32 or float32, or [.., hidden/512] int32, as the format
-        says; None with "bf16".
+        where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with
+        token_format "bf16". scales: [.., hidden/128] int32 or float32, or [.., hidden/512] int32,
+        as the format says; None with "bf16".
         l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias:
         what `transform_biases_for_mega_moe` returned, with biases=True.
         expert_count, expert_begin: int32 [local experts], on the device. Experts' rows may lie
@@ -423,29 +403,11 @@ class GroupedExperts:
             assert tensor is not None
             check_tensor(name, tensor, torch.int32, (num_experts,), device)
             check_contiguous(name, tensor)
-        values = torch.bfloat16 if self.format == "bf16" else torch.float8_e4m3fn
         rows = (num_experts, x.shape[1]) if x.ndim == 3 else (x.shape[0],)
-        check_tensor("x", x, values, (*rows, hidden), device)
+        check_tensor("x", x, self.tokens.dtype, (*rows, hidden), device)
         check_contiguous("x", x)
         check_start("x", x, _ALIGNMENT)
-        if self.format == "bf16":
-            if scales is not None:
-                raise ValueError(
-                    f'scales must be None with format "bf16"; got {type(scales).__name__}'
-                )
-        else:
-            require_type("scales", scales, torch.Tensor, f"a tensor with format {self.format!r}")
-            assert scales is not None
-            dtype, num_values, _ = _SCALES[self.format]
-            if scales.dtype is torch.float32 and dtype is not torch.float32:
-                raise TypeError(
-                    f"scales must be {dtype} with format {self.format!r}; got torch.float32, which "
-                    'format="fp8_128_pow2" has, for powers of two, and "fp8_128"'
-                )
-            check_tensor("scales", scales, dtype, (*rows, hidden // num_values), device)
-            check_contiguous("scales", scales)
-            if self._checked and self.format == "fp8_128_pow2":
-                self._check_powers(scales, expert_count, expert_begin)
+        self._check_scales(scales, rows, expert_count, expert_begin)
         if expected_rows is not None:
             require_int("expected_rows", expected_rows, f"0 to max_rows ({self.max_rows})")
             if not 0 <= expected_rows <= self.max_rows:
@@ -455,6 +417,32 @@ class GroupedExperts:
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
         return check_biases_given(l1_bias, l2_bias, self._work_space)
+
+    def _check_scales(
+        self,
+        scales: torch.Tensor | None,
+        rows: tuple[int, ...],
+        expert_count: torch.Tensor,
+        expert_begin: torch.Tensor | None,
+    ) -> None:
+        tokens, dtype = self.tokens, self.tokens.scale_torch_dtype
+        where = f"with token_format {tokens.name!r}"
+        if dtype is None:
+            if scales is not None:
+                raise ValueError(f"scales must be None {where}; got {type(scales).__name__}")
+            return
+        require_type("scales", scales, torch.Tensor, f"a tensor {where}")
+        assert scales is not None
+        if scales.dtype is torch.float32 and dtype is not torch.float32:
+            raise TypeError(
+                f"scales must be {dtype} {where}; got torch.float32, which "
+                'token_format="fp8_128_pow2" has, for powers of two, and "fp8_128"'
+            )
+        num_words = self.shape.hidden // tokens.values_per_word
+        check_tensor("scales", scales, dtype, (*rows, num_words), self.device)
+        check_contiguous("scales", scales)
+        if self._checked and dtype is torch.float32 and tokens.rounds_scales:
+            self._check_powers(scales, expert_count, expert_begin)
 
     @staticmethod
     def _check_powers(
@@ -469,9 +457,9 @@ class GroupedExperts:
             if wrong.numel():
                 row, column = wrong[0].tolist()
                 raise ValueError(
-                    'scales must be powers of two with format "fp8_128_pow2": kernels fold them '
-                    f"into E4M3 values; got {float(flat[begin + row, column])} for row {row} of "
-                    f"local expert {expert}"
+                    'scales must be powers of two with token_format "fp8_128_pow2": kernels fold '
+                    f"them into E4M3 values; got {float(flat[begin + row, column])} for row {row} "
+                    f"of local expert {expert}"
                 )
 
     def _find_plan(self, expected_rows: int | None, num_rows: int) -> CallPlan:
@@ -482,7 +470,7 @@ class GroupedExperts:
             expected_rows = expected_tokens_per_rank(self.shape, 0, last)
             if last == 0:
                 expected_rows = min(num_rows, self.max_rows)
-        config = _choose_config(self._choose, self.format, expected_rows, is_uneven)
+        config = _choose_config(self._choose, self.tokens.name, expected_rows, is_uneven)
         if self._work_space.recorder is not None:
             config = _traced(config)
         plan = self._plan
@@ -623,6 +611,7 @@ def _shape_of(
     intermediate_hidden: int,
     num_local_experts: int,
     weights: str,
+    token_format: str,
     num_pool_tokens: int | None,
     biases: bool,
 ) -> MoEShape:
@@ -647,26 +636,27 @@ def _shape_of(
         num_max_tokens_per_rank=max_rows,
         num_pool_tokens=num_pool_tokens,
         weights=weights,
+        token_format=token_format,
         biases=biases,
     )
 
 
-def _checked_format(weights: str, format: str | None, target: Target) -> str:
-    allowed = formats_for(weights, target.name)
-    if format is None:
-        return allowed[0]
-    require_type("format", format, str, "a str or None")
-    if format in allowed:
-        return format
-    where = f" on {target.name}" if format in _SCALES and "bf16" not in allowed else ""
-    words = f"format must be {' or '.join(map(repr, allowed))} with {weights} weights{where}"
+def _checked_format(weights: str, token_format: str | None, target: Target) -> TokenFormat:
+    target.weights_of(weights)  # or an error
+    allowed = token_formats_for(weights, target.name)
+    if token_format is None:
+        return token_format_of(allowed[0])
+    require_type("token_format", token_format, str, "a str or None")
+    if token_format in allowed:
+        return token_format_of(token_format)
+    words = f"token_format must be {' or '.join(map(repr, allowed))} with {weights} weights"
     reason = {
         "fp8_128": ": its scales need be no powers of two, which kernels fold into values but for "
         "fp8 weights on sm_90a",
         "bf16": ": tokens are quantized when they are dispatched",
     }
-    is_known = format in FORMATS and "bf16" not in allowed
-    raise ValueError(f"{words}; got {format!r}{reason.get(format, '') if is_known else ''}")
+    why = "" if allowed == ("bf16",) else reason.get(token_format, "")
+    raise ValueError(f"{words} on {target.name}; got {token_format!r}{why}")
 
 
 @lru_cache(maxsize=64)
@@ -676,6 +666,6 @@ def _traced(config: MegaMoEConfig) -> MegaMoEConfig:
 
 @lru_cache(maxsize=1024)
 def _choose_config(
-    choose: ConfigChooser, format: str, expected_rows: int, is_uneven: bool
+    choose: ConfigChooser, token_format: str, expected_rows: int, is_uneven: bool
 ) -> MegaMoEConfig:
-    return replace(choose(expected_rows, is_uneven), local_tokens=format)
+    return replace(choose(expected_rows, is_uneven), local_tokens=token_format)

@@ -76,7 +76,7 @@ class EPLowLatencyAllToAllLayer:
         if not online_quant_fp8:
             raise ValueError(
                 "online_quant_fp8 must be True: tokens are quantized on the way; for those as they "
-                'are, use LowLatencyAllToAll with format="bf16"'
+                'are, use LowLatencyAllToAll with token_format="bf16"'
             )
         if local_world_size != world_size:
             raise ValueError(
@@ -103,7 +103,7 @@ class EPLowLatencyAllToAllLayer:
             hidden,
             num_experts,
             topk,
-            format=_FORMATS[fp8_gsize],
+            token_format=_FORMATS[fp8_gsize],
             zero_copy=zero_copy,
             placement=placement,
             device=device,

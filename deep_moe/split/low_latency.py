@@ -34,7 +34,7 @@ from deep_moe.jit.kernel_args import LowLatencyArgs
 from .handle import Call, Dispatched, DispatchHandle, Progress
 from .kernels import Launch
 from .profile import Profile
-from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
+from .split_layer import ROW_ALIGNMENT, KernelSettings, SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,9 +55,9 @@ class LowLatencyAllToAll(SplitLayer):
         with the same arguments, and all call its methods in the same order.
     num_max_tokens_per_rank: most tokens of one call, at most 1024. num_experts: of all ranks
         together; rank r owns the r-th part. hidden: a multiple of 128.
-    format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
+    token_format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
         "fp8_128_pow2": the same with powers of two. "fp8_128_ue8m0": those as UE8M0 bytes, for a
-        hidden that is a multiple of 512. "fp8_32": E4M3 with a UE8M0 scale per 32. "bf16": as they
+        hidden that is a multiple of 512. "mxfp8": E4M3 with a UE8M0 scale per 32. "bf16": as they
         are.
     any_format: make room for each of them, so that a dispatch may have another one.
     zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
@@ -97,7 +97,7 @@ class LowLatencyAllToAll(SplitLayer):
         num_experts: int,
         num_topk: int,
         *,
-        format: str = "fp8_128",
+        token_format: str = "fp8_128",
         any_format: bool = False,
         zero_copy: bool = False,
         scales_by_column: bool = False,
@@ -110,7 +110,7 @@ class LowLatencyAllToAll(SplitLayer):
         schedule_seed: int = 0,
         enable_profiling: bool = False,
     ) -> None:
-        require_type("format", format, str, "a str")
+        require_type("token_format", token_format, str, "a str")
         require_type("any_format", any_format, bool, "a bool")
         require_type("zero_copy", zero_copy, bool, "a bool")
         require_type("scales_by_column", scales_by_column, bool, "a bool")
@@ -120,7 +120,7 @@ class LowLatencyAllToAll(SplitLayer):
             "num_topk": num_topk,
             "hidden": hidden,
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "format": format,
+            "token_format": token_format,
             "has_shared_rows": zero_copy,
             "any_format": any_format,
             "placement": placement,
@@ -186,7 +186,7 @@ class LowLatencyAllToAll(SplitLayer):
         return (
             f"LowLatencyAllToAll(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"{shape.format}, up to {shape.num_max_tokens_per_rank} tokens, "
+            f"{shape.token_format}, up to {shape.num_max_tokens_per_rank} tokens, "
             f"{self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
         )
 
@@ -195,7 +195,7 @@ class LowLatencyAllToAll(SplitLayer):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         *,
-        format: str | None = None,
+        token_format: str | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
         wait_cycles: torch.Tensor | None = None,
@@ -206,8 +206,8 @@ class LowLatencyAllToAll(SplitLayer):
         or int32 [tokens, topk], global expert ids; -1: the slot is not used. A token that names an
         expert in several slots is sent there once.
 
-        format: of this call, equal on all ranks, if the layer was made with any_format=True; by
-        default the layer's. receive: False only sends. The results are written by
+        token_format: of this call, equal on all ranks, if the layer was made with any_format=True;
+        by default the layer's. receive: False only sends. The results are written by
         `receive(handle)`, which must come before the next dispatch.
 
         Statistics, if given, are added to: expert_totals, int32 [local experts], the rows of each;
@@ -216,7 +216,7 @@ class LowLatencyAllToAll(SplitLayer):
         launch, result = self.prepare_dispatch(
             x,
             topk_idx,
-            format=format,
+            token_format=token_format,
             receive=receive,
             expert_totals=expert_totals,
             wait_cycles=wait_cycles,
@@ -357,14 +357,14 @@ class LowLatencyAllToAll(SplitLayer):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         *,
-        format: str | None = None,
+        token_format: str | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
         wait_cycles: torch.Tensor | None = None,
     ) -> tuple[Launch, Dispatched]:
         """The first kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
-        shape = self._shape_of(format)
+        shape = self._shape_of(token_format)
         self._check_rows("x", x, shape.hidden)
         num_tokens = x.shape[0]
         if num_tokens > shape.num_max_tokens_per_rank:
@@ -548,7 +548,7 @@ class LowLatencyAllToAll(SplitLayer):
             "receives": config.receives,
             "zero_copy": config.fetches_rows,
             "again": config.repeats,
-            "format": config.shape.format,
+            "token_format": config.shape.token_format,
         }
 
     def _config(
@@ -579,15 +579,15 @@ class LowLatencyAllToAll(SplitLayer):
         own_args.trace = trace.data_ptr()
         return Launch(config, own_args, read, {**written, "trace": trace})
 
-    def _shape_of(self, format: str | None) -> LowLatencyShape:
-        if format is None or format == self.shape.format:
+    def _shape_of(self, token_format: str | None) -> LowLatencyShape:
+        if token_format is None or token_format == self.shape.token_format:
             return self.shape
         if not self.shape.any_format:
             raise ValueError(
-                f"format must be that of the layer, {self.shape.format!r}, or None, unless it was "
-                f"made with any_format=True; got {format!r}"
+                f"token_format must be that of the layer, {self.shape.token_format!r}, or None, "
+                f"unless it was made with any_format=True; got {token_format!r}"
             )
-        return replace(self.shape, format=format)
+        return replace(self.shape, token_format=token_format)
 
     def _args(
         self, num_tokens: int, topk_idx: torch.Tensor, handle: DispatchHandle
@@ -614,8 +614,9 @@ class LowLatencyAllToAll(SplitLayer):
             return torch.empty(size, dtype=dtype, device=self.device)
 
         scales = None
-        if shape.format in SCALE_DTYPES:
-            dtype, num_words = SCALE_DTYPES[shape.format], shape.num_received_scale_words
+        dtype = shape.tokens.scale_torch_dtype
+        if dtype is not None:
+            num_words = shape.num_received_scale_words
             if self._settings.scales_by_column:
                 scales = empty((num_experts, num_words, num_rows), dtype).mT
             else:

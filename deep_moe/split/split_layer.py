@@ -41,13 +41,6 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.throughput import ThroughputShape
 
 ROW_ALIGNMENT = 16  # bytes that a lane loads at once
-# Of the scales that experts get, by format; BF16 has none.
-SCALE_DTYPES = {
-    "fp8_128": torch.float32,
-    "fp8_128_pow2": torch.float32,
-    "fp8_128_ue8m0": torch.int32,
-    "fp8_32": torch.int32,
-}
 
 
 @dataclass(frozen=True)

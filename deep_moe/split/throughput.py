@@ -32,13 +32,13 @@ from deep_moe.jit.kernel_args import ThroughputArgs
 
 from .kernels import Launch
 from .profile import PhaseOfCta, Profile
-from .split_layer import ROW_ALIGNMENT, SCALE_DTYPES, KernelSettings, SplitLayer
+from .split_layer import ROW_ALIGNMENT, KernelSettings, SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Formats whose scales travel as they are given.
-_GIVEN_SCALES = {"fp8_128": torch.float32, "fp8_128_pow2": torch.float32, "fp8_32": torch.int32}
+_GIVEN_SCALES = {"fp8_128": torch.float32, "fp8_128_pow2": torch.float32, "mxfp8": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ class AllToAll(SplitLayer):
     max_recv_rows: most rows that the experts of a rank get in one call, padding included. Nothing
         is dropped: if a rank would get more, every rank gets an error that names it and the number.
     expert_alignment: each expert's rows begin at a multiple of this, a power of two.
-    tokens: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one of the
-        "fp8" formats of `LowLatencyAllToAll`.
+    token_format: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one of
+        the FP8 formats of `LowLatencyAllToAll`.
     device, num_sms, timeout_s, arch, checked, schedule_seed, enable_profiling: as of
         `LowLatencyAllToAll`.
 
@@ -129,7 +129,7 @@ class AllToAll(SplitLayer):
         max_recv_rows: int,
         *,
         expert_alignment: int = 128,
-        tokens: str = "bf16",
+        token_format: str = "bf16",
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -149,7 +149,7 @@ class AllToAll(SplitLayer):
         num_ranks = ranks_of(group)
         device = device_for(group, device)
         if group is not None:
-            kernels = {"tokens": tokens, "num_sms": num_sms, "arch": arch}
+            kernels = {"token_format": token_format, "num_sms": num_sms, "arch": arch}
             require_equal({**sizes, "device": device.type, **kernels}, group)
         shape = ThroughputShape(num_ranks=num_ranks, **sizes)
         memory = memory_for(throughput_buffer_layout(shape), group, device)
@@ -157,7 +157,7 @@ class AllToAll(SplitLayer):
             shape,
             memory,
             group,
-            tokens=tokens,
+            token_format=token_format,
             num_sms=num_sms,
             timeout_s=timeout_s,
             arch=arch,
@@ -181,7 +181,7 @@ class AllToAll(SplitLayer):
         memory: HostMemory | DeviceMemory,
         group: ProcessGroup | None,
         *,
-        tokens: str = "bf16",
+        token_format: str = "bf16",
         num_sms: int | None = None,
         timeout_s: float | None = None,
         arch: str | None = None,
@@ -195,8 +195,8 @@ class AllToAll(SplitLayer):
         self._settings = KernelSettings(
             **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed)
         )
-        self._tokens = tokens
-        self._config("dispatch", tokens=tokens)  # or an error
+        self._token_format = token_format
+        self._config("dispatch", token_format=token_format)  # or an error
         self._profile = Profile() if enable_profiling else None
         self._generation = 0
         self._num_dispatches = 0
@@ -207,14 +207,15 @@ class AllToAll(SplitLayer):
         return (
             f"AllToAll(rank {self.rank} of {shape.num_ranks} on {self.device}, "
             f"{shape.num_experts} experts, top-{shape.num_topk}, hidden {shape.hidden}, "
-            f"{self._tokens}, up to {shape.max_tokens_per_rank} tokens and {shape.max_recv_rows} "
-            f"received rows, {self.nbytes / 2**20:.1f} MiB, {self._buffer.state})"
+            f"{self._token_format}, up to {shape.max_tokens_per_rank} tokens and "
+            f"{shape.max_recv_rows} received rows, {self.nbytes / 2**20:.1f} MiB, "
+            f"{self._buffer.state})"
         )
 
     @property
-    def tokens(self) -> str:
+    def token_format(self) -> str:
         """How they travel, unless a dispatch says otherwise."""
-        return self._tokens
+        return self._token_format
 
     def dispatch(
         self,
@@ -223,7 +224,7 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         x_sf: torch.Tensor | None = None,
-        tokens: str | None = None,
+        token_format: str | None = None,
         handle: AllToAllHandle | None = None,
     ) -> tuple[Received, AllToAllHandle]:
         """Send every token to the ranks of its experts, once to each, and receive those of the
@@ -231,12 +232,12 @@ class AllToAll(SplitLayer):
 
         x: bfloat16 [tokens, hidden], quantized on the way if an FP8 format travels; tokens may be 0
         and may differ between ranks. Or float8_e4m3fn with x_sf, [tokens, hidden/128] as in
-        `Received`, for "fp8_128", "fp8_128_pow2" and "fp8_32". topk_idx: int64 or int32
+        `Received`, for "fp8_128", "fp8_128_pow2" and "mxfp8". topk_idx: int64 or int32
         [tokens, topk], global expert ids; -1: the slot is not used. A token that names an expert in
         several slots is a row there for each. topk_weights: float32 [tokens, topk], sent along, one
         to each row.
 
-        tokens: how they travel in this call, if not as the layer was made for.
+        token_format: how they travel in this call, if not as the layer was made for.
 
         handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows, without
         counts. What combine's gradient needs: with topk_weights each row is multiplied by its
@@ -246,7 +247,12 @@ class AllToAll(SplitLayer):
         ranks. Returns what was received and the handle for `combine`.
         """
         launch, result = self.prepare_dispatch(
-            x, topk_idx, topk_weights=topk_weights, x_sf=x_sf, tokens=tokens, handle=handle
+            x,
+            topk_idx,
+            topk_weights=topk_weights,
+            x_sf=x_sf,
+            token_format=token_format,
+            handle=handle,
         )
         self.run(launch)
         return result
@@ -332,7 +338,7 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         x_sf: torch.Tensor | None = None,
-        tokens: str | None = None,
+        token_format: str | None = None,
         handle: AllToAllHandle | None = None,
     ) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
         """The kernel of a dispatch, after all checks."""
@@ -348,7 +354,7 @@ class AllToAll(SplitLayer):
             )
         config = self._config(
             "dispatch",
-            tokens=self._tokens if tokens is None else tokens,
+            token_format=self._token_format if token_format is None else token_format,
             has_weights=topk_weights is not None,
             is_quantized_input=x.dtype == torch.float8_e4m3fn,
             knows_rows=handle is not None,
@@ -374,10 +380,10 @@ class AllToAll(SplitLayer):
                     f"x must have as many tokens as the handle's dispatch ({handle.num_tokens}); "
                     f"got {num_tokens}"
                 )
-            if topk_weights is not None and config.tokens != "bf16":
+            if topk_weights is not None and config.token_format != "bf16":
                 raise ValueError(
-                    "topk_weights must be None for a dispatch with a handle unless tokens is "
-                    f"'bf16': only such rows are multiplied; got tokens {config.tokens!r}"
+                    "topk_weights must be None for a dispatch with a handle unless token_format is "
+                    f"'bf16': only such rows are multiplied; got {config.token_format!r}"
                 )
         self._check_weights(topk_weights, num_tokens)
         received = self._empty_received(config, handle)
@@ -473,7 +479,7 @@ class AllToAll(SplitLayer):
         assert isinstance(config, ThroughputConfig)
         return {
             "step": config.step,
-            "tokens": config.tokens,
+            "token_format": config.token_format,
             "handle": config.knows_rows,
             "topk_weights": config.has_weights,
         }
@@ -541,9 +547,10 @@ class AllToAll(SplitLayer):
     def _empty_received(self, config: ThroughputConfig, handle: AllToAllHandle) -> Received:
         num_rows = self.shape.max_recv_rows
         scales = weights = None
-        if config.tokens in SCALE_DTYPES:
+        dtype = config.tokens.scale_torch_dtype
+        if dtype is not None:
             size = (num_rows, config.num_scale_words)
-            scales = self._empty(size, SCALE_DTYPES[config.tokens])
+            scales = self._empty(size, dtype)
         if config.has_weights and not config.knows_rows:
             weights = self._empty((num_rows,), torch.float32)
         values = torch.float8_e4m3fn if scales is not None else torch.bfloat16
@@ -565,15 +572,15 @@ class AllToAll(SplitLayer):
             if x_sf is not None:
                 raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
             return
-        if config.tokens not in _GIVEN_SCALES:
+        if config.token_format not in _GIVEN_SCALES:
             raise ValueError(
-                f"x must be bfloat16 for tokens {config.tokens!r}; got float8_e4m3fn, which is for "
-                f"{', '.join(_GIVEN_SCALES)}"
+                f"x must be bfloat16 for token_format {config.token_format!r}; got float8_e4m3fn, "
+                f"which is for {', '.join(_GIVEN_SCALES)}"
             )
         require_type("x_sf", x_sf, torch.Tensor, "a tensor for an x of float8_e4m3fn")
         assert x_sf is not None
         size = (x.shape[0], self.shape.hidden // 128)
-        check_tensor("x_sf", x_sf, _GIVEN_SCALES[config.tokens], size, self.device)
+        check_tensor("x_sf", x_sf, _GIVEN_SCALES[config.token_format], size, self.device)
         check_contiguous("x_sf", x_sf)
 
     def _check_weights(self, topk_weights: torch.Tensor | None, num_tokens: int) -> None:

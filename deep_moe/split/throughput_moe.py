@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS
 from deep_moe.fused.buffer import device_for, ranks_of
 from deep_moe.fused.checks import Pair, require_type
 from deep_moe.heuristics.shape import require_int
 from deep_moe.heuristics.throughput import ThroughputShape
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .grouped_experts import GroupedExperts
 from .throughput import AllToAll, AllToAllHandle, Received
@@ -53,8 +53,8 @@ class ThroughputMoE:
         a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By default
         as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for all of
         them.
-    format: in which tokens travel, one that `GroupedExperts` has for the weights: by default
-        "fp8_32", and "bf16" for bf16 weights.
+    token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by default
+        "mxfp8", and "bf16" for bf16 weights.
     device, num_sms, arch, timeout_s, checked, schedule_seed: as of both.
     enable_profiling: as of `AllToAll`.
 
@@ -81,7 +81,7 @@ class ThroughputMoE:
         max_recv_rows: int | None = None,
         weights: str = DEFAULT_WEIGHTS,
         biases: bool = False,
-        format: str | None = None,
+        token_format: str | None = None,
         activation: str | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
@@ -115,7 +115,7 @@ class ThroughputMoE:
             shape.num_experts_per_rank,
             weights=weights,
             biases=biases,
-            format=format,
+            token_format=token_format,
             activation=activation,
             activation_clamp=activation_clamp,
             fast_math=fast_math,
@@ -133,7 +133,7 @@ class ThroughputMoE:
                 num_topk,
                 max_recv_rows,
                 expert_alignment=EXPERT_ALIGNMENT,
-                tokens=self.experts.format,
+                token_format=self.experts.token_format,
                 device=device,
                 enable_profiling=enable_profiling,
                 **of_both,
@@ -155,7 +155,7 @@ class ThroughputMoE:
             shape.hidden,
             intermediate_hidden,
             shape.num_experts_per_rank,
-            format=all_to_all.tokens,
+            token_format=all_to_all.token_format,
             device=all_to_all.device,
             **experts,
         )

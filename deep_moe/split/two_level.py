@@ -7,7 +7,7 @@ costs, and what is rounded where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.errors import DeepMoEError, ForeignTokensError, LostDomainError, MegaMoEError
-from deep_moe.formats.weight_formats import DEFAULT_WEIGHTS, E4M3_TOKENS
 from deep_moe.fused.buffer import (
     SymmBuffer,
     describe_difference,
@@ -41,7 +40,7 @@ from deep_moe.fused.checks import (
     transformed_pair,
 )
 from deep_moe.fused.input_preparation import prepare_rows
-from deep_moe.fused.mega_moe import CALLS
+from deep_moe.fused.mega_moe import call_with_layers
 from deep_moe.fused.options import (
     MAX_TIMEOUT_S,
     CallArguments,
@@ -52,6 +51,7 @@ from deep_moe.fused.options import (
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
 from deep_moe.tensor_memory import refuse_shared_memory
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .domain_groups import (
     NUM_TRANSPORT_SMS,
@@ -97,14 +97,15 @@ class _Staged(NamedTuple):
 
 @dataclass(frozen=True)
 class _DomainCall:
-    """Calls of the fused kernel inside the domain, but for their tokens. options: by keyword."""
+    """Calls of the fused kernel inside the domain, but for their tokens. numerics:
+    activation, activation_clamp and fast_math."""
 
-    function: Callable[..., None]
     l1_weights: Pair
     l2_weights: Pair
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     stats: torch.Tensor | None
-    options: dict[str, Any]
+    numerics: tuple[str | Activation, float | None, bool]
+    options: Mapping[str, Any]
 
     def run(
         self,
@@ -122,9 +123,18 @@ class _DomainCall:
             l1_bias = None if l1_bias is None else l1_bias[own]
             l2_bias = None if l2_bias is None else l2_bias[own]
         expected = min(expected, buffer.shape.num_max_tokens_per_rank)
-        options = {**self.options, "expected_tokens_per_rank": expected}
-        biases = {"l1_bias": l1_bias, "l2_bias": l2_bias}
-        self.function(y, (w1, sf1), (w2, sf2), buffer, self.stats, **biases, **options)
+        call_with_layers(
+            "TwoLevelMoE.call",
+            y,
+            (w1, sf1),
+            (w2, sf2),
+            buffer,
+            self.stats,
+            *self.numerics,
+            l1_bias,
+            l2_bias,
+            cast("CallOptions", {**self.options, "expected_tokens_per_rank": expected}),
+        )
 
 
 def _in_turn(call: _Call) -> _Call:
@@ -197,6 +207,7 @@ class TwoLevelMoE:
         intermediate_hidden: int,
         *,
         weights: str = DEFAULT_WEIGHTS,
+        token_format: str | None = None,
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
@@ -219,6 +230,7 @@ class TwoLevelMoE:
             "num_chunks": num_chunks,
             "exact_sizes": exact_sizes,
             "weights": weights,
+            "token_format": token_format,
             "biases": biases,
             "num_shared_experts": num_shared_experts,
             "num_pool_tokens": num_pool_tokens,
@@ -320,17 +332,12 @@ class TwoLevelMoE:
         self._check(x, topk_idx, topk_weights, l1_weights, l2_weights, stats, out, checked)
 
         inside = _DomainCall(
-            CALLS[shape.weights],
             l1_weights,
             l2_weights,
             (l1_bias, l2_bias),
             stats,
-            {
-                "activation": activation,
-                "activation_clamp": activation_clamp,
-                "fast_math": fast_math,
-                **arguments,
-            },
+            (activation, activation_clamp, fast_math),
+            arguments,
         )
         num_tokens = x.shape[0]
         if out is None:
@@ -415,7 +422,7 @@ class TwoLevelMoE:
         def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        dtype = torch.float8_e4m3fn if shape.token_format == E4M3_TOKENS else torch.bfloat16
+        dtype = shape.tokens.dtype
         num_words = (row.scales.stop - row.scales.start) // 4
         self._staged = _Staged(
             zeros((num_tokens, shape.hidden), torch.uint8 if dtype.itemsize == 1 else dtype).view(

@@ -1,8 +1,8 @@
 """The architectures that kernels are made for, by name and by a GPU's compute capability.
 
 A target (target.py) is all that the rest of deep_moe knows of an architecture. For a new one, write
-its file and name it in `TARGETS`. For a new weight format, write a file for each kernel that takes
-it, and name it in their `weights`.
+its folder and name it in `TARGETS`, and in the folder of each weight format that the kernel takes a
+file for it.
 """
 
 from __future__ import annotations

@@ -9,27 +9,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from deep_moe.formats.weight_formats import (
-    DEFAULT_TOKEN_SCALES,
-    DEFAULT_WEIGHTS,
-    SCALE_GROUP,
-    TokenFormat,
-    check_weights_name,
-)
+from deep_moe.formats.sizes import SCALE_GROUP
 from deep_moe.jit.tensor_map import DataType
+from deep_moe.tokens import TokenFormat, token_format
+from deep_moe.weights import (
+    DEFAULT_WEIGHTS,
+    WEIGHTS,
+    check_weights_name,
+    default_token_format,
+    folder_module,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from deep_moe.errors import RequantizationWarning
-    from deep_moe.formats.weights import LayerWeights, MegaMoEWeights
+    from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.links import ChipRates
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.jit.tensor_map import TensorMapSpec
-    from deep_moe.trial.reference import Numerics
+    from deep_moe.weights.layers import ExpertWeights, LayerWeights, MegaMoEWeights
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,6 +45,16 @@ def token_data_type(tokens: TokenFormat) -> DataType:
     return DataType.UINT8 if tokens.value_bytes == 1 else DataType.BFLOAT16
 
 
+def kernels_of(weights: str, kernel: str) -> tuple[TargetWeights, ...]:
+    """What targets of a kernel do with weights of a format; empty where it does not take them."""
+    try:
+        return folder_module(weights, kernel).KERNELS
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.endswith(f".{kernel}"):
+            raise
+        return ()
+
+
 class Operands(NamedTuple):
     """How a kernel reaches its tokens and weights: specs of tensor maps and plain addresses, by the
     names of KernelArgs."""
@@ -50,42 +64,24 @@ class Operands(NamedTuple):
 
 
 class TargetWeights(ABC):
-    """Weights of one format on one target.
+    """Weights of one format beside tokens of one format, on one target.
 
-    format: its name. policy: the struct that the kernel has of it as `Config::Weights`, in
-    deep_moe/formats/<kernel>_<format>.cuh. fuzz_tiles: overrides of config fields that stand for
-    all kinds of main loop; as many for each format of a target. scale_block: rows and values along
-    K of which the kernel applies one scale. token_policies: of tokens with other scales than the
-    default, the struct in place of `policy`.
+    weights, token_format: the formats' names. policy: the struct that the kernel has of the pair as
+    `Config::Weights`, in deep_moe/weights/<weights>/<kernel>.cuh. fuzz_tiles: overrides of config
+    fields that stand for all kinds of main loop; as many for each pair of a target. scale_block:
+    rows and values along K of which the kernel applies one scale.
     """
 
-    format: ClassVar[str]
-    policy: ClassVar[str]
+    weights: ClassVar[str]
+    token_format: str
+    policy: str
     fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
     scale_block: ClassVar[tuple[int, int]] = SCALE_GROUP
-    token_policies: ClassVar[Mapping[str, str]] = {}
-
-    def policy_of(self, token_scales: str) -> str:
-        """The kernel's struct for tokens with such scales, which `check_token_scales` has seen."""
-        return self.token_policies.get(token_scales, self.policy)
 
     @property
-    def allowed_token_scales(self) -> tuple[str, ...]:
-        """Of tokens that there is a kernel for."""
-        return (DEFAULT_TOKEN_SCALES, *self.token_policies)
-
-    def check_token_scales(self, token_scales: str, arch: str) -> None:
-        """Raise unless there is a kernel for tokens with such scales. arch: the target's name."""
-        allowed = self.allowed_token_scales
-        if token_scales not in allowed:
-            raise ValueError(
-                f"token_scales must be {' or '.join(allowed)} with {self.format} weights on "
-                f"{arch}; got {token_scales!r}"
-            )
-
-    def numerics_of(self, token_scales: str) -> Numerics:
-        """`numerics`, for tokens with such scales."""
-        return self.numerics
+    def tokens(self) -> TokenFormat:
+        """The format of the tokens."""
+        return token_format(self.token_format)
 
     @abstractmethod
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
@@ -96,12 +92,12 @@ class TargetWeights(ABC):
     ) -> list[RequantizationWarning]:
         """`transform`, with scales changed that the kernel cannot apply: what moved."""
         raise ValueError(
-            f"requantize must be False for {self.format} weights, which keep their exact values; "
+            f"requantize must be False for {self.weights} weights, which keep their exact values; "
             "got True"
         )
 
     @abstractmethod
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
         """Give back what `transform` was given, after a check of the tensors' forms."""
 
     @abstractmethod
@@ -136,10 +132,11 @@ class Target(ABC):
     of one process share it (jit/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
     ask for.
+    rates: what such a chip computes and moves.
     was_run: whether the kernel has run on such a GPU, not in the emulator only.
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
     callers may set. tunable: those of them whose best value differs from layer to layer. roles:
-    what the warps do that have dispatch, loader and epilogue registers. weights: by format.
+    what the warps do that have dispatch, loader and epilogue registers.
     """
 
     name: str
@@ -151,12 +148,12 @@ class Target(ABC):
     foreign_headers: ClassVar[tuple[str, ...]] = ()
     cluster_size: ClassVar[int]
     smem_capacity: ClassVar[int]
+    rates: ClassVar[ChipRates]
     was_run: ClassVar[bool]
     heeds_uneven: ClassVar[bool]
     overridable: ClassVar[tuple[str, ...]]
     tunable: ClassVar[tuple[str, ...]]
     roles: ClassVar[tuple[str, str, str]]
-    weights: ClassVar[tuple[TargetWeights, ...]]
 
     @abstractmethod
     def choose_fields(
@@ -187,11 +184,37 @@ class Target(ABC):
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         """The warps of a CTA by what they do."""
 
-    def weights_of(self, name: str = DEFAULT_WEIGHTS) -> TargetWeights:
-        """What the target does with weights of the format `name`, or a ValueError."""
-        known = {weights.format: weights for weights in self.weights}
-        check_weights_name(name, known, f" on {self.name}")
-        return known[name]
+    @cached_property
+    def weights(self) -> tuple[TargetWeights, ...]:
+        """What the target does with each pair of weights and tokens: `KERNELS` of the file that a
+        format's folder has for this kernel."""
+        found = (kernels_of(name, self.kernel) for name in WEIGHTS)
+        return tuple(pair for kernels in found for pair in kernels)
+
+    def weights_of(
+        self, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
+    ) -> TargetWeights:
+        """What the target does with such weights beside such tokens, by default those that go with
+        the weights, or a ValueError."""
+        names = dict.fromkeys(pair.weights for pair in self.weights)
+        check_weights_name(weights, names, f" on {self.name}")
+        if token_format is None:
+            token_format = default_token_format(weights)
+        allowed = self.token_formats(weights)
+        if token_format not in allowed:
+            raise ValueError(
+                f"token_format must be {' or '.join(allowed)} with {weights} weights on "
+                f"{self.name}; got {token_format!r}"
+            )
+        return next(
+            pair
+            for pair in self.weights
+            if (pair.weights, pair.token_format) == (weights, token_format)
+        )
+
+    def token_formats(self, weights: str) -> tuple[str, ...]:
+        """Of tokens that there is a kernel for beside weights of a format, the default first."""
+        return tuple(pair.token_format for pair in self.weights if pair.weights == weights)
 
     @property
     def header(self) -> str:

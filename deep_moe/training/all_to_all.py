@@ -29,7 +29,9 @@ class AllToAllWays:
     steps: Steps
 
     def receive(self, tokens: torch.Tensor) -> torch.Tensor:
-        received, _ = self.all_to_all.dispatch(aligned(tokens), tokens="bf16", handle=self.handle)
+        received, _ = self.all_to_all.dispatch(
+            aligned(tokens), token_format="bf16", handle=self.handle
+        )
         return received.x
 
     def gather(self, received: torch.Tensor, *, rounds_to_mxfp8: bool = False) -> torch.Tensor:
@@ -81,7 +83,7 @@ class AllToAllExchange:
             is_used = (topk_idx >= 0) & (topk_idx < layer.shape.num_experts)
             topk_idx = topk_idx.where(is_used, -1)
         received, handle = layer.dispatch(
-            aligned(x), topk_idx, topk_weights=topk_weights, tokens="bf16"
+            aligned(x), topk_idx, topk_weights=topk_weights, token_format="bf16"
         )
         assert received.topk_weights is not None
         rows = _rows_of(received)

@@ -36,9 +36,9 @@ from deep_moe.formats.block_scaled import (
     quantize_e4m3_groups,
     ue8m0_to_float,
 )
+from deep_moe.formats.numerics import Numerics
 
 from .reference import (
-    Numerics,
     Pair,
     biases_of_expert,
     combine_slots,

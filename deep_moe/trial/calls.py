@@ -13,22 +13,23 @@ import torch.distributed as dist
 
 from deep_moe import jit
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.biases.per_expert import MegaMoEBiases
 from deep_moe.emulator.machine import Schedule
-from deep_moe.formats.biases import MegaMoEBiases
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
-from deep_moe.formats.weights import MegaMoEWeights, transform_weights_for_mega_moe
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.fused.input_preparation import row_fields
-from deep_moe.fused.mega_moe import CALLS, with_numerics
+from deep_moe.fused.mega_moe import mega_moe, with_numerics
 from deep_moe.fused.options import CallArguments, CallOptions, given_options
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of_device
+from deep_moe.weights.layers import MegaMoEWeights
+from deep_moe.weights.transform import transform_weights_for_mega_moe
 
 from .rank_processes import results_of_ranks
 from .synthetic import LayerParts, Tokens
@@ -234,7 +235,9 @@ def rank_operands(
         (pair.weight.to(device), pair.sf.to(device))
         for pair in layer.of_rank(rank, shape.num_ranks)
     )
-    weights = transform_weights_for_mega_moe(l1, l2, arch=arch, weights=shape.weights)
+    weights = transform_weights_for_mega_moe(
+        l1, l2, arch=arch, weights=shape.weights, token_format=shape.token_format
+    )
     biases = layer.biases_of_rank(rank, shape, arch or target_of_device(device).name)
     return weights, {name: bias.to(device) for name, bias in bias_arguments(biases).items()}
 
@@ -251,7 +254,10 @@ def _transformed(ranks: EmulatedRanks, layer: LayerParts, arch: str | None) -> l
     num_ranks = ranks.shape.num_ranks
     return [
         transform_weights_for_mega_moe(
-            *layer.of_rank(rank, num_ranks), arch=arch, weights=ranks.shape.weights
+            *layer.of_rank(rank, num_ranks),
+            arch=arch,
+            weights=ranks.shape.weights,
+            token_format=ranks.shape.token_format,
         )
         for rank in range(num_ranks)
     ]
@@ -295,7 +301,7 @@ def _run_rank(
     for tokens in calls:
         fill_inputs(buffer, tokens)
         output = _first_output(buffer.shape, tokens, buffer.device, call)
-        CALLS[buffer.shape.weights](output.y, *weights, buffer, output.stats, **call)
+        mega_moe(output.y, weights, buffer, output.stats, **call)
         buffer.memory.synchronize()
         buffer.raise_if_failed()
         outputs.append(RankOutput(output.y.cpu(), output.stats.cpu()))
@@ -317,7 +323,7 @@ def _trace_rank(
     with record(buffer) as (recorder,):
         for _ in range(num_warmup + 1):
             dist.all_reduce(together)  # so that ranks begin together
-            CALLS[buffer.shape.weights](output.y, *weights, buffer, output.stats, **call)
+            mega_moe(output.y, weights, buffer, output.stats, **call)
         return recorder.collect()
 
 

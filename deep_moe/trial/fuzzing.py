@@ -25,7 +25,7 @@ import torch
 
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, TargetWeights, target_of
 
@@ -38,7 +38,7 @@ from .calls import (
     run_emulated_ranks,
 )
 from .comparison import compare
-from .reference import FP32_SUM_BITS, reference_mega_moe
+from .reference import reference_mega_moe
 from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put_nan, received
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ _SHAPES = (
 # With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
 EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
 NUMS_SHARED = (0, 1, 3)
-BESIDE = " with "  # between a format of weights and the tokens' scales
+BESIDE = " x "  # between a format of weights and one of tokens
 SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 # Of the list of blocks.
 _TURNS: dict[str, dict[str, int]] = {"as chosen": {}, "of one m-block": {"num_turn_m_blocks": 1}}
@@ -75,12 +75,8 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
     that go with the weights."""
     weights = target_of(arch).weights
     return {
-        # With the scales of tokens, where they are not the usual ones.
-        "weights": tuple(
-            f"{own.format}{BESIDE}{scales}" if scales else own.format
-            for own in weights
-            for scales in ("", *own.token_policies)
-        ),
+        # With the tokens beside them.
+        "weights": tuple(f"{own.weights}{BESIDE}{own.token_format}" for own in weights),
         "shape": _SHAPES,
         "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
@@ -202,7 +198,7 @@ class FuzzCase:
             ),
             num_pool_tokens=self.values["pool"],
             weights=self._formats[0],
-            token_scales=self._formats[1],
+            token_format=self._formats[1],
             biases=self.values["biases"] == "both layers",
             num_shared_experts=self.values.get("shared experts", 0),
         )
@@ -210,13 +206,13 @@ class FuzzCase:
     @property
     def target_weights(self) -> TargetWeights:
         """What the target does with the case's weights."""
-        return target_of(self.arch).weights_of(self._formats[0])
+        return target_of(self.arch).weights_of(*self._formats)
 
     @property
     def _formats(self) -> tuple[str, str]:
-        """Of the weights, and of the tokens' scales."""
-        weights, _, token_scales = self.values["weights"].partition(BESIDE)
-        return weights, token_scales or DEFAULT_TOKEN_SCALES
+        """Of the weights, and of the tokens."""
+        weights, _, tokens = self.values["weights"].partition(BESIDE)
+        return weights, tokens
 
     def inputs(self) -> list[list[Tokens]]:
         """Of each call, each rank's."""
@@ -263,11 +259,9 @@ class FuzzCase:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.values["activation"]
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
-        numerics = self.target_weights.numerics_of(self.shape.token_scales)
+        numerics = self.target_weights.numerics
         # Prepared, float scales are no powers of two.
-        has_odd_scales = (
-            self.shape.token_format.has_float_scales and self.values["inputs"] == "prepared"
-        )
+        has_odd_scales = self.shape.tokens.has_float_scales and self.values["inputs"] == "prepared"
         y = initial_y(tokens.num_tokens, self.shape.hidden) if self.accumulates else None
         if activation in EXACT_ACTIVATIONS and not has_odd_scales:
             return reference_mega_moe(

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
-from deep_moe.formats.weight_formats import SCALE_GROUP, weight_format
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
+from deep_moe.formats.sizes import SCALE_GROUP
 from deep_moe.heuristics import MoEShape
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights
 
 from .synthetic import Layer, Tokens, quantize_tokens, random_biases
 
@@ -108,7 +109,9 @@ class LayerMadeByRanks:
         biases = _rank_biases(shape, rank, self.seed, torch.device(self.device))
         if biases is None:
             return None
-        return transform_biases_for_mega_moe(*biases, arch, weights=shape.weights)
+        return transform_biases_for_mega_moe(
+            *biases, arch, weights=shape.weights, token_format=shape.token_format
+        )
 
 
 def rank_tokens(
@@ -129,7 +132,7 @@ def rank_tokens(
     noise = -(-order.clamp(min=1e-30).log()).log()
     likelihood_log = _likelihood_log(shape.num_experts, routing, seed).to(device)
     return Tokens(
-        *quantize_tokens(x, shape.token_format),
+        *quantize_tokens(x, shape.tokens),
         (likelihood_log + noise).topk(shape.num_topk, dim=1).indices,
         weights / weights.sum(dim=1, keepdim=True),
     )

@@ -16,7 +16,7 @@ from .throughput_fuzzing import ThroughputCase
 from .training_fuzzing import TrainingCase
 
 _FUSED: dict[str, Any] = {
-    "weights": "mxfp4",
+    "weights": "mxfp4 x mxfp8",
     "shape": (2, 4, 3, 256, 96),
     "shared experts": 0,
     "tile": 1,
@@ -61,6 +61,8 @@ _TRAINING: dict[str, Any] = {
 _PREPARED = {"inputs": "prepared"}  # by a kernel, with no wait between the calls
 _RING = {"pool": SMALL_POOL, "tokens": "many"}
 _EMPTY = {"tokens": "one rank has none"}
+_BIASED = {"biases": "both layers"}
+_WIDE = {"shape": (2, 6, 2, 384, 512)}
 _LIMITED = {"activation": SwigluOai(limit=24.0)}
 
 
@@ -74,26 +76,30 @@ def _cases() -> Iterator[Case]:
     def throughput(arch: str, weights: str, **values: Any) -> Case:
         return ThroughputCase(0, arch, {**_THROUGHPUT, "weights": weights, **values})
 
-    yield fused("sm_100a", "mxfp4", **_RING, **{"shared experts": 1}, chunks="of several sizes")
-    yield fused("sm_100a", "fp8", **_PREPARED, slots="unused", biases="both layers", **_LIMITED)
-    yield fused("sm_100a", "bf16", **_EMPTY, slots="all to one expert", y="added to")
-    yield fused("sm_90a", "mxfp4", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2})
-    yield fused("sm_90a", "fp8", **_RING, biases="both layers", tile=3)
     yield fused(
-        "sm_90a",
-        "fp8 with float32_per_128",
-        slots="named twice",
-        values="NaN",
-        chunks="of several sizes",
+        "sm_100a", "mxfp4 x mxfp8", **_RING, **{"shared experts": 1}, chunks="of several sizes"
     )
-    yield fused("sm_90a", "bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512))
-    yield fused("sm_90a", "mxfp4_bf16", **_RING, tile=2, wave="one expert", y="added to")
-    yield split("sm_90a", "mxfp4 with fp8_32", slots="named twice", **_EMPTY)
+    yield fused(
+        "sm_100a", "fp8 x mxfp8", **_PREPARED, slots="unused", biases="both layers", **_LIMITED
+    )
+    yield fused("sm_100a", "bf16 x bf16", **_EMPTY, slots="all to one expert", y="added to")
+    yield fused(
+        "sm_90a", "mxfp4 x mxfp8", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2}
+    )
+    yield fused("sm_90a", "fp8 x mxfp8", **_RING, biases="both layers", tile=3)
+    yield fused(
+        "sm_90a", "fp8 x fp8_128", slots="named twice", values="NaN", chunks="of several sizes"
+    )
+    yield fused(
+        "sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512)
+    )
+    yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, wave="one expert", y="added to")
+    yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(
-        "sm_100a", "bf16 with bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED
+        "sm_100a", "bf16 x bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED
     )
-    yield throughput("sm_90a", "bf16 with bf16", slots="unused", room="for what comes")
-    yield throughput("sm_100a", "mxfp4 with fp8_32", **_EMPTY, rows="written there", alignment=32)
+    yield throughput("sm_90a", "bf16 x bf16", slots="unused", room="for what comes")
+    yield throughput("sm_100a", "mxfp4 x mxfp8", **_EMPTY, rows="written there", alignment=32)
     yield TrainingCase(0, _TRAINING)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
-from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
+from deep_moe.split.grouped_experts import GroupedExperts
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 
@@ -73,8 +73,8 @@ def run_split_processes(
 
 
 class RankExperts:
-    """One rank's experts, with their weights. options: of `GroupedExperts`; format is by default
-    that of the shape's tokens."""
+    """One rank's experts, with their weights. options: of `GroupedExperts`; token_format is by
+    default that of the shape."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RankExperts:
             biases=shape.biases,
             num_pool_tokens=shape.num_pool_tokens,
             device=device,
-            **{"format": format_of_tokens(shape.weights, shape.token_scales), **options},
+            **{"token_format": shape.token_format, **options},
         )
 
     def __call__(
@@ -112,7 +112,8 @@ class RankExperts:
             begin = torch.arange(0, size[0] * size[1], size[1], dtype=torch.int32, device=x.device)
             x = x.flatten(0, 1)
             scales, out = (None if t is None else t.flatten(0, 1) for t in (scales, out))
-        y = self.experts(x, scales, *self.weights, dispatched.recv_count, begin, out, **self.biases)
+        l1, l2 = self.weights.l1, self.weights.l2
+        y = self.experts(x, scales, l1, l2, dispatched.recv_count, begin, out, **self.biases)
         return y.view(size)
 
 
@@ -166,4 +167,4 @@ def all_to_all_sizes(shape: MoEShape) -> tuple[int, int, int, int, int]:
 def _all_to_all_options(shape: MoEShape, options: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens as the experts take them, and what both kinds of kernels are told."""
     of_both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
-    return {"format": format_of_tokens(shape.weights, shape.token_scales), **of_both}
+    return {"token_format": shape.token_format, **of_both}

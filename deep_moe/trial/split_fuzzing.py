@@ -14,36 +14,36 @@ from deep_moe.activations import Situ
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
-from deep_moe.split.grouped_experts import formats_for
+from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.targets import target_of
+from deep_moe.tokens import token_format
 
 from .bounds import Bounds, reference_bounds
 from .calls import RankOutput, model_inputs
 from .fuzzing import BESIDE, EXACT_ACTIVATIONS, SMALL_POOL, FuzzCase, axes
-from .reference import FP32_SUM_BITS, reference_mega_moe
+from .reference import reference_mega_moe
 from .split_calls import RankExperts, all_to_all_sizes, received_rows
 from .synthetic import Layer, Tokens
 
 # Ranks, experts, top-k, hidden, intermediate. A multiple of 512, so that every format goes.
 _SHAPES = ((1, 4, 2, 512, 256), (2, 4, 3, 512, 96), (2, 6, 2, 512, 128), (3, 6, 4, 512, 128))
 # Whose values are those that the caller's tokens stand for.
-_EXACT_FORMATS = ("fp8_32", "bf16")
+_EXACT_FORMATS = ("mxfp8", "bf16")
 
 
 @lru_cache
 def split_axes(arch: str) -> dict[str, tuple[Any, ...]]:
     """What cases of an architecture differ in; where it says nothing, as in the fused call's."""
-    weights = target_of(arch).weights
     fused = axes(arch)
     return {
         # With the format of tokens on their way.
         "weights": tuple(
-            f"{own.format}{BESIDE}{format}"
-            for own in weights
-            for format in formats_for(own.format, arch)
+            f"{name}{BESIDE}{tokens}"
+            for name in dict.fromkeys(own.weights for own in target_of(arch).weights)
+            for tokens in token_formats_for(name, arch)
         ),
         "shape": _SHAPES,
         "tile": fused["tile"],
@@ -79,14 +79,14 @@ class SplitCase(FuzzCase):
         return split_axes(arch)
 
     @property
-    def format(self) -> str:
+    def token_format(self) -> str:
         """Of tokens on their way."""
         return str(self.values["weights"]).partition(BESIDE)[2]
 
     @property
     def _formats(self) -> tuple[str, str]:
         weights = str(self.values["weights"]).partition(BESIDE)[0]
-        return weights, FLOAT_TOKEN_SCALES if self.format == "fp8_128" else DEFAULT_TOKEN_SCALES
+        return weights, token_format(self.token_format).in_products
 
     @property
     def accumulates(self) -> bool:
@@ -97,7 +97,7 @@ class SplitCase(FuzzCase):
 
     def as_received(self, tokens: Tokens) -> Tokens:
         x, own = model_inputs(tokens)
-        if self.format in (*_EXACT_FORMATS, "fp8_128"):
+        if self.token_format in (*_EXACT_FORMATS, "fp8_128"):
             return own
         values, scales = quantize_e4m3_float(x, powers_of_two=True)
         scale_bytes = (scales.log2().int() + 127).to(torch.uint8)
@@ -109,11 +109,11 @@ class SplitCase(FuzzCase):
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
         how: dict[str, Any] = {
             "activation": activation,
-            "numerics": self.target_weights.numerics_of(self.shape.token_scales),
+            "numerics": self.target_weights.numerics,
             "weights_in_combine": True,
             **layer.biases,
         }
-        if activation in EXACT_ACTIVATIONS and self.format in _EXACT_FORMATS:
+        if activation in EXACT_ACTIVATIONS and self.token_format in _EXACT_FORMATS:
             return reference_mega_moe(*inputs, **how)
         return reference_bounds(*inputs, sum_bits=FP32_SUM_BITS, **how)
 
@@ -123,7 +123,7 @@ class SplitCase(FuzzCase):
             "arch": self.arch,
             "num_sms": 4,
             "schedule_seed": self.number,
-            "format": self.format,
+            "token_format": self.token_format,
         }
         of_experts = {
             **of_both,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
+from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
     pack_ue8m0_groups,
@@ -38,8 +38,10 @@ from deep_moe.formats.block_scaled import (
 )
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.scale_blocks import num_blocks, over_values
-from deep_moe.formats.weight_formats import SCALE_GROUP, TokenFormat, weight_format
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.formats.sizes import SCALE_GROUP
+from deep_moe.tokens import TokenFormat
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
@@ -94,7 +96,9 @@ class Layer:
         l1_bias, l2_bias = (
             self._of_rank(bias, rank, shape.num_ranks) for bias in (self.l1_bias, self.l2_bias)
         )
-        return transform_biases_for_mega_moe(l1_bias, l2_bias, arch, weights=shape.weights)
+        return transform_biases_for_mega_moe(
+            l1_bias, l2_bias, arch, weights=shape.weights, token_format=shape.token_format
+        )
 
     def of_rank(self, rank: int, num_ranks: int) -> tuple[LayerWeights, LayerWeights]:
         """The part that one rank holds: its own experts, then all shared ones."""
@@ -189,7 +193,7 @@ def random_tokens(
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(num_tokens, shape.hidden, generator=generator)
-    x, x_sf = quantize_tokens(values, shape.token_format)
+    x, x_sf = quantize_tokens(values, shape.tokens)
     topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
     weights = torch.rand(num_tokens, shape.num_topk, generator=generator) + 0.1
     return Tokens(x, x_sf, topk_idx, weights / weights.sum(dim=1, keepdim=True))
@@ -255,9 +259,9 @@ def exact_tokens(
     topk_idx = _random_routing(shape, num_tokens, num_unused_slots, generator)
     exponents = torch.randint(-3, 1, topk_idx.shape, generator=generator)
     weights = torch.exp2(exponents.float())
-    if not shape.token_format.has_scales:
-        return Tokens(*quantize_tokens(x.float(), shape.token_format), topk_idx, weights)
-    if shape.token_format.has_float_scales:
+    if not shape.tokens.has_scales:
+        return Tokens(*quantize_tokens(x.float(), shape.tokens), topk_idx, weights)
+    if shape.tokens.has_float_scales:
         codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, (1, 128))
         scales = ue8m0_to_float(sf, torch.float32)
         return Tokens(codes.to(torch.float8_e4m3fn), scales, topk_idx, weights)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.weights import MegaMoEWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
-from deep_moe.split.grouped_experts import format_of_tokens
 from deep_moe.split.throughput_moe import EXPERT_ALIGNMENT, ThroughputMoE, most_rows
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .calls import Calls, RankOutput, by_call, model_inputs, rank_operands
 from .rank_processes import results_of_ranks
@@ -148,11 +147,11 @@ def emulated_ranks(
     *,
     max_recv_rows: int | None = None,
     expert_alignment: int = EXPERT_ALIGNMENT,
-    format: str | None = None,
+    token_format: str | None = None,
     enable_profiling: bool = False,
 ) -> Iterator[EmulatedRanks]:
     """The layers of all ranks. options: as of `run_emulated_throughput`. expert_alignment: as of
-    `AllToAll`. format: in which tokens travel, by default that of the shape's."""
+    `AllToAll`. token_format: in which tokens travel, by default that of the shape's."""
     of_both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
     sizes = shape.num_ranks, shape.num_max_tokens_per_rank
     with EmulatedThroughputAllToAll(
@@ -162,7 +161,7 @@ def emulated_ranks(
         shape.num_topk,
         most_rows(*sizes, shape.num_topk) if max_recv_rows is None else max_recv_rows,
         expert_alignment=expert_alignment,
-        tokens=format or format_of_tokens(shape.weights, shape.token_scales),
+        token_format=token_format or shape.token_format,
         enable_profiling=enable_profiling,
         **of_both,
     ) as all_to_all:
@@ -191,7 +190,6 @@ def _of_experts(shape: MoEShape) -> dict[str, Any]:
 
 def _rank_layer(shape: MoEShape, of_layer: Mapping[str, Any]) -> ThroughputMoE:
     """Of this process."""
-    format = format_of_tokens(shape.weights, shape.token_scales)
     return ThroughputMoE(
         dist.group.WORLD,
         shape.num_max_tokens_per_rank,
@@ -199,7 +197,7 @@ def _rank_layer(shape: MoEShape, of_layer: Mapping[str, Any]) -> ThroughputMoE:
         shape.intermediate_hidden,
         shape.num_experts,
         shape.num_topk,
-        format=format,
+        token_format=shape.token_format,
         **_of_experts(shape),
         **of_layer,
     )

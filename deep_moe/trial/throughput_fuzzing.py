@@ -76,7 +76,7 @@ class ThroughputCase(SplitCase):
                 self.shape, calls if values["room"] == "for what comes" else None, alignment
             ),
             expert_alignment=alignment,
-            format=self.format,
+            token_format=self.token_format,
         ) as ranks:
             return [ranks.call(tokens, **how) for tokens in calls]
 

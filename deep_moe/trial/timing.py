@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from deep_moe import __version__
 from deep_moe.activations import Activation
-from deep_moe.formats.biases import transform_biases_for_mega_moe
-from deep_moe.formats.weights import transform_weights_for_mega_moe
+from deep_moe.biases.per_expert import transform_biases_for_mega_moe
 from deep_moe.fused.buffer import get_symm_buffer_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS, prepare_call
-from deep_moe.fused.mega_moe import CALLS, with_numerics
+from deep_moe.fused.mega_moe import mega_moe, with_numerics
 from deep_moe.fused.options import given_options
 from deep_moe.heuristics import MegaMoEConfig, MoEShape
+from deep_moe.weights.transform import transform_weights_for_mega_moe
 
-from .calls import bias_arguments, fill_inputs
+from .calls import fill_inputs
 from .synthetic import Layer, Tokens
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
@@ -44,12 +44,16 @@ class TimedLayer:
             device=device,
         )
         self.weights = transform_weights_for_mega_moe(
-            layer.l1, layer.l2, arch=arch, weights=shape.weights
+            layer.l1, layer.l2, arch=arch, weights=shape.weights, token_format=shape.token_format
         )
         self.biases = None
         if layer.l1_bias is not None and layer.l2_bias is not None:
             self.biases = transform_biases_for_mega_moe(
-                layer.l1_bias, layer.l2_bias, arch, weights=shape.weights
+                layer.l1_bias,
+                layer.l2_bias,
+                arch,
+                weights=shape.weights,
+                token_format=shape.token_format,
             )
         self.y = torch.empty(0)
 
@@ -69,15 +73,16 @@ class TimedLayer:
         overrides: Mapping[str, int] | None = None,
         stats: torch.Tensor | None = None,
     ) -> None:
-        CALLS[self.shape.weights](
+        mega_moe(
             self.y,
-            *self.weights,
+            self.weights,
             self.buffer,
             stats,
             activation=activation,
             arch=self.arch,
             overrides=dict(overrides or {}),
-            **bias_arguments(self.biases),
+            l1_bias=self.biases and self.biases.l1,
+            l2_bias=self.biases and self.biases.l2,
         )
 
     def config(
@@ -86,7 +91,15 @@ class TimedLayer:
         """Of the kernel that a call with these arguments runs on this rank."""
         options = given_options("config", {"arch": self.arch, "overrides": overrides})
         arguments = with_numerics(options, activation)
-        plan, _ = prepare_call(self.y, *self.weights, self.buffer, None, arguments, self.biases)
+        plan, _ = prepare_call(
+            self.y,
+            self.weights.l1,
+            self.weights.l2,
+            self.buffer,
+            None,
+            arguments,
+            self.biases,
+        )
         return plan.config
 
     def close(self) -> None:

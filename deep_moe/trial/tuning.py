@@ -305,7 +305,9 @@ def tune_on_rank(device: torch.device, plan: TuningPlan) -> None:
     rank = dist.get_rank()
     facts = machine(device, plan.commit)
     require_equal({"the GPU": facts["gpu"], "its SMs": facts["num_sms"]}, _world())
-    scale_block = target_of(plan.arch).weights_of(plan.shape.weights).scale_block
+    scale_block = (
+        target_of(plan.arch).weights_of(plan.shape.weights, plan.shape.token_format).scale_block
+    )
     weights = rank_layer(plan.shape, rank, plan.seed, device, scale_block)
     layer = TimedLayer(plan.shape, weights, device, arch=plan.arch)
     del weights

@@ -65,7 +65,7 @@ def _run_rank(
         x = model_inputs(own)[0].to(device)
         routing = own.topk_idx.to(device), own.topk_weights.to(device)
         given: dict[str, Any] = {**biases, **options}
-        y = moe.call(x, *routing, *weights, stats, **given)
+        y = moe.call(x, *routing, weights.l1, weights.l2, stats, **given)
         moe.check()
         outputs.append(RankOutput(y.cpu(), stats.cpu()))
     dist.barrier()  # no rank takes its memory away while another still reads it
@@ -85,6 +85,7 @@ def make_layer(
         shape.hidden,
         shape.intermediate_hidden,
         weights=shape.weights,
+        token_format=shape.token_format,
         biases=shape.biases,
         num_shared_experts=shape.num_shared_experts,
         num_pool_tokens=shape.num_pool_tokens,

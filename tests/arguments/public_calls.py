@@ -10,6 +10,7 @@ import torch
 
 import deep_moe
 from deep_moe.compat import deep_ep, deep_gemm
+from tests.pairs import formats
 
 # Of all layers here.
 E, T, K, H, I = 4, 4, 2, 128, 128  # noqa: E741
@@ -45,24 +46,29 @@ def source_weights(weights: str) -> tuple[Any, Any]:
     return deep_moe.quantize_mxfp4(l1), deep_moe.quantize_mxfp4(l2)
 
 
-def laid_out(weights: str, arch: str = "sm_90a") -> dict[str, Any]:
-    l1, l2 = deep_moe.transform_weights_for_mega_moe(
-        *source_weights(weights), arch, weights=weights
-    )
-    return {"l1_weights": l1, "l2_weights": l2}
+def transformed(pair: str, arch: str = "sm_90a") -> deep_moe.MegaMoEWeights:
+    names = formats(pair)
+    return deep_moe.transform_weights_for_mega_moe(*source_weights(names["weights"]), arch, **names)
 
 
-def symm_buffer(weights: str, **more: Any) -> deep_moe.SymmBuffer:
+def laid_out(pair: str, arch: str = "sm_90a") -> dict[str, Any]:
+    weights = transformed(pair, arch)
+    return {"l1_weights": weights.l1, "l2_weights": weights.l2}
+
+
+def symm_buffer(pair: str, **more: Any) -> deep_moe.SymmBuffer:
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
-        None, *SIZES.values(), weights=weights, device="cpu", **more
+        None, *SIZES.values(), **formats(pair), device="cpu", **more
     )
     buffer.topk_idx.fill_(-1)
     return buffer
 
 
-def fused_call(function: Callable[..., None], weights: str) -> Call:
+def fused_call(pair: str, *, with_layers: bool = False) -> Call:
     stats = torch.zeros(E, dtype=torch.int32)
-    given = {"y": bf16(T, H), **laid_out(weights), "sym_buffer": symm_buffer(weights)}
+    function = deep_moe.fp8_fp4_mega_moe if with_layers else deep_moe.mega_moe
+    weights = laid_out(pair) if with_layers else {"weights": transformed(pair)}
+    given = {"y": bf16(T, H), **weights, "sym_buffer": symm_buffer(pair)}
     options = {"arch": "sm_90a", "num_sms": 2}
     return function, {**given, "cumulative_local_expert_recv_stats": stats, **options}
 
@@ -71,7 +77,7 @@ def call_with_biases() -> Call:
     biases = deep_moe.transform_biases_for_mega_moe(
         torch.zeros(E, 2 * I), torch.zeros(E, H), "sm_90a", weights="bf16"
     )
-    function, given = fused_call(deep_moe.bf16_mega_moe, "bf16")
+    function, given = fused_call("bf16")
     given["sym_buffer"] = symm_buffer("bf16", biases=True)
     return function, {**given, "l1_bias": biases.l1, "l2_bias": biases.l2}
 
@@ -90,8 +96,7 @@ def emulated_ranks_call() -> Call:
     ranks = deep_moe.EmulatedRanks(1, *SIZES.values(), weights="bf16")
     for buffer in ranks.buffers:
         buffer.topk_idx.fill_(-1)
-    weights = laid_out("bf16")
-    given: Arguments = {"ys": [bf16(T, H)], "weights": [tuple(weights.values())]}
+    given: Arguments = {"ys": [bf16(T, H)], "weights": [transformed("bf16")]}
     stats = [torch.zeros(E, dtype=torch.int32)]
     return ranks.call, {**given, "stats": stats, "arch": "sm_90a", "num_sms": 2}
 
@@ -116,7 +121,9 @@ def grouped_function() -> Call:
 
 
 def low_latency() -> deep_moe.LowLatencyAllToAll:
-    return deep_moe.LowLatencyAllToAll(None, T, H, E, K, format="bf16", num_sms=1, device="cpu")
+    return deep_moe.LowLatencyAllToAll(
+        None, T, H, E, K, token_format="bf16", num_sms=1, device="cpu"
+    )
 
 
 def low_latency_dispatch() -> Call:
@@ -125,7 +132,7 @@ def low_latency_dispatch() -> Call:
         "wait_cycles": torch.zeros(1, dtype=torch.int64),
     }
     given = {"x": bf16(T, H), "topk_idx": routing()["topk_idx"]}
-    return low_latency().dispatch, {**given, **statistics, "format": None, "receive": True}
+    return low_latency().dispatch, {**given, **statistics, "token_format": None, "receive": True}
 
 
 def low_latency_combine() -> Call:
@@ -143,7 +150,7 @@ def all_to_all() -> deep_moe.AllToAll:
 
 
 def all_to_all_dispatch() -> Call:
-    given = {"x": bf16(T, H), **routing(), "tokens": "bf16"}
+    given = {"x": bf16(T, H), **routing(), "token_format": "bf16"}
     return all_to_all().dispatch, given
 
 
@@ -206,11 +213,12 @@ def load_transposed() -> Call:
     return layer.load_transposed, {"l1": bf16(E, 2 * I, H), "l2": bf16(E, H, I)}
 
 
-def transform_weights(weights: str) -> Call:
-    l1, l2 = source_weights(weights)
-    out = deep_moe.empty_weights_for_mega_moe(E, H, I, arch="sm_90a", weights=weights)
+def transform_weights(pair: str) -> Call:
+    names = formats(pair)
+    l1, l2 = source_weights(names["weights"])
+    out = deep_moe.empty_weights_for_mega_moe(E, H, I, arch="sm_90a", **names)
     given = {"l1_weights": l1, "l2_weights": l2, "arch": "sm_90a"}
-    return deep_moe.transform_weights_for_mega_moe, {**given, "weights": weights, "out": out}
+    return deep_moe.transform_weights_for_mega_moe, {**given, **names, "out": out}
 
 
 def inverse_transform_weights() -> Call:
@@ -307,11 +315,12 @@ def constructor(made: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
 LAYER_OPTIONS: Arguments = {"num_sms": 2, "timeout_s": 60.0, "checked": True, "schedule_seed": 0}
 
 CALLS: dict[str, Callable[[], Call]] = {
-    "fp8_fp4_mega_moe": lambda: fused_call(deep_moe.fp8_fp4_mega_moe, "mxfp4"),
-    "fp8_mega_moe": lambda: fused_call(deep_moe.fp8_mega_moe, "fp8"),
-    "bf16_mega_moe": lambda: fused_call(deep_moe.bf16_mega_moe, "bf16"),
-    "bf16_fp4_mega_moe": lambda: fused_call(deep_moe.bf16_fp4_mega_moe, "mxfp4_bf16"),
-    "bf16_mega_moe with biases": call_with_biases,
+    "fp8_fp4_mega_moe": lambda: fused_call("mxfp4", with_layers=True),
+    "mega_moe, mxfp4": lambda: fused_call("mxfp4"),
+    "mega_moe, fp8": lambda: fused_call("fp8"),
+    "mega_moe, bf16": lambda: fused_call("bf16"),
+    "mega_moe, mxfp4 x bf16": lambda: fused_call("mxfp4 x bf16"),
+    "mega_moe, biases": call_with_biases,
     "prepare_inputs": prepare_inputs,
     "EmulatedRanks.call": emulated_ranks_call,
     "GroupedExperts()": grouped_object,
@@ -330,7 +339,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "transform_weights_for_mega_moe, mxfp4": lambda: transform_weights("mxfp4"),
     "transform_weights_for_mega_moe, fp8": lambda: transform_weights("fp8"),
     "transform_weights_for_mega_moe, bf16": lambda: transform_weights("bf16"),
-    "transform_weights_for_mega_moe, mxfp4_bf16": lambda: transform_weights("mxfp4_bf16"),
+    "transform_weights_for_mega_moe, mxfp4 x bf16": lambda: transform_weights("mxfp4 x bf16"),
     "inverse_transform_weights": inverse_transform_weights,
     "transform_biases_for_mega_moe": transform_biases,
     "inverse_transform_biases": inverse_transform_biases,
@@ -355,7 +364,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         num_shared_experts=0,
         num_pool_tokens=None,
         biases=False,
-        token_scales="ue8m0_per_32",
+        token_format="bf16",
         device="cpu",
     ),
     "buffer_size": constructor(deep_moe.buffer_size, 1, *SIZES.values(), weights="bf16"),
@@ -368,7 +377,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         *(16, H, I, E),
         **GROUPED,
         biases=False,
-        format=None,
+        token_format=None,
         activation="swiglu",
         activation_clamp=None,
         fast_math=True,
@@ -385,7 +394,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "LowLatencyAllToAll": constructor(
         deep_moe.LowLatencyAllToAll,
         *(None, T, H, E, K),
-        format="bf16",
+        token_format="bf16",
         any_format=False,
         zero_copy=False,
         scales_by_column=False,
@@ -399,7 +408,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         deep_moe.AllToAll,
         *(None, T, H, E, K, 64),
         expert_alignment=8,
-        tokens="bf16",
+        token_format="bf16",
         device="cpu",
         arch="sm_90a",
         **LAYER_OPTIONS,
@@ -411,7 +420,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         max_recv_rows=None,
         weights="bf16",
         biases=False,
-        format=None,
+        token_format=None,
         activation="swiglu",
         activation_clamp=None,
         fast_math=True,
@@ -437,7 +446,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         device="cpu",
     ),
     "EmulatedAllToAll": constructor(
-        deep_moe.EmulatedAllToAll, 1, T, H, E, K, format="bf16", num_sms=1
+        deep_moe.EmulatedAllToAll, 1, T, H, E, K, token_format="bf16", num_sms=1
     ),
     "EmulatedThroughputAllToAll": constructor(
         deep_moe.EmulatedThroughputAllToAll, 1, T, H, E, K, 64, expert_alignment=8, num_sms=1
@@ -480,6 +489,9 @@ def tensors_of(arguments: Arguments) -> Iterator[tuple[tuple[Any, ...], torch.Te
         elif type(value) in (tuple, list) or hasattr(value, "_fields"):
             for place, item in enumerate(value):
                 yield from within((*way, place), item)
+        elif isinstance(value, deep_moe.MegaMoEWeights):
+            yield from within((*way, "l1"), value.l1)
+            yield from within((*way, "l2"), value.l2)
         elif isinstance(value, dict):
             for key, item in value.items():
                 yield from within((*way, key), item)

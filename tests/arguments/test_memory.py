@@ -3,6 +3,7 @@ anything is launched."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ def replaced(value: Any, way: Way, item: Any) -> Any:
     place, *rest = way
     if isinstance(value, dict):
         return {**value, place: replaced(value[place], tuple(rest), item)}
+    if isinstance(value, deep_moe.MegaMoEWeights):
+        return replace(value, **{place: replaced(getattr(value, place), tuple(rest), item)})
     items = list(value)
     items[place] = replaced(items[place], tuple(rest), item)
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -48,9 +51,7 @@ def test_tensors_without_their_storage_are_refused(name: str) -> None:
     function(**arguments)  # a refused argument spoils nothing
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16_mega_moe with biases", "prepare_inputs", "GroupedExperts()"]
-)
+@pytest.mark.parametrize("name", ["mega_moe, biases", "prepare_inputs", "GroupedExperts()"])
 @pytest.mark.parametrize("num_bytes", [0, 8])
 def test_tensors_that_are_freed_after_a_call_are_refused(name: str, num_bytes: int) -> None:
     """What a first call has checked is remembered."""
@@ -71,7 +72,7 @@ def test_tensors_that_are_freed_after_a_call_are_refused(name: str, num_bytes: i
 
 def test_a_view_behind_the_end_of_a_shrunk_storage_is_refused() -> None:
     """Its address is not zero."""
-    function, arguments = CALLS["bf16_mega_moe"]()
+    function, arguments = CALLS["mega_moe, bf16"]()
     rows = bf16(2 * T, H)
     y = rows[T:]
     function(**{**arguments, "y": y})
@@ -136,7 +137,7 @@ def test_a_result_may_take_the_place_of_the_tokens(name: str) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_an_output_in_the_buffer_is_refused(first: bool) -> None:
     """Of a kernel that writes there meanwhile; known from earlier calls or not."""
-    function, arguments = CALLS["bf16_mega_moe"]()
+    function, arguments = CALLS["mega_moe, bf16"]()
     buffer = arguments["sym_buffer"]
     if not first:
         function(**arguments)

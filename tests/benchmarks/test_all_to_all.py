@@ -29,7 +29,7 @@ def test_examples_hold() -> None:
         (["--calls", "0"], "--tokens, --calls, --rounds and --pairs must be at least 1"),
         (["--tokens", "0"], "--tokens, --calls, --rounds and --pairs must be at least 1"),
         (["--link-share", "0"], "--link-share must be in (0, 1]; got 0"),
-        (["--format", "fp4"], "invalid choice"),
+        (["--token-format", "fp4"], "invalid choice"),
     ],
 )
 def test_impossible_options_are_refused(
@@ -99,5 +99,5 @@ def test_a_wrong_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deep_moe_layer() -> benchmarks.all_to_all.LowLatencyAllToAll:
     return benchmarks.all_to_all.LowLatencyAllToAll(
-        None, 4, 128, 4, 2, format="bf16", device="cpu", num_sms=2
+        None, 4, 128, 4, 2, token_format="bf16", device="cpu", num_sms=2
     )

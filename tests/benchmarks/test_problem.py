@@ -20,6 +20,7 @@ from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.targets import target_of
 from deep_moe.trial.real_size import rank_layer, rank_tokens
 from deep_moe.trial.reference import reference_mega_moe
+from tests.pairs import formats
 
 SHAPE = MoEShape(2, 6, 2, 256, 128, 20)
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def test_examples_hold():
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_sample_is_what_the_reference_says_of_these_tokens(arch: str, weights: str):
-    shape = replace(SHAPE, weights=weights)
+    shape = replace(SHAPE, **formats(weights))
     on_target = target_of(arch).weights_of(weights)
     layers = [rank_layer(shape, rank, 3, CPU, on_target.scale_block) for rank in range(2)]
     l1, l2 = (
@@ -90,7 +91,7 @@ def test_fp8_weights_are_near_the_fp4_ones(block: tuple[int, int]):
 
 
 def test_fp8_weights_with_block_scales_keep_their_values():
-    layer = rank_layer(replace(SHAPE, weights="fp8"), 0, 1, CPU, (128, 128))
+    layer = rank_layer(replace(SHAPE, **formats("fp8")), 0, 1, CPU, (128, 128))
     values, scales = fp8_weights("fp8", layer.l1, 128, 128)
     again = values.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     known = layer.l1.sf.repeat_interleave(128, 1).repeat_interleave(128, 2)

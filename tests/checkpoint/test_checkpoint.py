@@ -21,7 +21,7 @@ from deep_moe.checkpoint.files import INDEX_NAME
 from deep_moe.checkpoint.namings import DEFAULT_NAMING, NAMINGS
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.block_scaled import unpack_ue8m0
-from deep_moe.formats.weights import transform_weights_for_mega_moe
+from deep_moe.weights.transform import transform_weights_for_mega_moe
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 6, 256, 128, 3
 

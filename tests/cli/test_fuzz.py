@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
-from deep_moe.targets.sm90 import Sm90
-from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
+from deep_moe.targets import target_of
 from deep_moe.trial import fuzz_workers, fuzzing
 from deep_moe.trial.fuzzing import CASES_PER_KERNEL, FuzzCase
 from deep_moe.trial.split_fuzzing import SplitCase
@@ -85,7 +84,8 @@ def test_cases_of_one_format_only(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, [*FUSED, "--count", "3", "--weights", "fp8"])
     assert [case.shape.weights for case in cases] == ["fp8"] * 3
     assert f"--first {cases[0].number} --count 1 --weights fp8" in result.output
-    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
+    hopper = target_of("sm_90a")
+    monkeypatch.setitem(vars(hopper), "weights", (hopper.weights_of("mxfp4"),))
     refused = CliRunner().invoke(
         app, ["fuzz", "--count", "1", "--weights", "fp8", "--arch", "sm_90a"]
     )

@@ -1,6 +1,5 @@
 """`deep-moe run`: it passes where the kernel agrees with the reference, and only there."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 from deep_moe.checkpoint import save_experts
 from deep_moe.cli import app, run
 from deep_moe.heuristics import MoEShape
+from deep_moe.targets import TARGETS
 from deep_moe.trial import calls as trial
 from deep_moe.trial import paths
 from deep_moe.trial.fuzzing import FuzzCase
@@ -44,10 +44,11 @@ def test_without_options_small_layers_of_each_path_run():
 def test_small_layers_are_of_each_kind():
     """Each format on each kernel, and what a newcomer believes a run has."""
     fused = [case for case in SMALL_LAYERS if type(case) is FuzzCase]
-    formats = {(case.arch, case.shape.weights) for case in fused}
+    formats = {(case.arch, case.values["weights"]) for case in fused}
     assert formats == {
-        *itertools.product(("sm_90a", "sm_100a"), ("mxfp4", "fp8", "bf16")),
-        ("sm_90a", "mxfp4_bf16"),
+        (arch, f"{pair.weights} x {pair.token_format}")
+        for arch in ("sm_90a", "sm_100a")
+        for pair in TARGETS[arch].weights
     }
     assert {case.shape.num_shared_experts for case in fused} >= {0, 1, 3}
     assert {case.shape.is_bounded for case in fused} == {False, True}
@@ -138,9 +139,7 @@ def test_biases(kind: str, arch: str):
 def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp4")
     assert result.exit_code == 2
-    assert "--weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got" in " ".join(
-        result.output.split()
-    )
+    assert "--weights must be one of mxfp4, fp8, bf16; got" in " ".join(result.output.split())
 
 
 def test_seeds_and_overrides_reach_the_call():
@@ -242,13 +241,14 @@ def test_a_checkpoint_gives_the_sizes(checkpoint: Path):
 
 def test_an_mxfp4_checkpoint_with_tokens_in_bf16(checkpoint: Path):
     options = ("--checkpoint", str(checkpoint), "--layer", "3", "--tokens", "3")
-    document = ran(*options, "--weights", "mxfp4_bf16", "--arch", "sm_90a")
+    document = ran(*options, "--token-format", "bf16", "--arch", "sm_90a")
     assert document["passed"]
-    assert document["shape"]["weights"] == "mxfp4_bf16"
-    refused = invoke(*options, "--weights", "mxfp4_bf16", "--arch", "sm_100a")
-    assert "on sm_100a; got 'mxfp4_bf16'" in str(refused.exception)
+    assert document["shape"]["token_format"] == "bf16"
+    refused = invoke(*options, "--token-format", "bf16", "--arch", "sm_100a")
+    assert "on sm_100a; got 'bf16'" in str(refused.exception)
     refused = invoke(*options, "--weights", "fp8")
-    assert "--weights must be mxfp4 or mxfp4_bf16" in " ".join(refused.output.split())
+    words = " ".join(refused.output.replace("│", "").split())
+    assert "--weights must be mxfp4, the format of the checkpoint's experts; got fp8" in words
 
 
 def test_a_checkpoint_that_does_not_say_how_many_experts_it_has(checkpoint: Path):
@@ -411,10 +411,10 @@ def test_the_split_path_of_an_exact_layer_is_equal():
 
 def test_the_split_path_with_float_scales_of_any_size():
     """As the fused call has them there, and refused where it has not."""
-    options = [*SPLIT, "--weights", "fp8", "--token-scales", "float32_per_128"]
+    options = [*SPLIT, "--weights", "fp8", "--token-format", "fp8_128"]
     assert ran(*options, "--arch", "sm_90a", "--tokens", "9,3", "--calls", "2")["passed"]
     refused = invoke(*options, "--arch", "sm_100a")
-    assert "token_scales must be ue8m0_per_32 with fp8 weights on sm_100a" in str(refused.exception)
+    assert "token_format must be mxfp8 with fp8 weights on sm_100a" in str(refused.exception)
 
 
 def test_the_split_path_with_a_process_per_rank():
@@ -466,7 +466,7 @@ def test_the_throughput_path_with_a_process_per_rank():
 
 
 def test_the_throughput_path_with_a_float32_scale_per_128_values():
-    words = ["--weights", "fp8", "--token-scales", "float32_per_128", "--arch", "sm_90a"]
+    words = ["--weights", "fp8", "--token-format", "fp8_128", "--arch", "sm_90a"]
     assert ran(*THROUGHPUT, *words, "--tokens", "7")["passed"]
 
 

@@ -173,7 +173,7 @@ def test_fp8_weights(ue8m0):
         numerics=target_of("sm_100a").weights_of("fp8").numerics,
     )
     assert calc_diff(y, expected) < (1e-5 if ue8m0 else 1e-2)
-    with pytest.raises(ValueError, match="sym_buffer must be made with weights='mxfp4'"):
+    with pytest.raises(ValueError, match="sym_buffer must be made with mma_type 'fp8xfp4'"):
         deep_gemm.fp8_fp4_mega_moe(y, l1, l2, buffer)
     with pytest.raises(ValueError, match=r"recipe must be \(1, 1, 32\)"):
         deep_gemm.fp8_mega_moe(y, l1, l2, buffer, recipe=(128, 128, 128))
@@ -217,7 +217,7 @@ def test_fp8_weights_by_the_names_for_hopper():
         topk_weights,
         *raw,
         activation_clamp=CLAMP,
-        numerics=target_of("sm_90a").weights_of("fp8").numerics_of("float32_per_128"),
+        numerics=target_of("sm_90a").weights_of("fp8", "fp8_128").numerics,
     )
     assert calc_diff(y, expected) < 1e-5
     with pytest.raises(TypeError, match="buf_x_sf must be int32"):
@@ -271,7 +271,7 @@ def test_bf16_weights(mma_type):
     )
     assert calc_diff(y, expected) < 1e-5
     assert int(stats.sum()) > 0
-    with pytest.raises(ValueError, match="sym_buffer must be made with weights='fp8' for fp8_mega"):
+    with pytest.raises(ValueError, match="sym_buffer must be made with mma_type 'fp8xfp8'"):
         deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
     with pytest.raises(ValueError, match="shared_l1_weights must be None"):
         deep_gemm.bf16_mega_moe(y, l1, l2, buffer, raw[0])

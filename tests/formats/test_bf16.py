@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.formats.bf16 import FORMAT
-from deep_moe.formats.sm90_bf16_weights import BLOCK_K
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.targets import TARGETS
+from deep_moe.weights.bf16.format import FORMAT
+from deep_moe.weights.bf16.sm90_blocks import BLOCK_K
+from deep_moe.weights.layers import LayerWeights
 
 
 def layer(num_experts: int = 2, hidden: int = 384, intermediate: int = 256) -> list[torch.Tensor]:

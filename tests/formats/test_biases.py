@@ -10,6 +10,7 @@ import torch
 
 import deep_moe
 from deep_moe.targets import TARGETS
+from tests.pairs import formats, usual_pairs
 
 
 def biases(num_experts: int, intermediate: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,17 +21,17 @@ def biases(num_experts: int, intermediate: int, hidden: int) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("arch", "weights"), [(name, own.format) for name in TARGETS for own in TARGETS[name].weights]
+    ("arch", "weights"), [(name, pair) for name in TARGETS for pair in usual_pairs(name)]
 )
 @pytest.mark.parametrize(("intermediate", "hidden"), [(128, 128), (256, 384), (640, 256)])
 def test_inverse(arch: str, intermediate: int, hidden: int, weights: str) -> None:
     l1, l2 = biases(3, intermediate, hidden)
-    made = deep_moe.transform_biases_for_mega_moe(l1, l2, arch, weights=weights)
+    made = deep_moe.transform_biases_for_mega_moe(l1, l2, arch, **formats(weights))
     assert made.l1.shape == (3, 2 * intermediate // 256, 256)
     assert made.l2.shape == (3, -(-hidden // 256), 256)
     assert (made.l2.flatten(1) == 0).sum() == 3 * (-hidden % 256)
     back = deep_moe.inverse_transform_biases(
-        *made, hidden=hidden, intermediate_hidden=intermediate, arch=arch, weights=weights
+        *made, hidden=hidden, intermediate_hidden=intermediate, arch=arch, **formats(weights)
     )
     assert torch.equal(back.l1, l1)
     assert torch.equal(back.l2, l2)

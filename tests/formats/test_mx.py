@@ -5,6 +5,7 @@ import torch
 
 import deep_moe
 from deep_moe.formats.block_scaled import quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
+from deep_moe.weights.mxfp4 import quantizing
 
 
 def test_weights_fit_the_transformation_and_come_back():
@@ -59,7 +60,7 @@ def test_no_more_than_a_matrix_is_worked_on_at_once(monkeypatch):
         sizes.append(x.shape)
         return quantize_e2m1_ue8m0(x)
 
-    monkeypatch.setattr(deep_moe.formats.mx, "quantize_e2m1_ue8m0", recorded)
+    monkeypatch.setattr(quantizing, "quantize_e2m1_ue8m0", recorded)
     deep_moe.quantize_mxfp4(torch.zeros(3, 4, 128))
     assert sizes == [(4, 128)] * 3
 

@@ -9,8 +9,8 @@ from deep_moe.formats.block_scaled import (
     pack_ue8m0,
     quantize_e2m1_ue8m0,
 )
-from deep_moe.formats.sm90_weights import MAX_SHIFT
-from deep_moe.formats.weights import inverse_transform_weights, transform_weights_for_mega_moe
+from deep_moe.weights.mxfp4.sm90_e5m2_blocks import MAX_SHIFT
+from deep_moe.weights.transform import inverse_transform_weights, transform_weights_for_mega_moe
 
 HIDDEN, INTERMEDIATE = 384, 256  # an odd number of 128 rows in Linear2
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0, pack_ue8m0
-from deep_moe.formats.sm90_mxfp4_bf16_weights import MAX_SPREAD
-from deep_moe.formats.weights import (
-    LayerWeights,
-    MegaMoEWeights,
+from deep_moe.weights.layers import LayerWeights, MegaMoEWeights
+from deep_moe.weights.mxfp4.sm90_bf16_blocks import MAX_SPREAD
+from deep_moe.weights.transform import (
     empty_weights_for_mega_moe,
     inverse_transform_weights,
     transform_weights_for_mega_moe,
@@ -37,11 +36,11 @@ def layer_between(low: int, high: int, num_experts: int = 2) -> list[LayerWeight
 
 
 def transform(layer: list[LayerWeights]) -> MegaMoEWeights:
-    return transform_weights_for_mega_moe(*layer, "sm_90a", weights="mxfp4_bf16")
+    return transform_weights_for_mega_moe(*layer, "sm_90a", weights="mxfp4", token_format="bf16")
 
 
 def inverse(weights: MegaMoEWeights) -> MegaMoEWeights:
-    return inverse_transform_weights(*weights, "sm_90a", weights="mxfp4_bf16")
+    return inverse_transform_weights(*weights, "sm_90a", weights="mxfp4", token_format="bf16")
 
 
 def decoded(part: torch.Tensor, thread: int, b: int, product: int) -> torch.Tensor:
@@ -71,7 +70,8 @@ def decoded(part: torch.Tensor, thread: int, b: int, product: int) -> torch.Tens
 def test_every_value_decodes_exactly_at_its_place(is_l1: bool, spread: int) -> None:
     layer = layer_between(60, 60 + spread, num_experts=1)
     expected = dequantize_e2m1_ue8m0(*layer[0 if is_l1 else 1], torch.float64)[0]
-    blocks, factors = transform(layer)[0 if is_l1 else 1]
+    made = transform(layer)
+    blocks, factors = made.l1 if is_l1 else made.l2
     assert blocks.shape == (1, 2, 6 if is_l1 else 4, 8704)
     assert factors.shape == (1, 2, 256)
     seen = set()
@@ -141,14 +141,15 @@ def test_expert_by_expert_and_block_by_block() -> None:
     layer = layer_between(110, 130)
     whole = transform(layer)
     weights = empty_weights_for_mega_moe(
-        2, HIDDEN, INTERMEDIATE, arch="sm_90a", weights="mxfp4_bf16"
+        2, HIDDEN, INTERMEDIATE, arch="sm_90a", weights="mxfp4", token_format="bf16"
     )
     for i in range(2):
         one = slice(i, i + 1)
         transform_weights_for_mega_moe(
             *((own.weight[one], own.sf[one]) for own in layer),
             "sm_90a",
-            weights="mxfp4_bf16",
+            weights="mxfp4",
+            token_format="bf16",
             out=weights.expert(i),
         )
     for made, expected in zip((*weights.l1, *weights.l2), (*whole.l1, *whole.l2), strict=True):
@@ -157,9 +158,11 @@ def test_expert_by_expert_and_block_by_block() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_other_targets_refuse_it(arch: str) -> None:
-    words = f"weights must be one of mxfp4, fp8, bf16 on {arch}; got 'mxfp4_bf16'"
+    words = f"token_format must be mxfp8 with mxfp4 weights on {arch}; got 'bf16'"
     with pytest.raises(ValueError, match=words):
-        transform_weights_for_mega_moe(*layer_between(127, 127), arch, weights="mxfp4_bf16")
+        transform_weights_for_mega_moe(
+            *layer_between(127, 127), arch, weights="mxfp4", token_format="bf16"
+        )
 
 
 @pytest.mark.gpu

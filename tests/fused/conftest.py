@@ -17,6 +17,7 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.targets import EMULATED, TARGETS
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
+from deep_moe.weights import default_token_format
 
 SHAPE = MoEShape(
     num_ranks=1,
@@ -132,9 +133,9 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     return run
 
 
-def arch_with(weights: str) -> str:
-    """A target that has a kernel for them; sm_100a if it does."""
+def arch_with(weights: str, token_format: str | None = None) -> str:
+    """A target that has a kernel for the pair; sm_100a if it does."""
     named = sorted(TARGETS.values(), key=lambda target: target is not EMULATED)
-    return next(
-        target.name for target in named if weights in {own.format for own in target.weights}
-    )
+    if token_format is None:
+        token_format = default_token_format(weights)
+    return next(target.name for target in named if token_format in target.token_formats(weights))

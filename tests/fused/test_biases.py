@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.fused.mega_moe import CALLS
 from deep_moe.targets import target_of
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from tests.pairs import formats
 
 from .conftest import SHAPE, arch_with, fill
 
@@ -28,31 +28,32 @@ def buffer_of(shape: Any) -> deep_moe.SymmBuffer:
         shape.hidden,
         shape.intermediate_hidden,
         weights=shape.weights,
+        token_format=shape.token_format,
         biases=shape.biases,
         device="cpu",
     )
 
 
-@pytest.mark.parametrize("weights", CALLS)
+@pytest.mark.parametrize("pair", ["mxfp4", "fp8", "bf16", "mxfp4 x bf16"])
 @pytest.mark.parametrize("how", ["function", "operator"])
-def test_they_are_added(weights: str, how: str) -> None:
-    shape = dataclasses.replace(BIASED, weights=weights)
+def test_they_are_added(pair: str, how: str) -> None:
+    shape = dataclasses.replace(BIASED, **formats(pair))
     layer, tokens = exact_layer(shape), exact_tokens(shape, 9)
-    arch = arch_with(weights)
-    l1, l2 = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, weights=weights)
+    arch = arch_with(**formats(pair))
+    weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, **formats(pair))
     l1_bias, l2_bias = deep_moe.transform_biases_for_mega_moe(
-        layer.l1_bias, layer.l2_bias, arch, weights=weights
+        layer.l1_bias, layer.l2_bias, arch, **formats(pair)
     )
     buffer = buffer_of(shape)
     assert buffer.shape == shape
-    assert f"{weights} weights with biases," in repr(buffer)
+    assert f"{shape.weights} weights, {shape.token_format} tokens with biases," in repr(buffer)
     fill(buffer, tokens)
     y = torch.full((9, shape.hidden), torch.nan, dtype=torch.bfloat16)
     if how == "function":
-        CALLS[weights](y, l1, l2, buffer, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch)
+        deep_moe.mega_moe(y, weights, buffer, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch)
     else:
         torch.ops.deep_moe.mega_moe(
-            y, None, *l1, *l2, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
+            y, None, *weights.tensors, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
         )
     expected = reference_mega_moe(
         tokens.x,
@@ -61,7 +62,7 @@ def test_they_are_added(weights: str, how: str) -> None:
         tokens.topk_weights,
         layer.l1,
         layer.l2,
-        numerics=target_of(arch).weights_of(weights).numerics,
+        numerics=target_of(arch).weights_of(**formats(pair)).numerics,
         **layer.biases,
     )
     assert torch.equal(y, expected)

@@ -163,7 +163,7 @@ def test_a_buffer_says_what_it_is() -> None:
     buffer = make_buffer()
     assert repr(buffer) == (
         "SymmBuffer(rank 0 of 1 on cpu, 4 experts, top-2, hidden 256, intermediate 128, mxfp4 "
-        f"weights, up to 16 tokens, {buffer.nbytes / 2**20:.1f} MiB, open)"
+        f"weights, mxfp8 tokens, up to 16 tokens, {buffer.nbytes / 2**20:.1f} MiB, open)"
     )
     buffer.mark_failed("rank 3 did not arrive")
     assert repr(buffer).endswith(", failed: rank 3 did not arrive)")

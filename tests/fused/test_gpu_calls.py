@@ -176,8 +176,8 @@ def test_devices_of_one_process() -> None:
                 assert torch.cuda.current_device() == current
     with pytest.raises(ValueError, match="y must be on cuda:0, as the buffer is; got cuda:1"):
         layers[0].launch(layers[1].y)
-    with pytest.raises(ValueError, match=r"l1_weights\[0\] must be on cuda:0"):
-        deep_moe.fp8_fp4_mega_moe(layers[0].y, *layers[1].weights, layers[0].buffer)
+    with pytest.raises(ValueError, match=r"weights.l1\[0\] must be on cuda:0"):
+        deep_moe.mega_moe(layers[0].y, layers[1].weights, layers[0].buffer)
 
 
 def test_a_buffer_is_made_again_and_again() -> None:

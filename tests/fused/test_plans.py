@@ -63,8 +63,9 @@ def calls(example) -> Calls:
 def kinds_of_calls(calls: Calls) -> list[dict[str, Any]]:
     """No two of them may be taken for each other."""
     y = calls.y
-    other = tuple(tuple(tensor.clone() for tensor in pair) for pair in calls.weights["sm_100a"])
-    swapped = (calls.weights["sm_100a"][0], other[1])
+    own = calls.weights["sm_100a"]
+    other = own.with_tensors([tensor.clone() for tensor in own.tensors])
+    swapped = own.with_tensors([*own.tensors[:2], *other.tensors[2:]])
     return [
         {},
         {"y": y[:5]},

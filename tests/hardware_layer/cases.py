@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from deep_moe.formats.block_scaled import quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Layer, Tokens
+from deep_moe.weights.layers import LayerWeights
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,15 @@ OTHERS = [
     "deep_moe.compat.deep_gemm",
     "deep_moe.formats.block_scaled",
     "deep_moe.formats.mx",
-    "deep_moe.formats.weight_formats",
-    "deep_moe.formats.weights",
+    "deep_moe.weights",
+    "deep_moe.weights.layers",
+    "deep_moe.weights.transform",
+    "deep_moe.weights.mxfp4.quantizing",
+    "deep_moe.weights.mxfp4.sm90",
+    "deep_moe.weights.fp8.sm90",
+    "deep_moe.weights.bf16.sm90",
+    "deep_moe.tokens",
     "deep_moe.fused.buffer",
-    "deep_moe.integrations.mxfp4_tokens",
 ]
 
 

@@ -11,6 +11,8 @@ import pytest
 import deep_moe
 from deep_moe.heuristics import MoEShape, choose_config, sm90
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
+from deep_moe.targets import target_of
+from tests.pairs import formats, usual_pairs
 
 PRO = MoEShape(4, 384, 6, 7168, 3072, 8192)
 
@@ -42,18 +44,18 @@ def test_a_part_in_front_of_as_many_experts_as_a_token_names(arch: str) -> None:
     assert (without.num_experts_per_part, without.num_part_m_blocks) == (0, 0)
 
 
-@pytest.mark.parametrize("weights", sm90.WEIGHTS)
+@pytest.mark.parametrize("weights", usual_pairs("sm_90a"))
 def test_the_tile_costs_least_with_their_tokens_in_it(weights: str) -> None:
     """4 shared experts of few routed ones have most of a rank's tokens, each in parts."""
-    shape = MoEShape(8, 64, 2, 4096, 2048, 4096, weights=weights, num_shared_experts=4)
-    kind = sm90.WEIGHTS[weights]
+    shape = MoEShape(8, 64, 2, 4096, 2048, 4096, **formats(weights), num_shared_experts=4)
+    kind = target_of("sm_90a").weights_of(**formats(weights)).kind
     num_others = 0
     for num_tokens in (17, 50, 100, 190, 300, 700, 1500):
         config = choose_config(shape, num_tokens, arch="sm_90a")
         assert f"{num_tokens} per shared expert" in config.decision.reasons["block_m"]
         work = sm90.SharedWork.of(shape, num_tokens, config.kernel_fields())
         expected = shape.expected_tokens_per_expert(num_tokens)
-        routed = sm90._expected_costs(Fraction(round(expected)), False, weights)
+        routed = sm90._expected_costs(Fraction(round(expected)), False, kind)
         costs = {
             tile: 8 * of_one + sm90.shared_cost(tile, work, kind) for tile, of_one in routed.items()
         }

@@ -8,12 +8,15 @@ import pytest
 
 from deep_moe.heuristics import PRESETS, MoEShape, choose_config, preset_shape, sm90
 from deep_moe.heuristics.smem_layout import num_combine_bytes
+from deep_moe.targets import target_of
+from tests.pairs import formats
 
 PRO = preset_shape("deepseek-v4-pro", num_ranks=4, num_max_tokens_per_rank=8192)
 BLOCK_MS = tuple(range(8, 184, 8))
 FITTED = ((64, 8), (72, 8), (80, 8), (88, 8))
 TILES_OF_UNEVEN = (*((block_m, block_m) for block_m in BLOCK_MS), (128, 32))
 TILES = (*TILES_OF_UNEVEN, *FITTED)
+KINDS = {name: target_of("sm_90a").weights_of(name).kind for name in ("mxfp4", "fp8", "bf16")}
 
 
 def sm90_config(num_tokens: int, shape: MoEShape = PRO, **arguments):
@@ -45,11 +48,32 @@ def test_the_tile_fits_the_tokens_of_most_experts(num_tokens, block_m, block_m_s
     assert (config.block_m, config.block_m_step) == (block_m, block_m_step)
 
 
+@pytest.mark.parametrize(
+    ("weights", "is_uneven", "tiles"),
+    [
+        (
+            "mxfp4",
+            False,
+            {0: 8, 3: 8, 6: 16, 8: 16, 12: 24, 16: 24, 24: 32, 32: 40, 48: 64, 64: 88},
+        ),
+        ("mxfp4", False, {128: 152, 768: 160}),
+        ("mxfp4", True, {16: (32, 32), 32: (48, 48), 64: (128, 32), 128: (128, 32)}),
+        ("fp8", False, {3: 8, 16: 24, 64: 80, 96: 112, 110: 128}),
+        ("fp8", False, dict.fromkeys((128, 192, 256, 384, 512, 768), (128, 16))),
+        ("bf16", False, {64: (88, 88), 128: (160, 160), 192: (128, 16), 768: (128, 16)}),
+    ],
+)
+def test_the_tile_of_a_mean_count(weights, is_uneven, tiles):
+    for mean, expected in tiles.items():
+        chosen = sm90.choose_tile(Fraction(mean), KINDS[weights], is_uneven)
+        assert expected in (chosen, chosen[0]), mean
+
+
 def mean_cost(counts, block_m, step):
     """By the formula for one expert, over simulated counts instead of a distribution."""
     values, times = np.unique(counts[counts > 0], return_counts=True)
     simulated = list(zip(values.tolist(), (times / len(counts)).tolist(), strict=True))
-    return sm90._expected_cost((block_m, step), simulated, sm90.WEIGHTS["mxfp4"])
+    return sm90._expected_cost((block_m, step), simulated, KINDS["mxfp4"])
 
 
 @pytest.mark.parametrize("num_tokens", [*range(1, 60), *range(60, 1150, 31)])
@@ -75,13 +99,13 @@ def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
 
 
 def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters():
-    fp8 = sm90.WEIGHTS["fp8"]
+    fp8 = KINDS["fp8"]
     alone, in_clusters = (
         [sm90._expected_cost((96, 96), [(96 * n, 1.0)], fp8, shares) for n in range(1, 5)]
         for shares in (False, True)
     )
     extra = np.subtract(in_clusters, alone)
-    assert np.allclose(extra, [sm90.PROMOTED_LONE_M_BLOCK_COST, 0] * 2)
+    assert np.allclose(extra, [KINDS["fp8"].lone_m_block_cost, 0] * 2)
 
 
 @pytest.mark.parametrize("num_tokens", [3072, 4096, 6144, 8192])
@@ -89,7 +113,7 @@ def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters():
 def test_weights_that_come_as_they_are_get_fitted_tiles_where_experts_have_several(
     weights, num_tokens
 ):
-    shape = dataclasses.replace(PRO, weights=weights)
+    shape = dataclasses.replace(PRO, **formats(weights))
     for is_uneven in (False, True):
         config = sm90_config(num_tokens, shape, is_uneven=is_uneven)
         assert (config.min_block_m, config.block_m, config.block_m_step) == (80, 128, 16)
@@ -126,7 +150,7 @@ def test_tiles_grow_with_the_tokens_as_long_as_one_is_enough():
 
 def test_fitted_tiles_are_for_experts_of_about_one_of_them():
     """Where weights bound, or products do, sizes that fit measured no faster than one size."""
-    fitted = [m for m in range(1, 600) if sm90.choose_tile(Fraction(m)) in FITTED]
+    fitted = [m for m in range(1, 600) if sm90.choose_tile(Fraction(m), KINDS["mxfp4"]) in FITTED]
     assert fitted == list(range(38, 75))
     config = sm90_config(1024)
     assert (config.block_m, config.min_block_m, config.num_epilogue_registers) == (88, 64, 216)

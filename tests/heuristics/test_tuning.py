@@ -141,8 +141,8 @@ class TestLookUp:
         config = formula_config(tuning=tuning_of(entry_at(128), **changes))
         assert config == formula_config()
         assert outcome(config) == (
-            "formula: no layer with 64 experts per rank of 4096 x 2048 in mxfp4 has been measured "
-            "on NVIDIA H200 with 132 SMs"
+            "formula: no layer with 64 experts per rank of 4096 x 2048 in mxfp4 x mxfp8 has been "
+            "measured on NVIDIA H200 with 132 SMs"
         )
 
     @pytest.mark.parametrize("measured", [None, 384, 3840])

@@ -17,16 +17,17 @@ from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError, MegaMoETimeoutError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.integrations import served_experts
-from deep_moe.integrations.fp8_token_scales import served_token_scales
-from deep_moe.integrations.mxfp4_tokens import served_format
 from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
-from deep_moe.integrations.switch import read_fp8_token_scales, read_mxfp4_tokens
+from deep_moe.integrations.switch import read_token_format
+from deep_moe.integrations.token_format import served_token_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.trial.rank_processes import run_on_ranks
+from deep_moe.weights import default_token_format
 from tests.everyday import parametrize
+from tests.pairs import formats
 
-SIZES = LayerSizes(4, 2, 256, 128, "mxfp4")
+SIZES = LayerSizes(4, 2, 256, 128, "mxfp4", "mxfp8")
 CPU = torch.device("cpu")
 
 
@@ -139,7 +140,7 @@ def test_layers_share_one_buffer():
 @pytest.mark.parametrize(("weights", "size"), [("mxfp4", 200), ("fp8", 160), ("bf16", 200)])
 @pytest.mark.parametrize("name", ["hidden", "intermediate_hidden"])
 def test_sizes_that_are_not_served_are_refused_when_it_is_made(weights, name, size):
-    sizes = SIZES._replace(**{name: size}, weights=weights)
+    sizes = SIZES._replace(**{name: size}, **formats(weights))
     with pytest.raises(UnsupportedError, match=f"^{name} must be .* multiple of .*; got {size}"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8)
 
@@ -154,7 +155,7 @@ def test_experts_like_those_of_gpt_oss(arch):
     """Biases, rows of gate and up in turn, sizes that the kernel pads: as the public call has it.
     Experts are permuted, and other weights go into the same memory."""
     hidden, intermediate = 160, 96
-    sizes = LayerSizes(4, 2, hidden, intermediate, "mxfp4", biases=True)
+    sizes = LayerSizes(4, 2, hidden, intermediate, "mxfp4", "mxfp8", biases=True)
     activation = SwigluOai(limit=2.0)
 
     def layer_of(seed: int) -> tuple[Any, Any, Any]:
@@ -215,7 +216,9 @@ def test_bf16_experts(arch):
         (torch.randn(shape, generator=generator) / 16).bfloat16()
         for shape in ((4, 256, 256), (4, 256, 128))
     )
-    layer = ServedExperts(SIZES._replace(weights="bf16"), Swiglu(), None, CPU, 8, arch)
+    layer = ServedExperts(
+        SIZES._replace(weights="bf16", token_format="bf16"), Swiglu(), None, CPU, 8, arch
+    )
     layer.load(l1, l2)
     assert len(layer.tensors()) == 2
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -231,8 +234,8 @@ def test_bf16_experts(arch):
 
 def test_mxfp4_experts_with_tokens_in_bf16():
     """Nothing but weights is quantized. They are replaced and permuted as others are."""
-    sizes = SIZES._replace(weights=served_format("mxfp4", "bf16", "sm_90a", CPU))
-    assert sizes.weights == "mxfp4_bf16"
+    sizes = SIZES._replace(token_format=served_token_format("mxfp4", "bf16", "sm_90a", CPU))
+    assert sizes.token_format == "bf16"
     layer = served("sm_90a", sizes=sizes)
     l1, l2 = (
         deep_moe.dequantize_mxfp4(*packed_weights("l", pair), torch.float32) for pair in source(0)
@@ -255,46 +258,50 @@ def test_mxfp4_experts_with_tokens_in_bf16():
     assert torch.equal(call(layer, IDS), call(served("sm_90a", seed=1, sizes=sizes), IDS))
 
 
-def test_tokens_beside_mxfp4_may_be_chosen(monkeypatch):
-    monkeypatch.delenv("DEEP_MOE_MXFP4_TOKENS", raising=False)
-    assert read_mxfp4_tokens() is None
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
-    assert read_mxfp4_tokens() == "bf16"
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "fp8")
-    with pytest.raises(ValueError, match="DEEP_MOE_MXFP4_TOKENS must be e4m3 or bf16; got 'fp8'"):
-        read_mxfp4_tokens()
+def test_tokens_may_be_chosen(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_TOKEN_FORMAT", raising=False)
+    assert read_token_format() is None
+    for name in ("mxfp8", "fp8_128", "bf16"):
+        monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
+        assert read_token_format() == name
+    for name in ("fp8", "fp8_128_pow2"):
+        monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
+        words = f"DEEP_MOE_TOKEN_FORMAT must be mxfp8 or fp8_128 or bf16; got '{name}'"
+        with pytest.raises(ValueError, match=words):
+            read_token_format()
 
 
-def test_the_format_that_tokens_beside_mxfp4_need():
-    assert served_format("mxfp4", None, "sm_100a", CPU) == "mxfp4"
-    assert served_format("mxfp4", "e4m3", "sm_100a", CPU) == "mxfp4"
-    assert served_format("fp8", "bf16", "sm_100a", CPU) == "fp8"  # it says nothing of these
-    words = "MXFP4 experts with tokens in bf16 were asked for, .* only sm_90a .*, not sm_103a"
-    with pytest.raises(UnsupportedError, match=words):
-        served_format("mxfp4", "bf16", "sm_103a", CPU)
-    with pytest.raises(UnsupportedError, match="only sm_90a has a kernel, not sm_100a"):
-        served_format("mxfp4", "bf16", None, CPU)
+@pytest.mark.parametrize(
+    ("weights", "chosen", "arch", "expected"),
+    [
+        ("mxfp4", None, "sm_100a", "mxfp8"),
+        ("mxfp4", "mxfp8", "sm_100a", "mxfp8"),
+        ("mxfp4", "bf16", "sm_90a", "bf16"),
+        ("fp8", "fp8_128", "sm_90a", "fp8_128"),
+        ("bf16", None, "sm_100a", "bf16"),
+        # It says nothing of weights that no target takes beside such tokens.
+        ("fp8", "bf16", "sm_100a", "mxfp8"),
+        ("mxfp4", "fp8_128", "sm_100a", "mxfp8"),
+        ("bf16", "mxfp8", "sm_90a", "bf16"),
+    ],
+)
+def test_the_tokens_beside_experts(weights, chosen, arch, expected):
+    assert served_token_format(weights, chosen, arch, CPU) == expected
 
 
-def test_scales_of_tokens_beside_fp8_may_be_chosen(monkeypatch):
-    monkeypatch.delenv("DEEP_MOE_FP8_TOKEN_SCALES", raising=False)
-    assert read_fp8_token_scales() == "ue8m0_per_32"
-    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
-    assert read_fp8_token_scales() == "float32_per_128"
-    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32")
-    words = "DEEP_MOE_FP8_TOKEN_SCALES must be ue8m0_per_32 or float32_per_128; got 'float32'"
-    with pytest.raises(ValueError, match=words):
-        read_fp8_token_scales()
-
-
-def test_where_tokens_may_have_float_scales():
-    scales = "float32_per_128"
-    assert served_token_scales("fp8", scales, "sm_90a", CPU) == scales
-    assert served_token_scales("fp8", "ue8m0_per_32", "sm_100a", CPU) == "ue8m0_per_32"
-    assert served_token_scales("mxfp4", scales, "sm_100a", CPU) == "ue8m0_per_32"  # not of these
-    words = "FP8 experts with token scales float32_per_128 .* only sm_90a .*, not sm_103a"
-    with pytest.raises(UnsupportedError, match=words):
-        served_token_scales("fp8", scales, "sm_103a", CPU)
+@pytest.mark.parametrize(
+    ("weights", "chosen", "arch", "words"),
+    [
+        ("mxfp4", "bf16", "sm_103a", "only sm_90a .*, not sm_103a"),
+        ("mxfp4", "bf16", None, "only sm_90a has a kernel, not sm_100a"),
+        ("fp8", "fp8_128", "sm_103a", "only sm_90a .*, not sm_103a"),
+    ],
+)
+def test_tokens_that_a_target_has_no_kernel_for(weights, chosen, arch, words):
+    with pytest.raises(
+        UnsupportedError, match=f"{weights} experts beside {chosen} tokens .*{words}"
+    ):
+        served_token_format(weights, chosen, arch, CPU)
 
 
 def test_float_scales_of_tokens_are_the_buffers():
@@ -305,7 +312,7 @@ def test_float_scales_of_tokens_are_the_buffers():
         weight = (torch.randn(shape, generator=generator) / 16).to(torch.float8_e4m3fn)
         blocks.append((weight, torch.ones(4, shape[1] // 128, shape[2] // 128)))
         numbers.append(weight.float())
-    sizes = SIZES._replace(weights="fp8", token_scales="float32_per_128")
+    sizes = SIZES._replace(weights="fp8", token_format="fp8_128")
     layer = ServedExperts(sizes, Swiglu(), None, CPU, 8, "sm_90a")
     layer.load(*blocks)
     assert layer.buffer().x_sf.dtype == torch.float32
@@ -350,7 +357,7 @@ def _serve_until_a_rank_dies(device: torch.device, said: Path) -> None:
     if rank == 1:
         os._exit(0)
     # Instead of the minutes that the emulator may take.
-    served_experts.CALLS = {"mxfp4": partial(deep_moe.fp8_fp4_mega_moe, timeout_s=3)}
+    served_experts.mega_moe = partial(deep_moe.mega_moe, timeout_s=3)
     with pytest.raises(MegaMoETimeoutError) as error:
         layer.run(torch.empty_like(x), x, IDS, weights)
     said.write_text(str(error.value))
@@ -404,7 +411,8 @@ def test_a_kernel_that_nobody_has_run_is_taken_only_if_it_is_asked_for(capabilit
 @pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
 def test_more_experts_than_a_rank_takes_are_refused_when_it_is_made(weights, arch):
-    sizes = SIZES._replace(num_experts=513, weights=weights)
+    token_format = default_token_format(weights)
+    sizes = SIZES._replace(num_experts=513, weights=weights, token_format=token_format)
     with pytest.raises(UnsupportedError, match="num_experts must be at most 512 per rank"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8, arch)
     ServedExperts(sizes._replace(num_experts=512), Swiglu(), None, CPU, 8, arch)

@@ -13,7 +13,7 @@ from deep_moe.integrations import shared_buffers, shared_steps
 from deep_moe.integrations.shared_buffers import LayerSizes, SharedBuffers
 from deep_moe.integrations.shared_steps import SharedSteps
 
-SIZES = LayerSizes(8, 2, 256, 128, "mxfp4")
+SIZES = LayerSizes(8, 2, 256, 128, "mxfp4", "mxfp8")
 
 
 def test_layers_of_the_same_sizes_share_one_on_each_device(
@@ -41,7 +41,7 @@ def test_the_same_is_true_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(*_: Any, device: torch.device, **options: Any) -> SimpleNamespace:
         made.append(device)
-        return SimpleNamespace(format="fp8_32")
+        return SimpleNamespace(token_format="mxfp8")
 
     for name in ("GroupedExperts", "LowLatencyAllToAll"):
         monkeypatch.setattr(shared_steps, name, make)

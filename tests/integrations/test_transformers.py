@@ -121,8 +121,7 @@ def called_directly(
     )
     deep_moe.prepare_inputs(x, idx, weights, buffer, arch=arch)
     y = torch.empty_like(x)
-    call = deep_moe.fp8_mega_moe if form == "fp8" else deep_moe.fp8_fp4_mega_moe
-    call(y, *transformed, buffer, activation=activation, arch=arch)
+    deep_moe.mega_moe(y, transformed, buffer, activation=activation, arch=arch)
     return y
 
 
@@ -537,8 +536,8 @@ def test_a_checkpoint_without_an_expert_is_refused(checkpoint, tmp_path, lacks):
         ({"quantize": 1}, TypeError, "quantize must be a bool"),
         ({"max_tokens_per_rank": "8"}, TypeError, "max_tokens_per_rank must be an int"),
         ({"max_tokens_per_rank": 0}, ValueError, "max_tokens_per_rank must be at least 1; got 0"),
-        ({"mxfp4_tokens": "fp8"}, ValueError, "mxfp4_tokens must be e4m3 or bf16; got 'fp8'"),
-        ({"mxfp4_tokens": 16}, TypeError, "mxfp4_tokens must be e4m3 or bf16 or None; got 16"),
+        ({"token_format": "fp8"}, ValueError, "token_format must be mxfp8 or fp8_128 or bf16; got"),
+        ({"token_format": 16}, TypeError, "token_format must be .* or bf16 or None; got 16"),
         ({"arch": "sm_80"}, ValueError, "sm_80"),
         ({"arch": 90}, TypeError, "arch must be a str"),
     ],

@@ -100,19 +100,13 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @parametrize(
-    ("arch", "mxfp4_tokens", "weights", "most"),
-    [
-        ("sm_90a", None, "mxfp4", 0.12),
-        ("sm_100a", "e4m3", "mxfp4", 0.12),
-        ("sm_90a", "bf16", "mxfp4_bf16", 0.005),
-    ],
-    everyday=[("sm_100a", "e4m3", "mxfp4", 0.12)],
+    ("arch", "token_format", "most"),
+    [("sm_90a", None, 0.12), ("sm_100a", "mxfp8", 0.12), ("sm_90a", "bf16", 0.005)],
+    everyday=[("sm_100a", "mxfp8", 0.12)],
 )
-def test_gpt_oss_generates_what_the_eager_path_generates(
-    gpt_oss, arch, mxfp4_tokens, weights, most
-):
+def test_gpt_oss_generates_what_the_eager_path_generates(gpt_oss, arch, token_format, most):
     """With tokens in BF16 nothing but weights is quantized, and logits are nearer."""
-    adapter.register(arch=arch, mxfp4_tokens=mxfp4_tokens)
+    adapter.register(arch=arch, token_format=token_format)
     model, eager = load(gpt_oss), load(gpt_oss, "eager")
     before = {name: tensor.clone() for name, tensor in eager.state_dict().items()}
     assert adapter.prepare(model) == dict.fromkeys(EXPERTS, "deep_moe")
@@ -125,16 +119,17 @@ def test_gpt_oss_generates_what_the_eager_path_generates(
     assert statistics.median(errors) < most
     layer = laid_out(model.model.layers[0].mlp.experts)
     assert layer is not None
-    assert layer.sizes.weights == weights
+    assert layer.sizes.weights == "mxfp4"
+    assert layer.sizes.token_format == (token_format or "mxfp8")
     adapter.release(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
 def test_bf16_tokens_are_left_to_transformers_where_there_is_no_kernel(gpt_oss):
-    adapter.register(arch="sm_100a", mxfp4_tokens="bf16")
+    adapter.register(arch="sm_100a", token_format="bf16")
     words = (
-        "transformers: MXFP4 experts with tokens in bf16 were asked for, for which only sm_90a has "
+        "transformers: mxfp4 experts beside bf16 tokens were asked for, for which only sm_90a has "
         "a kernel, not sm_100a"
     )
     assert adapter.prepare(load(gpt_oss)) == dict.fromkeys(EXPERTS, words)

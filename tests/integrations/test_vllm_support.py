@@ -27,8 +27,8 @@ EP: dict[str, Any] = {"use_ep": True, "ep_size": 4}
 
 
 def test_a_plan_for_one_rank():
-    plan = plan_of(layer(), "mxfp4", 1)
-    assert plan.sizes == LayerSizes(8, 2, 256, 128, "mxfp4")
+    plan = plan_of(layer(), "mxfp4", "mxfp8", 1)
+    assert plan.sizes == LayerSizes(8, 2, 256, 128, "mxfp4", "mxfp8")
     assert plan.activation == Swiglu()
     assert plan[2:] == (1, 1, 33)
 
@@ -44,12 +44,12 @@ def test_a_plan_for_one_rank():
     ],
 )
 def test_ranks_that_hold_the_same_tokens_share_them(changes, tp_size, num_sharers, most):
-    plan = plan_of(layer(**changes), "mxfp4", tp_size)
+    plan = plan_of(layer(**changes), "mxfp4", "mxfp8", tp_size)
     assert plan[2:] == (4, num_sharers, most)
 
 
 def test_slices_of_tensor_parallelism_are_one_rank_each():
-    assert plan_of(layer(), "fp8", 2)[2:] == (1, 1, 33)
+    assert plan_of(layer(), "fp8", "mxfp8", 2)[2:] == (1, 1, 33)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_slices_of_tensor_parallelism_are_one_rank_each():
     ],
 )
 def test_activations_with_their_parameters(activation, changes, expected):
-    assert plan_of(layer(activation, **changes), "mxfp4", 1).activation == expected
+    assert plan_of(layer(activation, **changes), "mxfp4", "mxfp8", 1).activation == expected
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_activations_with_their_parameters(activation, changes, expected):
 )
 def test_what_it_leaves_to_vllm_it_says_why(activation, changes, words):
     with pytest.raises(UnsupportedError, match=words):
-        plan_of(layer(activation, **changes), "mxfp4", 1)
+        plan_of(layer(activation, **changes), "mxfp4", "mxfp8", 1)
 
 
 @pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "1.0", "0.34.0rc1"])
@@ -172,7 +172,7 @@ def test_the_pool_of_engines_buffers_may_be_bounded(monkeypatch):
     assert read_num_pool_tokens() is None
     monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "768")
     assert read_num_pool_tokens() == 768
-    assert plan_of(layer(), "mxfp4", 1, num_pool_tokens=768).sizes.num_pool_tokens == 768
+    assert plan_of(layer(), "mxfp4", "mxfp8", 1, num_pool_tokens=768).sizes.num_pool_tokens == 768
     monkeypatch.setenv("DEEP_MOE_NUM_POOL_TOKENS", "few")
     with pytest.raises(ValueError, match=r"DEEP_MOE_NUM_POOL_TOKENS must be a number .* got 'few'"):
         read_num_pool_tokens()
@@ -194,7 +194,7 @@ def test_what_low_latency_steps_do_not_take():
     check_steps(layer(**EP), 2)
     with pytest.raises(UnsupportedError, match="ranks hold slices of experts"):
         check_steps(layer(), 2)
-    sizes = LayerSizes(8, 2, 256, 128, "mxfp4")
+    sizes = LayerSizes(8, 2, 256, 128, "mxfp4", "mxfp8")
     check_step_sizes(sizes, 4, 1024)
     for changes, most, words in (
         ({}, 1025, "num_max_tokens_per_rank must be 1 to 1024; got 1025"),
@@ -206,12 +206,14 @@ def test_what_low_latency_steps_do_not_take():
 
 
 def test_gpt_oss():
-    plan = plan_of(layer("swigluoai", has_bias=True), "mxfp4", 1, is_gpt_oss=True)
+    plan = plan_of(layer("swigluoai", has_bias=True), "mxfp4", "mxfp8", 1, is_gpt_oss=True)
     assert plan.activation == SwigluOai(1.702, 7.0)
     assert plan.sizes.biases
     for activation, changes in (("silu", {}), ("swigluoai", {"swiglu_limit": 5.0})):
         with pytest.raises(UnsupportedError, match=f"no activation {activation}"):
-            plan_of(layer(activation, has_bias=True, **changes), "mxfp4", 1, is_gpt_oss=True)
+            plan_of(
+                layer(activation, has_bias=True, **changes), "mxfp4", "mxfp8", 1, is_gpt_oss=True
+            )
 
 
 def test_vllm_finds_the_adapter_by_its_entry_point():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.formats.weights import transform_weights_for_mega_moe
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.fused.options import CallArguments
@@ -16,8 +16,10 @@ from deep_moe.targets import target_of
 from deep_moe.trial.bounds import Bounds, reference_bounds
 from deep_moe.trial.calls import call_in_a_row, model_inputs, rank_biases
 from deep_moe.trial.comparison import Comparison, compare
-from deep_moe.trial.reference import FP32_SUM_BITS, reference_mega_moe
+from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens
+from deep_moe.weights.transform import transform_weights_for_mega_moe
+from tests.pairs import formats
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
@@ -36,7 +38,7 @@ def small_shape(weights: str, num_ranks: int = 1, **sizes: int) -> MoEShape:
         "intermediate_hidden": 256,
         "num_max_tokens_per_rank": 50,
     }
-    return MoEShape(num_ranks=num_ranks, weights=weights, **{**defaults, **sizes})
+    return MoEShape(num_ranks=num_ranks, **{**defaults, **formats(weights), **sizes})
 
 
 class LayerCase:
@@ -51,11 +53,14 @@ class LayerCase:
             **shape.buffer_arguments,
         )
         self.biases = rank_biases(layer, shape, arch)
-        on_target = target_of(arch).weights_of(shape.weights)
-        self.numerics = on_target.numerics_of(shape.token_scales)
+        on_target = target_of(arch).weights_of(shape.weights, shape.token_format)
+        self.numerics = on_target.numerics
         self.weights = [
             transform_weights_for_mega_moe(
-                *layer.of_rank(rank, shape.num_ranks), arch=arch, weights=shape.weights
+                *layer.of_rank(rank, shape.num_ranks),
+                arch=arch,
+                weights=shape.weights,
+                token_format=shape.token_format,
             )
             for rank in range(shape.num_ranks)
         ]

@@ -20,13 +20,12 @@ from deep_moe.trial.synthetic import (
     random_tokens,
 )
 from tests.everyday import parametrize
+from tests.pairs import formats, usual_pairs
 
 from .layer_case import FITTED, LayerCase
 
 # sm_103a's kernels are those of sm_100a.
-COMBINATIONS = [
-    (name, weights.format) for name in ("sm_90a", "sm_100a") for weights in TARGETS[name].weights
-]
+COMBINATIONS = [(name, pair) for name in ("sm_90a", "sm_100a") for pair in usual_pairs(name)]
 
 
 def shape_of(weights: str = "mxfp4", num_ranks: int = 1, **sizes: Any) -> MoEShape:
@@ -37,11 +36,11 @@ def shape_of(weights: str = "mxfp4", num_ranks: int = 1, **sizes: Any) -> MoESha
         "intermediate_hidden": 256,
         "num_max_tokens_per_rank": 50,
     }
-    return MoEShape(num_ranks=num_ranks, weights=weights, biases=True, **{**defaults, **sizes})
+    return MoEShape(num_ranks=num_ranks, **formats(weights), biases=True, **{**defaults, **sizes})
 
 
 def case_of(shape: MoEShape, arch: str, *, exact: bool = True, **how: Any) -> LayerCase:
-    scale_block = TARGETS[arch].weights_of(shape.weights).scale_block
+    scale_block = TARGETS[arch].weights_of(shape.weights, shape.token_format).scale_block
     make = exact_layer if exact else random_layer
     return LayerCase(shape, make(shape, scale_block=scale_block, **how), arch=arch)
 
@@ -49,7 +48,7 @@ def case_of(shape: MoEShape, arch: str, *, exact: bool = True, **how: Any) -> La
 @parametrize(
     ("arch", "weights"),
     COMBINATIONS,
-    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4_bf16"), ("sm_100a", "bf16")],
+    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4 x bf16"), ("sm_100a", "bf16")],
 )
 def test_exact_layer(arch: str, weights: str) -> None:
     shape = shape_of(weights)

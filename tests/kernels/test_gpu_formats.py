@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from deep_moe.activations import ACTIVATIONS
-from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of, target_of_device
 from deep_moe.trial.synthetic import exact_tokens, random_tokens
+from deep_moe.weights import WEIGHTS
 from tests.layer.rank_layer import RankLayer, this_gpu
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ POOLS = [None, SMALLEST_POOL]
 
 def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None, **more: Any) -> MoEShape:
     target = target_of_device(this_gpu().device)
-    if weights not in {own.format for own in target.weights}:
+    if weights not in {own.weights for own in target.weights}:
         pytest.skip(f"there is no kernel for {weights} weights on {target.name}")
     return MoEShape(
         *(1, 8, 4, 1024, 512, num_tokens),
@@ -34,7 +34,7 @@ def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None, **more:
 
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
     """Exact layers, bit for bit, with the tile that fits each number of tokens; two calls each."""
     shape = one_rank(weights, 1100, num_pool_tokens)
@@ -48,7 +48,7 @@ def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
 
 @pytest.mark.parametrize("num_pool_tokens", [None, 3 * SMALLEST_POOL])
 @pytest.mark.parametrize("num_shared_experts", [1, 3])
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: int | None) -> None:
     shape = one_rank(weights, 600, num_pool_tokens, num_shared_experts=num_shared_experts)
     case = RankLayer(this_gpu(), shape, exact=True)
@@ -59,7 +59,7 @@ def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: 
 
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_biases(weights: str, num_pool_tokens: int | None) -> None:
     shape = one_rank(weights, 600, num_pool_tokens, biases=True)
     case = RankLayer(this_gpu(), shape, exact=True)
@@ -73,9 +73,9 @@ def test_biases(weights: str, num_pool_tokens: int | None) -> None:
 @pytest.mark.parametrize("biases", [False, True])
 def test_float_scales_of_tokens(biases: bool, num_pool_tokens: int | None) -> None:
     """With the tiles of one and of two sets of products; then scales that are no powers of two."""
-    if "float32_per_128" not in target_of(this_gpu().arch).weights_of("fp8").token_policies:
+    if "fp8_128" not in target_of(this_gpu().arch).token_formats("fp8"):
         pytest.skip("the kernel for this GPU takes no such scales")
-    shape = one_rank("fp8", 1100, num_pool_tokens, biases=biases, token_scales="float32_per_128")
+    shape = one_rank("fp8", 1100, num_pool_tokens, biases=biases, token_format="fp8_128")
     case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 1, 7, 30, 90, 150, 250, 400, 1100):
         tokens = exact_tokens(shape, num_tokens, seed=num_tokens, num_unused_slots=1)
@@ -87,7 +87,7 @@ def test_float_scales_of_tokens(biases: bool, num_pool_tokens: int | None) -> No
 
 
 @pytest.mark.parametrize("hidden", [1056, 1120])
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_sizes_off_128(weights: str, hidden: int) -> None:
     shape = replace(
         one_rank(weights, 300, None, biases=True), hidden=hidden, intermediate_hidden=544
@@ -100,7 +100,7 @@ def test_sizes_off_128(weights: str, hidden: int) -> None:
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("sizes", [(1024, 512), (768, 384)], ids=["even", "odd"])
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_sm90_clusters(weights: str, sizes: tuple[int, int], num_pool_tokens: int | None) -> None:
     """Two CTAs that share weights; even and odd numbers of n-blocks; all tiles."""
     if target_of_device(this_gpu().device).kernel != "sm90":
@@ -119,7 +119,7 @@ def test_sm90_clusters(weights: str, sizes: tuple[int, int], num_pool_tokens: in
             assert result.is_exact, (num_tokens, seed, result)
 
 
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_all_tokens_to_one_expert(weights: str) -> None:
     shape = one_rank(weights, 700, SMALLEST_POOL)
     case = RankLayer(this_gpu(), shape, exact=True)
@@ -131,7 +131,7 @@ def test_all_tokens_to_one_expert(weights: str) -> None:
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_activations(weights: str, activation: str, num_pool_tokens: int | None) -> None:
     shape = one_rank(weights, 300, num_pool_tokens)
     case = RankLayer(this_gpu(), shape, exact=False)
@@ -141,7 +141,7 @@ def test_activations(weights: str, activation: str, num_pool_tokens: int | None)
         assert result.is_right, (num_tokens, result)
 
 
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_thousand_calls_in_the_smallest_pool(weights: str) -> None:
     shape = one_rank(weights, 500, SMALLEST_POOL)
     case = RankLayer(this_gpu(), shape, exact=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deep_moe.formats.weight_formats import SCALE_GROUP
+from deep_moe.formats.sizes import SCALE_GROUP
 from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 

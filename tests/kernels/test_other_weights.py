@@ -10,13 +10,14 @@ import torch
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
 from tests.everyday import parametrize
+from tests.pairs import formats
 
 from .layer_case import LayerCase, small_shape
 
 KERNELS = (
     ("sm_90a", "fp8"),
     ("sm_90a", "bf16"),
-    ("sm_90a", "mxfp4_bf16"),
+    ("sm_90a", "mxfp4 x bf16"),
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
 )
@@ -25,14 +26,14 @@ each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
 def exact_case(arch: str, weights: str, num_ranks: int = 1, **sizes: int) -> LayerCase:
     shape = small_shape(weights, num_ranks, **sizes)
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    scale_block = target_of(arch).weights_of(**formats(weights)).scale_block
     return LayerCase(shape, exact_layer(shape, scale_block=scale_block), arch=arch)
 
 
 def random_case(arch: str, weights: str, **sizes: int) -> LayerCase:
     """FP32 scales are no powers of two."""
     shape = small_shape(weights, **sizes)
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    scale_block = target_of(arch).weights_of(**formats(weights)).scale_block
     return LayerCase(shape, random_layer(shape, scale_block=scale_block), arch=arch)
 
 
@@ -65,7 +66,7 @@ def test_random_layer_is_right(arch: str, weights: str, activation_clamp: float 
     tokens = random_tokens(case.shape, 50, seed=1)
     (result,) = case.compare_call([tokens], activation_clamp=activation_clamp)
     assert result.is_right, result
-    if not case.shape.token_format.has_scales:  # off by a BF16 unit here and there
+    if not case.shape.tokens.has_scales:  # off by a BF16 unit here and there
         assert result.num_near > 0.999 * result.num_values
 
 
@@ -74,7 +75,7 @@ def test_nan_stays_in_its_token(arch: str, weights: str) -> None:
     case = random_case(arch, weights)
     tokens = random_tokens(case.shape, 30, seed=5)
     (clean,) = case.call([tokens])
-    if not case.shape.token_format.has_scales:
+    if not case.shape.tokens.has_scales:
         tokens.x[7, 100] = torch.nan
     else:
         tokens.x.view(torch.uint8)[7, 100] = 0x7F

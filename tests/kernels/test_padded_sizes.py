@@ -7,7 +7,6 @@ import torch
 
 import deep_moe
 from deep_moe.formats.scale_blocks import over_values
-from deep_moe.formats.weight_formats import WEIGHT_FORMATS
 from deep_moe.heuristics import MoEShape, choose_config, preset_shape
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import (
@@ -16,13 +15,15 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from deep_moe.weights import WEIGHTS
 from tests.everyday import parametrize
+from tests.pairs import formats, usual_pairs
 
 from .layer_case import LayerCase
 
 ARCHS = ("sm_90a", "sm_100a")
 each_arch = pytest.mark.parametrize("arch", ARCHS)
-KERNELS = [(name, own.format) for name in ARCHS for own in target_of(name).weights]
+KERNELS = [(name, pair) for name in ARCHS for pair in usual_pairs(name)]
 each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
 
@@ -33,11 +34,11 @@ def shape_of(
     biases: bool = False,
     weights: str = "mxfp4",
 ) -> MoEShape:
-    return MoEShape(num_ranks, 4, 2, hidden, intermediate, 50, biases=biases, weights=weights)
+    return MoEShape(num_ranks, 4, 2, hidden, intermediate, 50, biases=biases, **formats(weights))
 
 
 def scale_block(arch: str, weights: str) -> tuple[int, int]:
-    return target_of(arch).weights_of(weights).scale_block
+    return target_of(arch).weights_of(**formats(weights)).scale_block
 
 
 @each_arch
@@ -53,10 +54,10 @@ def test_exact_layer(arch: str, hidden: int, intermediate: int, biases: bool) ->
 @parametrize(
     ("arch", "weights"),
     KERNELS,
-    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4_bf16"), ("sm_100a", "bf16")],
+    everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4 x bf16"), ("sm_100a", "bf16")],
 )
 def test_random_layer_is_right(arch: str, weights: str) -> None:
-    shape = shape_of(352, 160, biases=True, weights=weights)
+    shape = shape_of(352, 160, biases=True, **formats(weights))
     layer = random_layer(shape, scale_block=scale_block(arch, weights))
     case = LayerCase(shape, layer, arch=arch)
     (result,) = case.compare_call([random_tokens(shape, 30, seed=1)])
@@ -95,7 +96,7 @@ def test_one_scale_in_each_block_is_found_beside_the_padding() -> None:
 @parametrize(("arch", "weights"), KERNELS, everyday=[("sm_90a", "mxfp4")])
 def test_prepared_inputs_of_two_ranks(arch: str, weights: str) -> None:
     """Whose rows in the buffer are longer than theirs."""
-    shape = shape_of(352, 160, num_ranks=2, weights=weights)
+    shape = shape_of(352, 160, num_ranks=2, **formats(weights))
     case = LayerCase(shape, exact_layer(shape, scale_block=scale_block(arch, weights)), arch=arch)
     calls = [[exact_tokens(shape, n, seed=n) for n in counts] for counts in ((17, 5), (0, 30))]
     for of_call in case.compare_calls_in_a_row(calls):
@@ -139,28 +140,30 @@ def test_bf16_rows_have_a_tail_of_zeros() -> None:
 def test_the_inverse_gives_true_sizes(
     arch: str, weights: str, hidden: int, intermediate: int
 ) -> None:
-    shape = shape_of(hidden, intermediate, weights=weights)
+    shape = shape_of(hidden, intermediate, **formats(weights))
     layer = random_layer(shape, scale_block=scale_block(arch, weights))
-    made = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, weights=weights)
-    empty = deep_moe.empty_weights_for_mega_moe(4, hidden, intermediate, arch=arch, weights=weights)
+    made = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, **formats(weights))
+    empty = deep_moe.empty_weights_for_mega_moe(
+        4, hidden, intermediate, arch=arch, **formats(weights)
+    )
     for one, other in zip((*made.l1, *made.l2), (*empty.l1, *empty.l2), strict=True):
         assert one.shape == other.shape
     back = deep_moe.inverse_transform_weights(
-        *made, arch, weights=weights, hidden=hidden, intermediate_hidden=intermediate
+        *made, arch, **formats(weights), hidden=hidden, intermediate_hidden=intermediate
     )
     for one, other in zip((*layer.l1, *layer.l2), (*back.l1, *back.l2), strict=True):
         assert one.shape == other.shape
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    padded = deep_moe.inverse_transform_weights(*made, arch, weights=weights)
+    padded = deep_moe.inverse_transform_weights(*made, arch, **formats(weights))
     assert padded.l2.weight.shape[1] == -(-hidden // 128) * 128
     with pytest.raises(ValueError, match=r"hidden must become .* when it is padded.*; got 1024"):
-        deep_moe.inverse_transform_weights(*made, arch, weights=weights, hidden=1024)
+        deep_moe.inverse_transform_weights(*made, arch, **formats(weights), hidden=1024)
 
 
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_sizes_off_multiples_of_32_are_refused(weights: str) -> None:
     with pytest.raises(ValueError, match="hidden must be a positive multiple of 32; got 2888"):
-        MoEShape(1, 4, 2, 2888, 2944, 16, weights=weights)
+        MoEShape(1, 4, 2, 2888, 2944, 16, **formats(weights))
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer, random_tokens
+from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape

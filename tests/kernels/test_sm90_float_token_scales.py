@@ -18,12 +18,13 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from tests.pairs import formats
 
 from .layer_case import LayerCase
 
 BLOCK = (128, 128)
-FLOATS = "float32_per_128"
-SHAPE = MoEShape(1, 4, 2, 384, 256, 140, weights="fp8", token_scales=FLOATS)
+FLOATS = "fp8_128"
+SHAPE = MoEShape(1, 4, 2, 384, 256, 140, weights="fp8", token_format=FLOATS)
 
 
 def exact_case(shape: MoEShape, sum_bits: int = 24) -> LayerCase:
@@ -103,30 +104,34 @@ def test_prepared_inputs() -> None:
 @pytest.mark.parametrize(
     ("arch", "weights", "allowed"),
     [
-        ("sm_100a", "fp8", "ue8m0_per_32"),
-        ("sm_103a", "fp8", "ue8m0_per_32"),
-        ("sm_90a", "mxfp4", "ue8m0_per_32"),
-        ("sm_90a", "bf16", "ue8m0_per_32"),
+        ("sm_100a", "fp8", "mxfp8"),
+        ("sm_103a", "fp8", "mxfp8"),
+        ("sm_90a", "mxfp4", "mxfp8 or bf16"),
+        ("sm_90a", "bf16", "bf16"),
     ],
 )
 def test_who_does_not_take_them(arch: str, weights: str, allowed: str) -> None:
-    words = f"token_scales must be {allowed} with {weights} weights on {arch}; got '{FLOATS}'"
+    words = f"token_format must be {allowed} with {weights} weights on {arch}; got '{FLOATS}'"
     with pytest.raises(ValueError, match=words):
-        choose_config(replace(SHAPE, weights=weights), 1, arch=arch)
+        choose_config(replace(SHAPE, **formats(weights)), 1, arch=arch)
 
 
 def test_a_call_for_another_target_is_refused() -> None:
     case = exact_case(SHAPE)
     case.arch = "sm_100a"
-    with pytest.raises(ValueError, match="token_scales must be ue8m0_per_32 with fp8 weights on"):
+    with pytest.raises(ValueError, match="token_format must be mxfp8 with fp8 weights on"):
         case.call([exact_tokens(SHAPE, 3)])
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"token_scales": "float32"}, "token_scales must be one of ue8m0_per_32, float32_per_128"),
-        ({"hidden": 352}, "hidden must be a multiple of 128 with token_scales float32_per_128"),
+        ({"token_format": "float32"}, "token_format must be one of mxfp8, fp8_128_ue8m0"),
+        (
+            {"token_format": "fp8_128_pow2"},
+            "token_format must be one that products take, as 'mxfp8'",
+        ),
+        ({"hidden": 352}, "hidden must be a multiple of 128 with token_format fp8_128"),
     ],
 )
 def test_what_is_refused_for_any_target(change: dict[str, str | int], words: str) -> None:
@@ -137,8 +142,8 @@ def test_what_is_refused_for_any_target(change: dict[str, str | int], words: str
 def test_the_buffer() -> None:
     sizes = (4, 16, 2, 384, 256)
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
-        None, *sizes, weights="fp8", token_scales=FLOATS, device="cpu"
+        None, *sizes, weights="fp8", token_format=FLOATS, device="cpu"
     )
     assert (buffer.x_sf.dtype, buffer.x_sf.shape) == (torch.float32, (16, 3))
-    assert buffer.nbytes == deep_moe.buffer_size(1, *sizes, weights="fp8", token_scales=FLOATS)
+    assert buffer.nbytes == deep_moe.buffer_size(1, *sizes, weights="fp8", token_format=FLOATS)
     assert "fp8 weights, float32 scales" in repr(buffer)

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.trial.bounds import sums_with_errors
 from deep_moe.trial.comparison import compare
@@ -19,6 +18,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 
 from .layer_case import LayerCase, small_shape

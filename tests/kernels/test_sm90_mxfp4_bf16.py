@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from deep_moe.activations import Activation, Situ, SwigluOai
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
 
 from .layer_case import FITTED, LayerCase, small_shape
 
-shape_of = partial(small_shape, "mxfp4_bf16")
+shape_of = partial(small_shape, "mxfp4 x bf16")
 
 
 def exact_case(shape: MoEShape) -> LayerCase:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e2m1_ue8m0, quantize_e4m3_ue8m0
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Layer, Tokens, random_layer, random_tokens
+from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 
 from .layer_case import FITTED, LayerCase

@@ -11,6 +11,7 @@ from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_s
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
 from tests.everyday import parametrize
+from tests.pairs import formats
 
 MAX_TOKENS = 8192
 
@@ -39,7 +40,7 @@ MORE_PROBLEMS: dict[str, tuple[int, int, int, int, int, float | None, bool]] = {
 
 
 # Formats whose weights are decoded, and tiles of the one for BF16 tokens.
-DECODED = ("mxfp4", "mxfp4_bf16")
+DECODED = ("mxfp4", "mxfp4 x bf16")
 DECODED_BF16_TILES = ((8, 8), (152, 152), (160, 160), (176, 176), (88, 8), (128, 32))
 # With FP8 weights, whose products take registers of their own beside the sums.
 FP8_TILES = (
@@ -69,7 +70,9 @@ def check(
     values = {**PROBLEMS, **MORE_PROBLEMS}[problem]
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = values
     config = choose_config(
-        MoEShape(ranks, experts, topk, hidden, intermediate, 1024, weights=weights, biases=biases),
+        MoEShape(
+            ranks, experts, topk, hidden, intermediate, 1024, **formats(weights), biases=biases
+        ),
         1024,
         arch="sm_90a",
         activation_clamp=clamp,
@@ -163,13 +166,13 @@ def test_no_spills_with_bf16_weights_and_biases(tile: tuple[int, int]) -> None:
 
 @parametrize("tile", DECODED_BF16_TILES, everyday=[(152, 152), (128, 32)])
 def test_no_spills_with_weights_decoded_to_bf16(tile: tuple[int, int]) -> None:
-    check(tile, "pro", "mxfp4_bf16")
+    check(tile, "pro", "mxfp4 x bf16")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 8), (152, 152)])
 def test_no_spills_with_weights_decoded_to_bf16_and_biases(tile: tuple[int, int]) -> None:
-    check(tile, "pro", "mxfp4_bf16", biases=True)
+    check(tile, "pro", "mxfp4 x bf16", biases=True)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

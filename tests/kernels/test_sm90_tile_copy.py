@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deep_moe.targets.sm90_weights import sm90_tensor_maps
+from deep_moe.targets.sm90.weights import sm90_tensor_maps
 
 from .layer_case import FITTED
 

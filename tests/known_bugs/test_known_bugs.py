@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_moe.formats.weights import LayerWeights
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.trial.synthetic import (
     Layer,
@@ -19,6 +18,7 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 import deep_moe
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.formats.numerics import FP32_SUM_BITS, Numerics
 from deep_moe.fused.buffer import SymmBuffer
-from deep_moe.fused.mega_moe import CALLS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.comparison import Comparison, compare
-from deep_moe.trial.reference import FP32_SUM_BITS, Numerics, reference_mega_moe
+from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, random_layer
+from deep_moe.weights.layers import LayerWeights
 from tests.layer.rank_pool import Rank
 
 
@@ -77,6 +77,7 @@ class RankLayer:
             *self.layer.of_rank(rank.idx, shape.num_ranks),
             arch=rank.arch,
             weights=shape.weights,
+            token_format=shape.token_format,
         )
         biases = layer.biases_of_rank(rank.idx, shape, rank.arch)
         self.biases = (
@@ -94,11 +95,11 @@ class RankLayer:
 
     @property
     def target_weights(self) -> TargetWeights:
-        return target_of(self.rank.arch).weights_of(self.shape.weights)
+        return target_of(self.rank.arch).weights_of(self.shape.weights, self.shape.token_format)
 
     @property
     def numerics(self) -> Numerics:
-        return self.target_weights.numerics_of(self.shape.token_scales)
+        return self.target_weights.numerics
 
     def new_y(self, num_tokens: int) -> torch.Tensor:
         """An output full of NaN, so that a row left out is noticed."""
@@ -111,8 +112,9 @@ class RankLayer:
 
     def launch(self, y: torch.Tensor, **options: Any) -> None:
         """With the inputs that the buffer holds; does not wait for a GPU."""
-        call = CALLS[self.shape.weights]
-        call(y, *self.weights, self.buffer, **{**self.options, **self.biases, **options})
+        deep_moe.mega_moe(
+            y, self.weights, self.buffer, **{**self.options, **self.biases, **options}
+        )
 
     def finish(self) -> None:
         """Wait for the device, and raise what the kernel reported."""

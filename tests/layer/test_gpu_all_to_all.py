@@ -16,8 +16,8 @@ import torch
 
 from deep_moe import jit
 from deep_moe.heuristics.low_latency import (
-    FORMATS,
     PLACEMENTS,
+    TOKEN_FORMATS,
     LowLatencyConfig,
     LowLatencyShape,
 )
@@ -53,7 +53,7 @@ def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
     shape = LowLatencyShape(
         num_ranks,
         num_experts=4 * num_ranks,
-        format="fp8_128",
+        token_format="fp8_128",
         has_shared_rows=True,
         any_format=True,
         **SIZES,
@@ -63,8 +63,8 @@ def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
     combine = replace(dispatch, step="combine")
     for sends, receives in ((True, True), (True, False), (False, True)):
         parts: dict[str, Any] = {"sends": sends, "receives": receives}
-        for format, placement in product(FORMATS, PLACEMENTS):
-            of_call = replace(shape, format=format, placement=placement)
+        for format, placement in product(TOKEN_FORMATS, PLACEMENTS):
+            of_call = replace(shape, token_format=format, placement=placement)
             yield replace(dispatch, shape=of_call, **parts)
         for fetches_rows in (False, True):
             yield replace(combine, fetches_rows=fetches_rows, **parts)
@@ -104,15 +104,15 @@ def expected(layer: LowLatencyAllToAll, rank: Rank, inputs: Inputs) -> torch.Ten
 def every_kind_of_call(rank: Rank, placement: str = "ranks") -> None:
     layer = make(rank, scales_by_column=True, placement=placement)
     seed = 0
-    for format in FORMATS:
+    for format in TOKEN_FORMATS:
         for receive in (True, False):
             for zero_copy in (False, True):
                 inputs = inputs_of(layer, seed)
                 x, ids, weights, y = own_part(inputs, rank)
-                result = layer.dispatch(x, ids, format=format, receive=receive)
+                result = layer.dispatch(x, ids, token_format=format, receive=receive)
                 if not receive:
                     layer.receive(result.handle)
-                shape = replace(layer.shape, format=format)
+                shape = replace(layer.shape, token_format=format)
                 check_result(shape, result, rank, inputs)
                 if zero_copy:
                     y = layer.get_combine_buffer(result.handle).copy_(y)

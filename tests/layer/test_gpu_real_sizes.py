@@ -59,7 +59,7 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
         fill_inputs(buffer, tokens)
         y = torch.full((own, shape.hidden), torch.nan, dtype=torch.bfloat16, device=rank.device)
         stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32, device=rank.device)
-        deep_moe.fp8_fp4_mega_moe(y, *weights, buffer, stats, activation_clamp=CLAMP)
+        deep_moe.mega_moe(y, weights, buffer, stats, activation_clamp=CLAMP)
         rank.synchronize()
         buffer.raise_if_failed()
 

@@ -11,10 +11,10 @@ import torch
 
 from deep_moe import jit
 from deep_moe.errors import MegaMoEError
-from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.heuristics.throughput import ThroughputConfig, ThroughputShape
 from deep_moe.split.throughput import AllToAll, Received
 from deep_moe.targets import target_of_device
+from deep_moe.tokens import TOKEN_FORMATS
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
 from tests.split.reference import bits, quantized
@@ -47,8 +47,8 @@ def gpu_configs(num_ranks: int) -> Iterator[ThroughputConfig]:
     shape = ThroughputShape(num_ranks=num_ranks, num_experts=4 * num_ranks, **SIZES)
     num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
     common = (num_ctas, target_of_device(device).name)
-    for tokens in FORMATS:
-        yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, tokens=tokens)
+    for name in TOKEN_FORMATS:
+        yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, token_format=name)
     yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, knows_rows=True)
     for copies_rows in (False, True):
         yield ThroughputConfig(shape, "combine", *common, has_weights=True, copies_rows=copies_rows)
@@ -77,28 +77,34 @@ def every_step(rank: Rank, most: int) -> None:
     """most: tokens of a rank. Steps of one kind follow each other, too."""
     layer = make(rank)
     shape = layer.shape
-    for seed, tokens in enumerate(FORMATS):
+    for seed, name in enumerate(TOKEN_FORMATS):
         inputs = inputs_of(layer, seed, most)
         ids, weights = inputs.topk_idxs, inputs.topk_weights
         x, own_ids, own_weights, y, values = (
             of_ranks[rank.idx].to(rank.device)
             for of_ranks in (inputs.xs, ids, weights, inputs.ys, inputs.values)
         )
-        received, handle = layer.dispatch(x, own_ids, topk_weights=own_weights, tokens=tokens)
+        received, handle = layer.dispatch(x, own_ids, topk_weights=own_weights, token_format=name)
         check_received(
-            shape, on_host(received), rank.idx, ids, inputs.xs, tokens=tokens, weights=weights
+            shape,
+            on_host(received),
+            rank.idx,
+            ids,
+            inputs.xs,
+            token_format=name,
+            weights=weights,
         )
-        if tokens in ("fp8_128", "fp8_32"):
-            values_fp8, scales = quantized(x.cpu(), tokens)
+        if name in ("fp8_128", "mxfp8"):
+            values_fp8, scales = quantized(x.cpu(), name)
             assert scales is not None
             given, _ = layer.dispatch(
                 values_fp8.to(rank.device),
                 own_ids,
                 x_sf=scales.to(rank.device),
-                tokens=tokens,
+                token_format=name,
             )
-            check_received(shape, on_host(given), rank.idx, ids, inputs.xs, tokens=tokens)
-        again, _ = layer.dispatch(x, topk_weights=own_weights, tokens="bf16", handle=handle)
+            check_received(shape, on_host(given), rank.idx, ids, inputs.xs, token_format=name)
+        again, _ = layer.dispatch(x, topk_weights=own_weights, token_format="bf16", handle=handle)
         check_received(shape, on_host(again), rank.idx, ids, inputs.xs, factors=weights)
         buffer = layer.get_combine_buffer().copy_(y)
         sums = expected_sums(shape, rank.idx, ids, inputs.ys, weights[rank.idx])

@@ -12,7 +12,6 @@ import torch
 from deep_moe import ThroughputMoE
 from deep_moe.errors import MegaMoEError
 from deep_moe.heuristics import MoEShape
-from deep_moe.split.grouped_experts import format_of_tokens
 from deep_moe.targets import target_of
 from deep_moe.targets.target import TargetWeights
 from deep_moe.trial.bounds import reference_bounds
@@ -38,7 +37,7 @@ def shape_of(rank: Rank, weights: str = "mxfp4", biases: bool = False) -> MoESha
 
 
 def on_target(rank: Rank, shape: MoEShape) -> TargetWeights:
-    return target_of(rank.arch).weights_of(shape.weights)
+    return target_of(rank.arch).weights_of(shape.weights, shape.token_format)
 
 
 def layer_of(rank: Rank, shape: MoEShape) -> Layer:
@@ -56,8 +55,8 @@ def make(rank: Rank, shape: MoEShape, **more: Any) -> ThroughputMoE:
         shape.num_experts,
         shape.num_topk,
         weights=shape.weights,
+        token_format=shape.token_format,
         biases=shape.biases,
-        format=format_of_tokens(shape.weights, shape.token_scales),
         device=rank.device,
         **on_cpu,
         **more,

@@ -45,6 +45,7 @@ def make(rank: Rank, shape: MoEShape, **arguments: Any) -> TwoLevelMoE:
         shape.hidden,
         shape.intermediate_hidden,
         weights=shape.weights,
+        token_format=shape.token_format,
         biases=shape.biases,
         num_shared_experts=shape.num_shared_experts,
         device=rank.device,
@@ -53,7 +54,7 @@ def make(rank: Rank, shape: MoEShape, **arguments: Any) -> TwoLevelMoE:
 
 
 def layer_of(rank: Rank, shape: MoEShape) -> Layer:
-    on_target = target_of(rank.arch).weights_of(shape.weights)
+    on_target = target_of(rank.arch).weights_of(shape.weights, shape.token_format)
     bits = on_target.numerics.sum_bits
     return exact_layer(shape, sum_bits=bits, scale_block=on_target.scale_block)
 
@@ -75,7 +76,7 @@ def options(rank: Rank) -> dict[str, Any]:
 
 
 def is_exact(rank: Rank, shape: MoEShape, layer: Layer, y: torch.Tensor, tokens: Tokens) -> bool:
-    numerics = target_of(rank.arch).weights_of(shape.weights).numerics
+    numerics = target_of(rank.arch).weights_of(shape.weights, shape.token_format).numerics
     how: dict[str, Any] = {"numerics": numerics, "sum_bits": numerics.sum_bits}
     bounds = two_level_bounds(shape, rank.num_ranks, rank.idx, layer, tokens, **how)
     return compare(y.cpu(), bounds.y).is_exact

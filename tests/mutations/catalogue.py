@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 
 RENDERED = "kernel.cu"
 
@@ -81,7 +80,7 @@ class Mutation:
     in_clusters: bool = False  # SM90: of two CTAs that share weights
     one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
-    token_scales: str = DEFAULT_TOKEN_SCALES
+    token_format: str | None = None  # of the tokens
     test: str = ""  # "module::function" in tests/kernels or tests/split, where calls cannot notice
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function
 
@@ -374,7 +373,7 @@ SM100_MUTATIONS = (
     M(
         "map_stride",
         in_module(
-            "deep_moe/targets/sm100_weights.py",
+            "deep_moe/targets/sm100/weights.py",
             "strides=(row_bytes,)",
             "strides=(row_bytes + 16,)",
         ),
@@ -383,7 +382,7 @@ SM100_MUTATIONS = (
     M(
         "map_box",
         in_module(
-            "deep_moe/targets/sm100_weights.py",
+            "deep_moe/targets/sm100/weights.py",
             "half_m = config.block_m // 2",
             "half_m = config.block_m // 4",
         ),
@@ -482,7 +481,7 @@ SM90_MUTATIONS = (
         "race|misuse",
     ),
     *(
-        M(name, edit, catcher, weights="fp8", token_scales=FLOAT_TOKEN_SCALES)
+        M(name, edit, catcher, weights="fp8", token_format="fp8_128")
         for name, edit, catcher in (
             (
                 "token_scale_not_promoted",
@@ -540,7 +539,7 @@ SM90_MUTATIONS = (
         "result",
     ),
     *(
-        M(name, replaced(mark, old, new), "result", weights="mxfp4_bf16")
+        M(name, replaced(mark, old, new), "result", weights="mxfp4", token_format="bf16")
         for name, mark, old, new in (
             ("scale_of_another_group", "bf16_group_scale", "[i / 2]", "[0]"),
             ("values_of_the_first_pairs", "bf16_second_pairs", "word >> 2", "word"),
@@ -821,7 +820,7 @@ SM90_MUTATIONS = (
     M(
         "map_of_wrong_pool",
         in_module(
-            "deep_moe/targets/sm90_weights.py",
+            "deep_moe/targets/sm90/weights.py",
             '"l2_activations": pool("l2_tokens")',
             '"l2_activations": pool("l1_tokens")',
         ),

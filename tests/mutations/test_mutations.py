@@ -16,12 +16,12 @@ import torch
 
 from deep_moe import jit
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
 from deep_moe.fused import call_plan, input_preparation
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.targets import target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
+from tests.pairs import formats
 
 from ..kernels.conftest import Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
@@ -76,7 +76,7 @@ SETTINGS = {
     "sm_90a": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_90a fp8": Setting((96, 61), 2, {**TWO_AHEAD, "block_m": 88, "num_stages": 3}),
     "sm_90a bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
-    "sm_90a mxfp4_bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
+    "sm_90a mxfp4 x bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_100a bf16": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
 }
 
@@ -119,17 +119,18 @@ def outcome(
     in_clusters: bool = False,
     one_size: int = 0,
     weights: str = "mxfp4",
-    token_scales: str = DEFAULT_TOKEN_SCALES,
+    token_format: str | None = None,
 ) -> str:
     """Who noticed something in two calls.
 
     in_a_row: in four calls that ranks begin without a look at each other. in_clusters: of two CTAs,
     and two of them. one_size: m-blocks all have so many rows. weights: their format.
-    token_scales: the tokens'.
+    token_format: the tokens'.
     """
     setting = SETTINGS[arch if weights == "mxfp4" else f"{arch} {weights}"]
-    shape = replace(SHAPE, weights=weights, token_scales=token_scales)
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    pair = formats(weights) | ({"token_format": token_format} if token_format else {})
+    shape = replace(SHAPE, **pair)
+    scale_block = target_of(arch).weights_of(**pair).scale_block
     overrides = dict(setting.overrides)
     num_sms = setting.num_sms
     if arch == "sm_90a":  # else the heuristics' choice would decide which path is tested
@@ -263,14 +264,14 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
     [
         ("sm_90a", "fp8"),
         ("sm_90a", "bf16"),
-        ("sm_90a", "mxfp4_bf16"),
+        ("sm_90a", "mxfp4 x bf16"),
         ("sm_100a", "bf16"),
     ],
 )
 def test_without_a_bug_nobody_complains_about_other_weights(
     schedule: str, arch: str, weights: str
 ) -> None:
-    assert outcome(arch, schedule, weights=weights) == ""
+    assert outcome(arch, schedule, **formats(weights)) == ""
 
 
 def test_without_a_bug_nobody_complains_about_clusters() -> None:
@@ -279,7 +280,7 @@ def test_without_a_bug_nobody_complains_about_clusters() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_a_bug_nobody_complains_about_float_scales(schedule: str) -> None:
-    assert outcome("sm_90a", schedule, weights="fp8", token_scales=FLOAT_TOKEN_SCALES) == ""
+    assert outcome("sm_90a", schedule, weights="fp8", token_format="fp8_128") == ""
 
 
 @pytest.mark.parametrize("num_rows", [8, 96])
@@ -316,7 +317,7 @@ def test_bug_is_noticed(planted: Mutation) -> None:
             in_clusters=planted.in_clusters,
             one_size=planted.one_size,
             weights=planted.weights,
-            token_scales=planted.token_scales,
+            token_format=planted.token_format,
         )
     if planted.catcher.startswith("harmless"):
         assert noticed == ""

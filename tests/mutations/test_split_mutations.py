@@ -30,7 +30,7 @@ def outcome(schedule: Any, seed: int) -> str:
 
     def run() -> bool:
         layer = EmulatedAllToAll(
-            2, 8, 384, 8, 4, format="fp8_32", num_sms=3, timeout_s=0.01, schedule_seed=seed
+            2, 8, 384, 8, 4, token_format="mxfp8", num_sms=3, timeout_s=0.01, schedule_seed=seed
         )
         calls = [
             random_inputs(layer.shape, counts, seed=seed)

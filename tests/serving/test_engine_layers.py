@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.engines import parse_arguments, run_rank
 from deep_moe.formats.block_scaled import pack_ue8m0
-from deep_moe.formats.mx import dequantize_mxfp4
 from deep_moe.trial.rank_processes import run_on_ranks
+from deep_moe.weights.mxfp4.quantizing import dequantize_mxfp4
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 

@@ -237,19 +237,21 @@ def test_sglangs_forward_gives_what_the_kernel_gives(weights, arch, caplog, monk
 
 
 def test_tokens_in_bf16_beside_mxfp4(caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "bf16")
     module = started(monkeypatch.setenv, "sm_90a")
     source, (x, logits) = checkpoint("mxfp4"), tokens(5)
     experts = layer("mxfp4", source, swiglu_limit=1.0)
     with caplog.at_level(logging.INFO, "sglang.deep_moe"):
         module.build_mega_moe_experts_weights(experts)
     result = forward(module, block(experts), x, logits)
-    assert torch.equal(result, called_directly("mxfp4_bf16", "sm_90a", source, x, logits, 1.0) + x)
-    assert caplog.messages == ["layer 3: experts run by deep_moe (mxfp4_bf16, 1 rank)"]
+    assert torch.equal(
+        result, called_directly("mxfp4 x bf16", "sm_90a", source, x, logits, 1.0) + x
+    )
+    assert caplog.messages == ["layer 3: experts run by deep_moe (mxfp4, 1 rank)"]
 
 
 def test_float_scales_of_tokens_beside_fp8(monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "fp8_128")
     module = started(monkeypatch.setenv, "sm_90a")
     source, (x, logits) = checkpoint("fp8"), tokens(5)
     experts = layer("fp8", source, swiglu_limit=1.0)
@@ -257,7 +259,7 @@ def test_float_scales_of_tokens_beside_fp8(monkeypatch):
     result = forward(module, block(experts), x, logits)
     own, default = (
         called_directly("fp8", "sm_90a", source, x, logits, 1.0, scales) + x
-        for scales in ("float32_per_128", "ue8m0_per_32")
+        for scales in ("fp8_128", "mxfp8")
     )
     assert torch.equal(result, own)
     assert not torch.equal(result, default)
@@ -266,8 +268,8 @@ def test_float_scales_of_tokens_beside_fp8(monkeypatch):
 @pytest.mark.parametrize(
     ("weights", "variable", "value"),
     [
-        ("mxfp4", "DEEP_MOE_MXFP4_TOKENS", "bf16"),
-        ("fp8", "DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128"),
+        ("mxfp4", "DEEP_MOE_TOKEN_FORMAT", "bf16"),
+        ("fp8", "DEEP_MOE_TOKEN_FORMAT", "fp8_128"),
     ],
 )
 def test_tokens_that_there_is_no_kernel_for_are_sglangs(

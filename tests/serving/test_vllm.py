@@ -16,11 +16,11 @@ from deep_moe.activations import Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import CheckpointError, DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
-from deep_moe.formats.weight_formats import weight_format
-from deep_moe.fused.mega_moe import CALLS
 from deep_moe.integrations import served_experts
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.trial.rank_processes import run_on_ranks
+from deep_moe.weights import weight_format
+from tests.pairs import formats
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 
@@ -178,9 +178,10 @@ def called_directly(
     x: Any,
     logits: Any,
     limit: float = math.inf,
-    token_scales: str = "ue8m0_per_32",
+    token_format: str | None = None,
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
+    pair = formats(weights) | ({"token_format": token_format} if token_format else {})
     topk_weights, ids = route(x, logits, TOPK, True)
     intermediate = source[0][0].shape[1] // 2
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
@@ -190,14 +191,13 @@ def called_directly(
         TOPK,
         HIDDEN,
         intermediate,
-        weights=weights,
-        token_scales=token_scales,
+        **pair,
         device="cpu",
     )
-    transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, weights=weights)
+    transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, **pair)
     deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
     y = torch.empty_like(x)
-    CALLS[weights](y, *transformed, buffer, activation=Swiglu(limit), arch=arch)
+    deep_moe.mega_moe(y, transformed, buffer, activation=Swiglu(limit), arch=arch)
     return y
 
 
@@ -254,33 +254,35 @@ def test_a_layer_gives_what_the_kernel_gives(installed, weights, arch, caplog):
 
 
 def test_tokens_in_bf16_beside_mxfp4(installed, caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "bf16")
     installed("sm_90a")
     source, (x, logits) = checkpoint("mxfp4"), tokens(5)
     result = served(caplog, "mxfp4", source, x, logits)
-    assert torch.equal(result, called_directly("mxfp4_bf16", "sm_90a", source, x, logits, limit=1))
-    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4_bf16)"]
+    assert torch.equal(
+        result, called_directly("mxfp4 x bf16", "sm_90a", source, x, logits, limit=1)
+    )
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4)"]
 
 
 def test_tokens_in_bf16_are_vllms_where_there_is_no_kernel(installed, caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_MXFP4_TOKENS", "bf16")
+    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "bf16")
     installed("sm_100a")
     with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
         make_runner("mxfp4")
     assert lines(caplog) == [
-        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): MXFP4 experts with tokens in bf16 were "
+        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): mxfp4 experts beside bf16 tokens were "
         "asked for, for which only sm_90a has a kernel, not sm_100a"
     ]
 
 
 def test_float_scales_of_tokens_beside_fp8(installed, caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_FP8_TOKEN_SCALES", "float32_per_128")
+    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "fp8_128")
     installed("sm_90a")
     source, (x, logits) = checkpoint("fp8"), tokens(5)
     result = served(caplog, "fp8", source, x, logits)
     own, default = (
         called_directly("fp8", "sm_90a", source, x, logits, 1.0, scales)
-        for scales in ("float32_per_128", "ue8m0_per_32")
+        for scales in ("fp8_128", "mxfp8")
     )
     assert torch.equal(result, own)
     assert not torch.equal(result, default)

@@ -133,7 +133,7 @@ def test_what_does_not_go_together_is_refused():
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     with world():
-        layer = make_layer(format="fp8_128")
+        layer = make_layer(token_format="fp8_128")
         kernel = make_kernel(layer)
         with pytest.raises(ValueError, match="made with format='bf16' for these experts; got one"):
             apply(kernel, slice(None), tokens(3, 0))

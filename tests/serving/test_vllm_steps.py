@@ -14,10 +14,10 @@ from deep_moe.activations import Swiglu
 from deep_moe.integrations.switch import (
     LOW_LATENCY,
     PATH_VARIABLE,
-    SCALES_VARIABLE,
     TOKENS_VARIABLE,
 )
 from deep_moe.trial.rank_processes import run_on_ranks
+from tests.pairs import formats
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 
@@ -62,22 +62,22 @@ def called_directly(
     weights: str, arch: str, source: Weights, x: Any, topk_weights: Any, ids: Any
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
-    token_format = {"mxfp4": "fp8_32", "fp8": "fp8_128"}.get(weights, "bf16")
+    token_format = {"mxfp4": "mxfp8", "fp8": "fp8_128"}.get(weights, "bf16")
+    pair = {"weights": formats(weights)["weights"], "token_format": token_format}
     all_to_all = deep_moe.LowLatencyAllToAll(
-        None, MAX_TOKENS, HIDDEN, EXPERTS, TOPK, format=token_format, device="cpu", arch=arch
+        None, MAX_TOKENS, HIDDEN, EXPERTS, TOPK, token_format=token_format, device="cpu", arch=arch
     )
     experts = deep_moe.GroupedExperts(
         MAX_TOKENS * TOPK,
         HIDDEN,
         INTERMEDIATE,
         EXPERTS,
-        weights=weights,
-        format=token_format,
+        **pair,
         activation=Swiglu(),
         device="cpu",
         arch=arch,
     )
-    transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, weights=weights)
+    transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, **pair)
     sent = all_to_all.dispatch(x, ids)
     rows = experts(sent.recv_x, sent.scales, *transformed, sent.recv_count)
     y = all_to_all.combine(rows, ids, topk_weights, sent.handle)
@@ -93,7 +93,7 @@ def called_directly(
         ("mxfp4", "sm_100a"),
         ("fp8", "sm_90a"),
         ("bf16", "sm_90a"),
-        ("mxfp4_bf16", "sm_90a"),
+        ("mxfp4 x bf16", "sm_90a"),
     ],
 )
 def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch):
@@ -102,11 +102,11 @@ def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch
     from deep_moe.integrations.vllm.all_to_all import LowLatencyPrepareAndFinalize
     from deep_moe.integrations.vllm.batched_experts import DeepMoEBatchedExperts
 
-    loaded = weights.removesuffix("_bf16")
+    loaded = formats(weights)["weights"]
     if loaded != weights:
         monkeypatch.setenv(TOKENS_VARIABLE, "bf16")
     if weights == "fp8":
-        monkeypatch.setenv(SCALES_VARIABLE, "float32_per_128")
+        monkeypatch.setenv(TOKENS_VARIABLE, "fp8_128")
     in_steps(arch)
     source = checkpoint(loaded)
     shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)

@@ -11,13 +11,15 @@ import deep_moe
 from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.mx import quantize_mxfp8
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES
+from deep_moe.formats.numerics import FP32_SUM_BITS, Numerics
 from deep_moe.heuristics import MoEShape
-from deep_moe.split.grouped_experts import GroupedExperts, format_of_tokens
+from deep_moe.split.grouped_experts import GroupedExperts
 from deep_moe.targets import target_of
+from deep_moe.tokens import token_format as token_format_of
 from deep_moe.trial.bounds import Bounds, reference_bounds
-from deep_moe.trial.reference import FP32_SUM_BITS, Numerics, reference_mega_moe
+from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer
+from deep_moe.weights import default_token_format
 
 COUNTS = (37, 0, 5, 66)
 UNTOUCHED = -7.0
@@ -54,7 +56,7 @@ class Case:
     @property
     def numerics(self) -> Numerics:
         shape = self.shape
-        return target_of(self.arch).weights_of(shape.weights).numerics_of(shape.token_scales)
+        return target_of(self.arch).weights_of(shape.weights, shape.token_format).numerics
 
     def bounds(self, *, on_gpu: bool = False, **more: Any) -> Bounds:
         numerics = self.numerics
@@ -96,12 +98,16 @@ class Case:
             biases=shape.biases,
             arch=self.arch,
             device="cpu",
-            **{"format": format_of_tokens(shape.weights, shape.token_scales), **options},
+            **{"token_format": shape.token_format, **options},
         )
 
     def weights(self) -> dict[str, Any]:
         l1, l2 = deep_moe.transform_weights_for_mega_moe(
-            self.layer.l1, self.layer.l2, arch=self.arch, weights=self.shape.weights
+            self.layer.l1,
+            self.layer.l2,
+            arch=self.arch,
+            weights=self.shape.weights,
+            token_format=self.shape.token_format,
         )
         given: dict[str, Any] = {"l1_weights": l1, "l2_weights": l2}
         biases = self.layer.biases_of_rank(0, self.shape, self.arch)
@@ -146,28 +152,28 @@ def random_case(
     arch: str,
     counts: tuple[int, ...] = COUNTS,
     weights: str = "mxfp4",
-    format: str = "",
+    token_format: str | None = None,
     **more: Any,
 ) -> Case:
-    format = format or format_of_tokens(weights)
-    token_scales = FLOAT_TOKEN_SCALES if format == "fp8_128" else DEFAULT_TOKEN_SCALES
-    shape = shape_of(counts, weights, token_scales=token_scales, **more)
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    token_format = token_format or default_token_format(weights)
+    in_products = token_format_of(token_format).in_products
+    shape = shape_of(counts, weights, token_format=in_products, **more)
+    scale_block = target_of(arch).weights_of(weights, in_products).scale_block
     layer = random_layer(shape, scale_block=scale_block)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(sum(counts), shape.hidden, generator=generator)
-    if format == "bf16":
+    if token_format == "bf16":
         x = values.bfloat16()
         return Case(shape, counts, arch, layer, x, torch.empty(len(x), 0, dtype=torch.int32), None)
-    if format == "fp8_32":
+    if token_format == "mxfp8":
         x, x_sf = quantize_mxfp8(values)
         return Case(shape, counts, arch, layer, x, x_sf, x_sf)
-    if format == "fp8_128":
+    if token_format == "fp8_128":
         x, floats = quantize_e4m3_float(values.bfloat16())
         return Case(shape, counts, arch, layer, x, floats, floats)
     x, floats = quantize_e4m3_float(values.bfloat16(), powers_of_two=True)
     scale_bytes = (floats.log2().int() + 127).to(torch.uint8)
-    scales = pack_ue8m0(scale_bytes) if format == "fp8_128_ue8m0" else floats
+    scales = pack_ue8m0(scale_bytes) if token_format == "fp8_128_ue8m0" else floats
     return Case(
         shape, counts, arch, layer, x, pack_ue8m0(scale_bytes.repeat_interleave(4, 1)), scales
     )
@@ -179,7 +185,7 @@ def exact_case(
     shape = shape_of(counts, weights, **more)
     scale_block = target_of(arch).weights_of(weights).scale_block
     tokens = exact_tokens(shape, sum(counts), seed=1)
-    scales = tokens.x_sf if shape.token_format.has_scales else None
+    scales = tokens.x_sf if shape.tokens.has_scales else None
     layer = exact_layer(shape, seed=1, scale_block=scale_block)
     return Case(shape, counts, arch, layer, tokens.x, tokens.x_sf, scales)
 

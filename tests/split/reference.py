@@ -13,14 +13,14 @@ from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.handle import Dispatched
 
 
-def quantized(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantized(x: torch.Tensor, token_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens as they travel."""
-    if format == "bf16":
+    if token_format == "bf16":
         return x, None
-    if format == "fp8_32":
+    if token_format == "mxfp8":
         return quantize_e4m3_ue8m0(x)
-    values, scales = quantize_e4m3_float(x, powers_of_two=format != "fp8_128")
-    if format == "fp8_128_ue8m0":
+    values, scales = quantize_e4m3_float(x, powers_of_two=token_format != "fp8_128")
+    if token_format == "fp8_128_ue8m0":
         return values, pack_ue8m0((scales.log2().int() + 127).to(torch.uint8))
     return values, scales
 
@@ -76,7 +76,7 @@ def check_dispatched(
     masked: Collection[int] = (),
 ) -> None:
     """Every bit of what a rank received that means something."""
-    tokens = [quantized(x, shape.format) for x in xs]
+    tokens = [quantized(x, shape.token_format) for x in xs]
     for local in range(shape.num_experts_per_rank):
         expert = rank * shape.num_experts_per_rank + local
         rows = rows_of_expert(shape, topk_idxs, expert, masked)

@@ -50,7 +50,7 @@ def inputs(layer: LowLatencyAllToAll) -> Inputs:
         ("num_experts", 4097, "num_experts must be 1 to 4096; got 4097"),
         ("num_topk", 33, "num_topk must be 1 to 32; got 33"),
         ("num_topk", 5, r"num_topk must be at most num_experts \(4\); got 5"),
-        ("format", "fp4", "fp8_128_ue8m0, fp8_32, bf16; got 'fp4'"),
+        ("token_format", "fp4", "fp8_128_pow2, fp8_128, bf16; got 'fp4'"),
         ("num_sms", 0, "num_sms must be at least 1; got 0"),
         ("timeout_s", -1.0, "timeout_s must be a positive number of at most 1e.09; got -1"),
         ("arch", "sm_80", "arch must be one of .*; got 'sm_80'"),
@@ -66,7 +66,7 @@ def test_sizes_and_options(argument: str, value: Any, text: str) -> None:
     ("argument", "value", "text"),
     [
         ("hidden", 128.0, "hidden must be an int"),
-        ("format", None, "format must be a str; got NoneType"),
+        ("token_format", None, "token_format must be a str; got NoneType"),
         ("num_sms", 2.0, "num_sms must be an int"),
         ("timeout_s", "1", "timeout_s must be a number or None; got str"),
         ("scales_by_column", 1, "scales_by_column must be a bool; got int"),
@@ -193,13 +193,15 @@ def test_rows_that_may_still_be_fetched(inputs) -> None:
 
 
 def test_a_format_that_there_is_no_room_for(layer, inputs) -> None:
-    with pytest.raises(ValueError, match="format must be that of the layer, 'fp8_128', or None"):
-        dispatch(layer, inputs, format="bf16")
+    with pytest.raises(
+        ValueError, match="token_format must be that of the layer, 'fp8_128', or None"
+    ):
+        dispatch(layer, inputs, token_format="bf16")
     layer = make(any_format=True)
-    with pytest.raises(ValueError, match=r"format must be one of .*; got 'fp4'"):
-        dispatch(layer, inputs, format="fp4")
-    with pytest.raises(ValueError, match="hidden must be a multiple of 512 for format"):
-        dispatch(layer, inputs, format="fp8_128_ue8m0")
+    with pytest.raises(ValueError, match=r"token_format must be one of .*; got 'fp4'"):
+        dispatch(layer, inputs, token_format="fp4")
+    with pytest.raises(ValueError, match="hidden must be a multiple of 512 for token_format"):
+        dispatch(layer, inputs, token_format="fp8_128_ue8m0")
 
 
 @pytest.mark.parametrize("name", ["expert_totals", "wait_cycles"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.heuristics.low_latency import FORMATS, PLACEMENTS
+from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
+from deep_moe.tokens import TOKEN_FORMATS
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
 
@@ -32,15 +33,15 @@ def run_case(seed: int) -> None:
     choose = random.Random(seed)
     num_ranks = choose.choice([1, 2, 2, 3, 4])
     num_experts = num_ranks * choose.choice([1, 2, 3, 7, 33])
-    format = choose.choice(list(FORMATS))
-    hidden = 512 if format == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5])
+    token_format = choose.choice(list(TOKEN_FORMATS))
+    hidden = 512 if token_format == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5])
     layer = EmulatedAllToAll(
         num_ranks,
         choose.choice([1, 3, 8, 20]),
         hidden,
         num_experts,
         min(num_experts, choose.choice([1, 2, 3, 6, 9])),
-        format=format,
+        token_format=token_format,
         any_format=choose.random() < 0.3,
         num_sms=choose.choice([1, 2, 3, 5]),
         arch=choose.choice(["sm_90a", "sm_100a"]),

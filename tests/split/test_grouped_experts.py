@@ -14,9 +14,9 @@ from deep_moe import GroupedExperts
 from deep_moe.activations import Situ
 from deep_moe.errors import MegaMoEError
 from deep_moe.fused.bounded_cache import BoundedCache
-from deep_moe.split.grouped_experts import formats_for
-from deep_moe.targets import target_of
+from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.trial.comparison import compare
+from tests.pairs import formats, usual_pairs
 
 from .grouped_case import (
     COUNTS,
@@ -34,13 +34,13 @@ grouped_experts = importlib.import_module("deep_moe.split.grouped_experts")
 ARCHS = ("sm_90a", "sm_100a")
 each_kernel = pytest.mark.parametrize(
     ("arch", "weights"),
-    [(name, own.format) for name in ARCHS for own in target_of(name).weights],
+    [(name, pair) for name in ARCHS for pair in usual_pairs(name)],
 )
 
 
 @each_kernel
 def test_rows_of_each_expert_are_right(arch: str, weights: str) -> None:
-    case = random_case(arch, weights=weights)
+    case = random_case(arch, **formats(weights))
     assert compare(run_padded(case), case.bounds()).is_right
 
 
@@ -50,16 +50,16 @@ def test_both_layouts_give_the_same_bits(arch: str) -> None:
     assert torch.equal(run_padded(case), run_behind_each_other(case))
 
 
-@pytest.mark.parametrize("format", formats_for("mxfp4")[1:])
+@pytest.mark.parametrize("token_format", token_formats_for("mxfp4")[1:])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_scales_of_128_values(arch: str, format: str) -> None:
+def test_scales_of_128_values(arch: str, token_format: str) -> None:
     # Of four blocks, so that there are whole words of bytes.
-    case = random_case(arch, (9, 40), format=format, hidden=512)
-    assert compare(run_padded(case, format=format), case.bounds()).is_right
+    case = random_case(arch, (9, 40), token_format=token_format, hidden=512)
+    assert compare(run_padded(case, token_format=token_format), case.bounds()).is_right
 
 
 def test_float_scales_of_any_size() -> None:
-    case = random_case("sm_90a", weights="fp8", format="fp8_128")
+    case = random_case("sm_90a", weights="fp8", token_format="fp8_128")
     assert case.scales is not None
     assert (case.scales.view(torch.int32) & 0x7FFFFF != 0).float().mean() > 0.9
     assert compare(run_padded(case), case.bounds()).is_right
@@ -67,7 +67,7 @@ def test_float_scales_of_any_size() -> None:
 
 def test_float_scales_in_the_other_layout_and_a_small_pool() -> None:
     """Where rows are neighbours' of another expert's, and places of the pool are used again."""
-    shape = {"weights": "fp8", "token_scales": "float32_per_128", "num_pool_tokens": 384}
+    shape = {"weights": "fp8", "token_format": "fp8_128", "num_pool_tokens": 384}
     case = exact_case("sm_90a", (310, 0, 190, 70), **shape)
     y = run_behind_each_other(case, num_pool_tokens=384)
     assert compare(y, case.exact()).is_exact
@@ -77,9 +77,13 @@ def test_float_scales_in_the_other_layout_and_a_small_pool() -> None:
     ("arch", "weights"), [("sm_100a", "fp8"), ("sm_103a", "mxfp4"), ("sm_90a", "mxfp4")]
 )
 def test_who_does_not_take_float_scales_of_any_size(arch: str, weights: str) -> None:
-    words = rf"format must be 'fp8_32' or .* with {weights} weights on {arch}; got 'fp8_128': its"
+    words = (
+        rf"token_format must be 'mxfp8' or .* with {weights} weights on {arch}; got 'fp8_128': its"
+    )
     with pytest.raises(ValueError, match=words):
-        GroupedExperts(8, 256, 128, 2, weights=weights, format="fp8_128", arch=arch, device="cpu")
+        GroupedExperts(
+            8, 256, 128, 2, weights=weights, token_format="fp8_128", arch=arch, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -93,7 +97,7 @@ def test_biases_and_another_activation(arch: str) -> None:
 @pytest.mark.slow
 @each_kernel
 def test_a_small_pool_is_used_again(arch: str, weights: str) -> None:
-    case = exact_case(arch, (310, 0, 190, 70), weights=weights, num_pool_tokens=384)
+    case = exact_case(arch, (310, 0, 190, 70), **formats(weights), num_pool_tokens=384)
     y = run_behind_each_other(case, num_pool_tokens=384)
     assert compare(y, case.exact()).is_exact
 
@@ -115,7 +119,7 @@ def test_a_call_finds_nothing_of_the_one_before(arch: str) -> None:
 @each_kernel
 def test_one_layer_s_weights_with_kernels_for_few_and_many_rows(arch: str, weights: str) -> None:
     """The very tensors of the call before, with another tile: tensor maps follow from it."""
-    case = exact_case(arch, (3, 90), weights)
+    case = exact_case(arch, (3, 90), **formats(weights))
     given_weights = case.weights()
     x, scales, begin = case.behind_each_other(8)
     counts = torch.tensor(case.counts, dtype=torch.int32)
@@ -171,7 +175,7 @@ KEPT_BY: dict[str, tuple[Any, Any]] = {
     "num_local_experts": (2, 3),
     "weights": ("mxfp4", "fp8"),
     "biases": (False, True),
-    "format": ("fp8_32", "fp8_128_pow2"),
+    "token_format": ("mxfp8", "fp8_128_pow2"),
     "activation": (Situ(beta=1.0), Situ(beta=2.0)),
     "activation_clamp": (7.0, 8.0),
     "fast_math": (True, False),
@@ -299,11 +303,10 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
         ({"hidden": 320}, "hidden must be a positive multiple of 128"),
         ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
         ({"weights": "nvfp4"}, "weights must be one of"),
-        ({"format": "fp8_128"}, "format must be 'fp8_32' or .*no powers of two"),
-        ({"format": "bf16"}, "format must be .*quantized when they are dispatched"),
-        ({"format": "fp7"}, "got 'fp7'"),
-        ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
-        ({"weights": "mxfp4_bf16"}, "weights must be one of .* on sm_100a; got 'mxfp4_bf16'"),
+        ({"token_format": "fp8_128"}, "token_format must be 'mxfp8' or .*no powers of two"),
+        ({"token_format": "bf16"}, "token_format must be .*quantized when they are dispatched"),
+        ({"token_format": "fp7"}, "got 'fp7'"),
+        ({"weights": "bf16", "token_format": "mxfp8"}, "token_format must be 'bf16' with bf16"),
         ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),
         ({"overrides": {"block_q": 1}}, "overrides must name one of"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
@@ -328,8 +331,8 @@ def test_arguments_that_are_refused() -> None:
         ({"expert_begin": begin}, ValueError, "expert_begin must be None"),
         ({"x": arguments["x"].bfloat16()}, TypeError, "x must be torch.float8_e4m3fn"),
         ({"x": arguments["x"][..., :256]}, ValueError, "x must have shape"),
-        ({"scales": floats}, TypeError, "format=.fp8_128_pow2. has, for powers of two"),
-        ({"scales": None}, TypeError, "scales must be a tensor with format 'fp8_32'"),
+        ({"scales": floats}, TypeError, "token_format=.fp8_128_pow2. has, for powers of two"),
+        ({"scales": None}, TypeError, "scales must be a tensor with token_format 'mxfp8'"),
         ({"scales": arguments["scales"].mT.contiguous().mT}, ValueError, "scales must be contig"),
         ({"expert_count": begin.long()}, TypeError, "expert_count must be torch.int32"),
         ({"expert_count": None}, TypeError, "expert_count must be a tensor; got NoneType"),
@@ -373,20 +376,20 @@ def test_options_of_the_function_that_are_refused(changes: dict[str, Any], words
 
 def test_counts_are_looked_at_before_scales() -> None:
     """Whose rows' powers are checked."""
-    case = random_case("sm_90a", (5, 9), format="fp8_128_pow2")
+    case = random_case("sm_90a", (5, 9), token_format="fp8_128_pow2")
     with (
-        case.experts(format="fp8_128_pow2") as experts,
+        case.experts(token_format="fp8_128_pow2") as experts,
         pytest.raises(TypeError, match="expert_count must be a tensor; got NoneType"),
     ):
         experts(**{**given(case), "expert_count": None})
 
 
 def test_scales_that_are_no_powers_of_two() -> None:
-    case = random_case("sm_90a", (5, 9), format="fp8_128_pow2")
+    case = random_case("sm_90a", (5, 9), token_format="fp8_128_pow2")
     arguments = given(case)
     arguments["scales"][1, 8, 2] *= 1.5
     with (
-        case.experts(format="fp8_128_pow2") as experts,
+        case.experts(token_format="fp8_128_pow2") as experts,
         pytest.raises(ValueError, match=r"must be powers of two .* row 8 of local expert 1"),
     ):
         experts(**arguments)

@@ -16,15 +16,14 @@ def run_case(seed: int) -> None:
     """Three calls of one object, in either layout."""
     choose = random.Random(seed)
     arch = choose.choice(list(TARGETS))
-    weights = choose.choice([own.format for own in target_of(arch).weights])
-    tiles = target_of(arch).weights_of(weights).fuzz_tiles
+    pair = choose.choice(target_of(arch).weights)
+    weights, tiles = pair.weights, pair.fuzz_tiles
     num_experts = choose.choice([1, 2, 5, 33])
     pool = choose.choice([None, 384])
-    token_scales = choose.choice(target_of(arch).weights_of(weights).allowed_token_scales)
     shape = {
         "biases": choose.random() < 0.3,
         "num_pool_tokens": pool,
-        "token_scales": token_scales,
+        "token_format": pair.token_format,
     }
     most = 1 + choose.randrange(300 // num_experts)
     counts = [

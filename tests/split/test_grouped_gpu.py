@@ -10,10 +10,10 @@ import torch
 
 from deep_moe import GroupedExperts
 from deep_moe.errors import MegaMoEError
-from deep_moe.formats.weight_formats import WEIGHT_FORMATS
-from deep_moe.split.grouped_experts import format_of_tokens, formats_for
+from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.targets import target_of_device
 from deep_moe.trial.comparison import compare
+from deep_moe.weights import WEIGHTS
 
 from .grouped_case import Case, random_case
 
@@ -27,7 +27,7 @@ NUM_ROWS = 320
 
 def case_here(weights: str = "mxfp4", **more: Any) -> Case:
     target = target_of_device(torch.device("cuda"))
-    if weights not in {own.format for own in target.weights}:
+    if weights not in {own.weights for own in target.weights}:
         pytest.skip(f"there is no kernel for {weights} weights on {target.name}")
     return random_case(target.name, COUNTS, weights, hidden=1024, intermediate_hidden=512, **more)
 
@@ -54,8 +54,8 @@ def experts_of(case: Case) -> GroupedExperts:
         shape.intermediate_hidden,
         shape.num_experts,
         weights=shape.weights,
+        token_format=shape.token_format,
         biases=shape.biases,
-        format=format_of_tokens(shape.weights, shape.token_scales),
         num_pool_tokens=shape.num_pool_tokens,
         device="cuda",
     )
@@ -66,7 +66,7 @@ def rows_of(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_rows_are_right(weights: str, biases: bool) -> None:
     case = case_here(weights, biases=biases)
     bounds = case.bounds(on_gpu=True)
@@ -81,9 +81,9 @@ def test_rows_are_right(weights: str, biases: bool) -> None:
 
 def test_float_scales_of_any_size() -> None:
     arch = target_of_device(torch.device("cuda")).name
-    if "fp8_128" not in formats_for("fp8", arch):
+    if "fp8_128" not in token_formats_for("fp8", arch):
         pytest.skip(f"there is no kernel for them on {arch}")
-    case = case_here("fp8", format="fp8_128")
+    case = case_here("fp8", token_format="fp8_128")
     bounds = case.bounds(on_gpu=True)
     with experts_of(case) as experts:
         y = experts(**on_gpu(case))

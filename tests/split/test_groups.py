@@ -43,7 +43,7 @@ def test_ranks_in_processes_get_every_bit(run_ranks, receive: bool) -> None:
     [
         ("hidden", 256),
         ("num_topk", 1),
-        ("format", "bf16"),
+        ("token_format", "bf16"),
         ("num_sms", 1),
         ("num_experts", 6),
         ("placement", "experts"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import deep_moe
 from deep_moe.formats.float_scaled import quantize_e4m3_float
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.handle import Dispatched
@@ -17,7 +18,6 @@ from deep_moe.split.layer import DispatchMetaInfo, EPLowLatencyAllToAllLayer
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import random_layer
 
 from .reference import bits, check_dispatched, expected_out, random_inputs
@@ -74,10 +74,10 @@ def test_a_message_for_each_expert() -> None:
 
 def test_its_tokens_go_to_fp8_experts_as_they_are() -> None:
     """Float32 scales of any size, and no quantization between dispatch and experts."""
-    shape = MoEShape(1, 4, 2, 256, 128, 4, weights="fp8", token_scales="float32_per_128")
+    shape = MoEShape(1, 4, 2, 256, 128, 4, weights="fp8", token_format="fp8_128")
     weights = random_layer(shape, scale_block=(128, 128))
     l1, l2 = deep_moe.transform_weights_for_mega_moe(
-        weights.l1, weights.l2, arch="sm_90a", weights="fp8"
+        weights.l1, weights.l2, arch="sm_90a", weights="fp8", token_format="fp8_128"
     )
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0]], dtype=torch.int32)
@@ -85,14 +85,14 @@ def test_its_tokens_go_to_fp8_experts_as_they_are() -> None:
     layer = make()
     tokens, scales, count, meta = layer.dispatch(x, None, ids)
     experts = deep_moe.GroupedExperts(
-        8, 256, 128, 4, weights="fp8", format="fp8_128", arch="sm_90a", device="cpu"
+        8, 256, 128, 4, weights="fp8", token_format="fp8_128", arch="sm_90a", device="cpu"
     )
     y = experts(tokens, scales, l1, l2, count)
     out = layer.combine(y, ids, topk_weights, meta)
     values, floats = quantize_e4m3_float(x)
     bounds = reference_bounds(
         *(values, floats, ids.long(), topk_weights, weights.l1, weights.l2),
-        numerics=target_of("sm_90a").weights_of("fp8").numerics_of(shape.token_scales),
+        numerics=target_of("sm_90a").weights_of("fp8", "fp8_128").numerics,
         sum_bits=FP32_SUM_BITS,
         weights_in_combine=True,
     )

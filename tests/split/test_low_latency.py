@@ -11,9 +11,10 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
-from deep_moe.heuristics.low_latency import FORMATS, PLACEMENTS
+from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.handle import Dispatched
+from deep_moe.tokens import TOKEN_FORMATS
 from tests.everyday import parametrize
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
@@ -78,10 +79,10 @@ def check_call(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@parametrize("format", FORMATS, everyday=["bf16", "fp8_128_ue8m0"])
-def test_every_bit(format: str, arch: str) -> None:
-    hidden = 512 if format == "fp8_128_ue8m0" else 256  # which has four scales in a word
-    with ranks(format=format, arch=arch, hidden=hidden) as layer:
+@parametrize("token_format", TOKEN_FORMATS, everyday=["bf16", "fp8_128_ue8m0"])
+def test_every_bit(token_format: str, arch: str) -> None:
+    hidden = 512 if token_format == "fp8_128_ue8m0" else 256  # which has four scales in a word
+    with ranks(token_format=token_format, arch=arch, hidden=hidden) as layer:
         check_call(layer, random_inputs(layer.shape, (8, 5)))
 
 
@@ -174,9 +175,9 @@ def test_two_calls_under_way(receive: bool) -> None:
                     assert torch.equal(bits(out), bits(expected))
 
 
-@parametrize("format", FORMATS, everyday=["bf16", "fp8_128"])
-def test_send_first_and_receive_later(format: str) -> None:
-    with ranks(format=format, hidden=512) as layer:
+@parametrize("token_format", TOKEN_FORMATS, everyday=["bf16", "fp8_128"])
+def test_send_first_and_receive_later(token_format: str) -> None:
+    with ranks(token_format=token_format, hidden=512) as layer:
         for seed in range(3):
             check_call(layer, random_inputs(layer.shape, (8, 3), seed), receive=False)
 
@@ -231,9 +232,9 @@ def test_odd_sizes(hidden: int, num_experts: int, num_topk: int, num_sms: int) -
         check_call(layer, random_inputs(layer.shape, (6, 3)))
 
 
-@pytest.mark.parametrize("format", ["fp8_128", "fp8_128_pow2", "fp8_128_ue8m0", "fp8_32"])
-def test_values_that_are_no_numbers_stay_in_their_group(format: str) -> None:
-    with ranks(format=format, hidden=512) as layer:
+@pytest.mark.parametrize("token_format", ["fp8_128", "fp8_128_pow2", "fp8_128_ue8m0", "mxfp8"])
+def test_values_that_are_no_numbers_stay_in_their_group(token_format: str) -> None:
+    with ranks(token_format=token_format, hidden=512) as layer:
         inputs = random_inputs(layer.shape, (8, 8))
         inputs.xs[0][0, 3] = torch.inf
         inputs.xs[0][1, 130] = torch.nan
@@ -245,7 +246,7 @@ def test_values_that_are_no_numbers_stay_in_their_group(format: str) -> None:
 
 def test_scales_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
     """Largest magnitudes at, below and above 448 times a power of two."""
-    with ranks(num_ranks=1, format="fp8_128_ue8m0", hidden=512) as layer:
+    with ranks(num_ranks=1, token_format="fp8_128_ue8m0", hidden=512) as layer:
         inputs = random_inputs(layer.shape, (8,), unused=0.0)
         x = torch.zeros(8, 512)
         for token, exponent in enumerate(range(-16, 16, 4)):
@@ -266,13 +267,15 @@ def test_scales_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
 
 @pytest.mark.parametrize("receive", [True, False])
 def test_calls_of_other_formats_in_turn(receive: bool) -> None:
-    with ranks(any_format=True, format="bf16", hidden=512) as layer:
-        for seed, format in enumerate([*FORMATS, *FORMATS]):
+    with ranks(any_format=True, token_format="bf16", hidden=512) as layer:
+        for seed, token_format in enumerate([*TOKEN_FORMATS, *TOKEN_FORMATS]):
             inputs = random_inputs(layer.shape, (8, 3), seed)
-            results = layer.dispatch(inputs.xs, inputs.topk_idxs, format=format, receive=receive)
+            results = layer.dispatch(
+                inputs.xs, inputs.topk_idxs, token_format=token_format, receive=receive
+            )
             if not receive:
                 layer.receive(handles(results))
-            shape = replace(layer.shape, format=format)
+            shape = replace(layer.shape, token_format=token_format)
             for rank, result in enumerate(results):
                 check_dispatched(shape, result, rank, inputs.xs, inputs.topk_idxs)
             check_combined(layer, inputs, results)
@@ -365,7 +368,7 @@ def test_statistics_are_added_to() -> None:
 
 
 def test_scales_by_column() -> None:
-    with ranks(scales_by_column=True, format="fp8_32", hidden=512) as layer:
+    with ranks(scales_by_column=True, token_format="mxfp8", hidden=512) as layer:
         inputs = random_inputs(layer.shape, (8, 8))
         results = layer.dispatch(inputs.xs, inputs.topk_idxs)
         for rank, result in enumerate(results):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe.heuristics.low_latency import FORMATS, PLACEMENTS
+from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.tokens import TOKEN_FORMATS
 
 from .reference import Inputs, bits, quantized, random_inputs
 from .test_low_latency import check_call, check_fetched, ranks, run_ahead
@@ -121,9 +122,9 @@ def test_the_packed_results(placement: str) -> None:
                 read_packed(layer.shape, rank, result, inputs, tokens)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_bit(format: str) -> None:
-    with ranks(format=format, hidden=512, arch="sm_90a", placement="experts") as layer:
+@pytest.mark.parametrize("token_format", TOKEN_FORMATS)
+def test_every_bit(token_format: str) -> None:
+    with ranks(token_format=token_format, hidden=512, arch="sm_90a", placement="experts") as layer:
         for call in range(3):
             inputs = random_inputs(layer.shape, (8 - call, 5), seed=call)
             check_call(layer, inputs, receive=call != 1)
@@ -132,11 +133,11 @@ def test_every_bit(format: str) -> None:
 def test_messages_of_other_formats_in_turn() -> None:
     with ranks(any_format=True, hidden=512, placement="experts") as layer:
         shape = layer.shape
-        for call, format in enumerate(FORMATS):
+        for call, token_format in enumerate(TOKEN_FORMATS):
             inputs = random_inputs(shape, (8, 3), seed=call)
-            results = layer.dispatch(inputs.xs, inputs.topk_idxs, format=format)
+            results = layer.dispatch(inputs.xs, inputs.topk_idxs, token_format=token_format)
             for result in results:
-                values, scales = quantized(inputs.xs[0], format)
+                values, scales = quantized(inputs.xs[0], token_format)
                 begins, own = result.layout_range[:, 0] >> 32, result.layout_range[:, 0] & LOW_HALF
                 for e, (begin, count) in enumerate(zip(begins.tolist(), own.tolist(), strict=True)):
                     of_rows = result.src_info[e, begin : begin + count].tolist()

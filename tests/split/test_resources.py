@@ -11,8 +11,9 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.errors import CompileError
-from deep_moe.heuristics.low_latency import FORMATS, LowLatencyConfig, LowLatencyShape
+from deep_moe.heuristics.low_latency import LowLatencyConfig, LowLatencyShape
 from deep_moe.jit.kernel_args import LowLatencyArgs, SplitTraceCta, layout_checks
+from deep_moe.tokens import TOKEN_FORMATS
 from tests.everyday import parametrize
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/low_latency_args.cuh"
@@ -40,21 +41,23 @@ def compile_kernel(config: LowLatencyConfig):
 def cases() -> list[tuple[str, str, str]]:
     """Tokens in one format in every problem; in the others, which differ in their scales, in one
     for each architecture. sm_103a's kernels are those of sm_100a."""
-    whole = ("fp8_32",)
+    whole = ("mxfp8",)
     chosen = list(product(ARCHS[:2], whole, PROBLEMS))
-    for format in FORMATS:
-        if format not in whole:
-            chosen += [("sm_90a", format, "v3"), ("sm_100a", format, "most_ranks")]
-    return [*chosen, (ARCHS[2], "fp8_32", "v3")]
+    for token_format in TOKEN_FORMATS:
+        if token_format not in whole:
+            chosen += [("sm_90a", token_format, "v3"), ("sm_100a", token_format, "most_ranks")]
+    return [*chosen, (ARCHS[2], "mxfp8", "v3")]
 
 
 @parametrize(
-    ("arch", "format", "problem"),
+    ("arch", "token_format", "problem"),
     cases(),
-    everyday=[("sm_90a", "bf16", "v3"), ("sm_100a", "fp8_32", "v3")],
+    everyday=[("sm_90a", "bf16", "v3"), ("sm_100a", "mxfp8", "v3")],
 )
-def test_no_spills(arch: str, format: str, problem: str) -> None:
-    shape = LowLatencyShape(*PROBLEMS[problem], format, has_shared_rows=format == "fp8_32")
+def test_no_spills(arch: str, token_format: str, problem: str) -> None:
+    shape = LowLatencyShape(
+        *PROBLEMS[problem], token_format, has_shared_rows=token_format == "mxfp8"
+    )
     for step, (sends, receives), repeats in product(STEPS, PARTS, (False, True)):
         if repeats and step == "dispatch":
             continue
@@ -114,7 +117,7 @@ def test_every_member_of_the_header_is_mirrored_in_order() -> None:
 
 
 def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
-    shape = LowLatencyShape(*PROBLEMS["small"], "fp8_32")
+    shape = LowLatencyShape(*PROBLEMS["small"], "mxfp8")
     config = LowLatencyConfig(shape, "dispatch", 2, "sm_90a", has_int32_topk_idx=True)
     kernel = jit.build_low_latency(config, cache=jit.KernelCache(tmp_path))
     assert kernel.name == "low_latency_dispatch_kernel"

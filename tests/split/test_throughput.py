@@ -9,9 +9,9 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
-from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.throughput import AllToAllHandle
+from deep_moe.tokens import TOKEN_FORMATS
 
 from .reference import bits, quantized
 from .throughput_reference import (
@@ -84,13 +84,13 @@ def check_call(layer: EmulatedThroughputAllToAll, inputs: Inputs, schedule: Any 
     check_combine(layer, inputs, handles, schedule=schedule)
 
 
-@pytest.mark.parametrize("tokens", FORMATS)
+@pytest.mark.parametrize("token_format", TOKEN_FORMATS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_every_bit(tokens: str, arch: str) -> None:
-    hidden = 512 if tokens == "fp8_128_ue8m0" else 256  # which has four scales in a word
+def test_every_bit(token_format: str, arch: str) -> None:
+    hidden = 512 if token_format == "fp8_128_ue8m0" else 256  # which has four scales in a word
     with ranks(arch=arch, hidden=hidden) as layer:
         inputs = random_inputs(layer.shape, (8, 5))
-        check_dispatch(layer, inputs, tokens=tokens)
+        check_dispatch(layer, inputs, token_format=token_format)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -106,26 +106,30 @@ def test_rows_are_added_with_weights_or_without(weighted: bool) -> None:
         check_combine(layer, inputs, check_dispatch(layer, inputs), weighted=weighted)
 
 
-@pytest.mark.parametrize("tokens", ["fp8_128", "fp8_32"])
-def test_tokens_that_are_quantized_already(tokens: str) -> None:
-    with ranks(tokens=tokens) as layer:
+@pytest.mark.parametrize("token_format", ["fp8_128", "mxfp8"])
+def test_tokens_that_are_quantized_already(token_format: str) -> None:
+    with ranks(token_format=token_format) as layer:
         inputs = random_inputs(layer.shape, (8, 5))
-        pairs = [quantized(x, tokens) for x in inputs.xs]
+        pairs = [quantized(x, token_format) for x in inputs.xs]
         scales = [scale for _, scale in pairs if scale is not None]
         results = layer.dispatch([x for x, _ in pairs], inputs.topk_idxs, x_sfs=scales)
         for rank, (received, _) in enumerate(results):
-            check_received(layer.shape, received, rank, inputs.topk_idxs, inputs.xs, tokens=tokens)
+            check_received(
+                layer.shape, received, rank, inputs.topk_idxs, inputs.xs, token_format=token_format
+            )
 
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_other_rows_go_the_same_ways(weighted: bool) -> None:
     """What combine's gradient does: rows of each token to its slots, times their weights."""
-    with ranks(tokens="fp8_32") as layer:
+    with ranks(token_format="mxfp8") as layer:
         inputs = random_inputs(layer.shape, (8, 5))
-        handles = check_dispatch(layer, inputs, tokens="fp8_32")
+        handles = check_dispatch(layer, inputs, token_format="mxfp8")
         others = random_inputs(layer.shape, (8, 5), seed=1)
         factors = others.topk_weights if weighted else None
-        results = layer.dispatch(others.xs, topk_weights=factors, tokens="bf16", handles=handles)
+        results = layer.dispatch(
+            others.xs, topk_weights=factors, token_format="bf16", handles=handles
+        )
         for rank, (received, handle) in enumerate(results):
             assert handle is handles[rank]
             check_received(

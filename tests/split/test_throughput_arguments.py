@@ -37,16 +37,16 @@ def make(**changes: Any) -> AllToAll:
         ({"max_recv_rows": 2**24 + 1}, "max_recv_rows must be 1 to 16777216"),
         ({"expert_alignment": 48}, "expert_alignment must be a power of two; got 48"),
         ({"expert_alignment": 8192}, "expert_alignment must be 1 to 4096; got 8192"),
-        ({"tokens": "fp4"}, "tokens must be one of fp8_128.*got 'fp4'"),
-        ({"tokens": "fp8_128_ue8m0"}, "hidden must be a multiple of 512 for tokens"),
+        ({"token_format": "fp4"}, "token_format must be one of mxfp8.*got 'fp4'"),
+        ({"token_format": "fp8_128_ue8m0"}, "hidden must be a multiple of 512 for token_format"),
         ({"num_sms": 0}, "num_sms must be at least 1; got 0"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
         ({"schedule_seed": -1}, "schedule_seed must be at least 0; got -1"),
-        ({"tokens": ["bf16"]}, r"tokens must be one of .*got \['bf16'\]"),
+        ({"token_format": ["bf16"]}, r"token_format must be one of .*got \['bf16'\]"),
     ],
 )
 def test_sizes_are_checked(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         make(**changes)
 
 
@@ -78,9 +78,9 @@ CALLS: dict[str, tuple[Callable[[AllToAll, Any], object], str]] = {
     ),
     "quantized_factors": (
         lambda layer, handle: layer.dispatch(
-            tokens(), topk_weights=weights(), tokens="fp8_32", handle=handle
+            tokens(), topk_weights=weights(), token_format="mxfp8", handle=handle
         ),
-        "only such rows are multiplied; got tokens 'fp8_32'",
+        "only such rows are multiplied; got 'mxfp8'",
     ),
     "no_tensor_of_ids": (
         lambda layer, handle: layer.dispatch(tokens(), [[0, 1]]),
@@ -104,11 +104,11 @@ CALLS: dict[str, tuple[Callable[[AllToAll, Any], object], str]] = {
     ),
     "fp8_for_bf16": (
         lambda layer, handle: layer.dispatch(tokens().to(torch.float8_e4m3fn), ids()),
-        "x must be bfloat16 for tokens 'bf16'; got float8_e4m3fn",
+        "x must be bfloat16 for token_format 'bf16'; got float8_e4m3fn",
     ),
     "scales_of_other_type": (
         lambda layer, handle: layer.dispatch(
-            tokens().to(torch.float8_e4m3fn), ids(), x_sf=torch.ones(4, 2), tokens="fp8_32"
+            tokens().to(torch.float8_e4m3fn), ids(), x_sf=torch.ones(4, 2), token_format="mxfp8"
         ),
         "x_sf must",
     ),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.heuristics.low_latency import FORMATS
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
+from deep_moe.tokens import TOKEN_FORMATS
 
 from .reference import bits
 from .throughput_reference import (
@@ -43,16 +43,16 @@ def run_case(seed: int) -> None:
     num_topk = min(num_experts, choose.choice([1, 2, 3, 6, 9]))
     most = choose.choice([1, 3, 8, 20])
     alignment = choose.choice([1, 4, 32])
-    tokens = choose.choice(list(FORMATS))
+    token_format = choose.choice(list(TOKEN_FORMATS))
     layer = EmulatedThroughputAllToAll(
         num_ranks,
         most,
-        512 if tokens == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5]),
+        512 if token_format == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5]),
         num_experts,
         num_topk,
         num_ranks * most * num_topk + num_experts // num_ranks * alignment,
         expert_alignment=alignment,
-        tokens=tokens,
+        token_format=token_format,
         num_sms=choose.choice([1, 2, 3, 5]),
         arch=choose.choice(["sm_90a", "sm_100a"]),
         timeout_s=1.0,
@@ -88,7 +88,7 @@ def run_case(seed: int) -> None:
                 handles.append(result[1])
             elif step == "again":
                 launch, result = own.prepare_dispatch(
-                    inputs.xs[rank], topk_weights=weights, tokens="bf16", handle=handles[call]
+                    inputs.xs[rank], topk_weights=weights, token_format="bf16", handle=handles[call]
                 )
             elif step == "scalars":
                 launch, result = own.prepare_return_scalars(inputs.values[rank], handles[call])
@@ -105,7 +105,9 @@ def run_case(seed: int) -> None:
             inputs = calls[call]
             ids, xs, all_weights = inputs.topk_idxs, inputs.xs, inputs.topk_weights
             if step == "dispatch":
-                check_received(shape, result[0], rank, ids, xs, tokens=tokens, weights=all_weights)
+                check_received(
+                    shape, result[0], rank, ids, xs, token_format=token_format, weights=all_weights
+                )
             elif step == "again":
                 check_received(shape, result[0], rank, ids, xs, factors=all_weights)
             elif step == "scalars":

@@ -42,7 +42,7 @@ def test_ranks_in_processes_get_every_bit(run_ranks) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("max_recv_rows", 64), ("expert_alignment", 8), ("tokens", "fp8_32")],
+    [("max_recv_rows", 64), ("expert_alignment", 8), ("token_format", "mxfp8")],
 )
 def test_layers_that_differ_are_an_error_on_every_rank(run_ranks, argument, value) -> None:
     def work(rank: int) -> str:

@@ -9,12 +9,12 @@ import torch
 
 from deep_moe import ThroughputMoE
 from deep_moe.errors import MegaMoEError
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
 ARCH = "sm_90a"
@@ -66,8 +66,11 @@ def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable()
     ("changes", "words"),
     [
         ({"weights": "int4"}, "weights must be one of"),
-        ({"format": "bf16"}, "format must be .*; got 'bf16'"),
-        ({"weights": "bf16", "format": "fp8_32"}, "format must be 'bf16' with bf16 weights"),
+        ({"token_format": "fp8_128"}, "token_format must be .*; got 'fp8_128'"),
+        (
+            {"weights": "bf16", "token_format": "mxfp8"},
+            "token_format must be 'bf16' with bf16 weights",
+        ),
         ({"max_recv_rows": 0}, "max_recv_rows must be 1 to"),
         ({"overrides": {"block_x": 3}}, "block_x"),
         ({"num_sms": 0}, "num_sms must be at least 1"),

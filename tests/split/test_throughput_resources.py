@@ -18,9 +18,9 @@ from tests.everyday import parametrize
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/throughput_args.cuh"
 KINDS = {
     "bf16": {"step": "dispatch", "has_weights": True},
-    "fp8_128": {"step": "dispatch", "tokens": "fp8_128_ue8m0"},
-    "fp8_32": {"step": "dispatch", "tokens": "fp8_32"},
-    "given_fp8": {"step": "dispatch", "tokens": "fp8_128", "is_quantized_input": True},
+    "fp8_128": {"step": "dispatch", "token_format": "fp8_128_ue8m0"},
+    "mxfp8": {"step": "dispatch", "token_format": "mxfp8"},
+    "given_fp8": {"step": "dispatch", "token_format": "fp8_128", "is_quantized_input": True},
     "again": {"step": "dispatch", "has_weights": True, "knows_rows": True},
     "combine": {"step": "combine", "has_weights": True, "copies_rows": True},
     "fetched": {"step": "combine"},

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_moe
 from deep_moe.errors import DeepMoEError, ForeignTokensError, LostDomainError, MegaMoETimeoutError
+from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level import TwoLevelMoE
 from deep_moe.targets import target_of
 from deep_moe.trial.calls import fill_inputs, model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import FP32_SUM_BITS
 from deep_moe.trial.synthetic import (
     Layer,
     Tokens,
@@ -32,6 +32,7 @@ from deep_moe.trial.synthetic import (
     random_tokens,
 )
 from deep_moe.trial.two_level import make_layer, two_level_bounds
+from tests.pairs import formats
 
 ARCH = "sm_90a"
 CALL = {"arch": ARCH, "num_sms": 2, "checked": False}
@@ -41,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def layer_of(shape: MoEShape, exact: bool) -> Layer:
-    block = target_of(ARCH).weights_of(shape.weights).scale_block
+    block = target_of(ARCH).weights_of(shape.weights, shape.token_format).scale_block
     return (exact_layer if exact else random_layer)(shape, scale_block=block)
 
 
@@ -52,7 +53,7 @@ def tokens_of(shape: MoEShape, exact: bool, rank: int, **more: Any) -> tuple[tor
 
 
 def bounds_of(shape: MoEShape, num_domains: int, domain: int, layer: Layer, tokens: Tokens):
-    numerics = target_of(ARCH).weights_of(shape.weights).numerics
+    numerics = target_of(ARCH).weights_of(shape.weights, shape.token_format).numerics
     return two_level_bounds(
         shape, num_domains, domain, layer, tokens, numerics=numerics, sum_bits=FP32_SUM_BITS
     )
@@ -168,10 +169,10 @@ def test_more_domains_than_slots(run_ranks, exact_sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp8", "bf16", "mxfp4_bf16"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16", "mxfp4 x bf16"])
 def test_other_formats_and_biases(run_ranks, weights) -> None:
     """Two domains of one rank each."""
-    shape = MoEShape(2, 6, 2, 256, 128, 9, weights=weights, biases=weights != "fp8")
+    shape = MoEShape(2, 6, 2, 256, 128, 9, **formats(weights), biases=weights != "fp8")
     layer = layer_of(shape, exact=True)
 
     def work(rank: int) -> None:

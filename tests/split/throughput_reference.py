@@ -64,7 +64,7 @@ def check_received(
     topk_idxs: Sequence[torch.Tensor],
     xs: Sequence[torch.Tensor],
     *,
-    tokens: str = "bf16",
+    token_format: str = "bf16",
     weights: Sequence[torch.Tensor] | None = None,
     factors: Sequence[torch.Tensor] | None = None,
 ) -> None:
@@ -75,7 +75,7 @@ def check_received(
     assert received.expert_count.tolist() == places.count
     assert received.expert_end.tolist() == places.end
     assert int(received.num_rows) == len(places.rows)
-    travelling = [quantized(x, tokens) for x in xs]
+    travelling = [quantized(x, token_format) for x in xs]
     assert (received.topk_weights is None) == (weights is None)
     for row, source in enumerate(places.rows):
         if source is None:

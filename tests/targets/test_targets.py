@@ -19,11 +19,12 @@ from deep_moe import jit
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, WEIGHT_POINTER_NAMES
 from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
-from deep_moe.targets.sm90 import Sm90
-from deep_moe.targets.sm90_mxfp4 import Sm90Mxfp4
+from deep_moe.targets.sm90 import SM90A
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from deep_moe.weights.mxfp4.sm90 import Sm90Mxfp4
 from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
+from tests.pairs import formats
 
 ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(2, 4, 2, 256, 128, 16)
@@ -61,19 +62,17 @@ def test_a_devices_target(monkeypatch: pytest.MonkeyPatch, capability, name) -> 
 def test_a_format_that_a_target_does_not_have_is_refused_with_both_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = "weights must be one of mxfp4, fp8, bf16, mxfp4_bf16 on sm_90a; got "
+    words = "weights must be one of mxfp4, fp8, bf16 on sm_90a; got "
     with pytest.raises(ValueError, match=f"{words}'nvfp4': its scales, E4M3 per 16 values"):
         target_of("sm_90a").weights_of("nvfp4")
-    monkeypatch.setattr(Sm90, "weights", (Sm90Mxfp4(),))
-    fp8 = dataclasses.replace(SHAPE, weights="fp8")
+    monkeypatch.setitem(vars(SM90A), "weights", (Sm90Mxfp4(),))
+    fp8 = dataclasses.replace(SHAPE, **formats("fp8"))
     with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
         choose_config(fp8, 4, arch="sm_90a")
     with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
         deep_moe.empty_weights_for_mega_moe(4, 256, 128, arch="sm_90a", weights="fp8")
-    assert choose_config(fp8, 4, arch="sm_100a").target_weights.format == "fp8"
-    with pytest.raises(
-        ValueError, match="weights must be one of mxfp4, fp8, bf16, mxfp4_bf16; got 'bf17'"
-    ):
+    assert choose_config(fp8, 4, arch="sm_100a").target_weights.weights == "fp8"
+    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8, bf16; got 'bf17'"):
         dataclasses.replace(SHAPE, weights="bf17")
 
 
@@ -94,7 +93,11 @@ def test_nothing_else_names_an_architecture() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert naming == {"deep_moe/targets/sm90.py", "deep_moe/targets/sm100.py"}
+    assert naming == {
+        "deep_moe/targets/sm90/target.py",
+        "deep_moe/targets/sm100/target.py",
+        "deep_moe/trial/small_layers.py",  # one of each
+    }
 
 
 def test_the_worked_cases_hold() -> None:
@@ -107,16 +110,19 @@ def test_the_worked_cases_hold() -> None:
 def test_operands_have_the_names_of_the_kernels_arguments(name: str) -> None:
     target = target_of(name)
     for weights in target.weights:
-        shape = dataclasses.replace(SHAPE, weights=weights.format)
+        shape = dataclasses.replace(
+            SHAPE, weights=weights.weights, token_format=weights.token_format
+        )
         config = choose_config(shape, 4, arch=name)
-        l1, l2 = deep_moe.transform_weights_for_mega_moe(
+        made = deep_moe.transform_weights_for_mega_moe(
             *exact_layer(shape, scale_block=weights.scale_block).of_rank(0, 2),
             arch=name,
-            weights=weights.format,
+            weights=weights.weights,
+            token_format=weights.token_format,
         )
         expected = weights.tensors(shape).values()
-        assert [(t.dtype, tuple(t.shape)) for t in (*l1, *l2)] == list(expected)
-        operands = weights.operands(config, 1 << 20, l1, l2)
+        assert [(t.dtype, tuple(t.shape)) for t in made.tensors] == list(expected)
+        operands = weights.operands(config, 1 << 20, made.l1, made.l2)
         assert operands.tensor_maps.keys() <= set(TENSOR_MAP_NAMES)
         assert operands.addresses.keys() <= set(WEIGHT_POINTER_NAMES)
 
@@ -136,13 +142,17 @@ def test_sm_103a_is_the_kernel_of_sm_100a_under_its_own_name() -> None:
     assert ".target sm_103a" in kernel.ptx
 
 
-PAIRS = [(name, own.format) for name, target in TARGETS.items() for own in target.weights]
+PAIRS = [
+    (name, f"{own.weights} x {own.token_format}")
+    for name, target in TARGETS.items()
+    for own in target.weights
+]
 
 
-@parametrize(("name", "weights"), PAIRS, everyday=[(name, "mxfp4") for name in TARGETS])
+@parametrize(("name", "weights"), PAIRS, everyday=[(name, "mxfp4 x mxfp8") for name in TARGETS])
 def test_a_target_runs_in_the_emulator_as_its_reference(name: str, weights: str) -> None:
-    shape = dataclasses.replace(SHAPE, weights=weights)
-    own = target_of(name).weights_of(weights)
+    shape = dataclasses.replace(SHAPE, **formats(weights))
+    own = target_of(name).weights_of(**formats(weights))
     layer = exact_layer(shape, sum_bits=own.numerics.sum_bits, scale_block=own.scale_block)
     case = LayerCase(shape, layer, arch=name)
     tokens = [exact_tokens(shape, count, seed=count) for count in (9, 4)]

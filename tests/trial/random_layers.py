@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from deep_moe.activations import Activation, Swiglu
 from deep_moe.cli.options import parse_activation
+from deep_moe.formats.numerics import FP32_SUM_BITS, Numerics
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import run_emulated_ranks
 from deep_moe.trial.comparison import Comparison, compare
-from deep_moe.trial.reference import FP32_SUM_BITS, Numerics
 from deep_moe.trial.synthetic import random_layer, random_tokens
 
 # Few shapes, so that many layers share a compiled kernel: ranks, experts, top-k, hidden,

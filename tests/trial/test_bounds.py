@@ -15,8 +15,9 @@ from deep_moe.formats.block_scaled import (
     quantize_e2m1_ue8m0,
     quantize_e4m3_groups,
 )
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.formats.numerics import FP32_SUM_BITS, HOPPER_SUM_BITS, Numerics
 from deep_moe.heuristics import MoEShape
+from deep_moe.targets import target_of
 from deep_moe.trial.bounds import (
     Bounds,
     Interval,
@@ -26,13 +27,7 @@ from deep_moe.trial.bounds import (
     sums_with_errors,
 )
 from deep_moe.trial.comparison import Comparison, compare
-from deep_moe.trial.reference import (
-    FP32_SUM_BITS,
-    HOPPER_SUM_BITS,
-    MXFP8,
-    Numerics,
-    reference_mega_moe,
-)
+from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import (
     Layer,
     Tokens,
@@ -41,8 +36,11 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
+from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 from tests.trial.random_layers import judge_layers, numerics_of, of_one_shape
+
+MXFP8 = target_of("sm_100a").weights_of().numerics
 
 # What runs where: the emulator with each architecture's rules, and SM90 on a GPU.
 KINDS = (("sm_100a", FP32_SUM_BITS), ("sm_90a", FP32_SUM_BITS), ("sm_90a", HOPPER_SUM_BITS))

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deep_moe.formats.biases import transform_biases_for_mega_moe
-from deep_moe.formats.weights import LayerWeights
+from deep_moe.biases.per_expert import transform_biases_for_mega_moe
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.calls import run_emulated_ranks, run_processes
 from deep_moe.trial.real_size import (
@@ -17,6 +16,7 @@ from deep_moe.trial.real_size import (
     rank_tokens,
 )
 from deep_moe.trial.synthetic import Layer
+from deep_moe.weights.layers import LayerWeights
 
 SHAPE = MoEShape(2, 16, 3, 128, 128, 4000)
 CPU = torch.device("cpu")

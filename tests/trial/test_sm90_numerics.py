@@ -14,14 +14,12 @@ from deep_moe.formats.block_scaled import (
     quantize_e4m3_ue8m0,
     unpack_ue8m0,
 )
+from deep_moe.formats.numerics import fold_token_scales
 from deep_moe.targets import target_of
-from deep_moe.trial.reference import (
-    MXFP8,
-    SM90,
-    expert_output,
-    fold_token_scales,
-    reference_mega_moe,
-)
+from deep_moe.trial.reference import expert_output, reference_mega_moe
+
+MXFP8 = target_of("sm_100a").weights_of().numerics
+SM90 = target_of("sm_90a").weights_of().numerics
 
 
 def e4m3_nearest_even(value: float) -> float:

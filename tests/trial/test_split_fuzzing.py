@@ -52,7 +52,7 @@ def test_what_is_wrong_in_either_call_is_told(
     spoil: Callable[[list[list[RankOutput]]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = with_values(
-        arch="sm_90a", weights="fp8 with fp8_128", tokens="few", shape=(2, 4, 3, 512, 96)
+        arch="sm_90a", weights="fp8 x fp8_128", tokens="few", shape=(2, 4, 3, 512, 96)
     )
     given = SplitCase._outputs
 
@@ -67,7 +67,7 @@ def test_what_is_wrong_in_either_call_is_told(
 
 
 def test_values_that_dispatch_rounds_are_judged_as_it_rounds_them() -> None:
-    case = with_values(weights="mxfp4 with fp8_128_ue8m0", tokens="many", values="numbers")
+    case = with_values(weights="mxfp4 x fp8_128_ue8m0", tokens="many", values="numbers")
     own = case.inputs()[0][0]
     received = case.as_received(own)
     scales = received.x_sf.view(torch.uint8).view(len(received.x), -1, 4)

@@ -43,7 +43,7 @@ def with_values(**wanted: Any) -> ThroughputCase:
 
 def test_room_for_what_comes_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     case = with_values(
-        arch="sm_90a", weights="fp8 with fp8_128", room="for what comes", shape=(2, 4, 3, 512, 96)
+        arch="sm_90a", weights="fp8 x fp8_128", room="for what comes", shape=(2, 4, 3, 512, 96)
     )
     case = replace(case, values=case.values | {"tokens": "few", "alignment": 32})
     assert case.run() == ""
@@ -53,7 +53,7 @@ def test_room_for_what_comes_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_that_are_copied_and_rows_that_lie_there() -> None:
-    case = with_values(arch="sm_100a", weights="mxfp4 with fp8_32", shape=(2, 4, 3, 512, 96))
+    case = with_values(arch="sm_100a", weights="mxfp4 x mxfp8", shape=(2, 4, 3, 512, 96))
     for rows in throughput_axes(case.arch)["rows"]:
         own = replace(case, values=case.values | {"tokens": "few", "rows": rows})
         assert own.run() == "", rows

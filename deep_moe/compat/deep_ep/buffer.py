@@ -214,7 +214,7 @@ class Buffer:
         of that shape, and scales float32 [local experts, ranks * max tokens, hidden / 128] or, with
         use_ue8m0, int32 [.., hidden / 512] with four bytes each; in both the rows lie side by side.
         """
-        format = _format(use_fp8, round_scale, use_ue8m0)
+        token_format = _format(use_fp8, round_scale, use_ue8m0)
         _refuse_both(async_finish, return_recv_hook)
         require_type("x", x, torch.Tensor, "a tensor")
         require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
@@ -236,7 +236,7 @@ class Buffer:
             launch, result = layer.prepare_dispatch(
                 x,
                 topk_idx,
-                format=format,
+                token_format=token_format,
                 receive=not return_recv_hook,
                 expert_totals=cumulative_local_expert_recv_stats,
                 wait_cycles=dispatch_wait_recv_cost_stats,
@@ -443,7 +443,7 @@ def _shape_of(
         num_topk=num_topk,
         hidden=hidden,
         num_max_tokens_per_rank=num_max_tokens,
-        format="bf16",
+        token_format="bf16",
         has_shared_rows=True,
         any_format=True,
     )

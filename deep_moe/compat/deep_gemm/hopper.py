@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import deep_moe
-from deep_moe.formats.weight_formats import FLOAT_TOKEN_SCALES
-from deep_moe.formats.weights import MegaMoEWeights
 from deep_moe.fused.checks import require_type
 from deep_moe.targets import target_of_capability
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .mega import ACTIVATION, FP8_TYPE, Pair, SymmBuffer, fill_from_model
 
@@ -50,7 +49,7 @@ def get_symm_buffer_for_sm90_mega_moe(
         intermediate_hidden,
         mma_type=FP8_TYPE,
         activation=activation,
-        token_scales=FLOAT_TOKEN_SCALES,
+        token_format="fp8_128",
         device=device,
     )
 
@@ -61,7 +60,7 @@ def transform_weights_for_mega_moe_sm90(l1_weights: Pair, l2_weights: Pair) -> M
     target = target_of_capability(CAPABILITY)
     assert target is not None
     return deep_moe.transform_weights_for_mega_moe(
-        l1_weights, l2_weights, target.name, weights="fp8"
+        l1_weights, l2_weights, target.name, weights="fp8", token_format="fp8_128"
     )
 
 

@@ -12,14 +12,15 @@ import torch
 import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES, FLOAT_TOKEN_SCALES, K_BLOCK
-from deep_moe.formats.weights import MegaMoEWeights
-from deep_moe.fused.checks import check_contiguous, check_tensor, require_type
+from deep_moe.formats.sizes import K_BLOCK
+from deep_moe.fused.checks import check_contiguous, check_recipe, check_tensor, require_type
+from deep_moe.fused.mega_moe import call_with_layers
 from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.shape import require_int
 from deep_moe.targets import target_of_device
 from deep_moe.tensor_memory import check_dense, check_memory
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .operands import packed_weights
 from .utils import align
@@ -69,13 +70,13 @@ class SymmBuffer:
         activation: str = ACTIVATION,
         base: SymmBuffer | None = None,
         *,
-        token_scales: str = DEFAULT_TOKEN_SCALES,
+        token_format: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         """group: a process group, or None for one rank. mma_type: "fp8xfp4", "fp8xfp8" or
         "bf16xbf16", for calls of `fp8_fp4_mega_moe`, `fp8_mega_moe` or `bf16_mega_moe`.
         activation: "swiglu" or "situ": the buffer is the same. num_shared_experts, base: only the
-        defaults. token_scales: "float32_per_128" with "fp8xfp8" on Hopper, where x_sf is float32.
+        defaults. token_format: "fp8_128" with "fp8xfp8" on Hopper, where x_sf is float32.
         device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is
         raised."""
         if num_shared_experts != 0:
@@ -96,7 +97,7 @@ class SymmBuffer:
             hidden,
             intermediate_hidden,
             weights=weights,
-            token_scales=token_scales,
+            token_format=token_format,
             device=device,
         )
         self.group = group
@@ -272,7 +273,7 @@ def fp8_mega_moe(
     *,
     arch: str | None = None,
 ) -> None:
-    """`deep_moe.fp8_mega_moe`, for a `SymmBuffer` of this module with mma_type "fp8xfp8": writes y,
+    """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "fp8xfp8": writes y,
     bfloat16 [tokens, hidden].
 
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned for that
@@ -283,25 +284,26 @@ def fp8_mega_moe(
     num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
     arch: on a CPU, the target to emulate.
 
-    Raises TypeError or ValueError as `deep_moe.fp8_mega_moe`.
+    Raises TypeError or ValueError as `deep_moe.mega_moe`.
     """
-    _check_buffer(sym_buffer)
-    has_floats = sym_buffer.own.shape.token_scales == FLOAT_TOKEN_SCALES
+    _check_buffer(sym_buffer, FP8_TYPE)
+    has_floats = sym_buffer.own.shape.token_format == "fp8_128"
     if has_floats and tuple(recipe) == FLOAT_RECIPE:
         recipe = RECIPE
-    deep_moe.fp8_mega_moe(
+    check_recipe(recipe)
+    call_with_layers(
+        "fp8_mega_moe",
         y,
         l1_weights,
         l2_weights,
         sym_buffer.own,
         cumulative_local_expert_recv_stats,
-        recipe,
         activation,
         activation_clamp,
         fast_math,
-        expected_tokens_per_rank=num_tokens_bound,
-        arch=arch,
-        num_sms=_num_sms,
+        None,
+        None,
+        {"expected_tokens_per_rank": num_tokens_bound, "arch": arch, "num_sms": _num_sms},
     )
 
 
@@ -319,8 +321,8 @@ def bf16_mega_moe(
     *,
     arch: str | None = None,
 ) -> None:
-    """`deep_moe.bf16_mega_moe`, for a `SymmBuffer` of this module with mma_type "bf16xbf16": writes
-    y, bfloat16 [tokens, hidden].
+    """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "bf16xbf16": writes y,
+    bfloat16 [tokens, hidden].
 
     l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16
         tensors.
@@ -328,11 +330,12 @@ def bf16_mega_moe(
     activation, activation_clamp: as in `fp8_fp4_mega_moe`.
     arch: on a CPU, the target to emulate.
 
-    Raises TypeError or ValueError as `deep_moe.bf16_mega_moe`.
+    Raises TypeError or ValueError as `deep_moe.mega_moe`.
     """
-    _check_buffer(sym_buffer)
+    _check_buffer(sym_buffer, BF16_TYPE)
     _refuse_shared(shared_l1_weights, shared_l2_weights)
-    deep_moe.bf16_mega_moe(
+    call_with_layers(
+        "bf16_mega_moe",
         y,
         l1_weights,
         l2_weights,
@@ -341,8 +344,9 @@ def bf16_mega_moe(
         _activation(activation, None, None),
         activation_clamp,
         fast_math,
-        arch=arch,
-        num_sms=_num_sms,
+        None,
+        None,
+        {"arch": arch, "num_sms": _num_sms},
     )
 
 
@@ -510,11 +514,16 @@ def _refuse_shared(shared_l1_weights: object, shared_l2_weights: object) -> None
             )
 
 
-def _check_buffer(sym_buffer: object) -> None:
+def _check_buffer(sym_buffer: object, mma_type: str = MMA_TYPE) -> None:
     if not isinstance(sym_buffer, SymmBuffer):
         raise TypeError(
             "sym_buffer must be of deep_moe.compat.deep_gemm.get_symm_buffer_for_mega_moe; "
             f"got {type(sym_buffer).__name__}"
+        )
+    if sym_buffer.mma_type != mma_type:
+        raise ValueError(
+            f"sym_buffer must be made with mma_type {mma_type!r}; got one with "
+            f"{sym_buffer.mma_type!r}"
         )
 
 

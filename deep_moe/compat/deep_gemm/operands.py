@@ -10,10 +10,10 @@ from deep_moe.formats.block_scaled import (
     pack_ue8m0_groups,
     ue8m0_of_floats,
 )
-from deep_moe.formats.weight_formats import weight_format
-from deep_moe.formats.weights import LayerWeights, weight_pair
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.tensor_memory import check_dense, check_memory
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights, weight_pair
 
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)

@@ -7,7 +7,8 @@ import torch
 from deep_moe.formats.block_scaled import GROUP_SIZE, ue8m0_to_float, unpack_ue8m0
 from deep_moe.formats.float_scaled import GROUP_SIZE as FLOAT_GROUP_SIZE
 from deep_moe.formats.float_scaled import quantize_e4m3_float
-from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
+from deep_moe.formats.mx import quantize_mxfp8
+from deep_moe.weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
 
 from .operands import packed_scales
 

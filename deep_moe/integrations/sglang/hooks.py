@@ -17,11 +17,10 @@ import torch
 from deep_moe.activations import Swiglu
 from deep_moe.errors import CheckpointError
 
-from ..fp8_token_scales import served_token_scales
-from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
-from ..switch import read_fp8_token_scales, read_mxfp4_tokens, read_num_pool_tokens
+from ..switch import read_num_pool_tokens, read_token_format
+from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from . import engine, loading
 
@@ -209,9 +208,9 @@ def _taken_over(experts: Any) -> ServedExperts:
             experts.top_k,
             w13.shape[2] * (2 if is_packed else 1),
             w13.shape[1] // 2,
-            served_format(weights, read_mxfp4_tokens(), arch, w13.device),
+            weights,
+            served_token_format(weights, read_token_format(), arch, w13.device),
             num_pool_tokens=read_num_pool_tokens(),
-            token_scales=served_token_scales(weights, read_fp8_token_scales(), arch, w13.device),
         ),
         activation,
         group.device_group if group.world_size > 1 else None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_moe.errors import DeepMoEError
-from deep_moe.formats.weights import Pair
+from deep_moe.weights.layers import Pair
 
 from ..completeness import Part, in_words, layer_of, missing_parts
 from ..served_experts import ServedExperts

@@ -30,7 +30,7 @@ def register(
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
-    mxfp4_tokens: str | None = None,
+    token_format: str | None = None,
     arch: str | None = None,
 ) -> None:
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
@@ -44,9 +44,10 @@ def register(
         different tokens need not ask each other how many there are. By default buffers grow.
     num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`; None for as
         many rows as a call may bring.
-    mxfp4_tokens: how tokens meet experts in MXFP4: "e4m3", the default, or "bf16", in which nothing
-        but weights is quantized. That has a kernel on Hopper; elsewhere such experts are left to
-        transformers.
+    token_format: what tokens are when they meet experts, where there is a choice: "bf16" beside
+        MXFP4, so that nothing but weights is quantized. That has a kernel on Hopper; elsewhere such
+        experts are left to transformers. By default what goes with the weights, "mxfp8" or, beside
+        BF16, "bf16".
     arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.
 
     Raises MissingPackageError without transformers, DeepMoEError for a version of it that this was
@@ -55,7 +56,7 @@ def register(
     from deep_moe.fused.checks import require_type
     from deep_moe.targets import target_of
 
-    from ..mxfp4_tokens import check_mxfp4_tokens
+    from ..token_format import check_token_format
 
     require_type("quantize", quantize, bool, "a bool")
     for name, number in (
@@ -69,7 +70,7 @@ def register(
     if arch is not None:
         require_type("arch", arch, str, "a str or None")
         target_of(arch)
-    check_mxfp4_tokens("mxfp4_tokens", mxfp4_tokens)
+    check_token_format("token_format", token_format)
     require_version("transformers", OLDEST, TOO_NEW)
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -79,7 +80,7 @@ def register(
     from .experts import NAME, experts_forward, set_options
     from .layer import Options
 
-    set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, mxfp4_tokens, arch))
+    set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, token_format, arch))
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         functions.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, DeepMoEExpertParallel)

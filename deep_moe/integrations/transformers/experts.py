@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from deep_moe.errors import DeepMoEError
 from deep_moe.fused.input_preparation import prepare_inputs
-from deep_moe.fused.mega_moe import CALLS
+from deep_moe.fused.mega_moe import mega_moe
 
 from ..shared_buffers import SharedBuffers
 from ..unsupported import UnsupportedError
@@ -323,9 +323,9 @@ def run(
     for first in range(0, max(most, 1), chunk):
         rows = slice(first, first + chunk)
         prepare_inputs(x[rows], topk_idx[rows], topk_weights[rows], buffer, arch=options.arch)
-        CALLS[layer.sizes.weights](
+        mega_moe(
             y[rows],
-            *layer.weights,
+            layer.weights,
             buffer,
             activation=layer.activation,
             l1_bias=layer.biases and layer.biases.l1,

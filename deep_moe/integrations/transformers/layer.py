@@ -22,27 +22,26 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.formats.biases import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
     ue8m0_of_floats,
     ue8m0_to_float,
     unpack_ue8m0,
 )
-from deep_moe.formats.mx import dequantize_mxfp4, quantize_mxfp4
-from deep_moe.formats.weight_formats import weight_format
-from deep_moe.formats.weights import (
-    LayerWeights,
-    MegaMoEWeights,
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights, MegaMoEWeights
+from deep_moe.weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
+from deep_moe.weights.transform import (
     empty_weights_for_mega_moe,
     inverse_transform_weights,
     transform_weights_for_mega_moe,
 )
 
-from ..mxfp4_tokens import served_format
 from ..served_experts import check_sizes, gate_before_up
 from ..shared_buffers import LayerSizes
+from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from .taken import reason_not_to_take
 
@@ -63,7 +62,7 @@ class Options:
     quantize: bool = False
     num_pool_tokens: int | None = None
     max_tokens_per_rank: int | None = None
-    mxfp4_tokens: str | None = None
+    token_format: str | None = None
     arch: str | None = None
 
 
@@ -107,16 +106,18 @@ class ExpertsLayer:
             return found
         sizes = self.sizes
         inverse = inverse_transform_weights(
-            *self.weights,
+            self.weights.l1,
+            self.weights.l2,
             self.options.arch,
             weights=sizes.weights,
+            token_format=sizes.token_format,
             hidden=sizes.hidden,
             intermediate_hidden=sizes.intermediate_hidden,
         )
         for name, (weight, sf) in zip(_LINEARS, inverse, strict=True):
             own = self.given[name]
             if own.dtype in _FLOATS:
-                if weight_format(sizes.weights).in_checkpoints == "mxfp4":
+                if sizes.weights == "mxfp4":
                     weight = dequantize_mxfp4(weight, sf, torch.float32)
                 found[name] = self.form.of_module(name, weight).to(own.dtype)
                 continue
@@ -182,16 +183,19 @@ def lay_out(
     """
     num_ranks = 1 if group is None else group.size()
     source = _source(module, options.quantize)
-    chosen = served_format(source.format, options.mxfp4_tokens, options.arch, source.device)
-    if weights not in (None, chosen):
-        raise UnsupportedError(f"weights became {chosen}, and were {weights} before")
-    source = replace(source, format=chosen)
+    if weights not in (None, source.weights):
+        raise UnsupportedError(f"weights became {source.weights}, and were {weights} before")
+    token_format = served_token_format(
+        source.weights, options.token_format, options.arch, source.device
+    )
+    source = replace(source, token_format=token_format)
     sizes = LayerSizes(
         num_ranks * source.num_experts,
         num_topk,
         source.hidden,
         source.intermediate_hidden,
-        source.format,
+        source.weights,
+        token_format,
         source.biases is not None,
         options.num_pool_tokens,
     )
@@ -259,19 +263,20 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True)
 class _Source:
-    """A module's own weights, and the format in which the kernel gets them. expert: of one expert,
-    [1, ...], rows of gate before those of up, as the biases. is_exact: whether the format holds
-    floats as they are."""
+    """A module's own weights, and the formats in which the kernel gets them and tokens. expert: of
+    one expert, [1, ...], rows of gate before those of up, as the biases. is_exact: whether the
+    format holds floats as they are."""
 
     num_experts: int
     hidden: int
     intermediate_hidden: int
     device: torch.device
-    format: str
+    weights: str
     given: dict[str, _Given]
     biases: tuple[torch.Tensor, torch.Tensor] | None
     is_exact: bool
     expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
+    token_format: str | None = None
 
 
 def _source(module: torch.nn.Module, quantize: bool) -> _Source:
@@ -360,7 +365,9 @@ def _laid_out_biases(source: _Source, arch: str | None) -> MegaMoEBiases | None:
     if source.biases is None:
         return None
     try:
-        return transform_biases_for_mega_moe(*source.biases, arch, weights=source.format)
+        return transform_biases_for_mega_moe(
+            *source.biases, arch, weights=source.weights, token_format=source.token_format
+        )
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None
 
@@ -381,7 +388,8 @@ def _laid_out(source: _Source, arch: str | None, quantize: bool) -> tuple[MegaMo
         source.intermediate_hidden,
         arch=arch,
         device=source.device,
-        weights=source.format,
+        weights=source.weights,
+        token_format=source.token_format,
     )
     for i in range(source.num_experts):
         try:
@@ -389,13 +397,14 @@ def _laid_out(source: _Source, arch: str | None, quantize: bool) -> tuple[MegaMo
                 transform_weights_for_mega_moe,
                 *source.expert(i),
                 arch,
-                weights=source.format,
+                weights=source.weights,
+                token_format=source.token_format,
                 out=weights.expert(i),
             )
             try:
                 transform()
             except ValueError:
-                if not quantize or source.format != "fp8":
+                if not quantize or source.weights != "fp8":
                     raise
                 transform(requantize=True)
                 is_requantized = True

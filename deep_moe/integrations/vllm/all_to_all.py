@@ -2,7 +2,7 @@
 take a batch of rows for each expert: ours (batched_experts.py), or others of vLLM's.
 
     layer = deep_moe.LowLatencyAllToAll(
-        get_ep_group().device_group, max_tokens, hidden, num_experts, topk, format="bf16"
+        get_ep_group().device_group, max_tokens, hidden, num_experts, topk, token_format="bf16"
     )
     kernel = FusedMoEKernel(LowLatencyPrepareAndFinalize(layer), experts)
 
@@ -66,9 +66,9 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     rows behind a count are not written, and experts must not read them. Rows come back and are
     added with the routing weights, once, in float32.
 
-    layer: made with the format that our experts take; for others with format="bf16", if they take
-        BF16 or quantize for themselves, and with "fp8_128", if they take FP8 with a float32 scale
-        per 128 values. Layers of a model may share one: its calls are made in turn.
+    layer: made with the format that our experts take; for others with token_format="bf16", if they
+        take BF16 or quantize for themselves, and with "fp8_128", if they take FP8 with a float32
+        scale per 128 values. Layers of a model may share one: its calls are made in turn.
 
     Ids are those of all ranks' experts, int32 or int64; -1: the slot is not used. Every rank must
     call, those without tokens too. Nothing waits for the GPU on the host.
@@ -83,7 +83,7 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """vLLM's kernel tells which experts it has."""
         if isinstance(fused_experts, DeepMoEBatchedExperts):
-            self._own_format = fused_experts.experts.format
+            self._own_format = fused_experts.experts.token_format
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -168,7 +168,7 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _check_format(self, quant_config: FusedMoEQuantConfig, *, is_deferred: bool) -> None:
         """That of the all-to-all is the one that the experts take."""
-        own = self.layer.shape.format
+        own = self.layer.shape.token_format
         asked = None if is_deferred else quant_config.quant_dtype
         if self._own_format is not None:
             expected = self._own_format

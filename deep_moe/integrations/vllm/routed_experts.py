@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,19 +32,17 @@ from vllm.platforms import current_platform
 from deep_moe.errors import DeepMoEError
 
 from ..completeness import ALL_SHARDS, LoadedParts, shards_of
-from ..fp8_token_scales import served_token_scales
 from ..kernel_parameters import KernelParameters
-from ..mxfp4_tokens import served_format
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, Steps, check_step_sizes
 from ..switch import (
     FUSED,
     LOW_LATENCY,
-    read_fp8_token_scales,
-    read_mxfp4_tokens,
     read_num_pool_tokens,
     read_path,
+    read_token_format,
 )
+from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
 from .experts import make_kernel
@@ -118,12 +116,11 @@ class DeepMoERoutedExperts(RoutedExperts):
             form = _form_of(engine)
             device = torch.device(current_platform.device_type)
             arch = arch_on(device, self.emulated_arch)
-            chosen = served_format(form.weights, read_mxfp4_tokens(), arch, device)
-            form = replace(form, weights=chosen)
             path = read_path()
             plan = plan_of(
                 self,
                 form.weights,
+                served_token_format(form.weights, read_token_format(), arch, device),
                 get_tensor_model_parallel_world_size(),
                 is_gpt_oss=form.is_gpt_oss,
                 num_pool_tokens=(
@@ -131,9 +128,6 @@ class DeepMoERoutedExperts(RoutedExperts):
                     if path == FUSED
                     # The steps' work space; what a bounded one costs was not measured.
                     else read_num_pool_tokens(default=None)
-                ),
-                token_scales=served_token_scales(
-                    form.weights, read_fp8_token_scales(), arch, device
                 ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank

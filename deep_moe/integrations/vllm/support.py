@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
-from deep_moe.formats.weight_formats import DEFAULT_TOKEN_SCALES
 
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
@@ -31,17 +30,17 @@ class Plan(NamedTuple):
 def plan_of(
     layer: Any,
     weights: str,
+    token_format: str,
     tp_size: int,
     *,
     is_gpt_oss: bool = False,
     num_pool_tokens: int | None = None,
-    token_scales: str = DEFAULT_TOKEN_SCALES,
 ) -> Plan:
     """The plan for a layer under construction, or UnsupportedError.
 
-    layer: a RoutedExperts with its `moe_config` and `expert_map_manager`. weights: the format.
-    tp_size: ranks of the tensor parallel group. is_gpt_oss: experts have biases, and rows of gate
-    and up alternate. num_pool_tokens, token_scales: of the buffer.
+    layer: a RoutedExperts with its `moe_config` and `expert_map_manager`. weights, token_format:
+    the formats. tp_size: ranks of the tensor parallel group. is_gpt_oss: experts have biases, and
+    rows of gate and up alternate. num_pool_tokens: of the buffer.
     """
     moe, placement = layer.moe_config, layer.expert_map_manager
     parallel = moe.moe_parallel_config
@@ -94,9 +93,9 @@ def plan_of(
             moe.hidden_dim,
             moe.intermediate_size_per_partition,
             weights,
+            token_format,
             is_gpt_oss,
             num_pool_tokens,
-            token_scales,
         ),
         activation_of(moe, is_interleaved=is_gpt_oss),
         parallel.ep_size if parallel.use_ep else 1,

@@ -79,7 +79,7 @@ struct alignas(64) KernelArgs {
     // With Config::Biases::exist only, see biases/per_expert.cuh. Else null.
     const float* l1_biases;  // [E_local][num_l1_n_blocks * block_n / 256][256]
     const float* l2_biases;  // [E_local][ceil(hidden / 256)][256]
-    // Where the tokens are here when the kernel starts (tokens/local.cuh). Else null and 0.
+    // Where the tokens are here when the kernel starts (token_sources/local.cuh). Else null and 0.
     // num_tokens is then the number of rows of local_x, and of y.
     const uint8_t* local_x;       // [num_tokens][hidden]
     const uint32_t* local_x_sf;   // of each row, as LocalTokens' Scales says

@@ -32,7 +32,7 @@ struct LocalRowRange {
 };
 
 // For pull_tokens and the epilogues, what RankBuffers is where tokens come from other ranks. A
-// TokenSource has only its token_idx then, the row. `Scales`: see formats/token_scales.cuh.
+// TokenSource has only its token_idx then, the row. `Scales`: see tokens/<format>/local_scales.cuh.
 template <class Config, class Scales>
 class LocalRows {
     static_assert(Config::num_ranks == 1 && Config::num_topk == 1, "a row is one expert's");

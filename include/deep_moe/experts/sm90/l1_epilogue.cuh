@@ -5,9 +5,9 @@
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
 //
-// Linear2 reads its k in the order of its weights (formats/sm90_fp4_decode.cuh): byte 32*j + 16*h +
-// 4*q + b of 128 holds value 32*q + 8*j + 4*h + b. The rows of Linear1's weights are ordered so
-// that a warp has 16 consecutive bytes of a token.
+// Linear2 reads its k in the order of its weights (weights/mxfp4/sm90_e5m2_decode.cuh): byte 32*j +
+// 16*h + 4*q + b of 128 holds value 32*q + 8*j + 4*h + b. The rows of Linear1's weights are ordered
+// so that a warp has 16 consecutive bytes of a token.
 #pragma once
 
 #include <cuda/std/cstdint>

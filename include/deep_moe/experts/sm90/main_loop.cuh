@@ -6,7 +6,8 @@
 // group, the tensor core has up to three others to work on, whose weights are in registers of their
 // own. With the widest tiles accumulators leave too few for that: then products go one by one,
 // which takes some percent longer. Nothing is promoted: FP8 products accumulate in the tensor core
-// over the whole K. How weights are decoded, and to what, a Decoder says (sm90_fp4_decode.cuh).
+// over the whole K. How weights are decoded, and to what, a Decoder says
+// (weights/<format>/sm90_*_decode.cuh).
 //
 // ptxas follows several groups in flight only through straight code: the one place to wait for
 // memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).

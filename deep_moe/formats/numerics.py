@@ -1,0 +1,134 @@
+"""Where kernels round, for references: how tokens, weights and Linear1's output become what the
+tensor cores multiply.
+
+Activations are scaled as the formats say, one scale per 32 values (`mxfp8_numerics`). The SM90
+kernel departs from that in two places, because its tensor cores know no scales (`sm90_numerics`).
+Which target computes which way, its weights say (deep_moe/weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .block_scaled import (
+    GROUP_SIZE,
+    dequantize_e4m3_ue8m0,
+    quantize_e4m3_groups,
+    ue8m0_to_float,
+    unpack_ue8m0,
+)
+
+FP32_SUM_BITS = 24
+HOPPER_SUM_BITS = 13
+SM90_SCALE_BLOCK = 128  # intermediate values that share a scale
+SM90_MIN_SCALE_BYTE = 67  # 2^-60, so that sums can be rescaled in FP32
+SM90_MAX_SCALE_BYTE = 247  # the largest that quantizing to E4M3 asks for
+SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale of their own
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How activations become what the tensor cores multiply.
+
+    tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
+    and scales of a layer, as checkpoints have them, which are so many matrices one below the other,
+    as float64 [N, K]. Linear1's output has a scale
+    for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
+    blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
+    never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
+    hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
+    the reference keeps all. sum_products: that one instruction adds to a sum.
+    multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is
+    rounded to FP32.
+    """
+
+    tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    scale_block: int | None
+    scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    sum_bits: int
+    sum_block: int | None = None
+    sum_products: int = GROUP_SIZE
+    multiplies_block_scales: bool = False
+
+    def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
+        BF16: float64 [n, I]."""
+        if self.scale_block is None or self.scale_bytes is None:
+            return activated.to(torch.bfloat16).double()
+        blocks = self.blocks(activated, self.scale_block)
+        scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
+        values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
+        scaled = values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
+        return scaled.flatten(-2)[..., : activated.shape[-1]]
+
+    @staticmethod
+    def blocks(values: torch.Tensor, scale_block: int) -> torch.Tensor:
+        """[n, I] as [n, blocks, scale_block], the last filled with zeros."""
+        missing = -values.shape[-1] % scale_block
+        whole = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        return whole.unflatten(-1, (-1, scale_block))
+
+
+def exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """Tokens with a UE8M0 scale for every 32 values, exact in float64."""
+    return dequantize_e4m3_ue8m0(x, x_sf, torch.float64)
+
+
+def float_scaled_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """Tokens with a float32 scale for every 128 values, exact in float64."""
+    return x.float().double() * x_sf.double().repeat_interleave(SM90_SCALE_BLOCK, dim=-1)
+
+
+def smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+    """The smallest scale that holds each block, whatever the routing weight."""
+    _, scale_bytes = quantize_e4m3_groups(amax.unsqueeze(-1))
+    return scale_bytes
+
+
+def fold_token_scales(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
+    """A token keeps its largest group scale; the other groups are brought to it in E4M3, rounded to
+    nearest even. That changes values which thereby become subnormal, below 2^-6 of that scale."""
+    scale_bytes = unpack_ue8m0(x_sf)[..., : x.shape[-1] // GROUP_SIZE].int()
+    largest = scale_bytes.amax(dim=-1, keepdim=True)
+    ratios = torch.exp2((scale_bytes - largest).double()).repeat_interleave(GROUP_SIZE, dim=-1)
+    # float32 holds every product that E4M3 does not round to zero.
+    folded = (x.float().double() * ratios).float().to(torch.float8_e4m3fn)
+    return folded.float().double() * ue8m0_to_float(largest)
+
+
+def sm90_token_scale_bytes(weights: torch.Tensor) -> torch.Tensor:
+    """UE8M0 bytes [n] of 2^(floor(log2 |weight|) - 1), within what SM90 uses."""
+    exponents = (weights.float().abs().view(torch.int32) >> 23) - 1
+    return exponents.clamp(SM90_MIN_SCALE_BYTE, SM90_MAX_SCALE_BYTE)
+
+
+def sm90_scale_bytes(amax: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Blocks that lie well in E4M3's range by the token's scale, which follows from its routing
+    weight, have that one, the others the smallest that holds them."""
+    token_bytes = sm90_token_scale_bytes(weights).unsqueeze(-1)
+    _, own_bytes = quantize_e4m3_groups(amax.unsqueeze(-1), min_scale_byte=SM90_MIN_SCALE_BYTE)
+    is_large_enough = amax.double() >= SM90_SMALLEST_AMAX * ue8m0_to_float(token_bytes)
+    fits = (own_bytes <= token_bytes) & is_large_enough | (amax == 0)
+    return torch.where(fits, token_bytes, own_bytes)
+
+
+Dequantize = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def mxfp8_numerics(weights: Dequantize) -> Numerics:
+    """Of tensor cores that apply a scale for every 32 values."""
+    return Numerics(exact_tokens, weights, GROUP_SIZE, smallest_scale_bytes, FP32_SUM_BITS)
+
+
+def sm90_numerics(weights: Dequantize) -> Numerics:
+    """Of SM90's E4M3 products, whose tensor cores know no scales."""
+    return Numerics(fold_token_scales, weights, SM90_SCALE_BLOCK, sm90_scale_bytes, HOPPER_SUM_BITS)
+
+
+def bf16_numerics(weights: Dequantize) -> Numerics:
+    """Of products of BF16, which have no scales."""
+    return Numerics(lambda x, _: x.double(), weights, None, None, FP32_SUM_BITS, sum_products=16)

@@ -1,0 +1,84 @@
+"""How weights lie for the SM100 kernel: the rows of gate and up alternate in runs of 8, so that a
+tile of the accumulator holds matching pairs, and scales, in words of four UE8M0 bytes [E, N,
+K/128], lie MN-major with the rows of each 128 in the order that one `tcgen05.cp` spreads over
+tensor memory."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.weights.layers import (
+    ExpertWeights,
+    LayerWeights,
+    MegaMoEWeights,
+    TensorForms,
+    axis_sizes,
+    check_form,
+    contiguous_copy,
+    shape_of_weights,
+)
+
+GATE_UP_RUN = 8  # consecutive rows of gate, then of up
+SF_BLOCK = 128  # rows whose scales are permuted among themselves
+
+
+def interleave_gate_up(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """[E, 2*I, ...] with gate rows before up rows, to runs of 8 in turn, in contiguous `out`."""
+    num_runs = rows.shape[1] // (2 * GATE_UP_RUN)
+    runs = rows.unflatten(1, (2, num_runs, GATE_UP_RUN)).transpose(1, 2)
+    out.unflatten(1, (num_runs, 2, GATE_UP_RUN)).copy_(runs)
+    return out
+
+
+def separate_gate_up(rows: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave_gate_up`. A copy."""
+    num_runs = rows.shape[1] // (2 * GATE_UP_RUN)
+    runs = rows.unflatten(1, (num_runs, 2, GATE_UP_RUN)).transpose(1, 2)
+    return contiguous_copy(runs).reshape(rows.shape)
+
+
+def permute_sf_rows(sf: torch.Tensor) -> torch.Tensor:
+    """Scales [E, N, W] to MN-major [E, W, N], where row r of each 128 goes to (r%32)*4 + r/32."""
+    blocks = sf.transpose(1, 2).unflatten(2, (sf.shape[1] // SF_BLOCK, 4, 32))
+    return contiguous_copy(blocks.transpose(-1, -2)).flatten(2)
+
+
+def restore_sf_rows(sf: torch.Tensor) -> torch.Tensor:
+    """The inverse of `permute_sf_rows`. A copy."""
+    blocks = sf.unflatten(2, (sf.shape[2] // SF_BLOCK, 32, 4)).transpose(-1, -2)
+    return contiguous_copy(blocks.flatten(2).transpose(1, 2))
+
+
+def transform_scaled(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+    """Interleave and permute, as above. Scales: int32 [E, N, K/128]."""
+    interleave_gate_up(l1.weight, out.l1.weight)
+    l1_sf = torch.empty(l1.sf.shape, dtype=l1.sf.dtype, device=l1.sf.device)
+    out.l1.sf.copy_(permute_sf_rows(interleave_gate_up(l1.sf, l1_sf)))
+    out.l2.weight.copy_(l2.weight)
+    out.l2.sf.copy_(permute_sf_rows(l2.sf))
+
+
+def inverse_scaled(
+    l1: LayerWeights, l2: LayerWeights, *, dtype: torch.dtype, values_per_byte: int
+) -> ExpertWeights:
+    axes = "[E, 2*I, H]" if values_per_byte == 1 else f"[E, 2*I, H/{values_per_byte}]"
+    num_experts, num_l1_rows, num_bytes = axis_sizes("l1_weights[0]", l1.weight, axes)
+    shape = shape_of_weights(num_experts, values_per_byte * num_bytes, num_l1_rows // 2)
+    expected = scaled_tensors(shape, dtype=dtype, values_per_byte=values_per_byte)
+    check_form({"l1_weights": l1, "l2_weights": l2}, expected)
+    return ExpertWeights(
+        LayerWeights(separate_gate_up(l1.weight), separate_gate_up(restore_sf_rows(l1.sf))),
+        LayerWeights(contiguous_copy(l2.weight), restore_sf_rows(l2.sf)),
+    )
+
+
+def scaled_tensors(shape: MoEShape, *, dtype: torch.dtype, values_per_byte: int) -> TensorForms:
+    num_experts, hidden = shape.num_local_experts, shape.hidden
+    intermediate = shape.intermediate_hidden
+    return {
+        "l1_weights[0]": (dtype, (num_experts, 2 * intermediate, hidden // values_per_byte)),
+        "l1_weights[1]": (torch.int32, (num_experts, hidden // 128, 2 * intermediate)),
+        "l2_weights[0]": (dtype, (num_experts, hidden, intermediate // values_per_byte)),
+        "l2_weights[1]": (torch.int32, (num_experts, intermediate // 128, hidden)),
+    }

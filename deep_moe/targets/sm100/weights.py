@@ -1,0 +1,134 @@
+"""What weights of all formats have in common on SM100: rows of gate and up interleaved, scales, if
+any, of UE8M0 per 32 values, and tensor maps of everything that the kernel multiplies."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+
+from ..target import Operands, TargetWeights, token_data_type
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.weights.layers import ExpertWeights, LayerWeights, TensorForms
+
+    from ..target import Pair
+
+
+class Sm100Weights(TargetWeights):
+    """data_type: of weights in tensor maps."""
+
+    data_type: ClassVar[DataType]
+    # Few stages, for a small case never comes round the ring of the default.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 64, "num_stages": 2},
+        {"block_m": 96, "num_stages": 3},
+        {"block_m": 192, "num_stages": 2},
+    )
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of weights in PyTorch."""
+
+    @property
+    def values_per_byte(self) -> int:
+        return 8 // self.data_type.bits
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        from .layout import inverse_scaled
+
+        return inverse_scaled(l1, l2, dtype=self.dtype, values_per_byte=self.values_per_byte)
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        from .layout import scaled_tensors
+
+        return scaled_tensors(shape, dtype=self.dtype, values_per_byte=self.values_per_byte)
+
+    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        return Operands(sm100_tensor_maps(config, buffer_address, l1, l2, self.data_type), {})
+
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        import torch
+
+        from .layout import interleave_gate_up
+
+        rows = torch.arange(num_rows, device="cpu")
+        if not is_l1:
+            return rows
+        return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]
+
+
+def sm100_tensor_maps(
+    config: MegaMoEConfig,
+    buffer_address: int,
+    l1_weights: Pair,
+    l2_weights: Pair,
+    weight_type: DataType,
+) -> dict[str, TensorMapSpec]:
+    """A spec for each tensor map of KernelArgs: which tile of what each one copies.
+
+    buffer_address: this rank's symmetric buffer. l1_weights, l2_weights: as
+    `transform_weights_for_mega_moe` returns them. weight_type: of the values.
+    """
+    layout = config.symm_buffer_layout
+    half_m = config.block_m // 2  # each CTA of a pair loads half of the tokens
+    sf_box = (-(-config.block_m // 128) * 128, 1)
+
+    def pool(
+        segment_name: str,
+        data_type: DataType,
+        box: tuple[int, int],
+        swizzle: Swizzle = Swizzle.NONE,
+    ) -> TensorMapSpec:
+        segment = layout[segment_name]
+        num_rows, _ = segment.shape
+        row_bytes = segment.num_bytes // num_rows
+        return TensorMapSpec(
+            data_type=data_type,
+            address=buffer_address + segment.offset,
+            dims=(8 * row_bytes // data_type.bits, num_rows),
+            strides=(row_bytes,),
+            box=box,
+            swizzle=swizzle,
+        )
+
+    def weights(name: str, weight: torch.Tensor) -> TensorMapSpec:
+        return TensorMapSpec.of_rows(
+            weight,
+            weight_type,
+            name=name,
+            box=(config.block_k, config.block_n),
+            swizzle=Swizzle.B128,
+        )
+
+    def weight_scales(name: str, sf: torch.Tensor) -> TensorMapSpec:
+        return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=(config.block_n, 1))
+
+    tokens = config.tokens
+    data_type = token_data_type(tokens)
+    tokens_box = (config.block_k, half_m)
+    # Half of block_n: a pair of gate and up gives one value. A row is as long as its swizzle.
+    output_box = (config.block_n // 2, config.store_block_m)
+    output_swizzle = Swizzle.B64 if tokens.value_bytes == 1 else Swizzle.B128
+    maps = {
+        "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),
+        "l1_weights": weights("l1_weights[0]", l1_weights[0]),
+        "l1_output": pool("l2_tokens", data_type, output_box, output_swizzle),
+        "l2_activations": pool("l2_tokens", data_type, tokens_box, Swizzle.B128),
+        "l2_weights": weights("l2_weights[0]", l2_weights[0]),
+    }
+    if tokens.has_scales:
+        maps |= {
+            "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
+            "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
+            "l2_activation_sf": pool("l2_token_sf", DataType.INT32, sf_box),
+            "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
+        }
+    return maps

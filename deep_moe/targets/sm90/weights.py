@@ -1,0 +1,121 @@
+"""What weights of all formats have in common on SM90: the kernel has tensor maps of the token
+pools, and plain addresses of the weights, which are contiguous blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.segments import ceil_div
+from deep_moe.heuristics.sm90 import BLOCK_N
+from deep_moe.jit.kernel_args import WEIGHT_POINTER_NAMES
+from deep_moe.jit.tensor_map import Swizzle, TensorMapSpec
+
+from ..target import Operands, TargetWeights, token_data_type
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.heuristics.config import MegaMoEConfig
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.heuristics.sm90 import WeightKind
+    from deep_moe.weights.layers import LayerWeights
+
+    from ..target import Pair
+
+BULK_COPY_ALIGNMENT = 16
+
+
+class Sm90Weights(TargetWeights):
+    """kind: what choices depend on. block_k: values along K of a block of weights."""
+
+    kind: WeightKind
+
+    @property
+    def block_k(self) -> int:
+        return self.tokens.block_k
+
+    def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        maps = sm90_tensor_maps(config, buffer_address)
+        return Operands(maps, sm90_weight_pointers(l1, l2))
+
+    def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
+        from .rows import bf16_slot_order, e4m3_slot_order
+
+        slot_order = bf16_slot_order if self.tokens.values == "bf16" else e4m3_slot_order
+        return slot_order(num_rows, is_l1=is_l1)
+
+    def block_dims(self, shape: MoEShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Experts, n-blocks and k-blocks of both layers."""
+        num_experts = shape.num_local_experts
+        num_l1_n_blocks = 2 * shape.intermediate_hidden // BLOCK_N
+        num_l2_n_blocks = ceil_div(shape.hidden, BLOCK_N)
+        return (
+            (num_experts, num_l1_n_blocks, shape.hidden // self.block_k),
+            (num_experts, num_l2_n_blocks, shape.intermediate_hidden // self.block_k),
+        )
+
+    def checked_shape(self, l1: LayerWeights, l2: LayerWeights, *, unit: str = "bytes") -> MoEShape:
+        """Whose weights these are, once `transform` has laid them out, or an error. unit: what
+        blocks consist of, in errors."""
+        from deep_moe.weights.layers import axis_sizes, check_form, shape_of_weights
+
+        axes = f"[E, n-blocks, k-blocks, {unit}]"
+        num_experts, num_n_blocks, num_k_blocks, _ = axis_sizes("l1_weights[0]", l1.weight, axes)
+        shape = shape_of_weights(
+            num_experts,
+            num_k_blocks * self.block_k,
+            num_n_blocks * BLOCK_N // 2,
+            self.weights,
+            self.token_format,
+        )
+        check_form({"l1_weights": l1, "l2_weights": l2}, self.tensors(shape))
+        return shape
+
+
+def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, TensorMapSpec]:
+    """A spec for each tensor map of KernelArgs that SM90 uses.
+
+    A map's coordinates are (column, row, end), and stand for row `end - block_m + row` of the pool.
+    So `row` counts towards `block_m`, which is out of bounds: a box that begins with the n-th row
+    before `end`, at row `block_m - n`, takes n rows from the pool, and zeros fill the rest of it.
+    The address is the one that `row` and `end` of 0 would have, before the pool and never read.
+    """
+
+    data_type = token_data_type(config.tokens)
+
+    def pool(segment_name: str) -> TensorMapSpec:
+        segment = config.symm_buffer_layout[segment_name]
+        num_rows, row_bytes = segment.shape
+        return TensorMapSpec(
+            data_type=data_type,
+            address=buffer_address + segment.offset - config.block_m * row_bytes,
+            dims=(row_bytes // (data_type.bits // 8), config.block_m, num_rows + 1),
+            strides=(row_bytes, row_bytes),
+            box=(config.block_k, config.block_m, 1),
+            swizzle=Swizzle.B128,
+        )
+
+    return {
+        "l1_activations": pool("l1_tokens"),
+        "l2_activations": pool("l2_tokens"),
+    }
+
+
+def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
+    """The addresses in KernelArgs of what `transform_weights_for_mega_moe` returns."""
+    tensors = {
+        "l1_weights[0]": l1_weights[0],
+        "l2_weights[0]": l2_weights[0],
+        "l1_weights[1]": l1_weights[1],
+        "l2_weights[1]": l2_weights[1],
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
+        if tensor.data_ptr() % BULK_COPY_ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {BULK_COPY_ALIGNMENT} bytes; "
+                f"got {tensor.data_ptr():#x}"
+            )
+    addresses = (tensor.data_ptr() for tensor in tensors.values())
+    return dict(zip(WEIGHT_POINTER_NAMES, addresses, strict=True))

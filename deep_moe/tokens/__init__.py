@@ -1,0 +1,38 @@
+"""The formats that tokens have, by name: an axis of its own beside the weights. A value is a folder
+here, whose `FORMAT` says all that is known of it; for a new one, write the folder and name it in
+`TokenFormatName`. Which tokens go with which weights, the weights' folder for a target says."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Literal, get_args
+
+from .format import TokenFormat
+
+__all__ = ["TOKEN_FORMATS", "TokenFormat", "TokenFormatName", "token_format"]
+
+# The shortest first for each: a format that several would serve is the first of them.
+TokenFormatName = Literal["mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "bf16"]
+TOKEN_FORMATS: tuple[str, ...] = get_args(TokenFormatName)
+
+
+def token_format(name: str) -> TokenFormat:
+    """The format of this name, or an error that says which there are.
+
+    >>> token_format("fp8_128").has_float_scales, token_format("bf16").block_k
+    (True, 64)
+    """
+    allowed = f"one of {', '.join(TOKEN_FORMATS)}"
+    if not isinstance(name, str):
+        raise TypeError(f"token_format must be {allowed}; got {name!r}")
+    if name not in TOKEN_FORMATS:
+        raise ValueError(f"token_format must be {allowed}; got {name!r}")
+    return _format_of(name)
+
+
+@cache
+def _format_of(name: str) -> TokenFormat:
+    found = importlib.import_module(f"{__name__}.{name}").FORMAT
+    assert isinstance(found, TokenFormat)
+    return found

@@ -1,0 +1,76 @@
+"""`TokenFormat`: all that is known of what tokens are. Nothing here imports PyTorch before a method
+needs it: shapes and configs ask, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TokenFormat:
+    """Tokens as a caller or an all-to-all has them, and Linear1's output.
+
+    name: what the format is chosen by, and of its folder. values: of which type, as kernels and
+    errors name it. value_bytes: of a value. values_per_scale: along a token; 0 without scales.
+    scale_dtype: of a word of scales, "u32" for UE8M0 bytes, "f32" for numbers. values_per_word:
+    whose scales a word holds. rounds_scales: whether scales are powers of two.
+    in_products: the name of what the experts' products make of the tokens: this one, or another
+    that has the same scales in other words. Only the former can be a symmetric buffer's.
+    local_scales: the struct in include/deep_moe/tokens/scales.cuh that reads the words.
+    """
+
+    name: str
+    values: str
+    value_bytes: int
+    in_products: str
+    local_scales: str
+    values_per_scale: int = 0
+    scale_dtype: str | None = None
+    values_per_word: int = 0
+    rounds_scales: bool = False
+
+    @property
+    def block_k(self) -> int:
+        """Values of a k-block: a row of 128 bytes in shared memory, the span of its swizzle."""
+        return 128 // self.value_bytes
+
+    @property
+    def has_scales(self) -> bool:
+        return self.values_per_scale > 0
+
+    @property
+    def has_float_scales(self) -> bool:
+        """Whether scales are floats of any size."""
+        return self.has_scales and not self.rounds_scales
+
+    @property
+    def packs_scales(self) -> bool:
+        """Whether a word holds the scales of more than 128 values."""
+        return self.values_per_word > 128
+
+    @property
+    def is_of_products(self) -> bool:
+        """Whether products take the tokens as they are."""
+        return self.in_products == self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of values in PyTorch."""
+        import torch
+
+        return torch.bfloat16 if self.values == "bf16" else torch.float8_e4m3fn
+
+    @property
+    def scale_torch_dtype(self) -> torch.dtype | None:
+        """Of scales in PyTorch."""
+        import torch
+
+        return {None: None, "u32": torch.int32, "f32": torch.float32}[self.scale_dtype]

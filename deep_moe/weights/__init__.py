@@ -1,0 +1,76 @@
+"""The formats that weights come in, by name. A value of this axis is a folder here:
+
+    format.py       `FORMAT`, weights as checkpoints have them (format.py of this folder)
+    <kernel>.py     `KERNELS`, what the targets of a kernel do with them, for which tokens
+                    (deep_moe/targets/target.py)
+    __init__.py     `DEFAULT_TOKENS`, the tokens that they go with where nothing is said
+
+and beside these the layouts that kernels read. The kernels' side of it is the folder of the same
+name in include/deep_moe/weights. For a new one, write both, and name it in `WeightsName`.
+
+Nothing here imports PyTorch: shapes, configs and the command line ask for names only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .format import WeightFormat
+
+WeightsName = Literal["mxfp4", "fp8", "bf16"]
+WEIGHTS: tuple[str, ...] = get_args(WeightsName)
+DEFAULT_WEIGHTS = "mxfp4"
+
+# Of formats that there is no kernel for, why.
+_WITHOUT_KERNEL = {
+    "nvfp4": "its scales, E4M3 per 16 values, are applied by no kernel here",
+}
+
+
+def check_weights_name(name: object, known: Iterable[str] = WEIGHTS, where: str = "") -> None:
+    """Raise unless it is one of `known`. where: behind their list in the error."""
+    allowed = f"one of {', '.join(known)}{where}"
+    if not isinstance(name, str):
+        raise TypeError(f"weights must be {allowed}; got {name!r}")
+    if name not in known:
+        reason = f": {_WITHOUT_KERNEL[name]}" if name in _WITHOUT_KERNEL else ""
+        raise ValueError(f"weights must be {allowed}; got {name!r}{reason}")
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of this name, or an error that says which there are.
+
+    >>> weight_format("mxfp4").pair
+    'a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it'
+    """
+    from .format import WeightFormat
+
+    check_weights_name(name)
+    found = folder_module(name, "format").FORMAT
+    assert isinstance(found, WeightFormat)
+    return found
+
+
+def default_token_format(weights: str) -> str:
+    """The tokens that go with weights of a format where nothing is said.
+
+    >>> default_token_format("mxfp4"), default_token_format("bf16")
+    ('mxfp8', 'bf16')
+    """
+    check_weights_name(weights)
+    name = folder_module(weights).DEFAULT_TOKENS
+    assert isinstance(name, str)
+    return name
+
+
+@cache
+def folder_module(weights: str, name: str | None = None) -> ModuleType:
+    """A module of the format's folder, or the folder itself."""
+    package = f"{__name__}.{weights}"
+    return importlib.import_module(package if name is None else f"{package}.{name}")

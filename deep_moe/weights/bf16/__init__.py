@@ -1,0 +1,3 @@
+"""BF16: no scales."""
+
+DEFAULT_TOKENS = "bf16"

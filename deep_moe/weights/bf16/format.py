@@ -1,0 +1,110 @@
+"""BF16 weights [E, N, K], which have no scales: of a layer's pair of tensors the second is empty,
+float32 [E, 0]. So a pair is what it is with all other formats: experts can be taken out of both
+tensors, and calls and operators take as many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deep_moe.formats.block_scaled import ue8m0_to_float
+from deep_moe.formats.scale_blocks import cut_values, over_values, padded_values
+from deep_moe.formats.sizes import SCALE_GROUP
+
+from ..checks import check_layers
+from ..format import WeightFormat
+from ..layers import LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
+
+
+class Bf16(WeightFormat):
+    name = "bf16"
+    pair = "a tensor of bfloat16, or a pair (bfloat16, empty float32 [E, 0])"
+    bits_per_value = 16
+    bytes_per_value = 2
+
+    def pair_of(self, weight: torch.Tensor) -> LayerWeights:
+        return LayerWeights(weight, no_scales(weight))
+
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+        return check_layers(
+            l1, l2, values_per_byte=1, check_dtypes=_check_dtypes, check_scales=_check_scales
+        )
+
+    def check_values(self, name: str, layer: LayerWeights) -> None:
+        """Nothing to refuse: NaN and infinity are values of the format."""
+
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        return (
+            LayerWeights(padded_values(l1.weight, 2), l1.sf),
+            LayerWeights(padded_values(l2.weight, 1), l2.sf),
+        )
+
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return (
+            LayerWeights(cut_values(l1.weight, 2, intermediate, hidden), l1.sf),
+            LayerWeights(cut_values(l2.weight, 1, hidden, intermediate), l2.sf),
+        )
+
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
+        return weight.double()
+
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
+        values = x.to(torch.bfloat16)
+        return LayerWeights(values, values.new_empty((*x.shape[:-2], 0), dtype=torch.float32))
+
+    def random(
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
+    ) -> LayerWeights:
+        size = (1, num_rows, num_columns)
+        values = torch.randn(size, device=device, generator=generator) * num_columns**-0.5
+        return self.quantize(values)
+
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        scales = ue8m0_to_float(scale_bytes, torch.float32)
+        return self.quantize(codes * over_values(scales, scale_block, *codes.shape[-2:]))
+
+
+FORMAT = Bf16()
+
+
+def no_scales(weight: torch.Tensor) -> torch.Tensor:
+    """What stands for the scales of weights [E, ...] or of one expert's."""
+    return weight.new_empty((*weight.shape[:-2], 0), dtype=torch.float32)
+
+
+def _check_dtypes(name: str, layer: LayerWeights) -> None:
+    if layer.weight.dtype != torch.bfloat16:
+        raise TypeError(f"{name}[0] must be bfloat16 for bf16 weights; got {layer.weight.dtype}")
+
+
+def _check_scales(
+    name: str, sf: torch.Tensor, sizes: tuple[int, int, int], num_matrices: int
+) -> None:
+    num_experts, _, _ = sizes
+    if tuple(sf.shape) != (num_experts, 0) or sf.dtype != torch.float32:
+        raise ValueError(
+            f"{name} must be empty, float32 {(num_experts, 0)}, for bf16 weights have no scales; "
+            f"got {sf.dtype} {tuple(sf.shape)}"
+        )

@@ -1,0 +1,99 @@
+"""BF16 weights on SM90, which `wgmma` takes from shared memory as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
+from deep_moe.targets.sm90.weights import Sm90Weights
+
+if TYPE_CHECKING:
+    from deep_moe.formats.numerics import Numerics
+    from deep_moe.heuristics.shape import MoEShape
+
+    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+
+
+def bf16_costs(rows: float) -> tuple[float, float]:
+    """Of tiles of BF16. Of as many weights twice the bytes of FP8 are loaded, and the products take
+    twice as long: so the ratios are those of FP8, without what adding up in registers takes. With
+    more than 128 rows three stages fit beside tokens of hidden 7168, with 128 four: taken for 8 %,
+    with which 128 rows are chosen where they were faster (H200, 2026-11-24, benchmarks/LOG.md).
+
+    >>> [round(cost, 3) for cost in bf16_costs(112)]
+    [1.14, 0.739]
+    """
+    further = 0.08 + rows / 170
+    return 1 + rows / 800, further * (1.08 if rows > 128 else 1)
+
+
+class Sm90Bf16(Sm90Weights):
+    weights = "bf16"
+    token_format = "bf16"
+    policy = "Bf16Weights"
+    kind = WeightKind(
+        32768,
+        False,
+        False,
+        True,
+        (*TILES, LARGE_FITTED_TILE),
+        bf16_costs,
+        spared_tiles=(UNEVEN_TILE,),
+        large_fitted_cost=1.02,
+    )
+    # Few stages, for a small case never comes round the ring of the default. One loop for all sizes
+    # of m-block, and one for each. CTAs by themselves, and in clusters that share weights.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
+        {"block_m": 168, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        from .sm90_blocks import lay_out_expert
+
+        for layer, to in ((l1, out.l1), (l2, out.l2)):
+            for own, place in zip(layer.weight, to.weight, strict=True):
+                lay_out_expert(own, place, is_l1=layer is l1)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        from ..layers import ExpertWeights, LayerWeights
+        from .format import no_scales
+        from .sm90_blocks import read_expert
+
+        shape = self.checked_shape(l1, l2, unit="values")
+
+        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+            weight = layer.weight.new_empty((shape.num_experts, num_rows, num_columns))
+            for own, out in zip(layer.weight, weight, strict=True):
+                read_expert(own, out, is_l1=layer is l1)
+            return LayerWeights(weight, no_scales(weight))
+
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        import torch
+
+        from .sm90_blocks import BLOCK_VALUES
+
+        l1, l2 = self.block_dims(shape)
+        none = (torch.float32, (shape.num_local_experts, 0))
+        return {
+            "l1_weights[0]": (torch.bfloat16, (*l1, BLOCK_VALUES)),
+            "l1_weights[1]": none,
+            "l2_weights[0]": (torch.bfloat16, (*l2, BLOCK_VALUES)),
+            "l2_weights[1]": none,
+        }
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        from .format import FORMAT
+
+        return bf16_numerics(FORMAT.dequantize)
+
+
+KERNELS = (Sm90Bf16(),)

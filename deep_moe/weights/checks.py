@@ -1,0 +1,93 @@
+"""Checks of weights that formats share. Each error names the tensor, what is allowed, and what was
+got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from deep_moe.formats.sizes import SIZE_UNIT
+
+if TYPE_CHECKING:
+    from .layers import LayerWeights
+
+_NAN_BYTE = 255  # of UE8M0
+
+
+def check_layers(
+    l1: LayerWeights,
+    l2: LayerWeights,
+    *,
+    values_per_byte: int,
+    check_dtypes: Callable[[str, LayerWeights], None],
+    check_scales: Callable[[str, torch.Tensor, tuple[int, int, int], int], None],
+) -> tuple[int, int, int]:
+    """(experts, hidden, intermediate) of weights [E, 2*I, H] and [E, H, I], so many values in a
+    byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too,
+    and how many matrices these rows are."""
+    per_byte = "" if values_per_byte == 1 else f"/{values_per_byte}"
+    l1_axes, l2_axes = f"[E, 2*I, H{per_byte}]", f"[E, H, I{per_byte}]"
+
+    def check_layer(
+        name: str, layer: LayerWeights, axes: str, num_matrices: int
+    ) -> tuple[int, int, int]:
+        check_dtypes(name, layer)
+        sizes = _sizes(f"{name}[0]", layer.weight, axes, values_per_byte)
+        if sizes[1] % (num_matrices * SIZE_UNIT):
+            raise ValueError(
+                f"{name}[0] must have {num_matrices}*I rows with I a multiple of {SIZE_UNIT}; "
+                f"got shape {tuple(layer.weight.shape)}"
+            )
+        check_scales(f"{name}[1]", layer.sf, sizes, num_matrices)
+        return sizes
+
+    num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, 2)
+    check_layer("l2_weights", l2, l2_axes, 1)
+    intermediate = num_l1_rows // 2
+    expected = (num_experts, hidden, intermediate // values_per_byte)
+    if tuple(l2.weight.shape) != expected:
+        raise ValueError(
+            f"l2_weights[0] must have shape {l2_axes} = {expected} to go with l1_weights; "
+            f"got {tuple(l2.weight.shape)}"
+        )
+    for name, tensor in (
+        ("l1_weights[1]", l1.sf),
+        ("l2_weights[0]", l2.weight),
+        ("l2_weights[1]", l2.sf),
+    ):
+        if tensor.device != l1.weight.device:
+            raise ValueError(
+                f"{name} must be on {l1.weight.device} like l1_weights[0]; got {tensor.device}"
+            )
+    return num_experts, hidden, intermediate
+
+
+def _sizes(
+    name: str, weight: torch.Tensor, axes: str, values_per_byte: int
+) -> tuple[int, int, int]:
+    """(experts, rows, values per row)."""
+    if weight.dim() != 3 or weight.shape[0] == 0:
+        raise ValueError(f"{name} must have shape {axes}, E >= 1; got {tuple(weight.shape)}")
+    num_experts, num_rows, num_bytes = weight.shape
+    num_values = num_bytes * values_per_byte
+    if num_rows == 0 or num_rows % SIZE_UNIT or num_values == 0 or num_values % SIZE_UNIT:
+        raise ValueError(
+            f"{name} must have shape {axes} with H and I positive multiples of {SIZE_UNIT}; "
+            f"got {tuple(weight.shape)}"
+        )
+    return num_experts, num_rows, num_values
+
+
+def check_no_nan_scale(name: str, sf: torch.Tensor) -> None:
+    """Raise if a UE8M0 scale [E, N, ...], in elements of any size, is NaN. Expert by expert, to
+    need little memory; one wait for a GPU."""
+    highest = [own.contiguous().view(torch.uint8).amax(dim=-1) for own in sf]
+    is_nan = torch.stack(highest) == _NAN_BYTE
+    if bool(is_nan.any()):
+        expert_idx, row = is_nan.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, row {row} must have scales that are numbers; got NaN "
+            f"(UE8M0 byte {_NAN_BYTE})"
+        )

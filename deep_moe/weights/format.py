@@ -1,0 +1,90 @@
+"""`WeightFormat`: weights of one format as checkpoints have them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from deep_moe.formats.sizes import SCALE_GROUP
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.heuristics.shape import MoEShape
+
+    from .layers import LayerWeights
+
+
+class WeightFormat(ABC):
+    """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
+    scales, of all local experts. Where there are no scales, their tensor is empty.
+
+    name: what it is chosen by, and of its folder. pair: what a layer is, in words. bits_per_value:
+    in the values' tensor. bytes_per_value: with its share of the scales, where they are many.
+    """
+
+    name: ClassVar[str]
+    pair: ClassVar[str]
+    bits_per_value: ClassVar[int]
+    bytes_per_value: ClassVar[float]
+
+    def pair_of(self, weight: torch.Tensor) -> LayerWeights | None:
+        """The pair that a layer's values alone are; None where they have to have scales."""
+        return None
+
+    @abstractmethod
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+        """(experts, hidden, intermediate) of a layer, or an error that names the tensor. Does not
+        look at values."""
+
+    @abstractmethod
+    def check_values(self, name: str, layer: LayerWeights) -> None:
+        """Raise ValueError if checked weights hold what stands for no number."""
+
+    @abstractmethod
+    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+        """Checked weights with zeros up to multiples of 128, as new tensors."""
+
+    @abstractmethod
+    def without_padding(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        """The inverse, to the sizes of `shape`. Copies."""
+
+    # Of the following, num_matrices: one below the other, 2 of Linear1, whose blocks of scales
+    # begin anew at the first row of up.
+
+    @abstractmethod
+    def dequantize(
+        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
+    ) -> torch.Tensor:
+        """What one expert's weights stand for, float64 [N, K]."""
+
+    @abstractmethod
+    def quantize(
+        self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1
+    ) -> LayerWeights:
+        """The nearest weights to float32 `x` [..., N, K]. scale_block: one that the format has."""
+
+    @abstractmethod
+    def random(
+        self,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        generator: torch.Generator,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
+    ) -> LayerWeights:
+        """One expert's weights [1, N, K] of any values, so large that a sum of K products is about
+        as large as what they are multiplied by."""
+
+    @abstractmethod
+    def of_codes(
+        self,
+        codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        scale_block: tuple[int, int] = SCALE_GROUP,
+    ) -> LayerWeights:
+        """Weights whose values are `codes` [..., N, K], which the format holds, times 2^(byte -
+        127), uint8, one for each `scale_block` of them."""

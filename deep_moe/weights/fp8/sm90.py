@@ -1,0 +1,145 @@
+"""FP8 weights on SM90, with a scale for every 128 x 128."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, WeightKind
+from deep_moe.targets.sm90.weights import Sm90Weights
+
+from .on_target import Fp8OnTarget
+
+if TYPE_CHECKING:
+    from deep_moe.formats.numerics import Numerics
+    from deep_moe.heuristics.shape import MoEShape
+
+    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+    from .requantizing import Moved
+
+
+def promoted_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose sums are added up in registers, fitted to times of an H200 (2026-11-23,
+    benchmarks/LOG.md) with 64 to 1536 tokens per expert of both DeepSeek-V4 shapes. The first tile
+    of an expert waits for its weights from HBM, the products of further ones are what they cost.
+
+    >>> [round(cost, 3) for cost in promoted_costs(112)]
+    [1.188, 0.739]
+    """
+    return 1 + (rows + 0.8 * max(0, rows - 64)) / 800, 0.08 + rows / 170
+
+
+# Of FP8, in the unit of `promoted_costs`: an expert's last m-block in clusters of two, if their
+# number is odd. It shares its weights with nobody. It decides where tiles of one size cost about
+# the same without it: with 256 tokens per expert 128 rows are 2.2 % faster than three times 96
+# (H200, 2026-11-23, benchmarks/LOG.md). What a pair gains is left out: fitted to the same times, it
+# takes 72 rows for 128 tokens, which nobody timed, and 88 and 112 rows, which were timed there, are
+# slower than 128.
+PROMOTED_LONE_M_BLOCK_COST = 0.03
+
+# 120 rows are 3 to 5 % slower than 112 and 128 (H200, 2026-11-23).
+PROMOTED_ROWS = (*range(8, 120, 8), 128)
+
+
+class Sm90Fp8(Fp8OnTarget, Sm90Weights):
+    token_format = "mxfp8"
+    policy = "Fp8Weights"
+    scale_words = "float32 scales per 128 x 128"
+    scale_block = (128, 128)
+    kind = WeightKind(
+        32768,
+        False,
+        True,
+        True,
+        (*((rows, rows) for rows in PROMOTED_ROWS), LARGE_FITTED_TILE),
+        promoted_costs,
+        PROMOTED_LONE_M_BLOCK_COST,
+        large_fitted_cost=1.04,
+    )
+    # Few stages, for a small case never comes round the ring of the default. CTAs by themselves,
+    # and in clusters that share weights.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 4, "cluster_size": 2},
+        {"block_m": 88, "num_stages": 3},
+        {"block_m": 128, "num_stages": 2},
+        {"block_m": 40, "num_stages": 3, "cluster_size": 2},
+    )
+
+    def _lay_out(
+        self,
+        l1: LayerWeights,
+        l2: LayerWeights,
+        out: MegaMoEWeights,
+        l1_moved: Moved | None,
+        l2_moved: Moved | None,
+    ) -> None:
+        from ..layers import LayerWeights
+        from .requantizing import with_block_scales
+        from .sm90_blocks import lay_out_expert
+
+        for expert_idx in range(l1.weight.shape[0]):
+            own_out = out.expert(expert_idx)
+            for name, layer, to, moved in (
+                ("l1_weights", l1, own_out.l1, l1_moved),
+                ("l2_weights", l2, own_out.l2, l2_moved),
+            ):
+                one = with_block_scales(name, layer, expert_idx, moved)
+                place = LayerWeights(to.weight[0], to.sf[0])
+                lay_out_expert(one, place, is_l1=layer is l1)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        from ..layers import ExpertWeights, LayerWeights
+        from .format import BLOCK
+        from .sm90_blocks import read_expert
+
+        shape = self.checked_shape(l1, l2)
+
+        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+            num_experts = shape.num_experts
+            made = LayerWeights(
+                layer.weight.new_empty((num_experts, num_rows, num_columns)),
+                layer.sf.new_empty((num_experts, num_rows // BLOCK, num_columns // BLOCK)),
+            )
+            for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
+                read_expert(LayerWeights(*own), LayerWeights(*out), is_l1=layer is l1)
+            return made
+
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        import torch
+
+        from .sm90_blocks import BLOCK_BYTES, NUM_SCALES
+
+        l1, l2 = self.block_dims(shape)
+        return {
+            "l1_weights[0]": (torch.float8_e4m3fn, (*l1, BLOCK_BYTES)),
+            "l1_weights[1]": (torch.float32, (*l1, NUM_SCALES)),
+            "l2_weights[0]": (torch.float8_e4m3fn, (*l2, BLOCK_BYTES)),
+            "l2_weights[1]": (torch.float32, (*l2, NUM_SCALES)),
+        }
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import sm90_numerics
+
+        from .format import FORMAT
+
+        return dataclasses.replace(sm90_numerics(FORMAT.dequantize), sum_block=128)
+
+
+class Sm90Fp8FloatScaledTokens(Sm90Fp8):
+    token_format = "fp8_128"
+    policy = "Fp8WeightsFloatScaledTokens"
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import float_scaled_tokens
+
+        return dataclasses.replace(
+            super().numerics, tokens=float_scaled_tokens, multiplies_block_scales=True
+        )
+
+
+KERNELS = (Sm90Fp8(), Sm90Fp8FloatScaledTokens())

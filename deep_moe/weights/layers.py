@@ -1,0 +1,190 @@
+"""Weights of both linear layers, as checkpoints or as kernels have them, and checks of their forms
+that targets' layouts share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.utils._pytree
+
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.tensor_memory import check_dense, check_memory
+
+from . import DEFAULT_WEIGHTS, default_token_format
+from .format import WeightFormat
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+TensorForms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one linear layer of all local experts, with their scales. What the tensors hold
+    after the transformation depends on the architecture."""
+
+    weight: torch.Tensor
+    sf: torch.Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """Both linear layers of the local experts, l1 and l2, as checkpoints have them."""
+
+    l1: LayerWeights
+    l2: LayerWeights
+
+    def expert(self, expert_idx: int) -> ExpertWeights:
+        """One local expert's weights, tensors [1, ...] in the same memory."""
+        one = _expert_slice(expert_idx, self.l1.weight.shape[0])
+        return ExpertWeights(*(LayerWeights(weight[one], sf[one]) for weight, sf in self))
+
+
+@dataclass(frozen=True, eq=False)
+class MegaMoEWeights:
+    """Weights of the local experts as a kernel reads them: what `transform_weights_for_mega_moe`
+    makes, and `mega_moe` takes.
+
+    l1, l2: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
+    in front, which may be permuted in place. weights, token_format: the formats' names. kernel:
+    whose layout it is, "sm90" or "sm100".
+
+    >>> from deep_moe import empty_weights_for_mega_moe
+    >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
+    >>> weights.weights, weights.token_format, weights.kernel, len(weights.tensors)
+    ('mxfp4', 'mxfp8', 'sm100', 4)
+    """
+
+    l1: LayerWeights
+    l2: LayerWeights
+    weights: str
+    token_format: str
+    kernel: str
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        """Both layers: `l1, l2 = weights`."""
+        return iter((self.l1, self.l2))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order in which operators take them."""
+        return (*self.l1, *self.l2)
+
+    @property
+    def words(self) -> str:
+        """What they are, for errors."""
+        return (
+            f"{self.weights} weights beside {self.token_format} tokens, laid out for {self.kernel}"
+        )
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> MegaMoEWeights:
+        """The same form with other tensors, in the order of `tensors`."""
+        num_of_l1 = len(self.l1)
+        l1, l2 = LayerWeights(*tensors[:num_of_l1]), LayerWeights(*tensors[num_of_l1:])
+        return replace(self, l1=l1, l2=l2)
+
+    def expert(self, expert_idx: int) -> MegaMoEWeights:
+        """One local expert's weights, tensors [1, ...] in the same memory."""
+        one = _expert_slice(expert_idx, self.l1.weight.shape[0])
+        return self.with_tensors([tensor[one] for tensor in self.tensors])
+
+
+# So that a compiler and an exporter see the tensors.
+torch.utils._pytree.register_pytree_node(
+    MegaMoEWeights,
+    lambda weights: (
+        list(weights.tensors),
+        (weights.weights, weights.token_format, weights.kernel),
+    ),
+    lambda tensors, form: MegaMoEWeights(
+        LayerWeights(*itertools.islice(own := iter(tensors), 2)), LayerWeights(*own), *form
+    ),
+    serialized_type_name="deep_moe.MegaMoEWeights",
+)
+
+
+def _expert_slice(expert_idx: int, num_experts: int) -> slice:
+    if not 0 <= expert_idx < num_experts:
+        raise IndexError(f"expert_idx must be 0 to {num_experts - 1}; got {expert_idx}")
+    return slice(expert_idx, expert_idx + 1)
+
+
+def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
+    """`value` as weights with their scales, or a TypeError that says what it should be."""
+    allowed = source.pair
+    if isinstance(value, torch.Tensor):
+        pair = source.pair_of(value)
+        if pair is not None:
+            check_dense(name, value)
+            return pair
+    if not isinstance(value, (tuple, list)):
+        got = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            got = f"one tensor of {value.dtype}"
+        raise TypeError(f"{name} must be {allowed}; got {got}")
+    if len(value) != 2 or not all(isinstance(tensor, torch.Tensor) for tensor in value):
+        got = ", ".join(type(tensor).__name__ for tensor in value)
+        raise TypeError(f"{name} must be {allowed}; got ({got})")
+    for i, tensor in enumerate(value):
+        check_dense(f"{name}[{i}]", tensor)
+    return LayerWeights(*value)
+
+
+def detached(layer: LayerWeights) -> LayerWeights:
+    """Without a history: what is made of a Parameter would else keep its memory."""
+    return LayerWeights(layer.weight.detach(), layer.sf.detach())
+
+
+def shape_of_weights(
+    num_experts: int,
+    hidden: int,
+    intermediate_hidden: int,
+    weights: str = DEFAULT_WEIGHTS,
+    token_format: str | None = None,
+) -> MoEShape:
+    """A shape whose one rank has these weights."""
+    return MoEShape(
+        num_ranks=1,
+        num_experts=num_experts,
+        num_topk=1,
+        hidden=hidden,
+        intermediate_hidden=intermediate_hidden,
+        num_max_tokens_per_rank=1,
+        weights=weights,
+        token_format=default_token_format(weights) if token_format is None else token_format,
+    )
+
+
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def check_form(
+    pairs: Mapping[str, LayerWeights], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> None:
+    """Raise unless tensors are contiguous and of these dtypes and shapes, in this order."""
+    tensors = [(f"{name}[{i}]", pair[i]) for name, pair in pairs.items() for i in range(2)]
+    for (name, tensor), (dtype, size) in zip(tensors, expected.values(), strict=True):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
+        if tuple(tensor.shape) != size or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous, of shape {size}; got shape {tuple(tensor.shape)} with "
+                f"strides {tensor.stride()}"
+            )
+    check_memory_of(pairs)
+
+
+def check_memory_of(pairs: Mapping[str, LayerWeights]) -> None:
+    """Raise unless the storages of all tensors hold their values."""
+    for name, pair in pairs.items():
+        for i, tensor in enumerate(pair):
+            check_memory(f"{name}[{i}]", tensor)
+
+
+def axis_sizes(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
+    """The tensor's shape, or an error if it has not these axes."""
+    if tensor.dim() != axes.count(",") + 1:
+        raise ValueError(f"{name} must have shape {axes}; got {tuple(tensor.shape)}")
+    return tuple(tensor.shape)

@@ -1,0 +1,38 @@
+"""Quantizing whole tensors of weights to MXFP4, and back. The format and its rounding are those of
+deep_moe/formats/block_scaled.py."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0, quantize_e2m1_ue8m0
+from deep_moe.formats.mx import by_matrix
+
+from ..layers import LayerWeights
+
+
+def quantize_mxfp4(x: torch.Tensor) -> LayerWeights:
+    """Quantize weights `x` [..., K] to the pair that `transform_weights_for_mega_moe` takes: packed
+    E2M1 int8 [..., K/2], two values per byte, and UE8M0 scales int32 [..., K/128], four per word.
+
+    x: bfloat16, float16 or float32, finite, K a multiple of 128, the dimension that is summed over:
+    [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for Linear2. Each 32
+    values share the smallest power of two at which none exceeds 6 of it; they are rounded to the
+    nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which E2M1
+    does not hold.
+
+    >>> packed, sf = quantize_mxfp4(torch.full((2, 128), 0.75))
+    >>> packed.shape, sf.shape, dequantize_mxfp4(packed, sf)[0, 0].item()
+    (torch.Size([2, 64]), torch.Size([2, 1]), 0.75)
+    """
+    return LayerWeights(*by_matrix(quantize_e2m1_ue8m0, x=x))
+
+
+def dequantize_mxfp4(
+    packed: torch.Tensor, sf: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The weights [..., K] that packed E2M1 int8 [..., K/2] and scales int32 [..., K/128] stand
+    for. bfloat16 and float32 hold them exactly, but where they are below the smallest number."""
+    return by_matrix(lambda a, b: (dequantize_e2m1_ue8m0(a, b, dtype),), packed=packed, sf=sf)[0]

@@ -1,0 +1,140 @@
+"""MXFP4 weights on SM90, which the kernel decodes in registers: to E5M2 beside E4M3 tokens, to BF16
+beside BF16 tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.sm90 import (
+    FURTHER_TILE_COST,
+    SPARED_TILES,
+    TILE_ROWS_PER_UNIT,
+    TILES,
+    WeightKind,
+)
+from deep_moe.targets.sm90.weights import Sm90Weights
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deep_moe.formats.numerics import Numerics
+    from deep_moe.heuristics.shape import MoEShape
+
+    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+
+
+def decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded.
+
+    >>> decoded_costs(150)
+    (2.0, 1.2)
+    """
+    cost = 1 + rows / TILE_ROWS_PER_UNIT
+    return cost, FURTHER_TILE_COST * cost
+
+
+def bf16_decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
+    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
+
+    >>> bf16_decoded_costs(150)
+    (3.0, 2.2)
+    """
+    first, further = decoded_costs(rows)
+    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
+
+
+# With 168 rows ptxas has too few registers to overlap the products with anything else, though not
+# with 176.
+BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
+
+
+class Sm90Mxfp4(Sm90Weights):
+    weights = "mxfp4"
+    token_format = "mxfp8"
+    policy = "Mxfp4Weights"
+    kind = WeightKind(17408, True, False, False, TILES, decoded_costs, spared_tiles=SPARED_TILES)
+    # Few stages, for a small case never comes round the ring of the default. The three kinds of
+    # main loop: products in pairs, one by one, and a loop for each size of m-block; the last in
+    # clusters that share weights.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 168, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3, "cluster_size": 2},
+    )
+
+    @property
+    def blocks(self) -> ModuleType:
+        """The layout."""
+        from . import sm90_e5m2_blocks
+
+        return sm90_e5m2_blocks
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        self.blocks.shuffle_layer(*l1, out.l1, name="l1_weights", is_l1=True)
+        self.blocks.shuffle_layer(*l2, out.l2, name="l2_weights", is_l1=False)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        from ..layers import ExpertWeights, LayerWeights
+
+        shape = self.checked_shape(l1, l2)
+        num_l1_rows, num_l2_rows = 2 * shape.intermediate_hidden, shape.hidden
+        unshuffle = self.blocks.unshuffle_layer
+        return ExpertWeights(
+            LayerWeights(*unshuffle(*l1, num_rows=num_l1_rows, is_l1=True)),
+            LayerWeights(*unshuffle(*l2, num_rows=num_l2_rows, is_l1=False)),
+        )
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        """Blocks, and a factor for each row."""
+        import torch
+
+        l1, l2 = self.block_dims(shape)
+        block_n, block_bytes = self.blocks.BLOCK_N, self.blocks.BLOCK_BYTES
+        return {
+            "l1_weights[0]": (torch.int8, (*l1, block_bytes)),
+            "l1_weights[1]": (torch.float32, (*l1[:2], block_n)),
+            "l2_weights[0]": (torch.int8, (*l2, block_bytes)),
+            "l2_weights[1]": (torch.float32, (*l2[:2], block_n)),
+        }
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import sm90_numerics
+
+        from .format import FORMAT
+
+        return sm90_numerics(FORMAT.dequantize)
+
+
+class Sm90Mxfp4Bf16(Sm90Mxfp4):
+    token_format = "bf16"
+    policy = "Mxfp4Bf16Weights"
+    kind = WeightKind(
+        8704, True, False, False, BF16_DECODED_TILES, bf16_decoded_costs, spared_tiles=SPARED_TILES
+    )
+    # The same kinds, CTAs by themselves, and in clusters that share weights.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
+        {"block_m": 176, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    @property
+    def blocks(self) -> ModuleType:
+        from . import sm90_bf16_blocks
+
+        return sm90_bf16_blocks
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        from .format import FORMAT
+
+        return bf16_numerics(FORMAT.dequantize)
+
+
+KERNELS = (Sm90Mxfp4(), Sm90Mxfp4Bf16())

@@ -1,0 +1,242 @@
+"""Expert weights, from the layout of checkpoints to the layout that a kernel loads.
+
+A layer's weights are E local experts' values and scales, of a format that has a folder of its own;
+how they lie for a kernel, the folder's file for it says.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from deep_moe.heuristics.shape import MoEShape
+from deep_moe.targets import Target, TargetWeights, target_of, target_of_device
+from deep_moe.tensor_memory import refuse_shared_memory
+
+from . import DEFAULT_WEIGHTS, weight_format
+from .layers import (
+    ExpertWeights,
+    LayerWeights,
+    MegaMoEWeights,
+    Pair,
+    check_form,
+    check_memory_of,
+    detached,
+    shape_of_weights,
+    weight_pair,
+)
+
+_ALIGNMENT = 16  # bytes, of tensors that kernels load
+
+
+def transform_weights_for_mega_moe(
+    l1_weights: Pair | torch.Tensor,
+    l2_weights: Pair | torch.Tensor,
+    arch: str | None = None,
+    *,
+    weights: str = DEFAULT_WEIGHTS,
+    token_format: str | None = None,
+    requantize: bool = False,
+    out: MegaMoEWeights | None = None,
+) -> MegaMoEWeights:
+    """Lay out weights for the kernel, once, after loading. The sources may then be freed.
+
+    l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1.
+    l2_weights: (values [E, H, I], scales).
+    arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+    weights: their format.
+        "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N, K/128], four
+        UE8M0 bytes in each, one for every 32 values.
+        "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E, N,
+        K/32], or for every 128 x 128 of them, [E, N/128, K/128], each rounded up, for Linear1
+        [E, 2*ceil(I/128), ...], those of gate before those of up: float8_e8m0fnu, uint8, or
+        float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
+        equal within 128 x 128 values, and may be any positive numbers.
+        "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What is
+        returned are pairs as of all formats, with an empty tensor in place of scales.
+    token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and "fp8";
+        "fp8_128" with "fp8" on sm_90a; "bf16", the default with "bf16", and with "mxfp4" on sm_90a.
+    requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
+        `RequantizationWarning` says how far they moved.
+    out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
+        After an error its contents are undefined.
+
+    H and I are multiples of 32. Up to multiples of 128, weights are padded with zeros. What is a
+    quotient by 128 above is rounded up.
+
+    Returns `out`, which unpacks into the pairs of both layers: `l1, l2 = ...`. Every weight keeps
+    its exact value, unless requantized. ValueError names expert
+    and row of a scale that is NaN, of one that the target cannot apply, and, on sm_90a, of a row
+    whose MXFP4 scales differ by more than 2^26, or beside bf16 tokens by more than 2^125.
+
+    Expert by expert, so that a layer and its transformed copy never exist at the same time:
+
+    >>> from deep_moe import quantize_mxfp4
+    >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
+    >>> for i in range(4):
+    ...     l1 = quantize_mxfp4(torch.randn(1, 2 * 128, 256))
+    ...     l2 = quantize_mxfp4(torch.randn(1, 256, 128))
+    ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
+    """
+    source = weight_format(weights)
+    l1 = detached(weight_pair("l1_weights", l1_weights, source))
+    l2 = detached(weight_pair("l2_weights", l2_weights, source))
+    if not isinstance(requantize, bool):
+        raise TypeError(f"requantize must be a bool; got {requantize!r}")
+    sizes = source.check(l1, l2)
+    check_memory_of({"l1_weights": l1, "l2_weights": l2})
+    device = l1.weight.device
+    target, on_target = _target_weights(arch, device, weights, token_format)
+    shape = shape_of_weights(*sizes, weights, on_target.token_format)
+    if out is None:
+        out = _empty_weights(target, on_target, shape, device)
+    else:
+        _check_out(out, (l1, l2), target, on_target, shape)
+    source.check_values("l1_weights", l1)
+    source.check_values("l2_weights", l2)
+    if shape.padded is not shape:
+        l1, l2 = source.padded(l1, l2)
+    if not requantize:
+        on_target.transform(l1, l2, out)
+        return out
+    for warning in on_target.requantize(l1, l2, out):
+        warnings.warn(warning, stacklevel=2)
+    return out
+
+
+def empty_weights_for_mega_moe(
+    num_experts: int,
+    hidden: int,
+    intermediate_hidden: int,
+    *,
+    arch: str | None = None,
+    device: torch.device | str = "cpu",
+    weights: str = DEFAULT_WEIGHTS,
+    token_format: str | None = None,
+) -> MegaMoEWeights:
+    """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
+    local experts, for its `out`.
+
+    hidden, intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them.
+    arch: the target; by default that of
+    `device`. weights, token_format: their format, and that of the tokens.
+    """
+    device = torch.device(device)
+    target, on_target = _target_weights(arch, device, weights, token_format)
+    shape = shape_of_weights(
+        num_experts, hidden, intermediate_hidden, weights, on_target.token_format
+    )
+    return _empty_weights(target, on_target, shape, device)
+
+
+def inverse_transform_weights(
+    l1_weights: Pair,
+    l2_weights: Pair,
+    arch: str | None = None,
+    *,
+    weights: str = DEFAULT_WEIGHTS,
+    token_format: str | None = None,
+    hidden: int | None = None,
+    intermediate_hidden: int | None = None,
+) -> ExpertWeights:
+    """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
+    scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
+    MXFP4 for sm_90a, groups of zeros may have got another scale.
+
+    l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
+    weights, token_format: as there. hidden, intermediate_hidden: H and I, where they are no
+    multiples of 128 and so were padded.
+
+    Raises TypeError or ValueError if they have not the form that it makes.
+    """
+    source = weight_format(weights)
+    l1 = detached(weight_pair("l1_weights", l1_weights, source))
+    l2 = detached(weight_pair("l2_weights", l2_weights, source))
+    _, on_target = _target_weights(arch, l1.weight.device, weights, token_format)
+    padded = on_target.inverse(l1, l2)
+    if hidden is None and intermediate_hidden is None:
+        return padded
+    num_experts, padded_hidden, padded_intermediate = source.check(*padded)
+    shape = shape_of_weights(
+        num_experts,
+        padded_hidden if hidden is None else hidden,
+        padded_intermediate if intermediate_hidden is None else intermediate_hidden,
+        weights,
+    )
+    for name, allowed in (
+        ("hidden", padded_hidden),
+        ("intermediate_hidden", padded_intermediate),
+    ):
+        if getattr(shape.padded, name) != allowed:
+            raise ValueError(
+                f"{name} must become {allowed} when it is padded, as the weights were; "
+                f"got {getattr(shape, name)}"
+            )
+    if shape.padded is shape:
+        return padded
+    return ExpertWeights(*source.without_padding(*padded, shape))
+
+
+def _target_weights(
+    arch: str | None, device: torch.device, weights: str, token_format: str | None
+) -> tuple[Target, TargetWeights]:
+    target = target_of_device(device) if arch is None else target_of(arch)
+    return target, target.weights_of(weights, token_format)
+
+
+def _empty_weights(
+    target: Target, on_target: TargetWeights, shape: MoEShape, device: torch.device
+) -> MegaMoEWeights:
+    w1, sf1, w2, sf2 = (
+        torch.empty(size, dtype=dtype, device=device)
+        for dtype, size in on_target.tensors(shape.padded).values()
+    )
+    return MegaMoEWeights(
+        LayerWeights(w1, sf1),
+        LayerWeights(w2, sf2),
+        on_target.weights,
+        on_target.token_format,
+        target.kernel,
+    )
+
+
+def _check_out(
+    out: MegaMoEWeights,
+    sources: tuple[Pair, Pair],
+    target: Target,
+    on_target: TargetWeights,
+    shape: MoEShape,
+) -> None:
+    """Raise unless `out` is what `on_target` makes, in memory of its own."""
+    if not isinstance(out, MegaMoEWeights):
+        raise TypeError(
+            "out must be MegaMoEWeights, as empty_weights_for_mega_moe makes them; "
+            f"got {type(out).__name__}"
+        )
+    form = (on_target.weights, on_target.token_format, target.kernel)
+    if (out.weights, out.token_format, out.kernel) != form:
+        raise ValueError(f"out must be for {form[0]} x {form[1]} on {form[2]}; got {out.words}")
+    check_form({"out.l1": out.l1, "out.l2": out.l2}, on_target.tensors(shape.padded))
+    device = sources[0][0].device
+    written = {
+        f"out.{name}[{i}]": t
+        for name, pair in (("l1", out.l1), ("l2", out.l2))
+        for i, t in enumerate(pair)
+    }
+    for name, tensor in written.items():
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} must be on {device}, as l1_weights[0] is; got {tensor.device}"
+            )
+        if tensor.data_ptr() % _ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {_ALIGNMENT} bytes; got {tensor.data_ptr():#x}"
+            )
+    names = ("l1_weights", "l2_weights")
+    read = {
+        f"{name}[{i}]": tensor
+        for name, pair in zip(names, sources, strict=True)
+        for i, tensor in enumerate(pair)
+    }
+    refuse_shared_memory(written, read)

@@ -1,0 +1,20 @@
+// How the scales of such tokens lie in memory, where the tokens are here when a kernel starts.
+// Indexed by the block of 128 values, they give what kernels know: a UE8M0 byte for every 32
+// values, the lowest ones' in the lowest byte; or, for kernels that multiply by them, the float.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+namespace deep_moe {
+
+// A float of any size for every 128 values, for kernels that multiply by it.
+struct FloatsPer128 {
+    static constexpr uint32_t values_per_word = 128;
+    const uint32_t* words;
+
+    __device__ __forceinline__ float operator[](uint32_t block_idx) const {
+        return __uint_as_float(words[block_idx]);
+    }
+};
+
+}  // namespace deep_moe

@@ -1,0 +1,29 @@
+"""Pairs of a weight format and a token format by one word, for parametrized tests."""
+
+from __future__ import annotations
+
+from deep_moe.targets import TARGETS
+from deep_moe.weights import default_token_format
+
+BESIDE = " x "
+
+
+def formats(pair: str) -> dict[str, str]:
+    """The arguments that a pair stands for.
+
+    >>> formats("mxfp4 x bf16"), formats("fp8")
+    ({'weights': 'mxfp4', 'token_format': 'bf16'}, {'weights': 'fp8', 'token_format': 'mxfp8'})
+    """
+    weights, _, tokens = pair.partition(BESIDE)
+    return {"weights": weights, "token_format": tokens or default_token_format(weights)}
+
+
+def usual_pairs(arch: str) -> list[str]:
+    """Those of a target but the ones with float scales: of a weight format its name where tokens
+    are what usually goes with it."""
+    names = []
+    for own in TARGETS[arch].weights:
+        is_usual = own.token_format == TARGETS[arch].token_formats(own.weights)[0]
+        if is_usual or own.token_format == "bf16":
+            names.append(own.weights if is_usual else own.weights + BESIDE + own.token_format)
+    return names

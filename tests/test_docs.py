@@ -117,14 +117,18 @@ EVERYDAY = ("README.md", "serving.md", "porting-from-deep-gemm.md")
 
 
 def run_program(document: Path, folder: Path, *, gpu: bool) -> None:
-    path = folder / f"{document.stem}_md.py"
-    path.write_text(program(document, gpu=gpu), encoding="utf-8")
+    run_code(program(document, gpu=gpu), folder / f"{document.stem}_md.py", gpu=gpu)
+
+
+def run_code(code: str, path: Path, *, gpu: bool) -> str:
+    """What it prints. path: where it is written, in the folder where it runs."""
+    path.write_text(code, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run(
         [sys.executable, str(path)],
-        cwd=folder,
+        cwd=path.parent,
         env=environment,
         capture_output=True,
         text=True,
@@ -134,6 +138,16 @@ def run_program(document: Path, folder: Path, *, gpu: bool) -> None:
     if gpu and other_engine:  # what a GPU machine has installed is not ours to choose
         pytest.skip(other_engine[1])
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_each_block_of_the_readme_runs_by_itself_and_prints(tmp_path: Path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert run_code(block, tmp_path / "block.py", gpu=False)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "block.py"] == ["build"]
 
 
 @parametrize(

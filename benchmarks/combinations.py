@@ -39,7 +39,7 @@ NUM_RING_TOKENS = 24576  # of the real layer's pool, where it is a ring
 SMALL = {
     "shape": (2, 4, 3, 256, 96),
     "tile": 0,
-    "wave": "one expert",
+    "turns": "of one m-block",
     "turn": "one expert",
     "inputs": "filled",
     "tokens": "any",

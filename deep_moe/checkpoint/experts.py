@@ -9,10 +9,11 @@ How many experts a layer has says config.json, or the caller: what is missing is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from safetensors.torch import save_file
@@ -224,7 +225,8 @@ def _opened(
         tensors = find_layer(files, layer, naming)
         count, source = tensors.count(num_experts)
         if experts is not None:
-            unknown = [e for e in experts if not (isinstance(e, int) and 0 <= e < count)]
+            experts = _as_ints(experts)
+            unknown = [e for e in experts if not (type(e) is int and 0 <= e < count)]
             if unknown or not experts:
                 raise ValueError(
                     f"experts must be some of 0 to {count - 1}, those of layer {layer}; got "
@@ -240,6 +242,14 @@ def _opened(
             own = range(rank_idx * per_rank, (rank_idx + 1) * per_rank)
         tensors.check(count, source, own, num_shared_experts)
         yield tensors, own
+
+
+def _as_ints(values: Iterable[Any]) -> list[Any]:
+    """Those of a tensor or an array as ints, too; what is none stays."""
+    return [
+        index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+        for value in values
+    ]
 
 
 def save_experts(

@@ -20,7 +20,7 @@ _FUSED: dict[str, Any] = {
     "shape": (2, 4, 3, 256, 96),
     "shared experts": 0,
     "tile": 1,
-    "wave": "all experts",
+    "turns": "as chosen",
     "turn": "one expert",
     "biases": "none",
     "activation": Swiglu(),
@@ -93,7 +93,7 @@ def _cases() -> Iterator[Case]:
     yield fused(
         "sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512)
     )
-    yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, wave="one expert", y="added to")
+    yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
     yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(
         "sm_100a", "bf16 x bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED

@@ -182,7 +182,8 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
                 builder.program().shared_begin = runtime_shared_base;
             if (!special_operand(p.name, o))
                 unsupported("special register " + p.name + " is not supported here");
-            if (bits != 32) unsupported("special register " + p.name + " is 32 bits wide");
+            if (bits != o.bits)
+                unsupported(format("special register %s is %d bits wide", p.name.c_str(), o.bits));
             return o;
         }
         case ParsedOperand::Kind::symbol: {

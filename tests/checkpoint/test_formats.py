@@ -138,6 +138,8 @@ def test_any_experts_in_any_order(tmp_path, kind):
     write(tmp_path, kind)
     whole = load_experts(tmp_path, LAYER)
     some = load_experts(tmp_path, LAYER, experts=[3, 0, 3])
+    of_tensor = load_experts(tmp_path, LAYER, experts=torch.tensor([3, 0, 3]))
+    assert of_tensor.l1.weight.view(torch.uint8).equal(some.l1.weight.view(torch.uint8))
     for pair, all_of in zip(some, whole, strict=True):
         for tensor, every in zip(pair, all_of, strict=True):
             assert torch.equal(tensor.view(torch.uint8), every[[3, 0, 3]].view(torch.uint8))
@@ -156,6 +158,7 @@ def test_any_experts_in_any_order(tmp_path, kind):
         ({"experts": [0, 4]}, "experts must be some of 0 to 3, those of layer 1; got 4"),
         ({"experts": [-1]}, "experts must be some of 0 to 3.* got -1"),
         ({"experts": []}, "experts must be some of 0 to 3.* got none"),
+        ({"experts": [True]}, "experts must be some of 0 to 3.* got True"),
         ({"experts": [0], "num_ranks": 2}, "num_ranks must be 1 beside experts.* got 2"),
         ({"naming": "nobody's"}, 'naming must be one of experts, mixtral, .*; got "nobody\'s"'),
     ],

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from deep_moe.targets import target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import SM90
 from tests.everyday import parametrize
 from tests.hardware_layer import record
 from tests.hardware_layer.agreement import agreement
 from tests.hardware_layer.cases import CASES, RecordedCase
 
+SM90 = target_of("sm_90a").weights_of().numerics
 RECORDINGS = Path(__file__).parent / "recordings"
 EVERYDAY = ("long_linear1", "wide_tile", "different_blocks", "clamp", "two_ranks")
 

@@ -102,7 +102,7 @@ def test_the_symmetric_buffer() -> None:
 @pytest.mark.parametrize("placement", ["ranks", "experts"])
 def test_the_buffer_of_low_latency_calls(placement: str) -> None:
     sizes = {"num_ranks": 72, "num_experts": 2016, "num_topk": 32, "hidden": 7168}
-    more = {"num_max_tokens_per_rank": 1024, "format": "bf16", "has_shared_rows": True}
+    more = {"num_max_tokens_per_rank": 1024, "token_format": "bf16", "has_shared_rows": True}
     shape = LowLatencyShape(**sizes, **more, placement=placement)
     config = LowLatencyConfig(shape, "dispatch", num_ctas=2, arch="sm_90a")
     layout = low_latency_buffer_layout(shape)

@@ -57,7 +57,7 @@ def test_exact_layer(arch: str, hidden: int, intermediate: int, biases: bool) ->
     everyday=[("sm_90a", "fp8"), ("sm_90a", "mxfp4 x bf16"), ("sm_100a", "bf16")],
 )
 def test_random_layer_is_right(arch: str, weights: str) -> None:
-    shape = shape_of(352, 160, biases=True, **formats(weights))
+    shape = shape_of(352, 160, biases=True, weights=weights)
     layer = random_layer(shape, scale_block=scale_block(arch, weights))
     case = LayerCase(shape, layer, arch=arch)
     (result,) = case.compare_call([random_tokens(shape, 30, seed=1)])
@@ -96,7 +96,7 @@ def test_one_scale_in_each_block_is_found_beside_the_padding() -> None:
 @parametrize(("arch", "weights"), KERNELS, everyday=[("sm_90a", "mxfp4")])
 def test_prepared_inputs_of_two_ranks(arch: str, weights: str) -> None:
     """Whose rows in the buffer are longer than theirs."""
-    shape = shape_of(352, 160, num_ranks=2, **formats(weights))
+    shape = shape_of(352, 160, num_ranks=2, weights=weights)
     case = LayerCase(shape, exact_layer(shape, scale_block=scale_block(arch, weights)), arch=arch)
     calls = [[exact_tokens(shape, n, seed=n) for n in counts] for counts in ((17, 5), (0, 30))]
     for of_call in case.compare_calls_in_a_row(calls):
@@ -140,7 +140,7 @@ def test_bf16_rows_have_a_tail_of_zeros() -> None:
 def test_the_inverse_gives_true_sizes(
     arch: str, weights: str, hidden: int, intermediate: int
 ) -> None:
-    shape = shape_of(hidden, intermediate, **formats(weights))
+    shape = shape_of(hidden, intermediate, weights=weights)
     layer = random_layer(shape, scale_block=scale_block(arch, weights))
     made = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch, **formats(weights))
     empty = deep_moe.empty_weights_for_mega_moe(

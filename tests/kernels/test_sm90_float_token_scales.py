@@ -18,7 +18,6 @@ from deep_moe.trial.synthetic import (
     random_layer,
     random_tokens,
 )
-from tests.pairs import formats
 
 from .layer_case import LayerCase
 
@@ -113,13 +112,16 @@ def test_prepared_inputs() -> None:
 def test_who_does_not_take_them(arch: str, weights: str, allowed: str) -> None:
     words = f"token_format must be {allowed} with {weights} weights on {arch}; got '{FLOATS}'"
     with pytest.raises(ValueError, match=words):
-        choose_config(replace(SHAPE, **formats(weights)), 1, arch=arch)
+        choose_config(replace(SHAPE, weights=weights), 1, arch=arch)
 
 
 def test_a_call_for_another_target_is_refused() -> None:
     case = exact_case(SHAPE)
     case.arch = "sm_100a"
-    with pytest.raises(ValueError, match="token_format must be mxfp8 with fp8 weights on"):
+    words = (
+        r"weights\[0\] must be fp8 weights beside fp8_128 tokens for sm100, .* laid out for sm90"
+    )
+    with pytest.raises(ValueError, match=words):
         case.call([exact_tokens(SHAPE, 3)])
 
 
@@ -146,4 +148,4 @@ def test_the_buffer() -> None:
     )
     assert (buffer.x_sf.dtype, buffer.x_sf.shape) == (torch.float32, (16, 3))
     assert buffer.nbytes == deep_moe.buffer_size(1, *sizes, weights="fp8", token_format=FLOATS)
-    assert "fp8 weights, float32 scales" in repr(buffer)
+    assert "fp8 weights, fp8_128 tokens" in repr(buffer)

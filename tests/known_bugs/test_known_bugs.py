@@ -93,7 +93,7 @@ def test_b10_more_tokens_than_the_buffer_holds_are_refused():
     shape = make_shape(4)
     case = LayerCase(shape, exact_layer(shape))
     ys = [torch.empty(5, shape.hidden, dtype=torch.bfloat16) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"y .*4.*got .*5"):
+    with pytest.raises(ValueError, match=r"ys\[0\] .*4.*got .*5"):
         case.ranks.call(ys, case.weights)
 
 

@@ -224,15 +224,15 @@ def _opened(
     with Files(Path(path)) as files:
         tensors = find_layer(files, layer, naming)
         count, source = tensors.count(num_experts)
+        own: Sequence[int]
         if experts is not None:
-            experts = _as_ints(experts)
-            unknown = [e for e in experts if not (type(e) is int and 0 <= e < count)]
-            if unknown or not experts:
+            own = _as_ints(experts)
+            unknown = [e for e in own if not (type(e) is int and 0 <= e < count)]
+            if unknown or not own:
                 raise ValueError(
                     f"experts must be some of 0 to {count - 1}, those of layer {layer}; got "
-                    f"{listed(unknown) if experts else 'none'}"
+                    f"{listed(unknown) if own else 'none'}"
                 )
-            own = experts
         else:
             if count % num_ranks:
                 raise ValueError(

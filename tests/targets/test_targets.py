@@ -20,12 +20,15 @@ from deep_moe.heuristics import MoEShape, choose_config
 from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, WEIGHT_POINTER_NAMES
 from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
 from deep_moe.targets.sm90 import SM90A
+from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
+from deep_moe.weights import WEIGHTS
 from deep_moe.weights.mxfp4.sm90 import Sm90Mxfp4
 from tests.everyday import parametrize
 from tests.kernels.layer_case import LayerCase
 from tests.pairs import formats
 
+BELOW_THE_CALLS = ("targets", "fused", "biases", "formats", "activations")
 ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(2, 4, 2, 256, 128, 16)
 
@@ -98,6 +101,22 @@ def test_nothing_else_names_an_architecture() -> None:
         "deep_moe/targets/sm100/target.py",
         "deep_moe/trial/small_layers.py",  # one of each
     }
+
+
+def test_only_its_folder_and_what_stands_above_the_calls_names_a_format() -> None:
+    """Checkpoints, adapters and stand-ins translate others' names. "bf16" is a dtype's, too."""
+    below = ("heuristics", "jit", *(f"deep_moe/{name}" for name in BELOW_THE_CALLS))
+    names = {*WEIGHTS, *TOKEN_FORMATS} - {"bf16"}
+    naming = {
+        str(path.relative_to(ROOT))
+        for folder in below
+        for path in (ROOT / folder).rglob("*.py")
+        if any(
+            isinstance(node, ast.Constant) and node.value in names
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert naming == {"deep_moe/fused/mega_moe.py"}  # what `fp8_fp4_mega_moe` takes
 
 
 def test_the_worked_cases_hold() -> None:

@@ -18,10 +18,10 @@ from deep_moe import EmulatedRanks, jit, transform_weights_for_mega_moe
 from deep_moe.checkpoint import load_experts, save_experts
 from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.targets import target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.comparison import compare
-from deep_moe.trial.reference import MXFP8
 from deep_moe.trial.synthetic import Tokens, random_layer, random_tokens
 from deep_moe.weights.layers import LayerWeights
 
@@ -34,6 +34,7 @@ SHAPE = MoEShape(
     intermediate_hidden=256,
     num_max_tokens_per_rank=8,
 )
+NUMERICS = target_of("sm_100a").weights_of(SHAPE.weights, SHAPE.token_format).numerics
 NUM_TOKENS = (6, 3)  # per rank
 NUM_SMS = 4  # the emulated GPU of each rank is this small
 # What the kernel's PTX should hold, and what it is there for.
@@ -100,7 +101,7 @@ def main() -> int:
     for rank, own in enumerate(tokens):
         inputs = (own.x, own.x_sf, own.topk_idx, own.topk_weights)
         bounds = reference_bounds(
-            *inputs, layer.l1, layer.l2, numerics=MXFP8, sum_bits=FP32_SUM_BITS
+            *inputs, layer.l1, layer.l2, numerics=NUMERICS, sum_bits=FP32_SUM_BITS
         )
         comparison = compare(ys[rank], bounds)
         passed &= comparison.is_right

@@ -195,8 +195,8 @@ def _groups(x: torch.Tensor) -> torch.Tensor:
     """`x` [..., K] as float32 [..., K/32, 32]."""
     if x.dtype not in _FLOAT_DTYPES:
         raise TypeError(f"x must be float32, bfloat16 or float16; got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % GROUP_SIZE:
-        raise ValueError(f"x must have a last dimension of a multiple of 32; got {tuple(x.shape)}")
+    if x.dim() == 0 or not x.shape[-1] or x.shape[-1] % GROUP_SIZE:
+        raise ValueError(f"x must have a positive multiple of 32 columns; got {tuple(x.shape)}")
     return x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
 
 

@@ -28,8 +28,8 @@ def quantize_e4m3_float(
     >>> values[0].item(), scales.item()
     (448.0, 0.0078125)
     """
-    if x.dim() == 0 or x.shape[-1] % GROUP_SIZE:
-        raise ValueError(f"x must have a last dimension of a multiple of 128; got {tuple(x.shape)}")
+    if x.dim() == 0 or not x.shape[-1] or x.shape[-1] % GROUP_SIZE:
+        raise ValueError(f"x must have a positive multiple of 128 columns; got {tuple(x.shape)}")
     groups = x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
     finite = groups.isfinite().all(dim=-1)
     amax = groups.abs().amax(dim=-1).clamp(min=MIN_AMAX)

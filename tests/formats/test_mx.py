@@ -66,8 +66,10 @@ def test_no_more_than_a_matrix_is_worked_on_at_once(monkeypatch):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="x must have a last dimension of a multiple of 32"):
-        deep_moe.quantize_mxfp4(torch.zeros(2, 4, 100))
+    for columns in (0, 100):
+        for quantize in (deep_moe.quantize_mxfp4, deep_moe.quantize_mxfp8):
+            with pytest.raises(ValueError, match="x must have a positive multiple of 32 columns"):
+                quantize(torch.zeros(2, 4, columns))
     with pytest.raises(TypeError, match="x must be float32, bfloat16 or float16"):
         deep_moe.quantize_mxfp8(torch.zeros(128, dtype=torch.int32))
     with pytest.raises(ValueError, match="x must be finite"):

@@ -62,9 +62,9 @@ def test_the_model_is_of_one_token_and_the_links() -> None:
     "options",
     [
         [],
-        ["--zero-copy", "--format", "bf16"],
+        ["--zero-copy", "--token-format", "bf16"],
         ["--path", "throughput"],
-        ["--path", "throughput", "--zero-copy", "--format", "bf16"],
+        ["--path", "throughput", "--zero-copy", "--token-format", "bf16"],
     ],
     everyday=[["--path", "throughput"]],
 )

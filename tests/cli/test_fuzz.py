@@ -26,13 +26,13 @@ FUSED = ["fuzz", "--path", "fused"]
 
 @parametrize("arch", ["sm_100a", "sm_90a"], everyday=["sm_90a"])
 def test_some_cases_pass(arch: str) -> None:
-    """Of each path that has architectures, with the kernels of the first."""
-    count = 3 * CASES_PER_KERNEL
+    """Of each path that has architectures."""
+    count = 4 * CASES_PER_KERNEL
     command = ["fuzz", "--count", str(count), "--arch", arch, "--workers", "1"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert f"{count} cases, 0 failed" in result.output
-    assert re.search(r"path +fused: 4, split: 4, throughput: 4", result.output)
+    assert re.search(r"path +fused: \d+, split: 4, throughput: 4", result.output)
 
 
 def test_two_workers_say_what_one_says() -> None:

@@ -90,8 +90,8 @@ class MoEShape:
     token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.token_format is None:
-            object.__setattr__(self, "token_format", default_token_format(self.weights))
+        token_format = default_token_format(self.weights, self.token_format)
+        object.__setattr__(self, "token_format", token_format)
         check_weights_name(self.weights)
         if not self.tokens.is_of_products:
             raise ValueError(

@@ -91,8 +91,8 @@ class TwoLevelShape:
     token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.token_format is None:
-            object.__setattr__(self, "token_format", default_token_format(self.weights))
+        token_format = default_token_format(self.weights, self.token_format)
+        object.__setattr__(self, "token_format", token_format)
         if self.tokens.has_float_scales:
             raise ValueError(
                 "token_format must have scales of powers of two, or none, between domains; "

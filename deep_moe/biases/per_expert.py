@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deep_moe.heuristics.shape import require_int
-from deep_moe.targets import Target, target_of, target_of_device
-from deep_moe.targets.target import TargetWeights
+from deep_moe.targets import TargetWeights, target_for
 from deep_moe.tensor_memory import check_dense, check_memory
 
 BLOCK_ROWS = 256
@@ -55,7 +54,7 @@ def transform_biases_for_mega_moe(
     """
     check_biases(l1_bias, l2_bias)
     l1_bias, l2_bias = l1_bias.detach(), l2_bias.detach()
-    target = _target(arch, l1_bias.device).weights_of(weights, token_format)
+    target = target_for(arch, l1_bias.device).weights_of(weights, token_format)
     for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
         _check_finite(name, bias)
     return MegaMoEBiases(
@@ -85,7 +84,7 @@ def inverse_transform_biases(
     for name, size in (("hidden", hidden), ("intermediate_hidden", intermediate_hidden)):
         if require_int(name, size, "at least 1") < 1:
             raise ValueError(f"{name} must be at least 1; got {size}")
-    target = _target(arch, l1_bias.device).weights_of(weights, token_format)
+    target = target_for(arch, l1_bias.device).weights_of(weights, token_format)
     num_rows = {"l1_bias": 2 * intermediate_hidden, "l2_bias": hidden}
     rows = []
     for (name, number), bias in zip(num_rows.items(), (l1_bias, l2_bias), strict=True):
@@ -170,7 +169,3 @@ def _check_finite(name: str, bias: torch.Tensor) -> None:
             f"{name}: expert {expert_idx}, row {row} must be a finite number; got "
             f"{bias[expert_idx, row].item()}"
         )
-
-
-def _target(arch: str | None, device: torch.device) -> Target:
-    return target_of_device(device) if arch is None else target_of(arch)

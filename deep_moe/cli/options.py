@@ -163,7 +163,7 @@ def make_shape(
         num_shared_experts=shared_experts,
         weights=weights,
         biases=biases or (model in PRESETS and preset_has_biases(model)),
-        token_format=default_token_format(weights) if token_format is None else token_format,
+        token_format=default_token_format(weights, token_format),
         **sizes,
     )
 

@@ -377,9 +377,9 @@ def _loaded_layer(
     token_format: str | None,
 ) -> tuple[MoEShape, Layer]:
     """All experts of a checkpoint's layer and their shape."""
-    import torch
 
     from deep_moe.checkpoint import load_biases, load_experts
+    from deep_moe.checkpoint.forms import form_with
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
@@ -396,8 +396,9 @@ def _loaded_layer(
             "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
             f"of shared ones; got {shared_experts}"
         )
-    formats = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
-    loaded = formats.get(l1.weight.dtype, "mxfp4")
+    form = form_with(l1.weight.dtype)
+    assert form is not None
+    loaded = form.weights
     if weights != loaded:
         raise typer.BadParameter(
             f"--weights must be {loaded}, the format of the checkpoint's experts; got {weights}"
@@ -415,7 +416,7 @@ def _loaded_layer(
         weights=weights,
         biases=biases is not None,
         num_shared_experts=shared_experts,
-        token_format=default_token_format(weights) if token_format is None else token_format,
+        token_format=default_token_format(weights, token_format),
     )
     return shape, Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ()))
 

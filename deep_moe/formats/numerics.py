@@ -35,10 +35,10 @@ class Numerics:
 
     tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
     and scales of a layer, as checkpoints have them, which are so many matrices one below the other,
-    as float64 [N, K]. Linear1's output has a scale
-    for every `scale_block` values; scale_bytes: these scales, as UE8M0 bytes [n, blocks], from the
-    blocks' largest magnitudes, float32 [n, blocks], and the routing weights [n]. A larger magnitude
-    never has a smaller scale. Where both are None it is BF16, without scales. sum_bits: what
+    as float64 [N, K]. scale_block: how many values of Linear1's output share a scale. scale_bytes:
+    these scales, as UE8M0 bytes [n, blocks], from the blocks' largest magnitudes, float32 [n,
+    blocks], and the routing weights [n]. A larger magnitude never has a smaller scale. Where both
+    are None, Linear1's output is BF16, without scales. sum_bits: what
     hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
     the reference keeps all. sum_products: that one instruction adds to a sum.
     multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is

@@ -272,7 +272,7 @@ def buffer_size(
         weights=weights,
         biases=biases,
         num_shared_experts=num_shared_experts,
-        token_format=default_token_format(weights) if token_format is None else token_format,
+        token_format=default_token_format(weights, token_format),
     )
     return symm_buffer_layout(shape).num_bytes
 

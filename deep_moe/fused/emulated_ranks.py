@@ -63,7 +63,7 @@ class EmulatedRanks:
             weights=weights,
             biases=biases,
             num_shared_experts=num_shared_experts,
-            token_format=default_token_format(weights) if token_format is None else token_format,
+            token_format=default_token_format(weights, token_format),
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]
@@ -87,10 +87,9 @@ class EmulatedRanks:
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
 
-        ys: each rank's output. weights: each rank's, transformed. stats: each rank's
-        receive statistics. biases: each rank's transformed (l1, l2), if there are some. schedule:
-        how warps are interleaved. ranks: those that take part, by default all; the others never
-        arrive.
+        ys: each rank's output. weights: each rank's, transformed. stats: each rank's receive
+        statistics. biases: each rank's transformed (l1, l2), if there are some. schedule: how warps
+        are interleaved. ranks: those that take part, by default all; the others never arrive.
         progress: told now and then how many warp instructions have been executed.
         hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
         {options}

@@ -89,8 +89,8 @@ def prepare_inputs(
         kernel runs in the emulator.
 
     Tokens may be 0. Later rows keep what they hold. Nothing waits for the GPU, and the launch can
-    be captured in a CUDA graph. Expert ids are looked at by `mega_moe`, not here. There is
-    no backward pass: x and topk_weights that require a gradient are refused where gradients are
+    be captured in a CUDA graph. Expert ids are looked at by `mega_moe`, not here. There is no
+    backward pass: x and topk_weights that require a gradient are refused where gradients are
     enabled.
     """
     given: tuple[torch.Tensor, ...] = (x, topk_idx, topk_weights)

@@ -98,7 +98,7 @@ def mega_moe(
     CPUs after a ValueError for arguments that differ between processes, the buffer needs
     `sym_buffer.reset()` on every rank.
     """
-    if type(sym_buffer) is not SymmBuffer:
+    if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     check_weights(weights, sym_buffer, options.get("arch"))
     try:

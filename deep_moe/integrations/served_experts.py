@@ -20,7 +20,7 @@ from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics.config import choose_config
 from deep_moe.heuristics.shape import MoEShape
-from deep_moe.targets import TARGETS, target_of, target_of_capability, target_of_device
+from deep_moe.targets import TARGETS, target_for, target_of_capability
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import (
     ExpertWeights,
@@ -338,7 +338,7 @@ def check_sizes(
         )
         # The limits of kernels, the number of a rank's experts for one. They are the same whatever
         # the number of tokens, but for tiles that take more shared memory.
-        target = target_of_device(device) if arch is None else target_of(arch)
+        target = target_for(arch, device)
         for num_tokens in (0, max_tokens_per_rank):
             choose_config(shape, num_tokens, arch=target.name)
     except (TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from deep_moe.targets import target_of, target_of_device
+from deep_moe.targets import target_for
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def check_target(
 
     asked: in words. having: targets' names. arch: a target's name, None for that of `device`.
     """
-    target = target_of_device(device) if arch is None else target_of(arch)
+    target = target_for(arch, device)
     if target.name not in having:
         raise UnsupportedError(
             f"{asked} were asked for, for which only {', '.join(having)} has a kernel, "

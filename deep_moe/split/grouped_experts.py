@@ -95,15 +95,13 @@ def grouped_experts_workspace_size(
     >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
     145
     """
-    if token_format is None:
-        token_format = default_token_format(weights)
     shape = _shape_of(
         max_rows,
         hidden,
         intermediate_hidden,
         num_local_experts,
         weights,
-        token_format_of(token_format).in_products,
+        token_format_of(default_token_format(weights, token_format)).in_products,
         num_pool_tokens,
         False,
     )

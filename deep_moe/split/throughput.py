@@ -29,6 +29,8 @@ from deep_moe.heuristics.throughput import (
     throughput_buffer_layout,
 )
 from deep_moe.jit.kernel_args import ThroughputArgs
+from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import token_format as token_format_of
 
 from .kernels import Launch
 from .profile import PhaseOfCta, Profile
@@ -37,8 +39,12 @@ from .split_layer import ROW_ALIGNMENT, KernelSettings, SplitLayer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Formats whose scales travel as they are given.
-_GIVEN_SCALES = {"fp8_128": torch.float32, "fp8_128_pow2": torch.float32, "mxfp8": torch.int32}
+# Formats in which a caller may bring quantized tokens. Their scales travel as they are given.
+_GIVEN_FORMATS = tuple(
+    known.name
+    for known in map(token_format_of, TOKEN_FORMATS)
+    if known.has_scales and not known.packs_scales
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -572,15 +578,16 @@ class AllToAll(SplitLayer):
             if x_sf is not None:
                 raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
             return
-        if config.token_format not in _GIVEN_SCALES:
+        dtype = config.tokens.scale_torch_dtype
+        if config.token_format not in _GIVEN_FORMATS or dtype is None:
             raise ValueError(
                 f"x must be bfloat16 for token_format {config.token_format!r}; got float8_e4m3fn, "
-                f"which is for {', '.join(_GIVEN_SCALES)}"
+                f"which is for {', '.join(_GIVEN_FORMATS)}"
             )
         require_type("x_sf", x_sf, torch.Tensor, "a tensor for an x of float8_e4m3fn")
         assert x_sf is not None
         size = (x.shape[0], self.shape.hidden // 128)
-        check_tensor("x_sf", x_sf, _GIVEN_SCALES[config.token_format], size, self.device)
+        check_tensor("x_sf", x_sf, dtype, size, self.device)
         check_contiguous("x_sf", x_sf)
 
     def _check_weights(self, topk_weights: torch.Tensor | None, num_tokens: int) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Operands",
     "Target",
     "TargetWeights",
+    "target_for",
     "target_of",
     "target_of_capability",
     "target_of_device",
@@ -52,6 +53,11 @@ def target_of_capability(capability: tuple[int, int]) -> Target | None:
     'sm_103a'
     """
     return next((t for t in TARGETS.values() if capability in t.capabilities), None)
+
+
+def target_for(arch: str | None, device: torch.device) -> Target:
+    """The target named `arch`, by default that of `device`."""
+    return target_of_device(device) if arch is None else target_of(arch)
 
 
 def target_of_device(device: torch.device) -> Target:

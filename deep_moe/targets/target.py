@@ -198,8 +198,7 @@ class Target(ABC):
         the weights, or a ValueError."""
         names = dict.fromkeys(pair.weights for pair in self.weights)
         check_weights_name(weights, names, f" on {self.name}")
-        if token_format is None:
-            token_format = default_token_format(weights)
+        token_format = default_token_format(weights, token_format)
         allowed = self.token_formats(weights)
         if token_format not in allowed:
             raise ValueError(

@@ -24,7 +24,7 @@ class TokenFormat:
     whose scales a word holds. rounds_scales: whether scales are powers of two.
     in_products: the name of what the experts' products make of the tokens: this one, or another
     that has the same scales in other words. Only the former can be a symmetric buffer's.
-    local_scales: the struct in include/deep_moe/tokens/scales.cuh that reads the words.
+    local_scales: the struct that reads the words, in include/deep_moe/tokens/<name>.
     """
 
     name: str

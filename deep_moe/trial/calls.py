@@ -27,7 +27,7 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
-from deep_moe.targets import EMULATED, target_of_device
+from deep_moe.targets import EMULATED, target_for
 from deep_moe.weights.layers import MegaMoEWeights
 from deep_moe.weights.transform import transform_weights_for_mega_moe
 
@@ -238,7 +238,7 @@ def rank_operands(
     weights = transform_weights_for_mega_moe(
         l1, l2, arch=arch, weights=shape.weights, token_format=shape.token_format
     )
-    biases = layer.biases_of_rank(rank, shape, arch or target_of_device(device).name)
+    biases = layer.biases_of_rank(rank, shape, target_for(arch, device).name)
     return weights, {name: bias.to(device) for name, bias in bias_arguments(biases).items()}
 
 

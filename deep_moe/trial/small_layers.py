@@ -79,20 +79,16 @@ def _cases() -> Iterator[Case]:
     yield fused(
         "sm_100a", "mxfp4 x mxfp8", **_RING, **{"shared experts": 1}, chunks="of several sizes"
     )
-    yield fused(
-        "sm_100a", "fp8 x mxfp8", **_PREPARED, slots="unused", biases="both layers", **_LIMITED
-    )
+    yield fused("sm_100a", "fp8 x mxfp8", **_PREPARED, slots="unused", **_BIASED, **_LIMITED)
     yield fused("sm_100a", "bf16 x bf16", **_EMPTY, slots="all to one expert", y="added to")
     yield fused(
         "sm_90a", "mxfp4 x mxfp8", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2}
     )
-    yield fused("sm_90a", "fp8 x mxfp8", **_RING, biases="both layers", tile=3)
+    yield fused("sm_90a", "fp8 x mxfp8", **_RING, **_BIASED, tile=3)
     yield fused(
         "sm_90a", "fp8 x fp8_128", slots="named twice", values="NaN", chunks="of several sizes"
     )
-    yield fused(
-        "sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", shape=(2, 6, 2, 384, 512)
-    )
+    yield fused("sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", **_WIDE)
     yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
     yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(

@@ -57,12 +57,16 @@ def weight_format(name: str) -> WeightFormat:
     return found
 
 
-def default_token_format(weights: str) -> str:
-    """The tokens that go with weights of a format where nothing is said.
+def default_token_format(weights: str, chosen: str | None = None) -> str:
+    """The tokens that go with weights of a format where nothing is said, or `chosen`, what is said.
 
     >>> default_token_format("mxfp4"), default_token_format("bf16")
     ('mxfp8', 'bf16')
+    >>> default_token_format("mxfp4", "bf16")
+    'bf16'
     """
+    if chosen is not None:
+        return chosen
     check_weights_name(weights)
     name = folder_module(weights).DEFAULT_TOKENS
     assert isinstance(name, str)

@@ -3,8 +3,7 @@ that targets' layouts share."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -90,17 +89,18 @@ class MegaMoEWeights:
         return self.with_tensors([tensor[one] for tensor in self.tensors])
 
 
+def _flattened(weights: MegaMoEWeights) -> tuple[list[torch.Tensor], tuple[str, str, str]]:
+    return list(weights.tensors), (weights.weights, weights.token_format, weights.kernel)
+
+
+def _unflattened(tensors: Iterable[torch.Tensor], form: tuple[str, str, str]) -> MegaMoEWeights:
+    w1, sf1, w2, sf2 = tensors
+    return MegaMoEWeights(LayerWeights(w1, sf1), LayerWeights(w2, sf2), *form)
+
+
 # So that a compiler and an exporter see the tensors.
 torch.utils._pytree.register_pytree_node(
-    MegaMoEWeights,
-    lambda weights: (
-        list(weights.tensors),
-        (weights.weights, weights.token_format, weights.kernel),
-    ),
-    lambda tensors, form: MegaMoEWeights(
-        LayerWeights(*itertools.islice(own := iter(tensors), 2)), LayerWeights(*own), *form
-    ),
-    serialized_type_name="deep_moe.MegaMoEWeights",
+    MegaMoEWeights, _flattened, _unflattened, serialized_type_name="deep_moe.MegaMoEWeights"
 )
 
 
@@ -152,7 +152,7 @@ def shape_of_weights(
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=1,
         weights=weights,
-        token_format=default_token_format(weights) if token_format is None else token_format,
+        token_format=default_token_format(weights, token_format),
     )
 
 
@@ -160,9 +160,7 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def check_form(
-    pairs: Mapping[str, LayerWeights], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> None:
+def check_form(pairs: Mapping[str, LayerWeights], expected: TensorForms) -> None:
     """Raise unless tensors are contiguous and of these dtypes and shapes, in this order."""
     tensors = [(f"{name}[{i}]", pair[i]) for name, pair in pairs.items() for i in range(2)]
     for (name, tensor), (dtype, size) in zip(tensors, expected.values(), strict=True):

@@ -1,7 +1,7 @@
 """Expert weights, from the layout of checkpoints to the layout that a kernel loads.
 
-A layer's weights are E local experts' values and scales, of a format that has a folder of its own;
-how they lie for a kernel, the folder's file for it says.
+A layer's weights are E local experts' values and scales. Their format has a folder of its own. The
+folder's file for a kernel says how that kernel reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from deep_moe.heuristics.shape import MoEShape
-from deep_moe.targets import Target, TargetWeights, target_of, target_of_device
+from deep_moe.targets import Target, TargetWeights, target_for
 from deep_moe.tensor_memory import refuse_shared_memory
 
 from . import DEFAULT_WEIGHTS, weight_format
@@ -66,9 +66,9 @@ def transform_weights_for_mega_moe(
     quotient by 128 above is rounded up.
 
     Returns `out`, which unpacks into the pairs of both layers: `l1, l2 = ...`. Every weight keeps
-    its exact value, unless requantized. ValueError names expert
-    and row of a scale that is NaN, of one that the target cannot apply, and, on sm_90a, of a row
-    whose MXFP4 scales differ by more than 2^26, or beside bf16 tokens by more than 2^125.
+    its exact value, unless requantized. ValueError names expert and row of a scale that is NaN, of
+    one that the target cannot apply, and, on sm_90a, of a row whose MXFP4 scales differ by more
+    than 2^26, or beside bf16 tokens by more than 2^125.
 
     Expert by expert, so that a layer and its transformed copy never exist at the same time:
 
@@ -118,9 +118,8 @@ def empty_weights_for_mega_moe(
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
     local experts, for its `out`.
 
-    hidden, intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them.
-    arch: the target; by default that of
-    `device`. weights, token_format: their format, and that of the tokens.
+    hidden, intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them. arch: the
+    target; by default that of `device`. weights, token_format: the formats of weights and tokens.
     """
     device = torch.device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
@@ -181,7 +180,7 @@ def inverse_transform_weights(
 def _target_weights(
     arch: str | None, device: torch.device, weights: str, token_format: str | None
 ) -> tuple[Target, TargetWeights]:
-    target = target_of_device(device) if arch is None else target_of(arch)
+    target = target_for(arch, device)
     return target, target.weights_of(weights, token_format)
 
 

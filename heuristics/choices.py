@@ -22,17 +22,17 @@ MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of
 MIN_PART_M_BLOCKS = 2
 MAX_PART_M_BLOCKS = 64
 MAX_PARTS = 32  # of all shared experts: one register more of each lane that follows the list
-# How far Linear1 is ahead of Linear2 (experts/block_walk.cuh): beside a turn by half as many
-# m-blocks again as the grid has Linear1 of at once, and by so many, so that Linear2 need not wait.
+# Linear1 is ahead of Linear2 (experts/block_walk.cuh) by a turn, by half as many m-blocks again as
+# the grid has Linear1 of at once, and by so many more. Then Linear2 need not wait.
 NUM_SPARE_M_BLOCKS = 6
-# Rows of a tile from which on turns are as short as can be. With 48, 96 and 128 tokens per expert,
-# in tiles of 64, 112 and 152 rows, that takes 0.5 to 0.8 % less time on one GPU than long turns,
-# with 6 0.5 % more (H100, 2026-11-26: benchmarks/LOG.md); with 96 of flash on four ranks, Linear2
-# by itself would fill the links (heuristics/links.py).
+# Tiles of so many rows and more have the shortest turns. On one GPU these take 0.5 to 0.8 % less
+# time than long turns, with 48 to 128 tokens per expert. With 6 tokens per expert they take 0.5 %
+# more (H100, 2026-11-26: benchmarks/LOG.md). Where long turns would fill the links says
+# heuristics/links.py.
 ROWS_OF_SHORT_TURNS = 64
-# Blocks of as many m-blocks that have the same weights stand together. One by one, with Linear2 in
-# between, they came too far apart for L2 where an expert has 20 MB and more: pro at 4096 tokens
-# took 3.8 % longer (H100, 2026-11-26, benchmarks/LOG.md).
+# Of up to so many m-blocks of an expert, the blocks with the same weights stand together. One by
+# one, with Linear2 in between, L2 loses the weights before they are read again: pro at 4096 tokens
+# takes 3.4 % longer (H100, 2026-11-26, benchmarks/LOG.md).
 NUM_UNIT_M_BLOCKS = 8
 MAX_TURN_M_BLOCKS = 2**16
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit

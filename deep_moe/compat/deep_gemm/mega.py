@@ -399,6 +399,7 @@ def fill_from_model(
         check_dense(name, tensor)
         if tensor.ndim != 2:
             raise ValueError(f"{name} must be 2-dimensional; got shape {tuple(tensor.shape)}")
+    for name, tensor in given.items():  # of the views `_check_views` asks
         check_memory(name, tensor)
     require_int("num_tokens", num_tokens, f"0 to the {x.shape[0]} rows of x")
     if not 0 <= num_tokens <= x.shape[0]:

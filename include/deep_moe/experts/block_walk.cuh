@@ -5,9 +5,9 @@
 // m-blocks, by pair of neighbouring n-blocks, by m-block: so whatever of a unit has the same
 // weights is begun together, and L2 has them. The list has first Linear1 of num_lead_m_blocks
 // m-blocks, then by turns Linear2 and Linear1 of num_turn_m_blocks, each going on where it was
-// left; behind the last of Linear1 all that is left of Linear2. With short turns Linear2, whose
-// rows go to other ranks, is spread evenly over the call, and so are these over the links. With
-// long ones weights are read layer by layer.
+// left; behind the last of Linear1 all that is left of Linear2. The rows of Linear2 go to other
+// ranks. With short turns they leave at a steady rate over the whole call. With long turns weights
+// are read layer by layer.
 //
 // A cluster takes a pair, its CTA of rank r the pair's r-th block: neighbouring n-blocks of an
 // m-block, or, where num_cluster_m_blocks is 2, the same n-block of two neighbouring m-blocks, and

@@ -7,6 +7,7 @@ Order of search: an explicit environment variable, then Python packages, then a 
 | `DEEP_MOE_CUTLASS_INCLUDE` | CUTLASS's include folder (holds `cute/tensor.hpp`) |
 | `CUTLASS_PATH` | a CUTLASS checkout (holds `include/cute/tensor.hpp`) |
 | `CUDA_HOME`, `CUDA_PATH` | a CUDA toolkit, used where the packages lack a header |
+| `DEEP_MOE_VALUES` | folders with formats of your own (deep_moe/axes.py) |
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deep_moe.axes import VALUES_VARIABLE, further_folders
 from deep_moe.errors import MissingPackageError
 
 _CUTLASS_PROBE = "cute/tensor.hpp"
@@ -37,18 +39,21 @@ class HeaderFolder:
 
 @dataclass(frozen=True)
 class Headers:
-    """Where a kernel's headers come from. `cccl` is the folder that holds `cccl/`."""
+    """Where a kernel's headers come from. `cccl` is the folder that holds `cccl/`, `further` are
+    those of formats that are not part of deep_moe (deep_moe/axes.py)."""
 
     library: HeaderFolder
     cutlass: HeaderFolder
     cuda: HeaderFolder
     cccl: HeaderFolder
+    further: tuple[HeaderFolder, ...] = ()
 
     @property
     def include_paths(self) -> tuple[Path, ...]:
         # CUDA's own headers name those of CCCL without the folder `cccl`, CUTLASS's with it.
         paths = (
             self.library.path,
+            *(folder.path for folder in self.further),
             self.cutlass.path,
             self.cuda.path,
             self.cccl.path / "cccl",
@@ -58,7 +63,7 @@ class Headers:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        folders = (self.library, self.cutlass, self.cuda, self.cccl)
+        folders = (self.library, *self.further, self.cutlass, self.cuda, self.cccl)
         return tuple(folder.identity for folder in folders)
 
 
@@ -66,7 +71,11 @@ def find_headers() -> Headers:
     """Locate every header folder. Raises MissingPackageError for the first that is not there."""
     cuda = _find_cuda("CUDA runtime headers", _CUDA_PROBE, "nvidia-cuda-runtime")
     cccl = _find_cuda("CUDA C++ core headers", _CCCL_PROBE, "nvidia-cuda-cccl")
-    return Headers(find_library(), find_cutlass(), cuda, cccl)
+    further = tuple(
+        HeaderFolder(path, f"{VALUES_VARIABLE} {tree_digest(path)}")
+        for path in (folder / "include" for folder in further_folders())
+    )
+    return Headers(find_library(), find_cutlass(), cuda, cccl, further)
 
 
 def find_library() -> HeaderFolder:

@@ -14,10 +14,11 @@ import torch
 
 from deep_moe.errors import CheckpointError
 from deep_moe.weights.layers import ExpertWeights
+from deep_moe.weights.stored_form import StoredForm, Suffixes
 
 from .config import CONFIG_NAME, NUM_EXPERTS_KEYS, count_of_config
 from .files import Files, first_missing, listed
-from .forms import FOREIGN, FORMS, Form, Suffixes, check_sizes, form_with
+from .forms import FOREIGN, FORMS, check_sizes, form_with
 from .namings import NAMINGS, ExpertNaming, StackedNaming
 
 
@@ -60,7 +61,7 @@ class Matrix:
 class Layer(ABC):
     """The tensors of one layer's experts, by a naming."""
 
-    form: Form
+    form: StoredForm
     suffixes: Suffixes
     sizes: tuple[int, int]  # intermediate and hidden
 
@@ -199,7 +200,7 @@ class Layer(ABC):
             for key, name in self._names(matrix).items()
         }
 
-    def _spelling(self, module: str) -> tuple[type[Form], Suffixes]:
+    def _spelling(self, module: str) -> tuple[type[StoredForm], Suffixes]:
         """The known suffixes of which there are the most, of those that go with the type of this
         module's weights, if they are there."""
         weights = {suffixes["weight"] for _, suffixes in self.spellings}

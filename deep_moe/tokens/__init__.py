@@ -8,13 +8,15 @@ import importlib
 from functools import cache
 from typing import Literal, get_args
 
+from deep_moe.axes import further_values
+
 from .format import TokenFormat
 
 __all__ = ["TOKEN_FORMATS", "TokenFormat", "TokenFormatName", "token_format"]
 
 # The shortest first for each: a format that several would serve is the first of them.
 TokenFormatName = Literal["mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "bf16"]
-TOKEN_FORMATS: tuple[str, ...] = get_args(TokenFormatName)
+TOKEN_FORMATS: tuple[str, ...] = (*get_args(TokenFormatName), *further_values(__name__, __path__))
 
 
 def token_format(name: str) -> TokenFormat:

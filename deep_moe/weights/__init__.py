@@ -1,6 +1,7 @@
 """The formats that weights come in, by name. A value of this axis is a folder here:
 
     format.py       `FORMAT`, weights as checkpoints have them (format.py of this folder)
+    checkpoint.py   `FORM`, the tensors that files have of them (stored_form.py of this folder)
     <kernel>.py     `KERNELS`, what the targets of a kernel do with them, for which tokens
                     (deep_moe/targets/target.py)
     __init__.py     `DEFAULT_TOKENS`, the tokens that they go with where nothing is said
@@ -18,13 +19,15 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
+from deep_moe.axes import further_values
+
 if TYPE_CHECKING:
     from types import ModuleType
 
     from .format import WeightFormat
 
 WeightsName = Literal["mxfp4", "fp8", "bf16"]
-WEIGHTS: tuple[str, ...] = get_args(WeightsName)
+WEIGHTS: tuple[str, ...] = (*get_args(WeightsName), *further_values(__name__, __path__))
 DEFAULT_WEIGHTS = "mxfp4"
 
 # Of formats that there is no kernel for, why.

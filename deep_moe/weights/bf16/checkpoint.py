@@ -1,0 +1,54 @@
+"""BF16 weights in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..layers import LayerWeights
+from ..stored_form import Expected, StoredForm, Suffixes, Tensors
+from .format import no_scales
+
+
+@dataclass(frozen=True)
+class StoredBf16(StoredForm):
+    """BF16 [rows, K], without scales."""
+
+    weights: ClassVar[str] = "bf16"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    values_per_byte: ClassVar[int] = 1
+    spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight"},)
+
+    @classmethod
+    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
+        return cls()
+
+    def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        words = "bfloat16, as the layer's first weights are"
+        return {"weight": Expected(self.dtypes, (num_rows, num_columns), words)}
+
+    def empty(
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
+    ) -> LayerWeights:
+        size = (num_experts, num_rows, num_columns)
+        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return LayerWeights(weight, no_scales(weight))
+
+    def put(
+        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
+    ) -> None:
+        weight.copy_(tensors["weight"])
+
+    @classmethod
+    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
+        return {"weight": weight}
+
+
+FORM = StoredBf16

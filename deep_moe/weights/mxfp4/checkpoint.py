@@ -1,0 +1,75 @@
+"""MXFP4 weights in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups, unpack_ue8m0
+
+from ..layers import LayerWeights
+from ..stored_form import BYTE_DTYPES, Expected, StoredForm, Suffixes, Tensors, check_bytes
+
+
+@dataclass(frozen=True)
+class StoredMxfp4(StoredForm):
+    """E2M1 [rows, K/2] and UE8M0 [rows, K/32]."""
+
+    weights: ClassVar[str] = "mxfp4"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8)
+    values_per_byte: ClassVar[int] = 2
+    # In turn: what save_experts writes, compressed-tensors, DeepSeek-V4, DeepSeek-V3's names.
+    spellings: ClassVar[tuple[Suffixes, ...]] = (
+        {"weight": ".weight", "scale": ".weight_scale"},
+        {"weight": ".weight_packed", "scale": ".weight_scale"},
+        {"weight": ".weight", "scale": ".scale"},
+        {"weight": ".weight", "scale": ".weight_scale_inv"},
+    )
+
+    @classmethod
+    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
+        return cls()
+
+    def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        return {
+            "weight": Expected(
+                self.dtypes, (num_rows, num_columns // 2), "uint8 or int8, two E2M1 values per byte"
+            ),
+            "scale": Expected(
+                BYTE_DTYPES,
+                (num_rows, num_columns // GROUP_SIZE),
+                f"uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values",
+            ),
+        }
+
+    def empty(
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
+    ) -> LayerWeights:
+        size = (num_experts, num_rows)
+        return LayerWeights(
+            torch.empty((*size, num_columns // 2), dtype=torch.int8, device=device),
+            torch.empty((*size, -(-num_columns // 128)), dtype=torch.int32, device=device),
+        )
+
+    def put(
+        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
+    ) -> None:
+        scales = tensors["scale"].contiguous().view(torch.uint8)
+        check_bytes(names["scale"], scales)
+        weight.copy_(tensors["weight"].view(torch.int8))
+        sf.copy_(pack_ue8m0_groups(scales))
+
+    @classmethod
+    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
+        num_groups = 2 * weight.shape[1] // GROUP_SIZE
+        return {"weight": weight.view(torch.uint8), "scale": unpack_ue8m0(sf)[:, :num_groups]}
+
+
+FORM = StoredMxfp4

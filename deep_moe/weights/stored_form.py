@@ -1,0 +1,105 @@
+"""`StoredForm`: weights of one format as files of checkpoints hold them. It says what the tensors
+of a matrix are called, of which types and shapes they are, and what they become."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from deep_moe.errors import CheckpointError
+
+from .layers import ExpertWeights, LayerWeights
+
+BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)  # of UE8M0 scales
+
+_NAN_BYTE = 255
+
+Tensors = Mapping[str, torch.Tensor]  # of a matrix: "weight", and what else its format has
+Suffixes = Mapping[str, str]  # of their names, by the same keys
+
+
+class Expected(NamedTuple):
+    """words: of which types, and why."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+    words: str
+
+
+class StoredForm(ABC):
+    """weights: the format's name. dtypes: of the weights' tensors. values_per_byte: of the same.
+    spellings: suffixes that published models have, the first of which are written."""
+
+    weights: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    values_per_byte: ClassVar[int]
+    spellings: ClassVar[tuple[Suffixes, ...]]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
+        """That of a matrix with weights of one of `dtypes`, by types and shapes."""
+
+    @abstractmethod
+    def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        """Of a matrix's tensors."""
+
+    @abstractmethod
+    def empty(
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
+    ) -> LayerWeights:
+        """For one linear layer's weights and scales, of so many matrices one below the other."""
+
+    @abstractmethod
+    def put(
+        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
+    ) -> None:
+        """Copy a matrix's checked tensors to where they go, if they hold numbers."""
+
+    @classmethod
+    @abstractmethod
+    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
+        """The tensors of a matrix in a checkpoint; the inverse of `put`."""
+
+    @property
+    def rows_of_scale(self) -> int:
+        """That share scales."""
+        return 1
+
+    def check(self, names: Suffixes, tensors: Tensors, num_rows: int, num_columns: int) -> None:
+        """Raise unless a matrix's tensors have the types and shapes of this one."""
+        for key, (dtypes, shape, words) in self.expected(num_rows, num_columns).items():
+            name, tensor = names[key], tensors[key]
+            if tensor.dtype not in dtypes:
+                raise CheckpointError(f"{name} must be {words}; got {tensor.dtype}")
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{name} must have shape {shape} to go with the other tensors; "
+                    f"got {tuple(tensor.shape)}"
+                )
+
+    def empty_weights(
+        self, num_experts: int, intermediate: int, hidden: int, device: torch.device
+    ) -> ExpertWeights:
+        """For both linear layers of some experts."""
+        return ExpertWeights(
+            self.empty(num_experts, 2 * intermediate, hidden, device, 2),
+            self.empty(num_experts, hidden, intermediate, device, 1),
+        )
+
+
+def check_bytes(name: str, scales: torch.Tensor) -> None:
+    """Raise if a UE8M0 scale of a matrix is NaN."""
+    nans = (scales.amax(dim=-1) == _NAN_BYTE).nonzero()
+    if nans.numel():
+        raise CheckpointError(
+            f"{name} must hold numbers; got NaN (UE8M0 byte {_NAN_BYTE}) in row {int(nans[0])}"
+        )

@@ -27,3 +27,16 @@ def usual_pairs(arch: str) -> list[str]:
         if is_usual or own.token_format == "bf16":
             names.append(own.weights if is_usual else own.weights + BESIDE + own.token_format)
     return names
+
+
+def has_pair(arch: str, pair: str) -> bool:
+    """Whether a target has a kernel for it.
+
+    >>> has_pair("sm_90a", "mxfp4 x bf16"), has_pair("sm_100a", "mxfp4 x bf16")
+    (True, False)
+    """
+    own = formats(pair)
+    return any(
+        (kernel.weights, kernel.token_format) == (own["weights"], own["token_format"])
+        for kernel in TARGETS[arch].weights
+    )

@@ -10,6 +10,12 @@ from deep_moe.fused.deployment import build_deployment
 from deep_moe.fused.tuning_tables import find_tuning
 from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
 from deep_moe.targets import target_of_device
+from tests.pairs import has_pair
+
+
+def gpu_has_pair(pair: str) -> bool:
+    """Whether there is a kernel of a pair of formats for this machine's GPUs."""
+    return has_pair(target_of_device(torch.device("cuda")).name, pair)
 
 
 def gpu_config(

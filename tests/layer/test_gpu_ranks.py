@@ -17,9 +17,10 @@ from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.layer import routing
 from tests.layer.conftest import RunRanks
-from tests.layer.kernels import compile_all, gpu_config
+from tests.layer.kernels import compile_all, gpu_config, gpu_has_pair
 from tests.layer.rank_layer import RankLayer
 from tests.layer.rank_pool import MAX_RANKS, Place, Rank
+from tests.pairs import formats, usual_pairs
 
 NUM_RANKS = (1, 2, 3, 4, 8)
 CPU_SCALE = 16  # so many times fewer tokens
@@ -27,7 +28,7 @@ CPU_SCALE = 16  # so many times fewer tokens
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer and a call of it. experts: per rank. tokens: of rank r, entry r."""
+    """A layer and a call of it. experts: per rank. tokens: of rank r, entry r. pair: of formats."""
 
     name: str
     experts: int = 4
@@ -37,6 +38,7 @@ class Problem:
     tokens: tuple[int, ...] = (200, 0, 1, 77, 3, 200, 12, 64)
     routing: routing.Routing = routing.uniform
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    pair: str = "mxfp4"
 
     def counts(self, num_ranks: int, scale: int) -> list[int]:
         return [-(-count // scale) for count in self.tokens[:num_ranks]]
@@ -49,6 +51,7 @@ class Problem:
             hidden=self.hidden,
             intermediate_hidden=self.intermediate,
             num_max_tokens_per_rank=max(*self.tokens, 1) // scale + 1,
+            **formats(self.pair),
         )
 
 
@@ -75,6 +78,11 @@ PROBLEMS = (
     Problem("clamp", tokens=(120, 33) * 4, options={"activation_clamp": 10.0}),
     Problem("precise_silu", tokens=(120, 33) * 4, options={"fast_math": False}),
 )
+OF_FORMATS = [
+    Problem(pair.replace(" ", "_"), topk=3, hidden=896, intermediate=384, pair=pair)
+    for pair in (*usual_pairs("sm_90a"), "fp8 x fp8_128")
+    if pair != "mxfp4"
+]
 NAMES_OF_SKEWED = ("unequal", "one_expert", "zipf", "unused_slots", "twice")
 SKEWED = [problem for problem in PROBLEMS if problem.name in NAMES_OF_SKEWED]
 
@@ -132,7 +140,8 @@ def compiled() -> None:
         (problem, num_ranks)
         for num_ranks in NUM_RANKS
         if num_ranks <= torch.cuda.device_count()
-        for problem in PROBLEMS
+        for problem in (*PROBLEMS, *OF_FORMATS)
+        if gpu_has_pair(problem.pair)
     ]
     runs += [(problem, MAX_RANKS) for problem in SKEWED]
     compile_all(
@@ -144,8 +153,10 @@ def compiled() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *OF_FORMATS], ids=lambda problem: problem.name)
 def test_results(run_ranks: RunRanks, compiled: None, problem: Problem, num_ranks: int) -> None:
+    if not gpu_has_pair(problem.pair):
+        pytest.skip(f"this GPU's kernel takes no {problem.pair}")
     check(problem, run_ranks(Place.GPUS, num_ranks, solve, problem))
 
 
@@ -159,7 +170,7 @@ def test_eight_ranks_on_any_number_of_gpus(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", SKEWED, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", [*SKEWED, *OF_FORMATS], ids=lambda problem: problem.name)
 def test_results_in_the_emulator(run_ranks: RunRanks, problem: Problem) -> None:
     """Sizes are tried there in tests/kernels and test_matrix.py."""
     check(problem, run_ranks(Place.CPU, 2, solve, problem))

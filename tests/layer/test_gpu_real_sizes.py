@@ -3,6 +3,8 @@ every rank beside the reference, and the tokens that every expert received."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,13 +18,18 @@ from deep_moe.trial.comparison import Comparison, compare
 from deep_moe.trial.real_size import rank_layer, rank_tokens
 from tests.layer import routing
 from tests.layer.conftest import ALL, RunRanks
-from tests.layer.kernels import compile_all, gpu_config
+from tests.layer.kernels import compile_all, gpu_config, gpu_has_pair
 from tests.layer.rank_layer import make_buffer
 from tests.layer.rank_pool import Place, Rank
+from tests.pairs import formats, usual_pairs
 
 pytestmark = pytest.mark.gpu
 
-MODELS = ("deepseek-v4-flash", "deepseek-v4-pro")
+# Of one model all formats; more would take minutes.
+MODELS = [
+    *(("deepseek-v4-flash", pair) for pair in usual_pairs("sm_90a")),
+    ("deepseek-v4-pro", "mxfp4"),
+]
 MAX_TOKENS = 8192
 CLAMP = 10.0
 NUM_CHECKED = 12  # tokens of each rank
@@ -40,18 +47,19 @@ def counts(num_tokens: int, num_ranks: int) -> list[int]:
     return [num_tokens - (num_tokens * (rank % 3)) // 4 for rank in range(num_ranks)]
 
 
-def make_shape(model: str, num_ranks: int) -> MoEShape:
-    return preset_shape(model, num_ranks=num_ranks, num_max_tokens_per_rank=MAX_TOKENS)
+def make_shape(model: str, pair: str, num_ranks: int) -> MoEShape:
+    shape = preset_shape(model, num_ranks=num_ranks, num_max_tokens_per_rank=MAX_TOKENS)
+    return replace(shape, **formats(pair))
 
 
-def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
+def call_a_model(rank: Rank, model: str, pair: str) -> list[tuple[bool, Comparison, bool]]:
     """Of each call: is it good, by how much, and did the experts receive what was sent."""
-    shape = make_shape(model, rank.num_ranks)
-    layer = rank_layer(shape, rank.idx, 0, rank.device)
-    weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2)
+    shape = make_shape(model, pair, rank.num_ranks)
+    on_target = target_of(rank.arch).weights_of(**formats(pair))
+    layer = rank_layer(shape, rank.idx, 0, rank.device, on_target.scale_block)
+    weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, **formats(pair))
     del layer
     buffer = make_buffer(rank, shape)
-    weights_on_target = target_of(rank.arch).weights_of()
     outcomes = []
     for call_idx, (num_tokens, route) in enumerate(CALLS):
         own = counts(num_tokens, rank.num_ranks)[rank.idx]
@@ -67,7 +75,7 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
         received = torch.stack(sent).sum(dim=0).view(rank.num_ranks, -1)[rank.idx]
         rows = torch.linspace(0, own - 1, min(NUM_CHECKED, own), device=rank.device).long()
         comparison = compare(
-            y[rows], reference_sample(shape, tokens, rows, 0, weights_on_target, Swiglu(CLAMP))
+            y[rows], reference_sample(shape, tokens, rows, 0, on_target, Swiglu(CLAMP))
         )
         outcomes.append(
             (
@@ -86,8 +94,9 @@ def call_a_model(rank: Rank, model: str) -> list[tuple[bool, Comparison, bool]]:
 def compiled() -> None:
     """The kernels of all calls."""
     configs = [
-        gpu_config(make_shape(model, num_ranks), own, activation_clamp=CLAMP)
-        for model in MODELS
+        gpu_config(make_shape(model, pair, num_ranks), own, activation_clamp=CLAMP)
+        for model, pair in MODELS
+        if gpu_has_pair(pair)
         for num_ranks in {1, torch.cuda.device_count()}
         for num_tokens, _ in CALLS
         for own in counts(num_tokens, num_ranks)
@@ -96,9 +105,11 @@ def compiled() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
-@pytest.mark.parametrize("model", MODELS)
-def test_models(run_ranks: RunRanks, compiled: None, model: str, num_ranks: int) -> None:
-    for rank, outcomes in enumerate(run_ranks(Place.GPUS, num_ranks, call_a_model, model)):
+@pytest.mark.parametrize(("model", "pair"), MODELS)
+def test_models(run_ranks: RunRanks, compiled: None, model: str, pair: str, num_ranks: int) -> None:
+    if not gpu_has_pair(pair):
+        pytest.skip(f"this GPU's kernel takes no {pair}")
+    for rank, outcomes in enumerate(run_ranks(Place.GPUS, num_ranks, call_a_model, model, pair)):
         for (num_tokens, _), (is_good, comparison, is_count_right) in zip(
             CALLS, outcomes, strict=True
         ):

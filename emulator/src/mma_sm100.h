@@ -180,11 +180,21 @@ struct Mma {
                 }
             }
             double* values = rows + size_t(row) * row_step;
+            if (!shape.scale_is_ue8m0) refuse_signs(operand, row, cell & mask);
             for (uint32_t i = 0; i < num_scale_blocks; ++i) {
                 const double scale = table[(cell >> 8 * (id + i)) & 0xff];
                 for (uint32_t j = i * block; j < (i + 1) * block; ++j) values[j * k_step] *= scale;
             }
         }
+    }
+
+    // UE4M3 has 7 bits. What hardware makes of the eighth is not documented.
+    static void refuse_signs(const char* operand, uint32_t row, uint32_t scales) {
+        if (!(scales & 0x80808080u)) return;
+        const int i = std::countr_zero(scales & 0x80808080u) / 8;
+        fail(FaultKind::invalid_operation,
+             "tcgen05.mma: a scale of %s row %u is 0x%02x, whose sign bit UE4M3 does not have",
+             operand, row, (scales >> 8 * i) & 0xff);
     }
 
     void store_row(TensorMemory& memory, int cta, uint32_t row, uint32_t rows,

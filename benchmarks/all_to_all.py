@@ -117,7 +117,7 @@ class Problem:
         """
         format = token_format(self.token_format)
         scales = 4 * (self.hidden // 128) if format.values_per_scale else 0
-        return self.hidden * format.value_bytes + scales
+        return format.num_bytes(self.hidden) + scales
 
 
 @dataclass(frozen=True)

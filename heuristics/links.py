@@ -50,7 +50,7 @@ def link_loads(shape: MoEShape, num_tokens: int, rates: ChipRates) -> tuple[Link
     tokens = shape.tokens
     num_away = num_tokens * shape.num_topk * (shape.num_ranks - 1) / shape.num_ranks
     scale_bytes = shape.hidden / 32 if tokens.has_scales else 0
-    token_bytes = num_away * (shape.hidden * tokens.value_bytes + scale_bytes)
+    token_bytes = num_away * (tokens.num_bytes(shape.hidden) + scale_bytes)
     result_bytes = num_away * shape.hidden * 2
     seconds = _call_seconds(shape, num_tokens, rates)
     return tuple(

@@ -109,7 +109,7 @@ class LowLatencyShape:
     @property
     def row_bytes(self) -> int:
         """Of a token on its way, without scales."""
-        return self.hidden * self.tokens.value_bytes
+        return self.tokens.num_bytes(self.hidden)
 
     @property
     def num_scale_words(self) -> int:
@@ -183,7 +183,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     num_words = shape.hidden // K_BLOCK
     if shape.stages_by_expert:
         token_bytes = max(
-            shape.hidden * format.value_bytes + (4 * num_words if format.values_per_scale else 0)
+            format.num_bytes(shape.hidden) + (4 * num_words if format.values_per_scale else 0)
             for format in formats
         )
         data(
@@ -202,7 +202,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
             (num_ranks, max_tokens, 1 + num_topk),
             "a token's index on its source rank; local expert and row of each slot",
         )
-        row_bytes = shape.hidden * max(format.value_bytes for format in formats)
+        row_bytes = max(format.num_bytes(shape.hidden) for format in formats)
         data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")
         if any(format.values_per_scale for format in formats):
             data("staged_scales", "u32", (num_ranks, max_tokens, num_words), "their scales")

@@ -37,7 +37,7 @@ def sm100_smem_layout(
 ) -> Layout:
     """The SM100 kernel's. tokens: what tokens and Linear1's output are."""
     num_warpgroups = num_epilogue_warps // 4
-    l1_row_bytes = block_n // 2 * tokens.value_bytes
+    l1_row_bytes = tokens.num_bytes(block_n // 2)
     l1_staging_bytes = num_warpgroups * store_block_m * l1_row_bytes * 2  # double buffer
     l2_staging_bytes = num_warpgroups * store_block_m * block_n * 2  # bf16
     sf_block_m = align_up(block_m, 128)
@@ -48,7 +48,7 @@ def sm100_smem_layout(
     add(
         "pull_buffers",
         "u8",
-        (num_dispatch_warps, hidden * tokens.value_bytes),
+        (num_dispatch_warps, tokens.num_bytes(hidden)),
         "one token in flight per dispatch warp",
         alignment=1024,
     )
@@ -62,14 +62,14 @@ def sm100_smem_layout(
     add(
         "activations",
         "u8",
-        (num_stages, block_m // 2, block_k * tokens.value_bytes),
+        (num_stages, block_m // 2, tokens.num_bytes(block_k)),
         "this CTA's half of the token tile, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
     add(
         "weights",
         "u8",
-        (num_stages, block_n, block_k * tokens.value_bytes),
+        (num_stages, block_n, tokens.num_bytes(block_k)),
         "this CTA's weight rows, a value as long as a token's, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
@@ -142,14 +142,14 @@ def sm90_smem_layout(
     add(
         "pull_buffers",
         "u8",
-        (num_dispatch_warps, hidden * tokens.value_bytes),
+        (num_dispatch_warps, tokens.num_bytes(hidden)),
         "one token in flight per dispatch warp",
         alignment=1024,
     )
     add(
         "activations",
         "u8",
-        (num_stages, block_m, block_k * tokens.value_bytes),
+        (num_stages, block_m, tokens.num_bytes(block_k)),
         "token tile, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )

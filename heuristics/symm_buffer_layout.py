@@ -6,8 +6,6 @@ for the barrier words, whose phase survives from call to call, and leaves it so.
 
 from __future__ import annotations
 
-from deep_moe.formats.sizes import K_BLOCK
-
 from .segments import Layout, LayoutBuilder
 from .shape import MoEShape
 
@@ -88,12 +86,13 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     parts.mark("control_bytes", alignment=TMA_ALIGNMENT)
 
     tokens = shape.tokens
-    row_bytes = hidden * tokens.value_bytes
+    row_bytes = tokens.num_bytes(hidden)
     data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.values}")
+    num_words = tokens.num_scale_words(hidden)
     if tokens.has_float_scales:
-        data("input_x_sf", "f32", (max_tokens, hidden // K_BLOCK), "their scales")
+        data("input_x_sf", "f32", (max_tokens, num_words), "their scales")
     elif tokens.has_scales:
-        data("input_x_sf", "u32", (max_tokens, hidden // K_BLOCK), "their scales, 4 UE8M0 per word")
+        data("input_x_sf", "u32", (max_tokens, num_words), "their scales, 4 UE8M0 per word")
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
     parts.add_pools()
@@ -171,24 +170,19 @@ class _Parts(LayoutBuilder):
         data(
             "l1_tokens",
             "u8",
-            (pool_tokens, hidden * tokens.value_bytes),
+            (pool_tokens, tokens.num_bytes(hidden)),
             f"tokens of local experts, {tokens.values}",
         )
         if tokens.has_scales:
-            data(
-                "l1_token_sf", "u32", (hidden // K_BLOCK, sf_pool_tokens), "their scales, MN-major"
-            )
+            dims = (tokens.num_scale_words(hidden), sf_pool_tokens)
+            data("l1_token_sf", "u32", dims, "their scales, MN-major")
         data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
         data(
             "l2_tokens",
             "u8",
-            (pool_tokens, intermediate * tokens.value_bytes),
+            (pool_tokens, tokens.num_bytes(intermediate)),
             f"Linear1's output after the activation, {tokens.values}",
         )
         if tokens.has_scales:
-            data(
-                "l2_token_sf",
-                "u32",
-                (intermediate // K_BLOCK, sf_pool_tokens),
-                "its scales, MN-major",
-            )
+            dims = (tokens.num_scale_words(intermediate), sf_pool_tokens)
+            data("l2_token_sf", "u32", dims, "its scales, MN-major")

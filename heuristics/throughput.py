@@ -117,7 +117,7 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     data("expert_totals", "u32", dims, "slots of a source rank that name an expert")
     data("slot_words", "u32", (max_tokens * shape.num_topk,), "an expert and a place, or a row")
     data("slot_weights", "f32", (max_tokens * shape.num_topk,), "routing weights")
-    row_bytes = shape.hidden * max(token_format(name).value_bytes for name in TOKEN_FORMATS)
+    row_bytes = max(token_format(name).num_bytes(shape.hidden) for name in TOKEN_FORMATS)
     data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
     data("token_scales", "u32", (max_tokens, shape.hidden // K_BLOCK), "their scales")
     data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")

@@ -42,7 +42,7 @@ class RowFormat:
         >>> RowFormat.of(token_format("mxfp8"), 7168, 8).num_bytes
         7456
         """
-        values = hidden * tokens.value_bytes
+        values = tokens.num_bytes(hidden)
         scales = values + (4 * ceil_div(hidden, K_BLOCK) if tokens.has_scales else 0)
         ids = scales + 4 * num_topk
         weights = ids + 4 * num_topk

@@ -96,6 +96,15 @@ class Swizzle(IntEnum):
     B128_ATOM_32B_FLIP_8B = 5
     B128_ATOM_64B = 6
 
+    @classmethod
+    def of_row_bytes(cls, num_bytes: int) -> Swizzle:
+        """The one that spans a row of 32, 64 or 128 bytes.
+
+        >>> Swizzle.of_row_bytes(64).name
+        'B64'
+        """
+        return {32: cls.B32, 64: cls.B64, 128: cls.B128}[num_bytes]
+
     @property
     def span_bytes(self) -> int | None:
         """Widest row of a box, None without a limit."""

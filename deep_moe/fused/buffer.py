@@ -83,7 +83,7 @@ class SymmBuffer(RankBuffer):
         if shape.padded is not shape:
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
-            padded_x.view(torch.uint8)[:, shape.hidden * shape.tokens.value_bytes :] = 0
+            padded_x.view(torch.uint8)[:, shape.tokens.num_bytes(shape.hidden) :] = 0
             self.x_sf[:, -1:] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)

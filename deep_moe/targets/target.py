@@ -42,7 +42,7 @@ ConfigFields = Mapping[str, int | float | bool | str]
 
 def token_data_type(tokens: TokenFormat) -> DataType:
     """Of tokens in tensor maps."""
-    return DataType.UINT8 if tokens.value_bytes == 1 else DataType.BFLOAT16
+    return DataType.BFLOAT16 if tokens.value_bits == 16 else DataType.UINT8
 
 
 def kernels_of(weights: str, kernel: str) -> tuple[TargetWeights, ...]:

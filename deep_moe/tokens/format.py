@@ -19,7 +19,7 @@ class TokenFormat:
     """Tokens as a caller or an all-to-all has them, and Linear1's output.
 
     name: what the format is chosen by, and of its folder. values: of which type, as kernels and
-    errors name it. value_bytes: of a value. values_per_scale: along a token; 0 without scales.
+    errors name it. value_bits: of a value. values_per_scale: along a token; 0 without scales.
     scale_dtype: of a word of scales, "u32" for UE8M0 bytes, "f32" for numbers. values_per_word:
     whose scales a word holds. rounds_scales: whether scales are powers of two.
     in_products: the name of what the experts' products make of the tokens: this one, or another
@@ -29,7 +29,7 @@ class TokenFormat:
 
     name: str
     values: str
-    value_bytes: int
+    value_bits: int
     in_products: str
     local_scales: str
     values_per_scale: int = 0
@@ -40,7 +40,15 @@ class TokenFormat:
     @property
     def block_k(self) -> int:
         """Values of a k-block: a row of 128 bytes in shared memory, the span of its swizzle."""
-        return 128 // self.value_bytes
+        return 8 * 128 // self.value_bits
+
+    def num_bytes(self, num_values: int) -> int:
+        """Of so many values, without their scales."""
+        return num_values * self.value_bits // 8
+
+    def num_scale_words(self, num_values: int) -> int:
+        """32-bit words of the scales of so many values."""
+        return -(-num_values // self.values_per_word) if self.has_scales else 0
 
     @property
     def has_scales(self) -> bool:

@@ -116,7 +116,7 @@ def sm100_tensor_maps(
     tokens_box = (config.block_k, half_m)
     # Half of block_n: a pair of gate and up gives one value. A row is as long as its swizzle.
     output_box = (config.block_n // 2, config.store_block_m)
-    output_swizzle = Swizzle.B64 if tokens.value_bytes == 1 else Swizzle.B128
+    output_swizzle = Swizzle.of_row_bytes(tokens.num_bytes(config.block_n // 2))
     maps = {
         "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),
         "l1_weights": weights("l1_weights[0]", l1_weights[0]),

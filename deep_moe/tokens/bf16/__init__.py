@@ -2,4 +2,4 @@
 
 from ..format import TokenFormat
 
-FORMAT = TokenFormat("bf16", "bf16", 2, in_products="bf16", local_scales="NoTokenScales")
+FORMAT = TokenFormat("bf16", "bf16", 16, in_products="bf16", local_scales="NoTokenScales")

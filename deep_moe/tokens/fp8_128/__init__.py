@@ -5,7 +5,7 @@ from ..format import TokenFormat
 FORMAT = TokenFormat(
     "fp8_128",
     "e4m3",
-    1,
+    8,
     in_products="fp8_128",
     local_scales="FloatsPer128",
     values_per_scale=128,

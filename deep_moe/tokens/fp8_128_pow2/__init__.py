@@ -6,7 +6,7 @@ from ..format import TokenFormat
 FORMAT = TokenFormat(
     "fp8_128_pow2",
     "e4m3",
-    1,
+    8,
     in_products="mxfp8",
     local_scales="FloatPowersPer128",
     values_per_scale=128,

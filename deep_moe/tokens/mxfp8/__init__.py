@@ -5,7 +5,7 @@ from ..format import TokenFormat
 FORMAT = TokenFormat(
     "mxfp8",
     "e4m3",
-    1,
+    8,
     in_products="mxfp8",
     local_scales="ByteScalesPer32",
     values_per_scale=32,

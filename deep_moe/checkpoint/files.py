@@ -29,6 +29,7 @@ _MAX_NAMED = 8  # experts or files that an error lists
 _DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,

@@ -117,12 +117,11 @@ class Layer(ABC):
         self.files.guard(self.beginnings)
         self._check_accounted(self.own_names(), self.modules(), self.bias)
         headers = self._headers(first)
-        for key, tensor in headers.items():
-            if tensor.dim() != 2:
-                raise CheckpointError(
-                    f"{first.module}{self.suffixes[key]} must be a matrix for each expert; got "
-                    f"{list(tensor.shape)}"
-                )
+        if headers["weight"].dim() != 2:
+            raise CheckpointError(
+                f"{first.module}{self.suffixes['weight']} must be a matrix for each expert; got "
+                f"{list(headers['weight'].shape)}"
+            )
         self.form = form.of(self._labels(first), headers)
         num_rows, num_columns = headers["weight"].shape
         self.sizes = num_rows, num_columns * self.form.values_per_byte

@@ -1,0 +1,120 @@
+"""The format on SM90, beside BF16 tokens: blocks of 256 rows x 64 k, which the math warps decode,
+and a factor for each row.
+
+A block is two parts of 4096 bytes, one for each math warpgroup: of each half of its rows 16 bytes
+for each thread, a word for each of 4 products. A word's bytes are the registers of the product's
+operand, [k + 8][row + 8], each two neighbours along k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.sm90 import BLOCK_N, SPARED_TILES, TILES, WeightKind
+from deep_moe.targets.sm90.weights import Sm90Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_moe.formats.numerics import Numerics
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.weights.layers import (
+        ExpertWeights,
+        LayerWeights,
+        MegaMoEWeights,
+        TensorForms,
+    )
+
+BLOCK_BYTES = 8192
+
+
+def costs(rows: float) -> tuple[float, float]:
+    return 1 + rows / 100, 0.8 + rows / 100
+
+
+class Sm90Toy4(Sm90Weights):
+    weights = "toy4"
+    token_format = "bf16"
+    policy = "Toy4Weights"
+    scale_block = (1, 1 << 12)
+    kind = WeightKind(BLOCK_BYTES, True, False, False, TILES, costs, spared_tiles=SPARED_TILES)
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5},
+        {"block_m": 80, "num_stages": 3, "cluster_size": 2},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        for own, laid_out, is_l1 in ((l1, out.l1, True), (l2, out.l2, False)):
+            for tensor in laid_out:
+                tensor.zero_()
+            for rows, slots in _views(own, laid_out, is_l1):
+                slots.copy_(rows)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        import torch
+
+        from deep_moe.weights.layers import ExpertWeights, LayerWeights
+
+        shape = self.checked_shape(l1, l2)
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+
+        def read(layer: LayerWeights, num_rows: int, num_values: int) -> LayerWeights:
+            size = (shape.num_experts, num_rows)
+            made = LayerWeights(
+                layer.weight.new_empty((*size, num_values // 4), dtype=torch.int16),
+                layer.sf.new_empty(size),
+            )
+            for rows, slots in _views(made, layer, layer is l1):
+                rows.copy_(slots)
+            return made
+
+        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        import torch
+
+        l1, l2 = self.block_dims(shape)
+        return {
+            "l1_weights[0]": (torch.uint8, (*l1, BLOCK_BYTES)),
+            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
+            "l2_weights[0]": (torch.uint8, (*l2, BLOCK_BYTES)),
+            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
+        }
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        from .format import FORMAT
+
+        return bf16_numerics(FORMAT.dequantize)
+
+
+KERNELS = (Sm90Toy4(),)
+
+
+def _views(
+    own: LayerWeights, laid_out: LayerWeights, is_l1: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the same shape of what is the same, in the order of rows, and as it is laid out: of
+    the n-blocks with the rows of both warpgroups, and of one with the first's alone."""
+    import torch
+
+    from deep_moe.targets.sm90.rows import bf16_rows_by_slot
+
+    for weight, sf, blocks, factors in zip(*own, *laid_out, strict=True):
+        num_full, num_rest = divmod(weight.shape[0], BLOCK_N)
+        for first, last, num_parts in ((0, num_full, 2), (num_full, num_full + bool(num_rest), 1)):
+            if first == last:
+                continue
+            rows = slice(first * BLOCK_N, last * BLOCK_N)
+            pairs = bf16_rows_by_slot(weight[rows].view(torch.uint8), num_parts, is_l1)
+            #        n, g, w, r, b, h, then bytes of a row: k-block, product, k + 8, q
+            pairs = pairs.unflatten(-1, (-1, 4, 2, 4)).permute(0, 6, 1, 4, 2, 3, 9, 7, 8, 5)
+            of_blocks = blocks[first:last].unflatten(-1, (2, 2, 4, 8, 4, 4, 2, 2))
+            yield pairs, of_blocks[:, :, :num_parts]
+            of_rows = bf16_rows_by_slot(sf[rows], num_parts, is_l1).permute(0, 1, 4, 2, 5, 3)
+            yield of_rows, factors[first:last].unflatten(-1, (2, 2, 4, 2, 8))[:, :num_parts]

@@ -19,7 +19,7 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo test test-fast test-serving sanitize lint format types clean venv emulator-library
+.PHONY: demo docs test test-fast test-serving sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -75,6 +75,11 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out
 
 venv: $(READY)
+
+# The site, in build/site.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 # Built once for each state of its sources; here, so that no two test workers do it at the same time.
 emulator-library: $(READY)

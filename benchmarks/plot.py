@@ -3,8 +3,8 @@
     python -m benchmarks.plot
 
 takes every report in benchmarks/results and renews what is made of them: a picture per kind of
-machine in docs/images, benchmarks/RESULTS.md, and the table in README.md. Of peers, only times of
-the newest version among the reports are taken. Only results for uniform
+machine in docs/images, benchmarks/RESULTS.md, and the table in docs/performance.md. Of peers, only
+times of the newest version among the reports are taken. Only results for uniform
 routing and equal tokens are shown, in pictures those for published models as they are, or with
 other sizes where a machine has no others. Each curve is from one report, never pieced together: the
 one that timed most sizes of it, of several the newest.
@@ -24,10 +24,10 @@ from .published import compared, figures, is_even, is_standard
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README_TOKENS = (8, 128, 512, 2048, 8192)
-README_MODEL = "deepseek-v4-pro, experts 192"
-README_MACHINE = ("NVIDIA H200", 2)
-README_PART = re.compile(r"(<!-- speed: .*?-->\n).*?(<!-- end of speed -->)", re.DOTALL)
+PAGE_TOKENS = (8, 128, 512, 2048, 8192)
+PAGE_MODEL = "deepseek-v4-pro, experts 192"
+PAGE_MACHINE = ("NVIDIA H200", 2)
+PAGE_PART = re.compile(r"(<!-- speed: .*?-->\n).*?(<!-- end of speed -->)", re.DOTALL)
 LABELS = {
     "fused": "deep_moe, FP4 weights",
     "peer": "{peer}, FP8 weights",
@@ -106,13 +106,15 @@ def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
     }
     tables = [table(machine, reports) for machine in machines]
     made[ROOT / "benchmarks" / "RESULTS.md"] = "\n".join([RESULTS_HEAD, *tables])
-    readme = ROOT / "README.md"
-    text, count = README_PART.subn(
-        lambda match: match[1] + readme_table(reports) + match[2], readme.read_text()
+    page = ROOT / "docs" / "performance.md"
+    text, count = PAGE_PART.subn(
+        lambda match: match[1] + page_table(reports) + match[2], page.read_text()
     )
     if count != 1:
-        raise ValueError("README.md must have one part between <!-- speed --> and <!-- end -->")
-    made[readme] = text
+        raise ValueError(
+            "docs/performance.md must have one part between <!-- speed --> and <!-- end -->"
+        )
+    made[page] = text
     return made
 
 
@@ -300,17 +302,17 @@ def _comparison_cells(comparison: Mapping[str, Any] | None, result: Result) -> l
     ]
 
 
-def readme_table(reports: Sequence[Mapping[str, Any]]) -> str:
+def page_table(reports: Sequence[Mapping[str, Any]]) -> str:
     """A few sizes of one model, a row per path."""
     lines = [
-        f"| {README_MODEL}, tokens/rank | {' | '.join(map(str, README_TOKENS))} |",
-        "|---|" + "---:|" * len(README_TOKENS),
+        f"| {PAGE_MODEL}, tokens/rank | {' | '.join(map(str, PAGE_TOKENS))} |",
+        "|---|" + "---:|" * len(PAGE_TOKENS),
     ]
     for path in LABELS:
-        of = timed(reports, README_MACHINE, README_MODEL, path)
+        of = timed(reports, PAGE_MACHINE, PAGE_MODEL, path)
         us = of.us(path) if of is not None else {}
-        if of is not None and any(n in us for n in README_TOKENS):
-            cells = [f"{us[n]:.0f}" if n in us else "" for n in README_TOKENS]
+        if of is not None and any(n in us for n in PAGE_TOKENS):
+            cells = [f"{us[n]:.0f}" if n in us else "" for n in PAGE_TOKENS]
             lines.append(f"| {of.label(path)}, µs | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -13,10 +13,12 @@ from .errors import BY_KIND, KIND_NAMES, EmulatorError
 class Involved:
     """One of the instructions that a finding is about, and who executed it.
 
-    access: "read", "write", "asynchronous write" and the like, "" where it is not about memory.
-    lane: None if it was no single one. role: as `launch(roles=...)` names the warp, else "". file,
-    line: of the source, "" and 0 without line information. ptx_line: in the module's text, which
-    `instruction` quotes.
+    Args:
+        access: "read", "write", "asynchronous write" and the like, "" where it is not about memory.
+        lane: None if it was no single one.
+        role: as `launch(roles=...)` names the warp, else "". file,
+        line: of the source, "" and 0 without line information.
+        ptx_line: in the module's text, which `instruction` quotes.
     """
 
     access: str
@@ -36,12 +38,15 @@ class Involved:
 class Finding:
     """One mistake in a kernel. `str` of it is its text.
 
-    kind: "race", "uninitialized", "barrier_misuse", "out_of_bounds" and so on, one for each class
-    of error. space: of the memory that it is about, "global", "shared", "tensor", "register" or
-    another state space, "" if it is about none. address: there; in shared memory an offset, in
-    tensor memory lane << 16 | column, None where there is none. involved: the instructions in the
-    order in which they came; of a race the two accesses. What caught it is the last one, and
-    `file`, `line` and `role` are its own.
+    Args:
+        kind: "race", "uninitialized", "barrier_misuse", "out_of_bounds" and so on, one for each
+            class of error.
+        space: of the memory that it is about, "global", "shared", "tensor", "register" or another
+            state space, "" if it is about none.
+        address: there; in shared memory an offset, in tensor memory lane << 16 | column, None where
+            there is none.
+        involved: the instructions in the order in which they came; of a race the two accesses. What
+            caught it is the last one, and `file`, `line` and `role` are its own.
     """
 
     kind: str

@@ -42,7 +42,8 @@ class Statistics:
 class NamedArray:
     """An array inside a region of memory or dynamic shared memory; findings name its elements.
 
-    offset: in bytes from the start.
+    Args:
+        offset: in bytes from the start.
     """
 
     name: str
@@ -54,8 +55,9 @@ class NamedArray:
 class Module:
     """PTX that a machine has loaded.
 
-    kernels: its entry functions as the PTX calls them, with their C++ names less template
-    arguments.
+    Attributes:
+        kernels: its entry functions as the PTX calls them, with their C++ names less template
+            arguments.
     """
 
     def __init__(self, machine: Machine, index: int, name: str, kernels: dict[str, str]) -> None:
@@ -87,24 +89,26 @@ class Module:
 class Machine:
     """Runs PTX for any number of ranks on one host thread.
 
-    seed: picks the interleaving of warps and the moments at which asynchronous operations complete;
-    the same seed gives the same run.
-    schedule: "random"; "round_robin"; "late_copies" completes asynchronous operations only when
-    nothing else can go on; "slow_rank" and "starved_role" hardly ever run one rank, or the warps of
-    one index in all CTAs, which the seed picks; "last_warp" runs one warp, which the seed picks,
-    only when nobody else can go on.
-    checks: look for data races, missing fences, reads of memory that nobody wrote and the like.
-    stop_at_findings: such a finding is an error; otherwise the run goes on and `findings` has them.
-    strict_tcgen05: ask for tcgen05 fences also where a release and an acquire order finished
-    tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not, and for the
-    warp's quadrant in addresses of tensor memory.
-    clock: "virtual" counts instructions, and time leaps when everything waits; "real" is the
-    host's, for kernels that talk to other processes.
-    max_resident_ctas: how many CTAs of one grid are there at once.
-    max_memory_bytes: of the host, which the machines of this process may take together. By default
-    nine tenths of what the process may have.
-    hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead of
-    rounding the exact sum once.
+    Args:
+        seed: picks the interleaving of warps and the moments at which asynchronous operations
+            complete; the same seed gives the same run.
+        schedule: "random"; "round_robin"; "late_copies" completes asynchronous operations only when
+            nothing else can go on; "slow_rank" and "starved_role" hardly ever run one rank, or the
+            warps of one index in all CTAs, which the seed picks; "last_warp" runs one warp, which
+            the seed picks, only when nobody else can go on.
+        checks: look for data races, missing fences, reads of memory that nobody wrote and the like.
+        stop_at_findings: such a finding is an error; otherwise the run goes on and `findings` has
+            them.
+        strict_tcgen05: ask for tcgen05 fences also where a release and an acquire order finished
+            tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not, and for
+            the warp's quadrant in addresses of tensor memory.
+        clock: "virtual" counts instructions, and time leaps when everything waits; "real" is the
+            host's, for kernels that talk to other processes.
+        max_resident_ctas: how many CTAs of one grid are there at once.
+        max_memory_bytes: of the host, which the machines of this process may take together. By
+            default nine tenths of what the process may have.
+        hopper_fp8_sums: FP8 wgmma drops the low bits of its sums as an H200 was seen to do, instead
+            of rounding the exact sum once.
 
     Global addresses in PTX are host addresses. A rank may touch only what `add_memory` named.
     """
@@ -156,8 +160,10 @@ class Machine:
     ) -> None:
         """Let a rank's kernels access `num_bytes` bytes of host memory at `address`.
 
-        The caller keeps the memory alive until `remove_memory` or the machine's end. arrays: names
-        for parts of it, for findings.
+        The caller keeps the memory alive until `remove_memory` or the machine's end.
+
+        Args:
+            arrays: names for parts of it, for findings.
         """
         rank = _whole("rank", rank, 0, MAX_RANK)
         address = _whole(f"{name}: address", address, 1, MAX_U63)
@@ -215,16 +221,20 @@ class Machine:
     ) -> None:
         """Queue a kernel; `run` executes all queued ones together.
 
-        kernel: by its name in the PTX, or its C++ name, which needs neither namespaces nor template
-        arguments; by default the module's only one.
-        in_order: after the rank's last queued one has ended, as in a stream.
-        cluster: by default what the kernel was compiled for. shared_bytes: dynamic shared memory.
-        args: one per parameter: a number, an array or tensor for its address, or the parameter's
-        `bytes` (a struct, a tensor map); or all of them as one block of `bytes`.
-        registers: per thread at the start, as the compiler reports them; by default as ptxas takes
-        them: the most that launch bounds allow, but no more than its largest setmaxnreg.
-        roles: which warps of a CTA do what, by name, for findings.
-        shared_arrays: what lies in dynamic shared memory, for findings.
+        Args:
+            kernel: by its name in the PTX, or its C++ name, which needs neither namespaces nor
+                template arguments; by default the module's only one.
+            in_order: after the rank's last queued one has ended, as in a stream.
+            cluster: by default what the kernel was compiled for.
+            shared_bytes: dynamic shared memory.
+            args: one per parameter: a number, an array or tensor for its address, or the
+                parameter's `bytes` (a struct, a tensor map); or all of them as one block of
+                `bytes`.
+            registers: per thread at the start, as the compiler reports them; by default as ptxas
+                takes them: the most that launch bounds allow, but no more than its largest
+                setmaxnreg.
+            roles: which warps of a CTA do what, by name, for findings.
+            shared_arrays: what lies in dynamic shared memory, for findings.
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
@@ -304,9 +314,11 @@ class Machine:
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Execute all queued launches to completion.
 
-        progress: called several times a second with the number of warp instructions executed; what
-        it raises stops the run, and so does what the handler of a signal raises, such as Ctrl-C's
-        KeyboardInterrupt. The launches are then forgotten, and the machine can be used again.
+        Args:
+            progress: called several times a second with the number of warp instructions executed;
+                what it raises stops the run, and so does what the handler of a signal raises, such
+                as Ctrl-C's KeyboardInterrupt. The launches are then forgotten, and the machine can
+                be used again.
         """
         report = None
         if progress is not None:

@@ -1,5 +1,6 @@
 """What the documents name exists, and what they must list is listed."""
 
+import doctest
 import math
 import os
 import re
@@ -7,13 +8,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from mkdocs.exceptions import PluginError
 
 from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.targets import target_of
-from docs import generate_api, generate_memory
+from docs import diagrams, generate_memory, site_hooks
 from tests.everyday import parametrize
 
 ROOT = Path(__file__).parent.parent
@@ -70,34 +73,44 @@ def test_every_test_named_in_a_document_exists():
     assert missing == []
 
 
-def test_the_api_reference_is_what_the_docstrings_say():
-    written = generate_api.OUTPUT.read_text(encoding="utf-8")
-    assert written == generate_api.reference(), "run python -m docs.generate_api"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built as `make docs` does."""
+    folder = tmp_path_factory.mktemp("site")
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return folder
 
 
-def test_the_api_reference_leaves_out_only_what_exists():
-    for name in sorted(generate_api.NOT_CALLED):
-        owner, member = name.split(".")
-        assert callable(getattr(getattr(generate_api.module_of(owner), owner), member))
+def test_the_site_has_every_document_and_every_public_name(site: Path):
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {f"{path.stem}.html" for path in DOCUMENTS if path.name != "README.md"} <= pages
+    assert {"index.html", "benchmarks/LOG.html", "examples/demo.html"} <= pages
+    for module in site_hooks.modules():
+        text = (site / site_hooks.api_uri(module)).with_suffix(".html").read_text()
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if not isinstance(value, ModuleType):
+                assert f'.{name}" class="doc doc-heading"' in text, f"{module.__name__}.{name}"
 
 
-def test_a_docstring_becomes_lists_code_and_text():
-    def function(rows: int, columns: int) -> int:
-        """The product, 2*3 or `2*3`.
+def test_links_of_the_repository_lead_to_pages_of_the_site():
+    assert doctest.testmod(site_hooks).attempted == 2
+    with pytest.raises(PluginError, match=r"docs/weights\.md links to \.\./nowhere\.md"):
+        site_hooks.for_site("[a](../nowhere.md)", "weights.md")
 
-        rows: how many there
-            are. columns: likewise.
 
-        >>> 2 * 3
-        6
-        """
-        return rows * columns
-
-    page = generate_api.entry(function)
-    assert page.split("```")[1] == "text\nfunction(rows: int, columns: int) -> int\n"
-    assert "The product, 2\\*3 or `2*3`.\n" in page
-    assert "\n- `rows`: how many there are.\n- `columns`: likewise.\n" in page
-    assert "```pycon\n>>> 2 * 3\n6\n```" in page
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_a_diagram_is_what_its_code_draws(name: str):
+    drawn = (diagrams.IMAGES / name).read_text(encoding="utf-8")
+    assert drawn == diagrams.DIAGRAMS[name]().svg(), "run python -m docs.diagrams"
 
 
 def program(document: Path, *, gpu: bool) -> str:
@@ -141,13 +154,12 @@ def run_code(code: str, path: Path, *, gpu: bool) -> str:
     return result.stdout
 
 
-def test_each_block_of_the_readme_runs_by_itself_and_prints(tmp_path: Path):
+def test_the_readmes_program_prints(tmp_path: Path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        assert run_code(block, tmp_path / "block.py", gpu=False)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "block.py"] == ["build"]
+    assert len(blocks) == 1
+    assert "norm of each token" in run_code(blocks[0], tmp_path / "block.py", gpu=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["block.py"]
 
 
 @parametrize(

@@ -23,10 +23,12 @@ class Activation(ABC):
     """A product of a function of gate and one of up, with parameters that are compiled in: positive
     numbers, rounded to float32, as the kernel has them.
 
-    name: in calls, of the header in include/deep_moe/activations, and of this object's file.
-    struct: in that header. clamp_parameter: which of the parameters `activation_clamp` sets.
-    error_units: how far off the kernel's value may be, in halves of FP32's last place: so many, and
-    so many more for every unit by which slope * gate is below zero.
+    Attributes:
+        name: in calls, of the header in include/deep_moe/activations, and of this object's file.
+        struct: in that header.
+        clamp_parameter: which of the parameters `activation_clamp` sets.
+        error_units: how far off the kernel's value may be, in halves of FP32's last place: so many,
+            and so many more for every unit by which slope * gate is below zero.
     """
 
     name: ClassVar[str]
@@ -77,9 +79,10 @@ class Activation(ABC):
     def to_dict(self) -> dict[str, str | float]:
         """Name and parameters, as configs report them.
 
-        >>> from deep_moe.activations import Situ
-        >>> Situ().to_dict()
-        {'activation': 'situ', 'activation_beta': 4.0, 'activation_linear_beta': 25.0}
+        Examples:
+            >>> from deep_moe.activations import Situ
+            >>> Situ().to_dict()
+            {'activation': 'situ', 'activation_beta': 4.0, 'activation_linear_beta': 25.0}
         """
         named = {f"activation_{name}": value for name, value in self.parameters.items()}
         return {"activation": self.name, **named}

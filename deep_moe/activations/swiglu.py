@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Swiglu(Activation):
     """silu(gate) * up.
 
-    clamp: gate is at most this before, and up within plus and minus it. Nothing is, if it is
-        infinite.
+    Args:
+        clamp: gate is at most this before, and up within plus and minus it. Nothing is, if it is
+            infinite.
     """
 
     name: ClassVar[str] = "swiglu"

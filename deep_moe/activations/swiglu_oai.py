@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class SwigluOai(Activation):
     """gate * sigmoid(alpha * gate) * (up + 1).
 
-    limit: gate is at most this before, and up within plus and minus it.
+    Args:
+        limit: gate is at most this before, and up within plus and minus it.
     """
 
     name: ClassVar[str] = "swiglu_oai"

@@ -38,19 +38,25 @@ def transform_biases_for_mega_moe(
 ) -> MegaMoEBiases:
     """Lay out biases for the kernel, once, after loading, as new float32 tensors.
 
-    l1_bias: float32 or bfloat16 [E, 2*I], gate 0..I-1, then up 0..I-1. l2_bias: the same [E, H].
-    arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
-    weights, token_format: the formats of weights and tokens that they go with, as of
-    `transform_weights_for_mega_moe`. The order of rows depends on both. A call cannot tell for
-    which formats biases were laid out, so `weights` has no default.
+    Args:
+        l1_bias: float32 or bfloat16 [E, 2*I], gate 0..I-1, then up 0..I-1.
+        l2_bias: the same [E, H].
+        arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+        weights: the formats of weights and tokens that they go with, as of
+            `transform_weights_for_mega_moe`. The order of rows depends on both. A call cannot tell
+            for which formats biases were laid out, so `weights` has no default.
+        token_format: the formats of weights and tokens that they go with, as of
+            `transform_weights_for_mega_moe`. The order of rows depends on both. A call cannot tell
+            for which formats biases were laid out, so `weights` has no default.
 
     The result is what calls take as `l1_bias` and `l2_bias`. ValueError names expert and row of a
     bias that is no finite number.
 
-    >>> given = torch.zeros(4, 2 * 128), torch.zeros(4, 384)
-    >>> l1, l2 = transform_biases_for_mega_moe(*given, weights="mxfp4")
-    >>> l1.shape, l2.shape
-    (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
+    Examples:
+        >>> given = torch.zeros(4, 2 * 128), torch.zeros(4, 384)
+        >>> l1, l2 = transform_biases_for_mega_moe(*given, weights="mxfp4")
+        >>> l1.shape, l2.shape
+        (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
     """
     check_biases(l1_bias, l2_bias)
     l1_bias, l2_bias = l1_bias.detach(), l2_bias.detach()
@@ -75,7 +81,12 @@ def inverse_transform_biases(
     """Give back what `transform_biases_for_mega_moe` was given, as new float32 tensors [E, 2*I] and
     [E, H].
 
-    hidden, intermediate_hidden: H and I. arch, weights, token_format: as there.
+    Args:
+        hidden: H and I.
+        intermediate_hidden: H and I.
+        arch: as there.
+        weights: as there.
+        token_format: as there.
     """
     for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
         if not isinstance(bias, torch.Tensor):

@@ -80,19 +80,25 @@ def load_experts(
 ) -> ExpertWeights | MegaMoEWeights:
     """The experts of one layer that rank `rank_idx` of `num_ranks` owns.
 
-    path: a .safetensors file, or a folder with an index or with such files. num_experts: of the
-    layer, all ranks together; by default what config.json beside the files says
-    (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts. experts: those to
-    load, in that order, one of them several times if it has copies; by default the rank's share of
-    all. naming: one of `NAMINGS`, by name, or another; by default the one that the checkpoint
-    follows. Of a model's layers for further tokens it is "mtp" or "mtp_model".
-    num_shared_experts: shared experts, 0 to 4, to load behind the rank's own. Checkpoints have all
-    of a layer in one, as wide as they are together, which is cut. They must be of the routed
-    experts' format: those of DeepSeek-V3 are, those of DeepSeek-V4, FP8 beside MXFP4, are not.
-    biases_apart: the caller takes biases by `load_biases`; else a layer that has some is refused.
-    transformed: give what `transform_weights_for_mega_moe` makes of the experts, one by one: beside
-    the result there is never more than one expert's raw weights. arch, token_format, requantize: as
-    there, the target by default that of `device`.
+    Args:
+        path: a .safetensors file, or a folder with an index or with such files.
+        num_experts: of the layer, all ranks together; by default what config.json beside the files
+            says (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts.
+        experts: those to load, in that order, one of them several times if it has copies; by
+            default the rank's share of all.
+        naming: one of `NAMINGS`, by name, or another; by default the one that the checkpoint
+            follows. Of a model's layers for further tokens it is "mtp" or "mtp_model".
+        num_shared_experts: shared experts, 0 to 4, to load behind the rank's own. Checkpoints have
+            all of a layer in one, as wide as they are together, which is cut. They must be of the
+            routed experts' format: those of DeepSeek-V3 are, those of DeepSeek-V4, FP8 beside
+            MXFP4, are not.
+        biases_apart: the caller takes biases by `load_biases`; else a layer that has some is
+            refused.
+        transformed: give what `transform_weights_for_mega_moe` makes of the experts, one by one:
+            beside the result there is never more than one expert's raw weights.
+        arch: as there, the target by default that of `device`.
+        token_format: as there, the target by default that of `device`.
+        requantize: as there, the target by default that of `device`.
 
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
     up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
@@ -106,17 +112,18 @@ def load_experts(
     experts of another format or number, and if nothing says how many experts there are. Raises
     ValueError if the ranks cannot share them, and for `experts` that there are none of.
 
-    >>> from tempfile import mkdtemp
-    >>> from deep_moe import quantize_mxfp4, transform_weights_for_mega_moe
-    >>> w13, w2 = torch.randn(4, 2 * 128, 256), torch.randn(4, 256, 128)
-    >>> folder = mkdtemp()
-    >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
-    >>> l1, l2 = load_experts(folder, layer=7, rank_idx=1, num_ranks=2)
-    >>> l1.weight.shape, l2.sf.shape
-    (torch.Size([2, 256, 128]), torch.Size([2, 256, 1]))
-    >>> weights = load_experts(folder, layer=7, rank_idx=1, num_ranks=2, transformed=True)
-    >>> weights.l1.weight.equal(transform_weights_for_mega_moe(l1, l2).l1.weight)
-    True
+    Examples:
+        >>> from tempfile import mkdtemp
+        >>> from deep_moe import quantize_mxfp4, transform_weights_for_mega_moe
+        >>> w13, w2 = torch.randn(4, 2 * 128, 256), torch.randn(4, 256, 128)
+        >>> folder = mkdtemp()
+        >>> save_experts(folder, {7: (quantize_mxfp4(w13), quantize_mxfp4(w2))})
+        >>> l1, l2 = load_experts(folder, layer=7, rank_idx=1, num_ranks=2)
+        >>> l1.weight.shape, l2.sf.shape
+        (torch.Size([2, 256, 128]), torch.Size([2, 256, 1]))
+        >>> weights = load_experts(folder, layer=7, rank_idx=1, num_ranks=2, transformed=True)
+        >>> weights.l1.weight.equal(transform_weights_for_mega_moe(l1, l2).l1.weight)
+        True
     """
     _check_range("num_shared_experts", num_shared_experts, MAX_SHARED_EXPERTS)
     if not transformed and (arch is not None or token_format is not None or requantize):
@@ -262,10 +269,12 @@ def save_experts(
 ) -> None:
     """Write the experts of whole layers, by layer number, as a sharded checkpoint with an index.
 
-    layers: pairs as `load_experts` returns them, of all ranks. Layers that were saved into the
-    folder before stay. overwrite: replace those that are there already, or add to a checkpoint that
-    `save_experts` has not written; otherwise both are refused. What is replaced is deleted, all
-    else stays. config.json is made, or completed, so that it says how many experts a layer has.
+    Args:
+        layers: pairs as `load_experts` returns them, of all ranks. Layers that were saved into the
+            folder before stay.
+        overwrite: replace those that are there already, or add to a checkpoint that `save_experts`
+            has not written; otherwise both are refused. What is replaced is deleted, all else
+            stays. config.json is made, or completed, so that it says how many experts a layer has.
 
     All or nothing: after an error, or if the process is killed, the folder holds the checkpoint
     that it held before. Several processes may save into one folder; they wait for each other.
@@ -274,14 +283,15 @@ def save_experts(
     the number of experts, if a layer has not the form of a known format, and for what would have to
     be overwritten. Raises OSError if a file cannot be written.
 
-    >>> from tempfile import mkdtemp
-    >>> from deep_moe import quantize_mxfp4
-    >>> l1 = quantize_mxfp4(torch.randn(4, 2 * 128, 256))
-    >>> l2 = quantize_mxfp4(torch.randn(4, 256, 128))
-    >>> folder = mkdtemp()
-    >>> save_experts(folder, {0: (l1, l2)})
-    >>> load_experts(folder, layer=0).l1.weight.equal(l1.weight)
-    True
+    Examples:
+        >>> from tempfile import mkdtemp
+        >>> from deep_moe import quantize_mxfp4
+        >>> l1 = quantize_mxfp4(torch.randn(4, 2 * 128, 256))
+        >>> l2 = quantize_mxfp4(torch.randn(4, 256, 128))
+        >>> folder = mkdtemp()
+        >>> save_experts(folder, {0: (l1, l2)})
+        >>> load_experts(folder, layer=0).l1.weight.equal(l1.weight)
+        True
     """
     _check_range("experts_per_file", experts_per_file, first=1)
     if not layers:

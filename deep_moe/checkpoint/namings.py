@@ -16,9 +16,16 @@ _ROUTED, _SHARED = "experts.{expert}", "shared_experts"
 class ExpertNaming:
     """Tensors of its own for each expert and projection.
 
-    gate, up, down: with {layer} and {expert}. suffixes: what is appended for the weights, "weight",
-    and for what else the format has; None: whatever the known formats append. bias: the suffix of
-    biases. Shared experts have "shared_experts" in place of "experts.{expert}".
+    Args:
+        gate: with {layer} and {expert}.
+        up: with {layer} and {expert}.
+        down: with {layer} and {expert}.
+        suffixes: what is appended for the weights, "weight", and for what else the format has;
+        bias: the suffix of biases. Shared experts have "shared_experts" in place of
+            "experts.{expert}".
+
+    Attributes:
+        None: whatever the known formats append.
     """
 
     gate: str
@@ -65,9 +72,13 @@ class ExpertNaming:
 class StackedNaming:
     """All experts of a layer in one tensor per projection: [experts, rows, ...].
 
-    gate_up, down: with {layer}. suffixes: what is appended for the weights, "weight", and for what
-    else the format has. interleaved: rows of gate and up alternate, as opposed to all of gate
-    before all of up, in biases, too. bias: the suffix of these, [experts, rows].
+    Args:
+        gate_up: with {layer}.
+        down: with {layer}.
+        suffixes: what is appended for the weights, "weight", and for what else the format has.
+        interleaved: rows of gate and up alternate, as opposed to all of gate before all of up, in
+            biases, too.
+        bias: the suffix of these, [experts, rows].
     """
 
     gate_up: str

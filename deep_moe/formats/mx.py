@@ -22,15 +22,17 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations `x` [..., K] to what a buffer's `x` and `x_sf` hold: float8_e4m3fn
     [..., K] and UE8M0 scales int32 [..., K/128], four per word.
 
-    x: bfloat16, float16 or float32, K a multiple of 128. Each 32 values share the smallest power of
-    two at which none exceeds 448 of it. A group with NaN or infinity becomes NaN.
+    Args:
+        x: bfloat16, float16 or float32, K a multiple of 128. Each 32 values share the smallest
+            power of two at which none exceeds 448 of it. A group with NaN or infinity becomes NaN.
 
     `prepare_inputs` does the same in one launch. Raises TypeError or ValueError for another dtype
     or size.
 
-    >>> values, sf = quantize_mxfp8(torch.full((128,), 3.0))
-    >>> dequantize_mxfp8(values, sf)[0].item()
-    3.0
+    Examples:
+        >>> values, sf = quantize_mxfp8(torch.full((128,), 3.0))
+        >>> dequantize_mxfp8(values, sf)[0].item()
+        3.0
     """
     values, sf = by_matrix(quantize_e4m3_ue8m0, x=x)
     return values, sf

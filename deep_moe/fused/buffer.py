@@ -48,12 +48,16 @@ _next_handle = itertools.count(1)
 class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
-    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128], rounded up: bytes
-    behind the last scale must be zero, and rows of x may be longer than hidden. With token_format
-    "bf16" x is bfloat16, and x_sf, which nothing reads, int32 [max tokens, 0], with "fp8_128" x_sf
-    is float32 [max tokens, hidden/128].
-    topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
-    These four are views that the caller fills before a call. nbytes: size of the whole buffer.
+    Attributes:
+        x: float8_e4m3fn [max tokens, hidden].
+        x_sf: int32 [max tokens, hidden/128], rounded up: bytes behind the last scale must be zero,
+            and rows of x may be longer than hidden. With token_format "bf16" x is bfloat16, and
+            x_sf, which nothing reads, int32 [max tokens, 0], with "fp8_128" x_sf is float32 [max
+            tokens, hidden/128].
+        topk_idx: int64 [max tokens, topk].
+        topk_weights: float32 [max tokens, topk]. These four are views that the caller fills before
+            a call.
+        nbytes: size of the whole buffer.
 
     One thread at a time uses a buffer: a second one is refused at once.
 
@@ -170,26 +174,30 @@ def get_symm_buffer_for_mega_moe(
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
 
-    group: a torch.distributed process group, or None for a single rank.
-    hidden, intermediate_hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`,
-        which are views of longer rows unless hidden is a multiple of 128.
-    num_experts: of all ranks together, at most 1024, and at most 512 of each.
-    num_max_tokens_per_rank: most tokens of one call.
-    num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
-        slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
-        tensors; `num_experts` is without them.
-    num_pool_tokens: most rows of the pool that received tokens go through, a multiple of 384. With
-        fewer than a call may bring, they are used again within a call: the buffer is smaller, and
-        no token is lost. None: as many as a call may bring. `buffer_size` says what that comes to.
-    weights: their format, "mxfp4", "fp8" or "bf16".
-    biases: whether both linear layers have biases, which each call is then given.
-    token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four in
-        an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32 scale of
-        any size for 128 values, with fp8 weights on sm_90a, where hidden is a multiple of 128; or
-        "bf16", the default with bf16 weights, and on sm_90a with mxfp4 ones.
-    device: where the calls run. A CPU runs them in the emulator, with memory that the processes of
-        the group share. By default the current GPU for a group with NCCL and, if there is a GPU,
-        for None; otherwise the CPU.
+    Args:
+        group: a torch.distributed process group, or None for a single rank.
+        hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`, which are views
+            of longer rows unless hidden is a multiple of 128.
+        intermediate_hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`,
+            which are views of longer rows unless hidden is a multiple of 128.
+        num_experts: of all ranks together, at most 1024, and at most 512 of each.
+        num_max_tokens_per_rank: most tokens of one call.
+        num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
+            slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
+            tensors; `num_experts` is without them.
+        num_pool_tokens: most rows of the pool that received tokens go through, a multiple of 384.
+            With fewer than a call may bring, they are used again within a call: the buffer is
+            smaller, and no token is lost. None: as many as a call may bring. `buffer_size` says
+            what that comes to.
+        weights: their format, "mxfp4", "fp8" or "bf16".
+        biases: whether both linear layers have biases, which each call is then given.
+        token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four
+            in an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32
+            scale of any size for 128 values, with fp8 weights on sm_90a, where hidden is a multiple
+            of 128; or "bf16", the default with bf16 weights, and on sm_90a with mxfp4 ones.
+        device: where the calls run. A CPU runs them in the emulator, with memory that the processes
+            of the group share. By default the current GPU for a group with NCCL and, if there is a
+            GPU, for None; otherwise the CPU.
 
     On GPUs, groups that overlap need their buffers in order, the largest group's first: PyTorch
     (seen with 2.11, pytorch/pytorch#196082) counts a process's exchanges of memory, not a group's,
@@ -253,13 +261,14 @@ def buffer_size(
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
 
-    deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool for
-    each token that may come:
+    Examples:
+        deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool
+        for each token that may come:
 
-    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30, 2)
-    0.97
-    >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=None) / 2**30, 2)
-    5.52
+        >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072) / 2**30, 2)
+        0.97
+        >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=None) / 2**30, 2)
+        5.52
     """
     shape = MoEShape(
         num_ranks=num_ranks,

@@ -35,8 +35,11 @@ _MAX_PROCESSES = 32  # of a host, 160 to 360 MB each; a deployment has some 40 k
 
 
 class CompilingKernels:
-    """Kernels that `compile_ahead` has begun to compile. gpu: that they are loaded on, None for the
-    emulator."""
+    """Kernels that `compile_ahead` has begun to compile.
+
+    Attributes:
+        gpu: that they are loaded on, None for the emulator.
+    """
 
     def __init__(
         self, process: subprocess.Popen[bytes], work: CompileWork, gpu: Gpu | None
@@ -93,11 +96,14 @@ def compile_ahead(
     wait. Kernels that the cache has are left alone. Every rank may call this: no kernel is compiled
     twice on a host. `wait` before the first call also loads them.
 
-    buffer: of `get_symm_buffer_for_mega_moe`; on a CPU, what the emulator needs is compiled.
-    activation, activation_clamp, fast_math: of the calls.
-    num_workers: processes; by default one per CPU that this one may use, at most 32, shared among
-        as many ranks as the buffer has, up to 8.
-    {options}
+    Args:
+        buffer: of `get_symm_buffer_for_mega_moe`; on a CPU, what the emulator needs is compiled.
+        activation: of the calls.
+        activation_clamp: of the calls.
+        fast_math: of the calls.
+        num_workers: processes; by default one per CPU that this one may use, at most 32, shared
+            among as many ranks as the buffer has, up to 8.
+        {options}
 
     Of the options arch, num_sms, overrides and accumulate decide which kernels these are.
     """

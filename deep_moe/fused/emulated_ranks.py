@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class EmulatedRanks:
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
-    buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
-    `get_symm_buffer_for_mega_moe`.
+    Attributes:
+        buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
+            `get_symm_buffer_for_mega_moe`.
     """
 
     def __init__(
@@ -87,12 +88,16 @@ class EmulatedRanks:
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
 
-        ys: each rank's output. weights: each rank's, transformed. stats: each rank's receive
-        statistics. biases: each rank's transformed (l1, l2), if there are some. schedule: how warps
-        are interleaved. ranks: those that take part, by default all; the others never arrive.
-        progress: told now and then how many warp instructions have been executed.
-        hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
-        {options}
+        Args:
+            ys: each rank's output.
+            weights: each rank's, transformed.
+            stats: each rank's receive statistics.
+            biases: each rank's transformed (l1, l2), if there are some.
+            schedule: how warps are interleaved.
+            ranks: those that take part, by default all; the others never arrive.
+            progress: told now and then how many warp instructions have been executed.
+            hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
+                {options}
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         given = given_options("call", options)

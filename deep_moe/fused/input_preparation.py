@@ -74,19 +74,21 @@ def prepare_inputs(
 ) -> None:
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
 
-    x: bfloat16 [tokens, hidden]; quantized to what the buffer's tokens are: "mxfp8" as
-        `deep_moe.quantize_mxfp8` does; "fp8_128", where a scale is a 448th of the largest magnitude
-        of its 128 values, but at least 1e-4 / 448; or "bf16", copied.
-    topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
-    topk_weights: float32 or bfloat16 [tokens, topk].
-    token_mask: bool [tokens]; where it is False, all slots become -1: padding.
-    expert_map: int32 or int64 [experts] or [experts, copies], where the experts that topk_idx names
-        lie: places 0 to num_experts - 1 of the buffer, behind the last copy -1. Tokens take the
-        copies of an expert in turn. An expert that it does not know, or that lies nowhere, becomes
-        2^63 - 1, which the call refuses.
-    expert_load: int32 [num_experts]; each place's entry grows by the slots that were sent there.
-    arch: a target's name; by default that of the buffer's GPU, sm_100a on a CPU, where the
-        kernel runs in the emulator.
+    Args:
+        x: bfloat16 [tokens, hidden]; quantized to what the buffer's tokens are: "mxfp8" as
+            `deep_moe.quantize_mxfp8` does; "fp8_128", where a scale is a 448th of the largest
+            magnitude of its 128 values, but at least 1e-4 / 448; or "bf16", copied.
+        topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
+        topk_weights: float32 or bfloat16 [tokens, topk].
+        token_mask: bool [tokens]; where it is False, all slots become -1: padding.
+        expert_map: int32 or int64 [experts] or [experts, copies], where the experts that topk_idx
+            names lie: places 0 to num_experts - 1 of the buffer, behind the last copy -1. Tokens
+            take the copies of an expert in turn. An expert that it does not know, or that lies
+            nowhere, becomes 2^63 - 1, which the call refuses.
+        expert_load: int32 [num_experts]; each place's entry grows by the slots that were sent
+            there.
+        arch: a target's name; by default that of the buffer's GPU, sm_100a on a CPU, where the
+            kernel runs in the emulator.
 
     Tokens may be 0. Later rows keep what they hold. Nothing waits for the GPU, and the launch can
     be captured in a CUDA graph. Expert ids are looked at by `mega_moe`, not here. There is no

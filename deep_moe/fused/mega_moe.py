@@ -71,19 +71,20 @@ def mega_moe(
     The rows 0 .. tokens-1 of `sym_buffer`'s views are the input. Tokens may be 0 and may differ
     between ranks; every rank must call.
 
-    weights: what `transform_weights_for_mega_moe` returned, of the formats of the buffer.
-    sym_buffer: of `get_symm_buffer_for_mega_moe`.
-    cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens that
-        this call sent to it added.
-    activation: "swiglu", "swiglu_oai" or "situ", or an object of `deep_moe.activations`, which has
-        parameters of its own. Equal on all ranks.
-    activation_clamp: of a named activation, the bound of gate and up, a positive number of
-        float32's range: swiglu has none by default, swiglu_oai 7; situ takes none.
-    fast_math: approximate exponentials.
-    l1_bias, l2_bias: with a buffer made with biases=True, what `transform_biases_for_mega_moe`
-        returned: they are added to the sums of Linear1 before the activation, of Linear2 before the
-        routing weight.
-    {options}
+    Args:
+        weights: what `transform_weights_for_mega_moe` returned, of the formats of the buffer.
+        sym_buffer: of `get_symm_buffer_for_mega_moe`.
+        cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens
+            that this call sent to it added.
+        activation: "swiglu", "swiglu_oai" or "situ", or an object of `deep_moe.activations`, which
+            has parameters of its own. Equal on all ranks.
+        activation_clamp: of a named activation, the bound of gate and up, a positive number of
+            float32's range: swiglu has none by default, swiglu_oai 7; situ takes none.
+        fast_math: approximate exponentials.
+        l1_bias: where the buffer was made with biases=True, what `transform_biases_for_mega_moe`
+            returned for Linear1. The kernel adds them to its sums before the activation.
+        l2_bias: likewise of Linear2. The kernel adds them before the routing weight.
+        {options}
 
     One thread at a time calls with a buffer, and all ranks in the same order. There is no backward
     pass: a gradient that is asked for is refused.
@@ -140,11 +141,14 @@ def fp8_fp4_mega_moe(
     """`mega_moe` with MXFP4 weights and MXFP8 tokens, by the arguments of DeepGEMM's function of
     this name.
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
-    recipe: only the default is allowed.
-    y, sym_buffer, cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
-    l1_bias, l2_bias: as of `mega_moe`.
-    {options}
+    Args:
+        l1_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
+        l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
+        recipe: only the default is allowed. y, sym_buffer, cumulative_local_expert_recv_stats,
+            activation, activation_clamp, fast_math,
+        l1_bias: as of `mega_moe`.
+        l2_bias: as of `mega_moe`.
+        {options}
     """
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")

@@ -4,6 +4,7 @@ stands in signatures and their documentation, and it travels through the operato
 from __future__ import annotations
 
 import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
@@ -214,5 +215,7 @@ def with_call_options(function: _Function) -> _Function:
     ]
     function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
     _, _, documented = inspect.cleandoc(CallOptions.__doc__ or "").partition("\n\n")
-    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", documented)
+    among_args = textwrap.indent(documented, "    ")
+    text = inspect.cleandoc(function.__doc__ or "")
+    function.__doc__ = text.replace("    {options}", among_args)
     return function

@@ -24,8 +24,11 @@ _POLL_S = 0.02
 
 
 class DomainGroups(NamedTuple):
-    """domain: the ranks of this process's domain, None if it is alone there. cross: those with the
-    same rank in every domain, in the order of the domains, None if there is one domain only."""
+    """Attributes:
+    domain: the ranks of this process's domain, None if it is alone there.
+    cross: those with the same rank in every domain, in the order of the domains, None if there
+        is one domain only.
+    """
 
     domain: ProcessGroup | None
     cross: ProcessGroup | None
@@ -37,9 +40,10 @@ def make_domain_groups(
     """Both groups of this process for `TwoLevelMoE`, from the default group: domain d has the ranks
     d * R to (d + 1) * R - 1, where R is the number of ranks of a domain.
 
-    num_transport_sms: what `TwoLevelMoE` is told: where the backend is nccl, and `arguments` have
-        no pg_options, NCCL takes at most so many CTAs between domains.
-    arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`.
+    Args:
+        num_transport_sms: what `TwoLevelMoE` is told: where the backend is nccl, and `arguments`
+            have no pg_options, NCCL takes at most so many CTAs between domains.
+        arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`.
 
     Every process must call this.
     """

@@ -22,7 +22,11 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     """`num_ranks` ranks of a `LowLatencyAllToAll`, without processes or a GPU. Its methods take and
     give lists with one entry for each rank.
 
-    layers: each rank's own. options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
+    Attributes:
+        layers: each rank's own.
+
+    Args:
+        options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
     """
 
     def __init__(
@@ -65,8 +69,13 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[Dispatched]:
-        """Every rank's `dispatch`. ranks: those that take part, by default all; the others never
-        arrive, and the results are of these only. schedule: how warps are interleaved."""
+        """Every rank's `dispatch`.
+
+        Args:
+            ranks: those that take part, by default all; the others never arrive, and the results
+                are of these only.
+            schedule: how warps are interleaved.
+        """
         taking_part = self._taking_part(ranks)
         prepared = [
             self.layers[rank].prepare_dispatch(

@@ -25,7 +25,11 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
     """`num_ranks` ranks of an `AllToAll`, without processes or a GPU. Its methods take and give
     lists with one entry for each rank.
 
-    layers: each rank's own. options: timeout_s, num_sms and so on, as of `AllToAll`.
+    Attributes:
+        layers: each rank's own.
+
+    Args:
+        options: timeout_s, num_sms and so on, as of `AllToAll`.
     """
 
     def __init__(
@@ -64,8 +68,13 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[tuple[Received, AllToAllHandle]]:
-        """Every rank's `dispatch`. ranks: those that take part, by default all; the others never
-        arrive, and lists are of these only. schedule: how warps are interleaved."""
+        """Every rank's `dispatch`.
+
+        Args:
+            ranks: those that take part, by default all; the others never arrive, and lists are of
+                these only.
+            schedule: how warps are interleaved.
+        """
         of_rank = {
             "topk_idx": topk_idxs,
             "topk_weights": topk_weights,

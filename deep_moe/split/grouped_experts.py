@@ -90,10 +90,11 @@ def grouped_experts_workspace_size(
 ) -> int:
     """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
 
-    Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
+    Examples:
+        Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
 
-    >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
-    145
+        >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
+        145
     """
     shape = _shape_of(
         max_rows,
@@ -111,33 +112,39 @@ def grouped_experts_workspace_size(
 class GroupedExperts:
     """Linear1, activation and Linear2 of one rank's experts, on rows that are there.
 
-    max_rows: most rows of all experts together in a call; beyond it the call fails. hidden: a
-    multiple of 128. intermediate_hidden: as in checkpoints. num_local_experts: experts of this
-    rank.
-    weights: format of the weights. biases: whether both layers have biases. activation,
-    activation_clamp, fast_math: as of `mega_moe`.
-    token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
-        default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128,
-        or "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
-        sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights, and on
-        sm_90a with mxfp4 ones, "bf16".
-    num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
-        they are used again within a call. By default as many as a call may bring.
-    device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
-        there is one.
-    num_sms: CTAs; by default all SMs of the GPU, 4 on a CPU. arch: "sm_100a" and so on; by default
-        that of the GPU, sm_100a on a CPU. overrides: config fields by name, as of a fused call.
-    timeout_s: limit of the kernel's waits; by default 60 on GPUs and 600 in the emulator. Nothing
-        waits for other ranks.
-    checked: look at what a call is given beyond its form, which on a GPU means to wait for it, and,
-        on a CPU, for races in the kernel. By default only on CPUs.
-    schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
+    Args:
+        max_rows: most rows of all experts together in a call; beyond it the call fails.
+        hidden: a multiple of 128.
+        intermediate_hidden: as in checkpoints.
+        num_local_experts: experts of this rank.
+        weights: format of the weights.
+        biases: whether both layers have biases. activation,
+        activation_clamp: as of `mega_moe`.
+        fast_math: as of `mega_moe`.
+        token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
+            default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128, or
+            "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
+            sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights, and
+            on sm_90a with mxfp4 ones, "bf16".
+        num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
+            they are used again within a call. By default as many as a call may bring.
+        device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
+            there is one.
+        num_sms: CTAs; by default all SMs of the GPU, 4 on a CPU.
+        arch: "sm_100a" and so on; by default that of the GPU, sm_100a on a CPU.
+        overrides: config fields by name, as of a fused call.
+        timeout_s: limit of the kernel's waits; by default 60 on GPUs and 600 in the emulator.
+            Nothing waits for other ranks.
+        checked: look at what a call is given beyond its form, which on a GPU means to wait for it,
+            and, on a CPU, for races in the kernel. By default only on CPUs.
+        schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
 
     The host waits for nothing, and calls may be captured in a CUDA graph after one outside. The
     calls of one object share its work space, so they must run one after the other: on one stream,
     or on streams that wait for each other.
 
-    nbytes: size of the work space.
+    Attributes:
+        nbytes: size of the work space.
     """
 
     def __init__(
@@ -548,9 +555,10 @@ def grouped_experts(
     """`GroupedExperts` without an object: one is made for each kind of arguments, device and
     stream, and kept. The arguments are those of its call and, in `options`, of its constructor.
 
-    max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more than
-    ever come; then say how many. Each kept object has a work space of
-    `grouped_experts_workspace_size` bytes.
+    Args:
+        max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more
+            than ever come; then say how many. Each kept object has a work space of
+            `grouped_experts_workspace_size` bytes.
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")

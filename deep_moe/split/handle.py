@@ -60,14 +60,15 @@ class Dispatched(NamedTuple):
     N = ranks * num_max_tokens_per_rank. An expert's rows lie by source rank, then by the tokens'
     order there; what lies behind its last one is not written.
 
-    recv_x: [local experts, N, hidden], float8_e4m3fn or bfloat16.
-    scales: [local experts, N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest
-        group in the lowest byte; for "fp8_128_ue8m0" [.., hidden/512], for "bf16" None.
-    recv_count: int32 [local experts], rows of each.
-    src_info: int32 [local experts, N], a row's token on its source rank.
-    layout_range: int64 [local experts, ranks], rows from a rank in the low half, the first of them
-        in the high half.
-    handle: for `combine`.
+    Attributes:
+        recv_x: [local experts, N, hidden], float8_e4m3fn or bfloat16.
+        scales: [local experts, N, hidden/128], float32, or int32 with four UE8M0 bytes each, the
+            lowest group in the lowest byte; for "fp8_128_ue8m0" [.., hidden/512], for "bf16" None.
+        recv_count: int32 [local experts], rows of each.
+        src_info: int32 [local experts, N], a row's token on its source rank.
+        layout_range: int64 [local experts, ranks], rows from a rank in the low half, the first of
+            them in the high half.
+        handle: for `combine`.
     """
 
     recv_x: torch.Tensor

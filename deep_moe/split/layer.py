@@ -27,10 +27,11 @@ _FORMATS = {128: "fp8_128"}
 class DispatchMetaInfo:
     """What `EPLowLatencyAllToAllLayer.combine` needs of a dispatch.
 
-    recv_token_source_indices: int32 [experts per rank, world_size * max_m], each row's token on its
-        source rank.
-    recv_token_source_count_and_start: int64 [experts per rank, world_size], rows from a rank in the
-        low half, the first of them in the high half.
+    Attributes:
+        recv_token_source_indices: int32 [experts per rank, world_size * max_m], each row's token on
+            its source rank.
+        recv_token_source_count_and_start: int64 [experts per rank, world_size], rows from a rank in
+            the low half, the first of them in the high half.
     """
 
     recv_token_source_indices: torch.Tensor
@@ -41,15 +42,27 @@ class DispatchMetaInfo:
 class EPLowLatencyAllToAllLayer:
     """Dispatch with quantization on the way, and combine, for small batches on one node.
 
-    max_m: most tokens per rank. hidden, topk, num_experts: sizes; num_experts of all ranks.
-    online_quant_fp8: only True. rank, world_size: as in `group`. local_world_size: ranks per node;
-        only world_size. fp8_gsize: values per scale; only 128. dtype: only bfloat16.
-    enable_profiling: let the kernels stamp their phases.
-    group: the process group, by default all ranks; with world_size 1, none is needed.
-    zero_copy: make room for the experts' rows in symmetric memory, for `get_combine_buffer`.
-    placement, device, timeout_s: as of `LowLatencyAllToAll`.
+    Args:
+        max_m: most tokens per rank.
+        hidden: sizes; num_experts of all ranks.
+        topk: sizes; num_experts of all ranks.
+        num_experts: sizes; num_experts of all ranks.
+        online_quant_fp8: only True.
+        rank: as in `group`.
+        world_size: as in `group`.
+        local_world_size: ranks per node; only world_size.
+        fp8_gsize: values per scale; only 128.
+        dtype: only bfloat16.
+        enable_profiling: let the kernels stamp their phases.
+        group: the process group, by default all ranks; with world_size 1, none is needed.
+        zero_copy: make room for the experts' rows in symmetric memory, for `get_combine_buffer`.
+        placement: as of `LowLatencyAllToAll`.
+        device: as of `LowLatencyAllToAll`.
+        timeout_s: as of `LowLatencyAllToAll`.
 
-    phase: of the next dispatch, 0 and 1 in turn; call_count: dispatches so far.
+    Attributes:
+        phase: of the next dispatch, 0 and 1 in turn;
+        call_count: dispatches so far.
     """
 
     def __init__(
@@ -126,8 +139,10 @@ class EPLowLatencyAllToAllLayer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
         """Send tokens to the ranks of their experts.
 
-        send_tokens: bfloat16 [tokens, hidden]. send_scales: only None. topk_indices: int32 or int64
-        [tokens, topk].
+        Args:
+            send_tokens: bfloat16 [tokens, hidden].
+            send_scales: only None.
+            topk_indices: int32 or int64 [tokens, topk].
 
         Returns recv_token float8_e4m3fn [experts per rank, world_size * max_m, hidden], recv_scale
         float32 [experts per rank, world_size * max_m, hidden / 128], expert_recv_count int32
@@ -158,9 +173,12 @@ class EPLowLatencyAllToAllLayer:
     ) -> torch.Tensor:
         """The weighted sum of what the experts made of each token: bfloat16 [tokens, hidden].
 
-        send_tokens: bfloat16 [experts per rank, world_size * max_m, hidden]. topk_indices: as given
-        to the dispatch. topk_weights: float32 [tokens, topk]. zero_copy: send_tokens is what
-        `get_combine_buffer` gave, on all ranks; without it rows are sent from wherever they are.
+        Args:
+            send_tokens: bfloat16 [experts per rank, world_size * max_m, hidden].
+            topk_indices: as given to the dispatch.
+            topk_weights: float32 [tokens, topk].
+            zero_copy: send_tokens is what `get_combine_buffer` gave, on all ranks; without it rows
+                are sent from wherever they are.
         """
         require_type("dispatch_meta", dispatch_meta, DispatchMetaInfo, "what a dispatch returned")
         return self._all_to_all.combine(

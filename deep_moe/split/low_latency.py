@@ -51,38 +51,46 @@ class Settings(KernelSettings):
 class LowLatencyAllToAll(SplitLayer):
     """Sends tokens to the ranks of their experts, and brings back what those make of them.
 
-    group: a torch.distributed process group, or None for a single rank. Every rank of it makes one,
-        with the same arguments, and all call its methods in the same order.
-    num_max_tokens_per_rank: most tokens of one call, at most 1024. num_experts: of all ranks
-        together; rank r owns the r-th part. hidden: a multiple of 128.
-    token_format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128 values.
-        "fp8_128_pow2": the same with powers of two. "fp8_128_ue8m0": those as UE8M0 bytes, for a
-        hidden that is a multiple of 512. "mxfp8": E4M3 with a UE8M0 scale per 32. "bf16": as they
-        are.
-    any_format: make room for each of them, so that a dispatch may have another one.
-    zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
-    scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128, N]
-        transposed, not those of one row.
-    placement: "ranks": a token goes once to each rank of its experts, which spreads it there.
-        "experts": once to each of its experts, into memory that is kept for it and the source rank;
-        more bytes over the links and more memory. Results are the same.
-    device: where the calls run. A CPU runs them in the emulator. By default the current GPU for a
-        group with NCCL and, if there is a GPU, for None; otherwise the CPU.
-    num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
-    timeout_s: limit of the kernels' waits for other ranks; by default 60 on GPUs and 600 in the
-        emulator. After it MegaMoETimeoutError says who waited for whom, and `reset()` is needed.
-    arch: "sm_100a" and so on; by default that of the GPU, sm_100a on a CPU.
-    checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
-        in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as -1.
-    schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
-    enable_profiling: let the kernels stamp their phases, for `dump_dispatch_trace` and
-        `dump_combine_trace`. Calls take a few microseconds longer.
+    Args:
+        group: a torch.distributed process group, or None for a single rank. Every rank of it makes
+            one, with the same arguments, and all call its methods in the same order.
+        num_max_tokens_per_rank: most tokens of one call, at most 1024.
+        num_experts: of all ranks together; rank r owns the r-th part.
+        hidden: a multiple of 128.
+        token_format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128
+            values.
+
+            - "fp8_128_pow2": the same with powers of two. "fp8_128_ue8m0": those as UE8M0 bytes,
+              for a hidden that is a multiple of 512. "mxfp8": E4M3 with a UE8M0 scale per 32.
+              "bf16": as they are.
+        any_format: make room for each of them, so that a dispatch may have another one.
+        zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
+        scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128,
+            N] transposed, not those of one row.
+        placement: "ranks": a token goes once to each rank of its experts, which spreads it there.
+
+            - "experts": once to each of its experts, into memory that is kept for it and the source
+              rank; more bytes over the links and more memory. Results are the same.
+        device: where the calls run. A CPU runs them in the emulator. By default the current GPU for
+            a group with NCCL and, if there is a GPU, for None; otherwise the CPU.
+        num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
+        timeout_s: limit of the kernels' waits for other ranks; by default 60 on GPUs and 600 in the
+            emulator. After it MegaMoETimeoutError says who waited for whom, and `reset()` is
+            needed.
+        arch: "sm_100a" and so on; by default that of the GPU, sm_100a on a CPU.
+        checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for
+            races in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as
+            -1.
+        schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
+        enable_profiling: let the kernels stamp their phases, for `dump_dispatch_trace` and
+            `dump_combine_trace`. Calls take a few microseconds longer.
 
     Calls use the two halves of the buffer in turn: up to two dispatches may be under way, and the
     host waits for none. All kernels of a layer run in the order of the calls: on one stream, or on
     streams that wait for each other. They may be captured in a CUDA graph after a call outside.
 
-    nbytes: size of the symmetric buffer.
+    Attributes:
+        nbytes: size of the symmetric buffer.
     """
 
     shape: LowLatencyShape
@@ -202,13 +210,14 @@ class LowLatencyAllToAll(SplitLayer):
     ) -> Dispatched:
         """Send every token to the ranks of its experts, and receive those of the local ones.
 
-        x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks. topk_idx: int64
-        or int32 [tokens, topk], global expert ids; -1: the slot is not used. A token that names an
-        expert in several slots is sent there once.
-
-        token_format: of this call, equal on all ranks, if the layer was made with any_format=True;
-        by default the layer's. receive: False only sends. The results are written by
-        `receive(handle)`, which must come before the next dispatch.
+        Args:
+            x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
+            topk_idx: int64 or int32 [tokens, topk], global expert ids; -1: the slot is not used. A
+                token that names an expert in several slots is sent there once.
+            token_format: of this call, equal on all ranks, if the layer was made with
+                any_format=True; by default the layer's.
+            receive: False only sends. The results are written by `receive(handle)`, which must come
+                before the next dispatch.
 
         Statistics, if given, are added to: expert_totals, int32 [local experts], the rows of each;
         wait_cycles, int64 [ranks], clocks of an SM until that rank's tokens had come.
@@ -239,19 +248,21 @@ class LowLatencyAllToAll(SplitLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        y: bfloat16 [local experts, N, hidden], where recv_x had its rows; with zero_copy, what
-        `get_combine_buffer(handle)` gave, on all ranks. topk_idx: as given to the
-        dispatch. topk_weights: float32 [tokens, topk]. out: where to write the result, by default a
-        new tensor.
+        Args:
+            y: bfloat16 [local experts, N, hidden], where recv_x had its rows; with zero_copy, what
+                `get_combine_buffer(handle)` gave, on all ranks.
+            topk_idx: as given to the dispatch.
+            topk_weights: float32 [tokens, topk].
+            out: where to write the result, by default a new tensor.
+            receive: False only sends; `receive(handle)` writes the result, before the next dispatch
+                but one.
+            again: this handle has been combined before, on all ranks; they wait for each other
+                first, so this takes a round between ranks longer.
+            wait_cycles: as in `dispatch`, until a rank's rows had come.
 
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first.
-
-        receive: False only sends; `receive(handle)` writes the result, before the next dispatch but
-        one. again: this handle has been combined before, on all ranks; they wait for each other
-        first, so this takes a round between ranks longer. wait_cycles: as in `dispatch`, until a
-        rank's rows had come.
         """
         launch, result = self.prepare_combine(
             y,
@@ -343,8 +354,9 @@ class LowLatencyAllToAll(SplitLayer):
         """Make the layer usable again after a failed call. Every rank of the group must call this;
         it returns when all have. Handles become invalid, and all ranks take part again.
 
-        group: if ranks are dead, a group of all others, which are those that call; it has to have
-            been made before. `mask_ranks` comes next then.
+        Args:
+            group: if ranks are dead, a group of all others, which are those that call; it has to
+                have been made before. `mask_ranks` comes next then.
         """
         self._buffer.reset_among(self._buffer.group if group is None else group)
         self._generation += 1

@@ -52,10 +52,14 @@ class AllToAllHandle:
     """Where the rows of a dispatch went: what its combine needs, and a dispatch of other rows the
     same ways. It is good for any number of both, in any order, until its layer is reset or closed.
 
-    num_tokens: of this rank. slot_rows: int32 [tokens, topk], of each slot rank << 24 | row there,
-    -1 if it is not used. expert_begin, expert_count, expert_end: as in `Received`. own_rows: int32
-    [local experts, 2], of each expert's rows the first that is for this rank's tokens, and the end
-    of those.
+    Attributes:
+        num_tokens: of this rank.
+        slot_rows: int32 [tokens, topk], of each slot rank << 24 | row there, -1 if it is not used.
+        expert_begin: as in `Received`.
+        expert_count: as in `Received`.
+        expert_end: as in `Received`.
+        own_rows: int32 [local experts, 2], of each expert's rows the first that is for this rank's
+            tokens, and the end of those.
     """
 
     layer: object
@@ -79,15 +83,17 @@ class Received(NamedTuple):
     of the padding between its last one and the next expert's first are zero, in x, x_sf and
     topk_weights; what lies behind the last expert's end is not written.
 
-    x: [N, hidden], bfloat16 or float8_e4m3fn.
-    x_sf: [N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest group in the
-        lowest byte; for "fp8_128_ue8m0" [N, hidden/512], for "bf16" None.
-    expert_begin: int32 [local experts], first row, a multiple of expert_alignment.
-    expert_count: int32 [local experts], rows without padding.
-    expert_end: int32 [local experts], the next expert's begin, or where all rows end: the offsets
-        that a grouped product takes.
-    topk_weights: float32 [N], of the slot that a row is for; None if the dispatch had none to send.
-    num_rows: int32 [1], where all rows end, the last of expert_end.
+    Attributes:
+        x: [N, hidden], bfloat16 or float8_e4m3fn.
+        x_sf: [N, hidden/128], float32, or int32 with four UE8M0 bytes each, the lowest group in the
+            lowest byte; for "fp8_128_ue8m0" [N, hidden/512], for "bf16" None.
+        expert_begin: int32 [local experts], first row, a multiple of expert_alignment.
+        expert_count: int32 [local experts], rows without padding.
+        expert_end: int32 [local experts], the next expert's begin, or where all rows end: the
+            offsets that a grouped product takes.
+        topk_weights: float32 [N], of the slot that a row is for; None if the dispatch had none to
+            send.
+        num_rows: int32 [1], where all rows end, the last of expert_end.
     """
 
     x: torch.Tensor
@@ -102,23 +108,31 @@ class Received(NamedTuple):
 class AllToAll(SplitLayer):
     """Sends many tokens to the ranks of their experts, and brings back what those make of them.
 
-    group: a torch.distributed process group, or None for a single rank. Every rank of it makes one,
-        with the same arguments, and all call its methods in the same order.
-    max_tokens_per_rank: most tokens of one call, at most 32,768. hidden: a multiple of 128.
-        num_experts: of all ranks together, at most 2,048; rank r owns the r-th part. num_topk:
-        slots of a token, at most 32.
-    max_recv_rows: most rows that the experts of a rank get in one call, padding included. Nothing
-        is dropped: if a rank would get more, every rank gets an error that names it and the number.
-    expert_alignment: each expert's rows begin at a multiple of this, a power of two.
-    token_format: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one of
-        the FP8 formats of `LowLatencyAllToAll`.
-    device, num_sms, timeout_s, arch, checked, schedule_seed, enable_profiling: as of
-        `LowLatencyAllToAll`.
+    Args:
+        group: a torch.distributed process group, or None for a single rank. Every rank of it makes
+            one, with the same arguments, and all call its methods in the same order.
+        max_tokens_per_rank: most tokens of one call, at most 32,768.
+        hidden: a multiple of 128. num_experts: of all ranks together, at most 2,048; rank r owns
+            the r-th part. num_topk: slots of a token, at most 32.
+        max_recv_rows: most rows that the experts of a rank get in one call, padding included.
+            Nothing is dropped: if a rank would get more, every rank gets an error that names it and
+            the number.
+        expert_alignment: each expert's rows begin at a multiple of this, a power of two.
+        token_format: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one
+            of the FP8 formats of `LowLatencyAllToAll`.
+        device: as of `LowLatencyAllToAll`.
+        num_sms: as of `LowLatencyAllToAll`.
+        timeout_s: as of `LowLatencyAllToAll`.
+        arch: as of `LowLatencyAllToAll`.
+        checked: as of `LowLatencyAllToAll`.
+        schedule_seed: as of `LowLatencyAllToAll`.
+        enable_profiling: as of `LowLatencyAllToAll`.
 
     All kernels of a layer run in the order of the calls: on one stream, or on streams that wait for
     each other. The host waits for none; they may be captured in a CUDA graph after a call outside.
 
-    nbytes: size of the symmetric buffer.
+    Attributes:
+        nbytes: size of the symmetric buffer.
     """
 
     shape: ThroughputShape
@@ -236,18 +250,18 @@ class AllToAll(SplitLayer):
         """Send every token to the ranks of its experts, once to each, and receive those of the
         local ones, a row for each slot.
 
-        x: bfloat16 [tokens, hidden], quantized on the way if an FP8 format travels; tokens may be 0
-        and may differ between ranks. Or float8_e4m3fn with x_sf, [tokens, hidden/128] as in
-        `Received`, for "fp8_128", "fp8_128_pow2" and "mxfp8". topk_idx: int64 or int32
-        [tokens, topk], global expert ids; -1: the slot is not used. A token that names an expert in
-        several slots is a row there for each. topk_weights: float32 [tokens, topk], sent along, one
-        to each row.
-
-        token_format: how they travel in this call, if not as the layer was made for.
-
-        handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows, without
-        counts. What combine's gradient needs: with topk_weights each row is multiplied by its
-        slot's, in float32, and rounded once; they are not sent then, and tokens is "bf16".
+        Args:
+            x: bfloat16 [tokens, hidden], quantized on the way if an FP8 format travels; tokens may
+                be 0 and may differ between ranks. Or float8_e4m3fn with x_sf, [tokens, hidden/128]
+                as in `Received`, for "fp8_128", "fp8_128_pow2" and "mxfp8".
+            topk_idx: int64 or int32 [tokens, topk], global expert ids; -1: the slot is not used. A
+                token that names an expert in several slots is a row there for each.
+            topk_weights: float32 [tokens, topk], sent along, one to each row.
+            token_format: how they travel in this call, if not as the layer was made for.
+            handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows,
+                without counts. What combine's gradient needs: with topk_weights each row is
+                multiplied by its slot's, in float32, and rounded once; they are not sent then, and
+                tokens is "bf16".
 
         tokens, and whether there are topk_weights, x_sf and a handle, must be the same on all
         ranks. Returns what was received and the handle for `combine`.
@@ -273,11 +287,13 @@ class AllToAll(SplitLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token are
-        not looked at. Those for other ranks are copied before they are added, unless y is
-        `get_combine_buffer()`.
-        topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient too.
-        out: where to write the result, by default a new tensor.
+        Args:
+            y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
+                are not looked at. Those for other ranks are copied before they are added, unless y
+                is `get_combine_buffer()`.
+            topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient
+                too.
+            out: where to write the result, by default a new tensor.
 
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
@@ -289,7 +305,11 @@ class AllToAll(SplitLayer):
 
     def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
         """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
-        not used. values: float32 [max_recv_rows]. For gradients of routing weights."""
+        not used.
+
+        Args:
+            values: float32 [max_recv_rows]. For gradients of routing weights.
+        """
         launch, result = self.prepare_return_scalars(values, handle)
         self.run(launch)
         return result

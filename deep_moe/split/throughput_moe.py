@@ -46,17 +46,30 @@ def most_rows(num_ranks: int, max_tokens_per_rank: int, num_topk: int) -> int:
 class ThroughputMoE:
     """An `AllToAll` and the `GroupedExperts` of its rank, as one layer for many tokens.
 
-    group, max_tokens_per_rank, hidden, num_experts, num_topk: as of `AllToAll`.
-    intermediate_hidden, weights, biases, activation, activation_clamp, fast_math, num_pool_tokens,
-        overrides: as of `GroupedExperts`.
-    max_recv_rows: most rows that the experts of a rank get in one call; with more every rank gets
-        a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By default
-        as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for all of
-        them.
-    token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by default
-        "mxfp8", and "bf16" for bf16 weights.
-    device, num_sms, arch, timeout_s, checked, schedule_seed: as of both.
-    enable_profiling: as of `AllToAll`.
+    Args:
+        group: as of `AllToAll`. intermediate_hidden, weights, biases, activation, activation_clamp,
+            fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        max_tokens_per_rank: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
+            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        hidden: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
+            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        num_experts: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
+            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        num_topk: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
+            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        max_recv_rows: most rows that the experts of a rank get in one call; with more every rank
+            gets a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By
+            default as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for
+            all of them.
+        token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by
+            default "mxfp8", and "bf16" for bf16 weights.
+        device: as of both.
+        num_sms: as of both.
+        arch: as of both.
+        timeout_s: as of both.
+        checked: as of both.
+        schedule_seed: as of both.
+        enable_profiling: as of `AllToAll`.
 
     Every rank of the group makes one, with the same arguments, and all call it in the same order.
     The experts write their rows where other ranks fetch them, so nothing is copied in between.
@@ -145,8 +158,11 @@ class ThroughputMoE:
     @classmethod
     def over(cls, all_to_all: AllToAll, intermediate_hidden: int, **experts: Any) -> Self:
         """On an all-to-all that is there, as those of `EmulatedThroughputAllToAll`, whose tokens
-        travel in a format that experts with these weights take. experts: arguments of
-        `GroupedExperts`."""
+        travel in a format that experts with these weights take.
+
+        Args:
+            experts: arguments of `GroupedExperts`.
+        """
         shape = all_to_all.shape
         layer = cls.__new__(cls)
         layer.all_to_all = all_to_all

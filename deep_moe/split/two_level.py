@@ -161,30 +161,34 @@ class TwoLevelMoE:
     """A layer whose experts live in several NVLink domains, each a group of ranks that reach each
     other's memory.
 
-    domain_group: the ranks of this process's domain, or None if it is alone there.
-    cross_group: the ranks with the same rank in all domains, in the order of the domains, or None
-        if there is one only: NCCL's on GPUs, gloo's on CPUs. `make_domain_groups` makes both.
-    num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th part
-        of that. So rank r of domain d holds the experts that rank d * R + r of one large domain
-        would. Each domain has at least num_topk.
-    num_max_tokens_per_rank: most own tokens of a call. num_topk, hidden, intermediate_hidden,
-        weights, biases, num_pool_tokens: as in `get_symm_buffer_for_mega_moe`.
-    num_shared_experts: as there. Own tokens then have a call of their own, in front of the chunks',
-        since foreign ones must not go to shared experts, and the weights are read once more.
-    num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
-        call. Each chunk has its share, rounded up, and, with fixed sizes, each domain its share of
-        that. More is a ForeignTokensError on all ranks. By default as many as can come.
-    num_chunks: parts in which tokens go through: while one is computed, others travel.
-    exact_sizes: no more travels than is sent, and the host waits once in a call, to learn how much
-        that is. Without, a chunk has the same number of rows for each domain, and those that nobody
-        fills travel, too; the host waits for nothing, and a CUDA graph can capture a call.
-    num_transport_sms: where kernels and transport run at the same time, SMs of a GPU that kernels
-        leave free: at least as many as the NCCL of cross_group may take CTAs, which
-        `make_domain_groups` sees to; of another group its `max_ctas`, or NCCL_MAX_CTAS. With fewer,
-        ranks can wait for each other for ever.
-    timeout_s: limit of waits for other domains and, unless a call says otherwise, of the kernel's
-        for other ranks; by default 60 on GPUs and 600 in the emulator.
-    device: where the calls run, as in `get_symm_buffer_for_mega_moe`.
+    Args:
+        domain_group: the ranks of this process's domain, or None if it is alone there.
+        cross_group: the ranks with the same rank in all domains, in the order of the domains, or
+            None if there is one only: NCCL's on GPUs, gloo's on CPUs. `make_domain_groups` makes
+            both.
+        num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
+            part of that. So rank r of domain d holds the experts that rank d * R + r of one large
+            domain would. Each domain has at least num_topk.
+        num_max_tokens_per_rank: most own tokens of a call. num_topk, hidden, intermediate_hidden,
+            weights, biases, num_pool_tokens: as in `get_symm_buffer_for_mega_moe`.
+        num_shared_experts: as there. Own tokens then have a call of their own, in front of the
+            chunks', since foreign ones must not go to shared experts, and the weights are read once
+            more.
+        num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
+            call. Each chunk has its share, rounded up, and, with fixed sizes, each domain its share
+            of that. More is a ForeignTokensError on all ranks. By default as many as can come.
+        num_chunks: parts in which tokens go through: while one is computed, others travel.
+        exact_sizes: no more travels than is sent, and the host waits once in a call, to learn how
+            much that is. Without, a chunk has the same number of rows for each domain, and those
+            that nobody fills travel, too; the host waits for nothing, and a CUDA graph can capture
+            a call.
+        num_transport_sms: where kernels and transport run at the same time, SMs of a GPU that
+            kernels leave free: at least as many as the NCCL of cross_group may take CTAs, which
+            `make_domain_groups` sees to; of another group its `max_ctas`, or NCCL_MAX_CTAS. With
+            fewer, ranks can wait for each other for ever.
+        timeout_s: limit of waits for other domains and, unless a call says otherwise, of the
+            kernel's for other ranks; by default 60 on GPUs and 600 in the emulator.
+        device: where the calls run, as in `get_symm_buffer_for_mega_moe`.
 
     Every rank of all domains makes one, with the same arguments, and all call it in the same order.
 
@@ -193,7 +197,8 @@ class TwoLevelMoE:
     of the domains in FP32 and rounded once. A token whose experts live in one domain has the bits
     that one large domain would give it.
 
-    nbytes: what this rank gives to the layer.
+    Attributes:
+        nbytes: what this rank gives to the layer.
     """
 
     def __init__(
@@ -306,14 +311,17 @@ class TwoLevelMoE:
     ) -> torch.Tensor:
         """One MoE layer over all ranks of all domains: bfloat16 [tokens, hidden].
 
-        x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks. topk_idx: int64
-            or int32 [tokens, topk], global expert ids, -1 for an unused slot. topk_weights: float32
-            or bfloat16 [tokens, topk].
-        l1_weights, l2_weights: this rank's experts, as the format's fused call takes them.
-        cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math, l1_bias,
-            l2_bias: as in `fp8_fp4_mega_moe`.
-        out: where to write the result, by default a new tensor.
-        {options}
+        Args:
+            x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
+            topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
+            topk_weights: float32 or bfloat16 [tokens, topk].
+            l1_weights: this rank's experts, as the format's fused call takes them.
+                cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
+                l1_bias, l2_bias: as in `fp8_fp4_mega_moe`.
+            l2_weights: this rank's experts, as the format's fused call takes them.
+                cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
+                l1_bias, l2_bias: as in `fp8_fp4_mega_moe`.
+            out: where to write the result, by default a new tensor. {options}
 
         ForeignTokensError, on all ranks, if one of them is sent more than num_max_foreign_tokens
         allow. With exact sizes it is raised before anything is computed; with fixed ones, on CPUs,

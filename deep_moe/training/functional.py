@@ -52,35 +52,43 @@ def moe(
     For each token the sum over its slots of topk_weight * (h @ w2 + b2) with
     h = activation(x @ w1 + b1, x @ w3 + b3), each with the slot's expert.
 
-    x: bfloat16 [tokens, hidden]. Tokens may be 0 and differ from rank to rank.
-    topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. -1, and whatever
-        else names no expert, is an unused slot: it adds nothing, and its gradient is zero.
-    topk_weights: float32 [tokens, topk].
-    w1, w3: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
-        [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
-    w2: bfloat16 [experts, intermediate, hidden].
-    b1, b3: float32 or bfloat16 [experts, intermediate]; b2: [experts, hidden]. All
-        three or none.
-    group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it makes
-        the same calls, forward and backward, also without tokens. None: this rank has all of them.
-        An `AllToAll` made for the layer's sizes where the ranks share an NVLink domain: its buffers
-        bound a call, and no host waits. Layers of a model may share one; its expert_alignment is a
-        multiple of 8, hidden one of 128. A process group of PyTorch's anywhere.
-    precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per 32
-        values along the sums holds of tokens, weights and the activation's output. The backward
-        pass is that of "bf16": gradients pass through the rounding as if it were not there. Weights
-        are rounded in every forward pass; no rounded copy is kept.
-    recompute: keep nothing but x and the routing for the backward pass, and compute Linear1 again.
-        Otherwise its output is kept, too. No other activations are.
-    activation, activation_clamp: as in `fp8_fp4_mega_moe`.
-    max_recv_slots: with a process group, most slots that a rank may receive in a call, those of
-        its own tokens included. If one would get more, every rank gets a RuntimeError that names
-        it; None for no bound. An AllToAll has a bound of its own, and a MegaMoEError for it, on a
-        GPU at the latest at its next call.
-    keep_received: with a group, keep the received tokens for the backward pass, too, which then
-        need not be sent again.
-    arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels then
-        run in the emulator; on a GPU its own target or None. Products are PyTorch's everywhere.
+    Args:
+        x: bfloat16 [tokens, hidden]. Tokens may be 0 and differ from rank to rank.
+        topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. -1, and
+            whatever else names no expert, is an unused slot: it adds nothing, and its gradient is
+            zero.
+        topk_weights: float32 [tokens, topk].
+        w1: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
+            [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
+        w3: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
+            [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
+        w2: bfloat16 [experts, intermediate, hidden].
+        b1: float32 or bfloat16 [experts, intermediate];
+        b3: float32 or bfloat16 [experts, intermediate];
+        b2: [experts, hidden]. All three or none.
+        group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it
+            makes the same calls, forward and backward, also without tokens. None: this rank has all
+            of them. An `AllToAll` made for the layer's sizes where the ranks share an NVLink
+            domain: its buffers bound a call, and no host waits. Layers of a model may share one;
+            its expert_alignment is a multiple of 8, hidden one of 128. A process group of PyTorch's
+            anywhere.
+        precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per
+            32 values along the sums holds of tokens, weights and the activation's output. The
+            backward pass is that of "bf16": gradients pass through the rounding as if it were not
+            there. Weights are rounded in every forward pass; no rounded copy is kept.
+        recompute: keep nothing but x and the routing for the backward pass, and compute Linear1
+            again. Otherwise its output is kept, too. No other activations are.
+        activation: as in `fp8_fp4_mega_moe`.
+        activation_clamp: as in `fp8_fp4_mega_moe`.
+        max_recv_slots: with a process group, most slots that a rank may receive in a call, those of
+            its own tokens included. If one would get more, every rank gets a RuntimeError that
+            names it; None for no bound. An AllToAll has a bound of its own, and a MegaMoEError for
+            it, on a GPU at the latest at its next call.
+        keep_received: with a group, keep the received tokens for the backward pass, too, which then
+            need not be sent again.
+        arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
+            then run in the emulator; on a GPU its own target or None. Products are PyTorch's
+            everywhere.
 
     Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
     at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA

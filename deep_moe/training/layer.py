@@ -27,18 +27,28 @@ if TYPE_CHECKING:
 class MoELayer(nn.Module):
     """The experts of a mixture-of-experts layer; the router is the caller's.
 
-    hidden, intermediate: of each expert. num_experts: of all of them.
-    fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate first,
-        and `w3` is None: fewer and larger products.
-    biases: three more parameters, float32, zero at first.
-    group: ranks that share the experts, a process group or an `AllToAll`; this module has the
-        parameters of its rank's part.
-    precision, recompute, activation, activation_clamp, max_recv_slots, keep_received, arch: as in
-        `deep_moe.moe`.
-    device, dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
+    Args:
+        hidden: of each expert.
+        intermediate: of each expert.
+        num_experts: of all of them.
+        fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate
+            first, and `w3` is None: fewer and larger products.
+        biases: three more parameters, float32, zero at first.
+        group: ranks that share the experts, a process group or an `AllToAll`; this module has the
+            parameters of its rank's part.
+        precision: as in `deep_moe.moe`.
+        recompute: as in `deep_moe.moe`.
+        activation: as in `deep_moe.moe`.
+        activation_clamp: as in `deep_moe.moe`.
+        max_recv_slots: as in `deep_moe.moe`.
+        keep_received: as in `deep_moe.moe`.
+        arch: as in `deep_moe.moe`.
+        device: of the parameters; dtype bfloat16, or float64 to check gradients.
+        dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
 
-    Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
-    maybe b1, b3 [experts, intermediate], b2 [experts, hidden].
+    Attributes:
+        Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
+            maybe b1, b3 [experts, intermediate], b2 [experts, hidden].
     """
 
     w3: nn.Parameter | None
@@ -178,8 +188,10 @@ class MoELayer(nn.Module):
     def load_transposed(self, l1: torch.Tensor, l2: torch.Tensor) -> None:
         """Take the weights of a checkpoint, whose matrices are [out, in], of any float type.
 
-        l1: [experts, 2 * intermediate, hidden], gate's rows above up's; l2: [experts, hidden,
-        intermediate]; both as `deep_moe.checkpoint.load_experts` gives BF16 weights.
+        Args:
+            l1: [experts, 2 * intermediate, hidden], gate's rows above up's;
+            l2: [experts, hidden, intermediate]; both as `deep_moe.checkpoint.load_experts` gives
+                BF16 weights.
         """
         intermediate, hidden = self.intermediate, self.hidden
         shapes = {

@@ -45,14 +45,19 @@ class MegaMoEWeights:
     """Weights of the local experts as a kernel reads them: what `transform_weights_for_mega_moe`
     makes, and `mega_moe` takes.
 
-    l1, l2: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
-    in front, which may be permuted in place. weights, token_format: the formats' names. kernel:
-    whose layout it is, "sm90" or "sm100".
+    Args:
+        l1: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
+            in front, which may be permuted in place.
+        l2: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
+            in front, which may be permuted in place.
+        weights: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
+        token_format: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
 
-    >>> from deep_moe import empty_weights_for_mega_moe
-    >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
-    >>> weights.weights, weights.token_format, weights.kernel, len(weights.tensors)
-    ('mxfp4', 'mxfp8', 'sm100', 4)
+    Examples:
+        >>> from deep_moe import empty_weights_for_mega_moe
+        >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
+        >>> weights.weights, weights.token_format, weights.kernel, len(weights.tensors)
+        ('mxfp4', 'mxfp8', 'sm100', 4)
     """
 
     l1: LayerWeights

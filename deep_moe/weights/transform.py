@@ -42,25 +42,28 @@ def transform_weights_for_mega_moe(
 ) -> MegaMoEWeights:
     """Lay out weights for the kernel, once, after loading. The sources may then be freed.
 
-    l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1.
-    l2_weights: (values [E, H, I], scales).
-    arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
-    weights: their format.
-        "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N, K/128], four
-        UE8M0 bytes in each, one for every 32 values.
-        "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E, N,
-        K/32], or for every 128 x 128 of them, [E, N/128, K/128], each rounded up, for Linear1
-        [E, 2*ceil(I/128), ...], those of gate before those of up: float8_e8m0fnu, uint8, or
-        float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a they have to be
-        equal within 128 x 128 values, and may be any positive numbers.
-        "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What is
-        returned are pairs as of all formats, with an empty tensor in place of scales.
-    token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and "fp8";
-        "fp8_128" with "fp8" on sm_90a; "bf16", the default with "bf16", and with "mxfp4" on sm_90a.
-    requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
-        `RequantizationWarning` says how far they moved.
-    out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new tensors.
-        After an error its contents are undefined.
+    Args:
+        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1.
+        l2_weights: (values [E, H, I], scales).
+        arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
+        weights: their format.
+
+            - "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N,
+              K/128], four UE8M0 bytes in each, one for every 32 values.
+            - "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E,
+              N, K/32], or for every 128 x 128 of them, [E, N/128, K/128], each rounded up, for
+              Linear1 [E, 2*ceil(I/128), ...], those of gate before those of up: float8_e8m0fnu,
+              uint8, or float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a
+              they have to be equal within 128 x 128 values, and may be any positive numbers.
+            - "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What
+              is returned are pairs as of all formats, with an empty tensor in place of scales.
+        token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and
+            "fp8"; "fp8_128" with "fp8" on sm_90a; "bf16", the default with "bf16", and with "mxfp4"
+            on sm_90a.
+        requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
+            `RequantizationWarning` says how far they moved.
+        out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new
+            tensors. After an error its contents are undefined.
 
     H and I are multiples of 32. Up to multiples of 128, weights are padded with zeros. What is a
     quotient by 128 above is rounded up.
@@ -70,14 +73,15 @@ def transform_weights_for_mega_moe(
     one that the target cannot apply, and, on sm_90a, of a row whose MXFP4 scales differ by more
     than 2^26, or beside bf16 tokens by more than 2^125.
 
-    Expert by expert, so that a layer and its transformed copy never exist at the same time:
+    Examples:
+        Expert by expert, so that a layer and its transformed copy never exist at the same time:
 
-    >>> from deep_moe import quantize_mxfp4
-    >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
-    >>> for i in range(4):
-    ...     l1 = quantize_mxfp4(torch.randn(1, 2 * 128, 256))
-    ...     l2 = quantize_mxfp4(torch.randn(1, 256, 128))
-    ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
+        >>> from deep_moe import quantize_mxfp4
+        >>> weights = empty_weights_for_mega_moe(4, hidden=256, intermediate_hidden=128)
+        >>> for i in range(4):
+        ...     l1 = quantize_mxfp4(torch.randn(1, 2 * 128, 256))
+        ...     l2 = quantize_mxfp4(torch.randn(1, 256, 128))
+        ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
     """
     source = weight_format(weights)
     l1 = detached(weight_pair("l1_weights", l1_weights, source))
@@ -118,8 +122,12 @@ def empty_weights_for_mega_moe(
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
     local experts, for its `out`.
 
-    hidden, intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them. arch: the
-    target; by default that of `device`. weights, token_format: the formats of weights and tokens.
+    Args:
+        hidden: H and I, as `transform_weights_for_mega_moe` allows them.
+        intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them.
+        arch: the target; by default that of `device`.
+        weights: the formats of weights and tokens.
+        token_format: the formats of weights and tokens.
     """
     device = torch.device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
@@ -143,9 +151,13 @@ def inverse_transform_weights(
     scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
     MXFP4 for sm_90a, groups of zeros may have got another scale.
 
-    l1_weights, l2_weights: transformed for `arch`, by default the target of their device.
-    weights, token_format: as there. hidden, intermediate_hidden: H and I, where they are no
-    multiples of 128 and so were padded.
+    Args:
+        l1_weights: transformed for `arch`, by default the target of their device.
+        l2_weights: transformed for `arch`, by default the target of their device.
+        weights: as there.
+        token_format: as there.
+        hidden: H and I, where they are no multiples of 128 and so were padded.
+        intermediate_hidden: H and I, where they are no multiples of 128 and so were padded.
 
     Raises TypeError or ValueError if they have not the form that it makes.
     """

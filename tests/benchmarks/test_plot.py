@@ -7,13 +7,13 @@ import pytest
 
 import benchmarks.plot
 from benchmarks.plot import (
-    README_MACHINE,
-    README_MODEL,
+    PAGE_MACHINE,
+    PAGE_MODEL,
     RESULTS,
     ROOT,
     documents,
+    page_table,
     picture_path,
-    readme_table,
     table,
     timed,
     with_newest_peer,
@@ -88,7 +88,7 @@ def test_other_sizes_are_in_the_tables_and_in_a_picture_that_has_no_others(has_o
 
 
 def test_a_table_has_the_comparison_and_what_is_asked():
-    asked = {"model": README_MODEL, "num_ranks": 2}
+    asked = {"model": PAGE_MODEL, "num_ranks": 2}
     machine = ("NVIDIA H200", 2)
     timed_here = result(512, 1000.0, peer=1665.0, unfused=4000.0, **asked)
     text = table(machine, [report("2026-11-20", timed_here)])
@@ -120,10 +120,10 @@ def test_a_peer_of_another_report_is_named_by_its_date():
     assert "| 1200 | 1200 (sgl-deep-gemm, run of 2026-11-20T09:08) | 1.33× |" in last
 
 
-def test_the_readmes_table_leaves_out_what_was_not_timed():
-    sizes = {"model": README_MODEL, "num_ranks": README_MACHINE[1]}
+def test_the_pages_table_leaves_out_what_was_not_timed():
+    sizes = {"model": PAGE_MODEL, "num_ranks": PAGE_MACHINE[1]}
     timed_here = report("d", result(8, 370.4, **sizes), result(512, 1086.6, **sizes))
-    lines = readme_table([timed_here]).splitlines()
+    lines = page_table([timed_here]).splitlines()
     assert lines[2] == "| deep_moe, FP4 weights, µs | 370 |  | 1087 |  |  |"
     assert len(lines) == 3
 

@@ -43,9 +43,10 @@ class LowLatencyHandle(tuple[Any, ...]):
     hidden, num_experts), as in DeepEP. It has to be given on as it is: a tuple made of its parts
     does not know its dispatch.
 
-    src_info: int32 [local experts, ranks * max tokens], the token's index on its rank.
-    layout_range: int64 [local experts, ranks], the number of rows from a rank in the low half, the
-    first of them in the high half.
+    Attributes:
+        src_info: int32 [local experts, ranks * max tokens], the token's index on its rank.
+        layout_range: int64 [local experts, ranks], the number of rows from a rank in the low half,
+            the first of them in the high half.
     """
 
     dispatched: DispatchHandle
@@ -61,12 +62,16 @@ class LowLatencyHandle(tuple[Any, ...]):
 class Buffer:
     """Dispatch and combine for small batches, between the ranks of a group.
 
-    group: the ranks; None is one rank alone. num_rdma_bytes: of symmetric memory, as
-        `get_low_latency_rdma_size_hint` says; all ranks give the same. low_latency_mode: only True.
-    allow_nvlink_for_low_latency_mode: only True: NVLink is what is used. comm: only None.
-    num_nvl_bytes, num_qps_per_rank, allow_mnnvl, use_fabric, explicitly_destroy, enable_shrink:
-        taken and not needed.
-    device, timeout_s: as of `LowLatencyAllToAll`.
+    Args:
+        group: the ranks; None is one rank alone.
+        num_rdma_bytes: of symmetric memory, as `get_low_latency_rdma_size_hint` says; all ranks
+            give the same.
+        low_latency_mode: only True.
+        allow_nvlink_for_low_latency_mode: only True: NVLink is what is used.
+        comm: only None. num_nvl_bytes, num_qps_per_rank, allow_mnnvl, use_fabric,
+            explicitly_destroy, enable_shrink: taken and not needed.
+        device: as of `LowLatencyAllToAll`.
+        timeout_s: as of `LowLatencyAllToAll`.
 
     All ranks are in one NVLink domain; others are refused when the memory is made.
 
@@ -161,8 +166,9 @@ class Buffer:
     ) -> int:
         """Bytes that calls of these sizes need at most, in any format and for any top-k.
 
-        >>> Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) >> 20
-        588
+        Examples:
+            >>> Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) >> 20
+            588
         """
         shape = _shape_of(
             num_ranks,
@@ -201,13 +207,17 @@ class Buffer:
     ]:
         """Send every token to the ranks of its experts.
 
-        x: bfloat16 [tokens, hidden]. topk_idx: int64 [tokens, topk]; -1 names nobody.
-        use_fp8: E4M3 with a scale per 128 values. round_scale: powers of two. use_ue8m0: those as
-        bytes; needs round_scale, and a hidden that is a multiple of 512.
-        Statistics, added to: cumulative_local_expert_recv_stats, int32 [local experts], rows;
-        dispatch_wait_recv_cost_stats, int64 [ranks], clocks until a rank's tokens had come.
-        async_finish: the current stream does not wait; `event.current_stream_wait()` does.
-        return_recv_hook: only send; `hook()` receives.
+        Args:
+            x: bfloat16 [tokens, hidden].
+            topk_idx: int64 [tokens, topk]; -1 names nobody.
+            use_fp8: E4M3 with a scale per 128 values.
+            round_scale: powers of two.
+            use_ue8m0: those as bytes; needs round_scale, and a hidden that is a multiple of 512.
+                Statistics, added to: cumulative_local_expert_recv_stats, int32 [local experts],
+                rows; dispatch_wait_recv_cost_stats, int64 [ranks], clocks until a rank's tokens had
+                come.
+            async_finish: the current stream does not wait; `event.current_stream_wait()` does.
+            return_recv_hook: only send; `hook()` receives.
 
         Returns recv_x, recv_count int32 [local experts], the handle, event and hook. recv_x is
         bfloat16 [local experts, ranks * max tokens, hidden], or with use_fp8 a pair: float8_e4m3fn
@@ -261,10 +271,15 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Bring the experts' rows back and add them, weighted: bfloat16 [tokens, hidden].
 
-        x: bfloat16 [local experts, ranks * max tokens, hidden]. topk_idx: as dispatched.
-        topk_weights: float32 [tokens, topk]. use_logfmt: only False. zero_copy: the rows are in
-        `get_next_low_latency_combine_buffer(handle)`, and x is not looked at. out: where the result
-        goes. combine_wait_recv_cost_stats: int64 [ranks], added to. The rest as in a dispatch.
+        Args:
+            x: bfloat16 [local experts, ranks * max tokens, hidden].
+            topk_idx: as dispatched.
+            topk_weights: float32 [tokens, topk].
+            use_logfmt: only False.
+            zero_copy: the rows are in `get_next_low_latency_combine_buffer(handle)`, and x is not
+                looked at.
+            out: where the result goes.
+            combine_wait_recv_cost_stats: int64 [ranks], added to. The rest as in a dispatch.
 
         A handle may be combined several times, by all ranks; with zero_copy the last time only.
         """
@@ -314,7 +329,9 @@ class Buffer:
         self._set_masked(masked)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """mask_status: int32 [ranks]; becomes 1 for ranks that are left out, otherwise 0."""
+        """Args:
+        mask_status: int32 [ranks]; becomes 1 for ranks that are left out, otherwise 0.
+        """
         require_type("mask_status", mask_status, torch.Tensor, "a tensor")
         if mask_status.shape != (self.group_size,) or mask_status.dtype != torch.int32:
             raise ValueError(

@@ -26,7 +26,8 @@ class EventHandle:
 class EventOverlap:
     """An event, and tensors that live until it is dropped.
 
-    event: None behind a call without async_finish. As a context, leaving it waits.
+    Args:
+        event: None behind a call without async_finish. As a context, leaving it waits.
     """
 
     def __init__(

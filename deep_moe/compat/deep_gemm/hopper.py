@@ -36,7 +36,8 @@ def get_symm_buffer_for_sm90_mega_moe(
     """A `SymmBuffer` for calls of `fp8_mega_moe` on Hopper, whose x_sf is float32 [max tokens,
     hidden/128], any positive numbers. Every rank of `group` must call this.
 
-    use_fp8_dispatch: True only.
+    Args:
+        use_fp8_dispatch: True only.
     """
     if not use_fp8_dispatch:
         raise ValueError("use_fp8_dispatch must be True: tokens travel as FP8; got False")
@@ -78,7 +79,9 @@ def mega_moe_pre_dispatch_sm90(
 ) -> None:
     """`mega_moe_pre_dispatch` into a buffer of `get_symm_buffer_for_sm90_mega_moe`.
 
-    group_size: only the default. routed_scaling_factor: of the routing weights.
+    Args:
+        group_size: only the default.
+        routed_scaling_factor: of the routing weights.
     """
     if group_size != GROUP_SIZE:
         raise ValueError(

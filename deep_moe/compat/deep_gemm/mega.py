@@ -46,12 +46,16 @@ _num_sms: int | None = None
 class SymmBuffer:
     """One rank's inputs and work space, as DeepGEMM's class of this name.
 
-    x: float8_e4m3fn [max tokens, hidden]. x_sf: int32 [max tokens, hidden/128]. With mma_type
-    "bf16xbf16" x is bfloat16, and x_sf is empty.
-    topk_idx: int64 [max tokens, topk]. topk_weights: float32 [max tokens, topk].
-    buffer: int8, all of the memory. handle: its buffer_ptrs say where every rank's lies.
-    own: the `deep_moe.SymmBuffer` that does the work; it has `reset()`, and
-    `deep_moe.prepare_inputs` takes it.
+    Attributes:
+        x: float8_e4m3fn [max tokens, hidden].
+        x_sf: int32 [max tokens, hidden/128]. With mma_type "bf16xbf16" x is bfloat16, and x_sf is
+            empty.
+        topk_idx: int64 [max tokens, topk].
+        topk_weights: float32 [max tokens, topk].
+        buffer: int8, all of the memory.
+        handle: its buffer_ptrs say where every rank's lies.
+        own: the `deep_moe.SymmBuffer` that does the work; it has `reset()`, and
+            `deep_moe.prepare_inputs` takes it.
 
     group and the sizes are what it was made with, but num_max_tokens_per_rank is rounded up to a
     multiple of `get_token_alignment_for_mega_moe()`.
@@ -147,9 +151,10 @@ def get_symm_buffer_for_mega_moe(
 ) -> SymmBuffer:
     """A `SymmBuffer`. Every rank of `group` must call this.
 
-    use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there. False
-    goes with mma_type "bf16xbf16" only. In versions without num_shared_experts it is the seventh
-    argument, so a bool there is taken for it.
+    Args:
+        use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there.
+            False goes with mma_type "bf16xbf16" only. In versions without num_shared_experts it is
+            the seventh argument, so a bool there is taken for it.
     """
     if isinstance(num_shared_experts, bool):
         use_fp8_dispatch, num_shared_experts = num_shared_experts, 0
@@ -189,14 +194,17 @@ def transform_weights_for_mega_moe(
     """(l1, l2) for `fp8_fp4_mega_moe` or, with mma_type "fp8xfp8", `fp8_mega_moe`, or, of tensors
     without scales, `bf16_mega_moe`, as new tensors, in deep_moe's layout.
 
-    l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales; l2_weights: packed
-    E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2. Scales: one per 32 values,
-    int32 with four in each, of any strides, float8_e8m0fnu, uint8, or float32 powers of two.
-    With "fp8xfp8" float8_e4m3fn [E, 2*I, H] and [E, H, I], and such scales, or one for each 128 x
-    128 values. bfloat16 [E, 2*I, H] and [E, H, I] are tensors, not pairs, and need no mma_type;
-    what is returned for them are pairs, too, each with an empty tensor.
-    activation: "swiglu" or "situ"; the weights are the same. arch: the target, by default that of
-    the device. requantize: as in `deep_moe.transform_weights_for_mega_moe`.
+    Args:
+        l1_weights: packed E2M1 [E, 2*I, H/2], gate rows before up rows, and scales;
+        l2_weights: packed E2M1 [E, H, I/2] and scales. Packed: int8, uint8 or float4_e2m1fn_x2.
+            Scales: one per 32 values, int32 with four in each, of any strides, float8_e8m0fnu,
+            uint8, or float32 powers of two. With "fp8xfp8" float8_e4m3fn [E, 2*I, H] and [E, H, I],
+            and such scales, or one for each 128 x 128 values. bfloat16 [E, 2*I, H] and [E, H, I]
+            are tensors, not pairs, and need no mma_type; what is returned for them are pairs, too,
+            each with an empty tensor.
+        activation: "swiglu" or "situ"; the weights are the same.
+        arch: the target, by default that of the device.
+        requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
     Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
     """
@@ -232,12 +240,18 @@ def fp8_fp4_mega_moe(
     """`deep_moe.fp8_fp4_mega_moe`, for a `SymmBuffer` of this module: writes y, bfloat16
     [tokens, hidden].
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned.
-    shared_l1_weights, shared_l2_weights: None only. The order of what follows sym_buffer has
-        changed from version to version there; name it.
-    activation: "swiglu" or "situ". activation_clamp: with "swiglu" only.
-    situ_beta, situ_linear_beta: with "situ" only, by default 4 and 25.
-    arch: on a CPU, the target to emulate.
+    Args:
+        l1_weights: what `transform_weights_for_mega_moe` of this module returned.
+        l2_weights: what `transform_weights_for_mega_moe` of this module returned.
+        shared_l1_weights: None only. The order of what follows sym_buffer has changed from version
+            to version there; name it.
+        shared_l2_weights: None only. The order of what follows sym_buffer has changed from version
+            to version there; name it.
+        activation: "swiglu" or "situ".
+        activation_clamp: with "swiglu" only.
+        situ_beta: with "situ" only, by default 4 and 25.
+        situ_linear_beta: with "situ" only, by default 4 and 25.
+        arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError for what it does not compute, and as
     `deep_moe.fp8_fp4_mega_moe`.
@@ -276,13 +290,14 @@ def fp8_mega_moe(
     """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "fp8xfp8": writes y,
     bfloat16 [tokens, hidden].
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module returned for that
-        mma_type.
-    recipe: (1, 1, 32), tokens with a UE8M0 scale for every 32 values; for a buffer of
-        `get_symm_buffer_for_sm90_mega_moe` also (128, 128, 128), which is the same as leaving it
-        out: they have a float32 scale for every 128.
-    num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
-    arch: on a CPU, the target to emulate.
+    Args:
+        l1_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
+        l2_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
+        recipe: (1, 1, 32), tokens with a UE8M0 scale for every 32 values; for a buffer of
+            `get_symm_buffer_for_sm90_mega_moe` also (128, 128, 128), which is the same as leaving
+            it out: they have a float32 scale for every 128.
+        num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
+        arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.mega_moe`.
     """
@@ -324,11 +339,14 @@ def bf16_mega_moe(
     """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "bf16xbf16": writes y,
     bfloat16 [tokens, hidden].
 
-    l1_weights, l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16
-        tensors.
-    shared_l1_weights, shared_l2_weights: None only.
-    activation, activation_clamp: as in `fp8_fp4_mega_moe`.
-    arch: on a CPU, the target to emulate.
+    Args:
+        l1_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
+        l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
+        shared_l1_weights: None only.
+        shared_l2_weights: None only.
+        activation: as in `fp8_fp4_mega_moe`.
+        activation_clamp: as in `fp8_fp4_mega_moe`.
+        arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.mega_moe`.
     """
@@ -365,8 +383,12 @@ def mega_moe_pre_dispatch(
     """`deep_moe.prepare_inputs` of the first num_tokens rows into a buffer's four views; the rows
     behind them name no expert, with weights of 0.
 
-    x: bfloat16 [tokens, hidden]. topk_idx: int64 or int32 [tokens, topk]. topk_weights: float32 or
-    bfloat16 [tokens, topk]. group_size, use_fp4_acts: only the defaults.
+    Args:
+        x: bfloat16 [tokens, hidden].
+        topk_idx: int64 or int32 [tokens, topk].
+        topk_weights: float32 or bfloat16 [tokens, topk].
+        group_size: only the defaults.
+        use_fp4_acts: only the defaults.
     """
     if group_size != RECIPE[2]:
         raise ValueError(

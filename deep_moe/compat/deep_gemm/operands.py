@@ -33,10 +33,11 @@ def transform_sf_into_required_layout(
     """Scales as four UE8M0 bytes in each int32, [num_groups, mn, k/128], or [mn, k/128] without
     num_groups, in rows: `transform_weights_for_mega_moe` and a buffer's `x_sf` take any strides.
 
-    sf: one scale for each 32 values along k: float32 powers of two, float8_e8m0fnu or uint8
-    [.., mn, k/32], or packed int32 [.., mn, k/128].
-    recipe: (1, 32), or (1, 1, 32) with `is_sfa`. disable_ue8m0_cast and psum_layout: only the
-    defaults.
+    Args:
+        sf: one scale for each 32 values along k: float32 powers of two, float8_e8m0fnu or uint8
+            [.., mn, k/32], or packed int32 [.., mn, k/128].
+        recipe: (1, 32), or (1, 1, 32) with `is_sfa`. disable_ue8m0_cast and psum_layout: only the
+            defaults.
 
     Raises ValueError for other recipes and shapes, and for a float32 scale that is no power of two:
     UE8M0 would not hold it.

@@ -48,8 +48,12 @@ def per_token_cast_to_fp4(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deep_moe.quantize_mxfp4` of x [N, K]: packed int8 [N, K/2] and scales, float32 [N, K/32] or,
-    packed, int32 [N, K/128]. use_ue8m0: True only. gran_k: 32 only. Values halfway between two
-    numbers go to the even one."""
+    packed, int32 [N, K/128].
+
+    Args:
+        use_ue8m0: True only.
+        gran_k: 32 only. Values halfway between two numbers go to the even one.
+    """
     _check_format(use_ue8m0, gran_k)
     packed, words = quantize_mxfp4(x)
     return packed, _scales(words, use_packed_ue8m0)

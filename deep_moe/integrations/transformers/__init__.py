@@ -36,19 +36,21 @@ def register(
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"
     known to transformers. Call it before `from_pretrained`, on every rank with the same arguments.
 
-    quantize: round experts in floats to MXFP4, and those in FP8 to scales that the target applies.
-        Without it, experts in BF16 run as BF16, and others that would be rounded are left to
-        transformers. What is exact needs no rounding: floats that are MXFP4 in fact, as a
-        dequantized checkpoint's are, and FP8 with most scales.
-    max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
-        different tokens need not ask each other how many there are. By default buffers grow.
-    num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`; None for as
-        many rows as a call may bring.
-    token_format: what tokens are when they meet experts, where there is a choice: "bf16" beside
-        MXFP4, so that nothing but weights is quantized. That has a kernel on Hopper; elsewhere such
-        experts are left to transformers. By default what goes with the weights, "mxfp8" or, beside
-        BF16, "bf16".
-    arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are emulated.
+    Args:
+        quantize: round experts in floats to MXFP4, and those in FP8 to scales that the target
+            applies. Without it, experts in BF16 run as BF16, and others that would be rounded are
+            left to transformers. What is exact needs no rounding: floats that are MXFP4 in fact, as
+            a dequantized checkpoint's are, and FP8 with most scales.
+        max_tokens_per_rank: most tokens of one call. Buffers are then made once, and ranks with
+            different tokens need not ask each other how many there are. By default buffers grow.
+        num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`; None
+            for as many rows as a call may bring.
+        token_format: what tokens are when they meet experts, where there is a choice: "bf16" beside
+            MXFP4, so that nothing but weights is quantized. That has a kernel on Hopper; elsewhere
+            such experts are left to transformers. By default what goes with the weights, "mxfp8"
+            or, beside BF16, "bf16".
+        arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are
+            emulated.
 
     Raises MissingPackageError without transformers, DeepMoEError for a version of it that this was
     not written for, TypeError and ValueError for arguments that are not allowed.

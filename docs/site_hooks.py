@@ -1,0 +1,163 @@
+"""What MkDocs adds to the pages of docs/: the README as the first page, pages of other folders,
+examples, and the API, a page for each public module. So none of these files is committed twice.
+
+Links in documents lead to files of the repository. Here they are turned to the site's pages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+# Every name in `__all__` of these has its entry, and so have the modules that are among the names.
+MODULES = ("deep_moe", "deep_moe.emulator")
+# Pages from outside of docs/, by their paths in the repository.
+BESIDE = (
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "benchmarks/RESULTS.md",
+    "benchmarks/COMBINATIONS.md",
+    "benchmarks/LOG.md",
+)
+LINK = re.compile(r"!?\[([^]]*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """`API: api/` of the navigation becomes the list of the API's pages."""
+    link_package()
+    pages = [{module.__name__: api_uri(module)} for module in modules()]
+    for section in config.nav or ():
+        for items in section.values():
+            for item in items:
+                if isinstance(item, dict) and item.get("API") == "api/":
+                    item["API"] = pages
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for uri, text in generated().items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def link_package() -> None:
+    """A folder with the package as it is installed, in which mkdocstrings looks: the top-level
+    folders emulator, heuristics and jit are packages inside of it."""
+    package = ROOT / "build" / "site-source" / "deep_moe"
+    shutil.rmtree(package, ignore_errors=True)
+    package.mkdir(parents=True)
+    inside = [
+        path
+        for path in (ROOT / "deep_moe").iterdir()
+        if path.name not in ("__main__.py", "__pycache__")
+    ]
+    for path in (*inside, *(ROOT / name for name in ("emulator", "heuristics", "jit"))):
+        (package / path.name).symlink_to(path)
+
+
+def generated() -> dict[str, str]:
+    """The text of every page that is not in docs/, by where the site has it."""
+    pages = {"index.md": (ROOT / "README.md").read_text(encoding="utf-8")}
+    pages |= {path: (ROOT / path).read_text(encoding="utf-8") for path in BESIDE}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        code = path.read_text(encoding="utf-8")
+        pages[f"examples/{path.stem}.md"] = f"# examples/{path.name}\n\n```python\n{code}```\n"
+    return pages | {api_uri(module): api_page(module) for module in modules()}
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    if uri.startswith(("api/", "examples/")):
+        return markdown
+    return for_site(markdown, uri)
+
+
+def for_site(markdown: str, uri: str) -> str:
+    """A page's text as the site has it at `uri`.
+
+    >>> for_site("[a](docs/weights.md#b), [c](https://d.e)", "index.md")
+    '[a](weights.md#b), [c](https://d.e)'
+    >>> for_site("[a](../benchmarks/LOG.md), [b](../jit/render.py)", "weights.md")
+    '[a](benchmarks/LOG.md), b (`jit/render.py`)'
+    """
+    path = path_of(uri)
+
+    def turned(match: re.Match[str]) -> str:
+        words, link = match[1], match[2]
+        if re.match(r"[a-z]+:|#", link):
+            return match[0]
+        target, _, anchor = link.partition("#")
+        to = os.path.normpath((path.parent / target).as_posix())
+        if not (ROOT / to).exists():
+            raise PluginError(f"{path.as_posix()} links to {link}, which is not there")
+        there = uri_of(to)
+        if there is None:
+            return f"{words} (`{to}`)"
+        relative = os.path.relpath(there, os.path.dirname(uri) or ".")
+        image = "!" if match[0].startswith("!") else ""
+        return f"{image}[{words}]({relative}{'#' + anchor if anchor else ''})"
+
+    # Words behind the language say how tests run a block.
+    markdown = re.sub(r"^```(\w+) \w+$", r"```\1", markdown, flags=re.MULTILINE)
+    return LINK.sub(turned, markdown)
+
+
+def path_of(uri: str) -> Path:
+    """The path in the repository of the page that the site has at `uri`."""
+    if uri == "index.md":
+        return Path("README.md")
+    return Path(uri) if uri in BESIDE else Path("docs", uri)
+
+
+def uri_of(path: str) -> str | None:
+    """Where the site has a file of the repository; None where it has it not."""
+    if path == "README.md":
+        return "index.md"
+    if path in BESIDE:
+        return path
+    if path.startswith("examples/"):
+        return str(Path(path).with_suffix(".md"))
+    return path.removeprefix("docs/") if path.startswith("docs/") else None
+
+
+def modules() -> Iterator[ModuleType]:
+    """All public modules."""
+    pending = [importlib.import_module(name) for name in MODULES]
+    while pending:
+        module = pending.pop(0)
+        yield module
+        inside = (getattr(module, name) for name in getattr(module, "__all__", ()))
+        pending = [value for value in inside if inspect.ismodule(value)] + pending
+
+
+def api_uri(module: ModuleType) -> str:
+    return f"api/{module.__name__}.md"
+
+
+def api_page(module: ModuleType) -> str:
+    """Calls and classes first, then errors."""
+    values: dict[str, Any] = {
+        name: getattr(module, name) for name in getattr(module, "__all__", ())
+    }
+    names = [name for name, value in values.items() if not inspect.ismodule(value)]
+    names.sort(
+        key=lambda name: inspect.isclass(values[name]) and issubclass(values[name], Exception)
+    )
+    homes = {name: getattr(values[name], "__module__", module.__name__) for name in names}
+    entries = "".join(f"\n::: {home}.{name}\n" for name, home in homes.items())
+    return f"# {module.__name__}\n\n{inspect.cleandoc(module.__doc__ or '')}\n{entries}"

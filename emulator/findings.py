@@ -15,10 +15,16 @@ class Involved:
 
     Args:
         access: "read", "write", "asynchronous write" and the like, "" where it is not about memory.
+        rank: whose kernel it is.
+        cta: index in the grid.
+        warp: index in the CTA.
         lane: None if it was no single one.
-        role: as `launch(roles=...)` names the warp, else "". file,
-        line: of the source, "" and 0 without line information.
+        role: as `launch(roles=...)` names the warp, else "".
+        file: of the source, "" without line information.
+        line: of the source, 0 without line information.
         ptx_line: in the module's text, which `instruction` quotes.
+        kernel: its C++ name, or the PTX's.
+        instruction: the line of PTX.
     """
 
     access: str
@@ -41,6 +47,7 @@ class Finding:
     Args:
         kind: "race", "uninitialized", "barrier_misuse", "out_of_bounds" and so on, one for each
             class of error.
+        text: all of it in words.
         space: of the memory that it is about, "global", "shared", "tensor", "register" or another
             state space, "" if it is about none.
         address: there; in shared memory an offset, in tensor memory lane << 16 | column, None where

@@ -31,7 +31,13 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a machine has executed so far."""
+    """What a machine has executed so far.
+
+    Attributes:
+        warp_instructions: instructions, one for each warp that executed it.
+        lane_instructions: the same, one for each lane that was active.
+        virtual_ns: virtual time that has passed.
+    """
 
     warp_instructions: int
     lane_instructions: int
@@ -43,7 +49,10 @@ class NamedArray:
     """An array inside a region of memory or dynamic shared memory; findings name its elements.
 
     Args:
+        name: what findings call it.
         offset: in bytes from the start.
+        shape: elements along each axis.
+        element_bytes: size of an element.
     """
 
     name: str
@@ -68,7 +77,11 @@ class Module:
 
     def find_kernel(self, name: str | None) -> str:
         """The PTX's name of the one kernel that is meant: as in the PTX, as in C++ with or without
-        namespaces, or None for the only one."""
+        namespaces, or None for the only one.
+
+        Args:
+            name: of the kernel, or None.
+        """
         if name in self.kernels:
             return str(name)
         meant = [
@@ -163,6 +176,11 @@ class Machine:
         The caller keeps the memory alive until `remove_memory` or the machine's end.
 
         Args:
+            rank: the rank.
+            address: of the first byte, on the host.
+            num_bytes: size of the region.
+            name: of the region, for findings.
+            writable: whether kernels may write there.
             arrays: names for parts of it, for findings.
         """
         rank = _whole("rank", rank, 0, MAX_RANK)
@@ -179,7 +197,14 @@ class Machine:
 
     def add_array(self, array: Any, name: str, *, rank: int = 0, writable: bool = True) -> None:
         """The same for the memory of a NumPy array or a CPU tensor. A peer's memory that a rank
-        reaches through pointers is added to that rank, too."""
+        reaches through pointers is added to that rank, too.
+
+        Args:
+            array: a contiguous NumPy array or CPU tensor.
+            name: of the region, for findings.
+            rank: the rank.
+            writable: whether kernels may write there.
+        """
         _check_storage(array, name)
         num_bytes = array.nbytes
         if not array.flags.c_contiguous if hasattr(array, "flags") else not array.is_contiguous():
@@ -187,13 +212,23 @@ class Machine:
         self.add_memory(rank, _address_of(array), num_bytes, name, writable=writable)
 
     def remove_memory(self, rank: int, address: int) -> None:
-        """Forget the region that starts at `address`."""
+        """Forget the region that starts at `address`.
+
+        Args:
+            rank: the rank.
+            address: what `add_memory` was given.
+        """
         rank = _whole("rank", rank, 0, MAX_RANK)
         address = _whole("address", address, 0, MAX_U63)
         self._check(self._library.dm_remove_memory(self._handle, rank, address))
 
     def load(self, ptx: str, *, name: str = "module") -> Module:
-        """Parse and decode PTX. What the emulator cannot do is an error here, not at run time."""
+        """Parse and decode PTX. What the emulator cannot do is an error here, not at run time.
+
+        Args:
+            ptx: the text of one module.
+            name: of the module, for findings.
+        """
         text = ptx.encode()
         index = ctypes.c_uint32()
         self._check(
@@ -222,14 +257,18 @@ class Machine:
         """Queue a kernel; `run` executes all queued ones together.
 
         Args:
+            module: what `load` returned.
             kernel: by its name in the PTX, or its C++ name, which needs neither namespaces nor
                 template arguments; by default the module's only one.
-            in_order: after the rank's last queued one has ended, as in a stream.
+            grid: CTAs, one to three numbers.
+            block: threads of a CTA, one to three numbers.
             cluster: by default what the kernel was compiled for.
             shared_bytes: dynamic shared memory.
             args: one per parameter: a number, an array or tensor for its address, or the
                 parameter's `bytes` (a struct, a tensor map); or all of them as one block of
                 `bytes`.
+            rank: whose memory the kernel may touch.
+            in_order: after the rank's last queued one has ended, as in a stream.
             registers: per thread at the start, as the compiler reports them; by default as ptxas
                 takes them: the most that launch bounds allow, but no more than its largest
                 setmaxnreg.

@@ -58,7 +58,11 @@ class Activation(ABC):
 
     @abstractmethod
     def gate_factor(self, gate: torch.Tensor) -> torch.Tensor:
-        """The function of gate. It falls down to its lowest value, and never behind it."""
+        """The function of gate. It falls down to its lowest value, and never behind it.
+
+        Args:
+            gate: float64, of any shape.
+        """
 
     @abstractmethod
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 class MegaMoEBiases(NamedTuple):
     """Biases of the local experts, of both layers. What the tensors hold after the transformation
-    depends on the architecture and on the format of the weights."""
+    depends on the architecture and on the format of the weights.
+
+    Attributes:
+        l1: of Linear1.
+        l2: of Linear2.
+    """
 
     l1: torch.Tensor
     l2: torch.Tensor
@@ -42,12 +47,10 @@ def transform_biases_for_mega_moe(
         l1_bias: float32 or bfloat16 [E, 2*I], gate 0..I-1, then up 0..I-1.
         l2_bias: the same [E, H].
         arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
-        weights: the formats of weights and tokens that they go with, as of
-            `transform_weights_for_mega_moe`. The order of rows depends on both. A call cannot tell
-            for which formats biases were laid out, so `weights` has no default.
-        token_format: the formats of weights and tokens that they go with, as of
-            `transform_weights_for_mega_moe`. The order of rows depends on both. A call cannot tell
-            for which formats biases were laid out, so `weights` has no default.
+        weights: the format of the weights that they go with. The order of rows depends on it, and a
+            call cannot tell for which format biases were laid out: so there is no default.
+        token_format: that of the tokens, on which the order of rows depends, too; by default the
+            one that goes with the weights.
 
     The result is what calls take as `l1_bias` and `l2_bias`. ValueError names expert and row of a
     bias that is no finite number.
@@ -82,8 +85,10 @@ def inverse_transform_biases(
     [E, H].
 
     Args:
-        hidden: H and I.
-        intermediate_hidden: H and I.
+        l1_bias: what `transform_biases_for_mega_moe` returned for Linear1.
+        l2_bias: what it returned for Linear2.
+        hidden: H.
+        intermediate_hidden: I.
         arch: as there.
         weights: as there.
         token_format: as there.

@@ -82,8 +82,11 @@ def load_experts(
 
     Args:
         path: a .safetensors file, or a folder with an index or with such files.
+        layer: its number in the checkpoint.
         num_experts: of the layer, all ranks together; by default what config.json beside the files
             says (`NUM_EXPERTS_KEYS`) or, without one, the first dimension of stacked experts.
+        rank_idx: the rank, 0 to num_ranks - 1.
+        num_ranks: ranks that share the experts.
         experts: those to load, in that order, one of them several times if it has copies; by
             default the rank's share of all.
         naming: one of `NAMINGS`, by name, or another; by default the one that the checkpoint
@@ -96,9 +99,10 @@ def load_experts(
             refused.
         transformed: give what `transform_weights_for_mega_moe` makes of the experts, one by one:
             beside the result there is never more than one expert's raw weights.
-        arch: as there, the target by default that of `device`.
-        token_format: as there, the target by default that of `device`.
-        requantize: as there, the target by default that of `device`.
+        arch: as of `transform_weights_for_mega_moe`; the target is by default that of `device`.
+        token_format: as of `transform_weights_for_mega_moe`.
+        requantize: as of `transform_weights_for_mega_moe`.
+        device: where the tensors are put.
 
     Returns l1 and l2. Of MXFP4, l1 = (int8 [E, 2*I, H/2], int32 [E, 2*I, H/128]), gate rows before
     up rows, and l2 = (int8 [E, H, I/2], int32 [E, H, I/128]). Of FP8, l1 = (float8_e4m3fn
@@ -195,6 +199,16 @@ def load_biases(
     transformed: l1 [E, 2*I], gate before up, and l2 [E, H], as the checkpoint has them. None, if
     the layer has none.
 
+    Args:
+        path: as of `load_experts`.
+        layer: as of `load_experts`.
+        num_experts: as of `load_experts`.
+        rank_idx: as of `load_experts`.
+        num_ranks: as of `load_experts`.
+        experts: as of `load_experts`.
+        naming: as of `load_experts`.
+        device: where the tensors are put.
+
     Raises what `load_experts` does; CheckpointError, too, if only some of the experts, or of their
     matrices, have some.
     """
@@ -270,8 +284,11 @@ def save_experts(
     """Write the experts of whole layers, by layer number, as a sharded checkpoint with an index.
 
     Args:
+        folder: where the files go; made if it is not there.
         layers: pairs as `load_experts` returns them, of all ranks. Layers that were saved into the
             folder before stay.
+        naming: how the tensors are called.
+        experts_per_file: experts of a layer that share a file.
         overwrite: replace those that are there already, or add to a checkpoint that `save_experts`
             has not written; otherwise both are refused. What is replaced is deleted, all else
             stays. config.json is made, or completed, so that it says how many experts a layer has.

@@ -35,11 +35,20 @@ class ExpertNaming:
     bias: str = ".bias"
 
     def modules(self, layer: int, expert: int | str) -> list[str]:
-        """Of gate, up and down, without suffixes."""
+        """Of gate, up and down, without suffixes.
+
+        Args:
+            layer: number of the layer.
+            expert: number of the expert, or a pattern in its place.
+        """
         return [own.format(layer=layer, expert=expert) for own in (self.gate, self.up, self.down)]
 
     def shared_modules(self, layer: int) -> list[str]:
-        """The same of the shared experts."""
+        """The same of the shared experts.
+
+        Args:
+            layer: number of the layer.
+        """
         for own in (self.gate, self.up, self.down):
             if _ROUTED not in own:
                 raise CheckpointError(
@@ -50,13 +59,22 @@ class ExpertNaming:
         return [own.format(layer=layer) for own in routed]
 
     def beginnings(self, layer: int) -> tuple[str, ...]:
-        """Of all names of the layer's experts, up to their number."""
+        """Of all names of the layer's experts, up to their number.
+
+        Args:
+            layer: number of the layer.
+        """
         modules = self.modules(layer, "\0")
         return tuple(sorted({module.partition("\0")[0] for module in modules}))
 
     def numbers(self, layer: int, names: list[str]) -> Iterator[tuple[str, int | None]]:
         """Names of the layer's experts among `names`, with the expert's number. None: no number
-        where one is due."""
+        where one is due.
+
+        Args:
+            layer: number of the layer.
+            names: names of tensors in the checkpoint.
+        """
         beginnings = self.beginnings(layer)
         number = re.compile(r"(0|[1-9][0-9]{0,8})(?![0-9])")
         for name in names:
@@ -88,11 +106,19 @@ class StackedNaming:
     interleaved: bool
 
     def modules(self, layer: int) -> list[str]:
-        """Of both projections, without suffixes."""
+        """Of both projections, without suffixes.
+
+        Args:
+            layer: number of the layer.
+        """
         return [self.gate_up.format(layer=layer), self.down.format(layer=layer)]
 
     def beginnings(self, layer: int) -> tuple[str, ...]:
-        """Of all names of the layer's experts."""
+        """Of all names of the layer's experts.
+
+        Args:
+            layer: number of the layer.
+        """
         return tuple(sorted({own[: own.rfind(".") + 1] or own for own in self.modules(layer)}))
 
 

@@ -42,7 +42,13 @@ def dequantize_mxfp8(
     values: torch.Tensor, sf: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The activations [..., K] that float8_e4m3fn [..., K] and scales int32 [..., K/128] stand
-    for."""
+    for.
+
+    Args:
+        values: float8_e4m3fn [..., K].
+        sf: int32 [..., K/128], four UE8M0 bytes in each.
+        dtype: of the result.
+    """
     return by_matrix(lambda a, b: (dequantize_e4m3_ue8m0(a, b, dtype),), values=values, sf=sf)[0]
 
 

@@ -176,12 +176,13 @@ def get_symm_buffer_for_mega_moe(
 
     Args:
         group: a torch.distributed process group, or None for a single rank.
-        hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`, which are views
-            of longer rows unless hidden is a multiple of 128.
-        intermediate_hidden: multiples of 32; y is of the true size, and so are `x` and `x_sf`,
-            which are views of longer rows unless hidden is a multiple of 128.
         num_experts: of all ranks together, at most 1024, and at most 512 of each.
         num_max_tokens_per_rank: most tokens of one call.
+        num_topk: experts that a token names, at most 32.
+        hidden: values of a token, a multiple of 32. y is of this size, and so are `x` and `x_sf`,
+            which are views of longer rows unless hidden is a multiple of 128.
+        intermediate_hidden: rows of gate, and of up: a multiple of 32.
+        weights: their format, "mxfp4", "fp8" or "bf16".
         num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
             slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
             tensors; `num_experts` is without them.
@@ -189,7 +190,6 @@ def get_symm_buffer_for_mega_moe(
             With fewer than a call may bring, they are used again within a call: the buffer is
             smaller, and no token is lost. None: as many as a call may bring. `buffer_size` says
             what that comes to.
-        weights: their format, "mxfp4", "fp8" or "bf16".
         biases: whether both linear layers have biases, which each call is then given.
         token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four
             in an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32
@@ -260,6 +260,19 @@ def buffer_size(
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
+
+    Args:
+        num_ranks: ranks of the group.
+        num_experts: as of `get_symm_buffer_for_mega_moe`.
+        num_max_tokens_per_rank: as of `get_symm_buffer_for_mega_moe`.
+        num_topk: as of `get_symm_buffer_for_mega_moe`.
+        hidden: as of `get_symm_buffer_for_mega_moe`.
+        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
+        weights: as of `get_symm_buffer_for_mega_moe`.
+        num_shared_experts: as of `get_symm_buffer_for_mega_moe`.
+        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
+        biases: as of `get_symm_buffer_for_mega_moe`.
+        token_format: as of `get_symm_buffer_for_mega_moe`.
 
     Examples:
         deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool

@@ -57,7 +57,11 @@ class CompilingKernels:
     def wait(self, timeout_s: float | None = None) -> None:
         """Until all are in the cache, and on a GPU loaded in this process: no call of the buffer
         compiles, loads or chooses anything then. Raises DeepMoEError with what was said if they
-        cannot be compiled, and TimeoutError if that takes longer than timeout_s seconds."""
+        cannot be compiled, and TimeoutError if that takes longer than timeout_s seconds.
+
+        Args:
+            timeout_s: how long to wait, in seconds; None: until all are there.
+        """
         if self._said is None:
             try:
                 _, self._said = self._process.communicate(timeout=timeout_s)

@@ -33,6 +33,19 @@ if TYPE_CHECKING:
 class EmulatedRanks:
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
+    Args:
+        num_ranks: ranks to emulate.
+        num_experts: as of `get_symm_buffer_for_mega_moe`.
+        num_max_tokens_per_rank: as of `get_symm_buffer_for_mega_moe`.
+        num_topk: as of `get_symm_buffer_for_mega_moe`.
+        hidden: as of `get_symm_buffer_for_mega_moe`.
+        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
+        weights: as of `get_symm_buffer_for_mega_moe`.
+        num_shared_experts: as of `get_symm_buffer_for_mega_moe`.
+        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
+        biases: as of `get_symm_buffer_for_mega_moe`.
+        token_format: as of `get_symm_buffer_for_mega_moe`.
+
     Attributes:
         buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
             `get_symm_buffer_for_mega_moe`.
@@ -92,12 +105,15 @@ class EmulatedRanks:
             ys: each rank's output.
             weights: each rank's, transformed.
             stats: each rank's receive statistics.
+            activation: as of `mega_moe`.
+            activation_clamp: as of `mega_moe`.
+            fast_math: as of `mega_moe`.
             biases: each rank's transformed (l1, l2), if there are some.
             schedule: how warps are interleaved.
             ranks: those that take part, by default all; the others never arrive.
             progress: told now and then how many warp instructions have been executed.
             hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
-                {options}
+            {options}
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         given = given_options("call", options)

@@ -80,6 +80,7 @@ def prepare_inputs(
             magnitude of its 128 values, but at least 1e-4 / 448; or "bf16", copied.
         topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
         topk_weights: float32 or bfloat16 [tokens, topk].
+        sym_buffer: of `get_symm_buffer_for_mega_moe`; the views of its first rows are written.
         token_mask: bool [tokens]; where it is False, all slots become -1: padding.
         expert_map: int32 or int64 [experts] or [experts, copies], where the experts that topk_idx
             names lie: places 0 to num_experts - 1 of the buffer, behind the last copy -1. Tokens

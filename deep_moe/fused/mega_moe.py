@@ -72,6 +72,7 @@ def mega_moe(
     between ranks; every rank must call.
 
     Args:
+        y: bfloat16 [tokens, hidden], written; its rows say how many tokens the call has.
         weights: what `transform_weights_for_mega_moe` returned, of the formats of the buffer.
         sym_buffer: of `get_symm_buffer_for_mega_moe`.
         cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens
@@ -142,10 +143,16 @@ def fp8_fp4_mega_moe(
     this name.
 
     Args:
+        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
         l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
+        sym_buffer: of `get_symm_buffer_for_mega_moe`, for mxfp4 weights.
+        cumulative_local_expert_recv_stats: as of `mega_moe`.
         recipe: only the default is allowed. y, sym_buffer, cumulative_local_expert_recv_stats,
             activation, activation_clamp, fast_math,
+        activation: as of `mega_moe`.
+        activation_clamp: as of `mega_moe`.
+        fast_math: as of `mega_moe`.
         l1_bias: as of `mega_moe`.
         l2_bias: as of `mega_moe`.
         {options}

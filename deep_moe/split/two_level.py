@@ -321,7 +321,8 @@ class TwoLevelMoE:
             l2_weights: this rank's experts, as the format's fused call takes them.
                 cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
                 l1_bias, l2_bias: as in `fp8_fp4_mega_moe`.
-            out: where to write the result, by default a new tensor. {options}
+            out: where to write the result, by default a new tensor.
+            {options}
 
         ForeignTokensError, on all ranks, if one of them is sent more than num_max_foreign_tokens
         allow. With exact sizes it is raised before anything is computed; with fixed ones, on CPUs,

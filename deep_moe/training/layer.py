@@ -151,7 +151,13 @@ class MoELayer(nn.Module):
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[..., hidden] for x [..., hidden], topk_idx and topk_weights [..., topk]."""
+        """[..., hidden] for x [..., hidden], topk_idx and topk_weights [..., topk].
+
+        Args:
+            x: bfloat16 [tokens, hidden].
+            topk_idx: int64 or int32 [tokens, topk], -1 for an unused slot.
+            topk_weights: float32 or bfloat16 [tokens, topk].
+        """
         given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         for name, tensor in given.items():
             require_type(name, tensor, torch.Tensor, "a tensor")

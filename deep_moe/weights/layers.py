@@ -83,13 +83,21 @@ class MegaMoEWeights:
         )
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> MegaMoEWeights:
-        """The same form with other tensors, in the order of `tensors`."""
+        """The same form with other tensors, in the order of `tensors`.
+
+        Args:
+            tensors: as many as `tensors` has, in that order.
+        """
         num_of_l1 = len(self.l1)
         l1, l2 = LayerWeights(*tensors[:num_of_l1]), LayerWeights(*tensors[num_of_l1:])
         return replace(self, l1=l1, l2=l2)
 
     def expert(self, expert_idx: int) -> MegaMoEWeights:
-        """One local expert's weights, tensors [1, ...] in the same memory."""
+        """One local expert's weights, tensors [1, ...] in the same memory.
+
+        Args:
+            expert_idx: 0 to the number of local experts - 1.
+        """
         one = _expert_slice(expert_idx, self.l1.weight.shape[0])
         return self.with_tensors([tensor[one] for tensor in self.tensors])
 

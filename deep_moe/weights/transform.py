@@ -123,11 +123,13 @@ def empty_weights_for_mega_moe(
     local experts, for its `out`.
 
     Args:
-        hidden: H and I, as `transform_weights_for_mega_moe` allows them.
-        intermediate_hidden: H and I, as `transform_weights_for_mega_moe` allows them.
+        num_experts: local experts.
+        hidden: H, a multiple of 32.
+        intermediate_hidden: I, a multiple of 32.
         arch: the target; by default that of `device`.
-        weights: the formats of weights and tokens.
-        token_format: the formats of weights and tokens.
+        device: where the tensors are put.
+        weights: the format of the weights.
+        token_format: that of the tokens; by default the one that goes with the weights.
     """
     device = torch.device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
@@ -152,12 +154,13 @@ def inverse_transform_weights(
     MXFP4 for sm_90a, groups of zeros may have got another scale.
 
     Args:
-        l1_weights: transformed for `arch`, by default the target of their device.
-        l2_weights: transformed for `arch`, by default the target of their device.
-        weights: as there.
-        token_format: as there.
-        hidden: H and I, where they are no multiples of 128 and so were padded.
-        intermediate_hidden: H and I, where they are no multiples of 128 and so were padded.
+        l1_weights: transformed weights of Linear1.
+        l2_weights: transformed weights of Linear2.
+        arch: the target that the weights were transformed for; by default that of their device.
+        weights: the format of the weights.
+        token_format: that of the tokens; by default the one that goes with the weights.
+        hidden: H, where it is no multiple of 128 and so was padded.
+        intermediate_hidden: I, where it is no multiple of 128 and so was padded.
 
     Raises TypeError or ValueError if they have not the form that it makes.
     """

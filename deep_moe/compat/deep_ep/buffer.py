@@ -64,12 +64,17 @@ class Buffer:
 
     Args:
         group: the ranks; None is one rank alone.
+        num_nvl_bytes: taken for DeepEP's signature, and not needed.
         num_rdma_bytes: of symmetric memory, as `get_low_latency_rdma_size_hint` says; all ranks
             give the same.
         low_latency_mode: only True.
+        num_qps_per_rank: taken for DeepEP's signature, and not needed.
         allow_nvlink_for_low_latency_mode: only True: NVLink is what is used.
-        comm: only None. num_nvl_bytes, num_qps_per_rank, allow_mnnvl, use_fabric,
-            explicitly_destroy, enable_shrink: taken and not needed.
+        allow_mnnvl: taken for DeepEP's signature, and not needed.
+        explicitly_destroy: taken for DeepEP's signature, and not needed.
+        enable_shrink: taken for DeepEP's signature, and not needed.
+        comm: only None.
+        use_fabric: taken for DeepEP's signature, and not needed.
         device: as of `LowLatencyAllToAll`.
         timeout_s: as of `LowLatencyAllToAll`.
 
@@ -152,7 +157,11 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Taken, for throughput kernels that are not here."""
+        """Taken, for throughput kernels that are not here.
+
+        Args:
+            new_num_sms: the number that `Buffer.num_sms` then has.
+        """
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -165,6 +174,12 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that calls of these sizes need at most, in any format and for any top-k.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: most tokens of a rank in one call.
+            hidden: values of a token.
+            num_ranks: ranks of the group.
+            num_experts: experts of all ranks.
 
         Examples:
             >>> Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) >> 20
@@ -210,12 +225,16 @@ class Buffer:
         Args:
             x: bfloat16 [tokens, hidden].
             topk_idx: int64 [tokens, topk]; -1 names nobody.
+            num_max_dispatch_tokens_per_rank: most tokens of a rank in one call, equal on all ranks.
+            num_experts: experts of all ranks.
+            cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry
+                the rows that this expert received.
+            dispatch_wait_recv_cost_stats: int64 [ranks]; the call adds to each entry the clocks
+                until that rank's tokens had come.
             use_fp8: E4M3 with a scale per 128 values.
             round_scale: powers of two.
-            use_ue8m0: those as bytes; needs round_scale, and a hidden that is a multiple of 512.
-                Statistics, added to: cumulative_local_expert_recv_stats, int32 [local experts],
-                rows; dispatch_wait_recv_cost_stats, int64 [ranks], clocks until a rank's tokens had
-                come.
+            use_ue8m0: scales as UE8M0 bytes; needs round_scale, and a hidden that is a multiple of
+                512.
             async_finish: the current stream does not wait; `event.current_stream_wait()` does.
             return_recv_hook: only send; `hook()` receives.
 
@@ -275,11 +294,15 @@ class Buffer:
             x: bfloat16 [local experts, ranks * max tokens, hidden].
             topk_idx: as dispatched.
             topk_weights: float32 [tokens, topk].
+            handle: what the dispatch returned.
             use_logfmt: only False.
             zero_copy: the rows are in `get_next_low_latency_combine_buffer(handle)`, and x is not
                 looked at.
+            async_finish: as in `low_latency_dispatch`.
+            return_recv_hook: as in `low_latency_dispatch`.
             out: where the result goes.
-            combine_wait_recv_cost_stats: int64 [ranks], added to. The rest as in a dispatch.
+            combine_wait_recv_cost_stats: int64 [ranks]; the call adds to each entry the clocks
+                until that rank's rows had come.
 
         A handle may be combined several times, by all ranks; with zero_copy the last time only.
         """
@@ -304,14 +327,24 @@ class Buffer:
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Memory for the experts' rows from which a combine with zero_copy takes them: bfloat16
-        [local experts, ranks * max tokens, hidden]. For the newest dispatch."""
+        [local experts, ranks * max tokens, hidden]. For the newest dispatch.
+
+        Args:
+            handle: of the newest dispatch.
+        """
         layer, dispatched = self._layer_of(handle)
         return layer.get_combine_buffer(dispatched)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Begin again, for calls of these sizes; all ranks together. Handles become invalid."""
+        """Begin again, for calls of these sizes; all ranks together. Handles become invalid.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: most tokens of a rank in one call.
+            hidden: values of a token.
+            num_experts: experts of all ranks.
+        """
         layer = self._layer
         if layer is None:
             return
@@ -324,7 +357,12 @@ class Buffer:
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out of the calls that follow, or let it take part again. All others do the
-        same between the same two calls."""
+        same between the same two calls.
+
+        Args:
+            rank_to_mask: the rank.
+            mask: True leaves the rank out, False lets it take part.
+        """
         masked = self._masked | {rank_to_mask} if mask else self._masked - {rank_to_mask}
         self._set_masked(masked)
 

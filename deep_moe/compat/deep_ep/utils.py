@@ -28,6 +28,7 @@ class EventOverlap:
 
     Args:
         event: None behind a call without async_finish. As a context, leaving it waits.
+        extra_tensors: tensors that have to live until the event is dropped.
     """
 
     def __init__(

@@ -37,7 +37,15 @@ def get_symm_buffer_for_sm90_mega_moe(
     hidden/128], any positive numbers. Every rank of `group` must call this.
 
     Args:
+        group: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        hidden: values of a token, a multiple of 128.
+        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
         use_fp8_dispatch: True only.
+        activation: "swiglu" or "situ"; the buffer is the same.
+        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
     """
     if not use_fp8_dispatch:
         raise ValueError("use_fp8_dispatch must be True: tokens travel as FP8; got False")
@@ -57,7 +65,13 @@ def get_symm_buffer_for_sm90_mega_moe(
 
 def transform_weights_for_mega_moe_sm90(l1_weights: Pair, l2_weights: Pair) -> MegaMoEWeights:
     """(l1, l2) for `fp8_mega_moe` on Hopper: float8_e4m3fn [E, 2*I, H] and [E, H, I] with scales
-    for every 128 x 128, as `deep_moe.transform_weights_for_mega_moe` takes them."""
+    for every 128 x 128, as `deep_moe.transform_weights_for_mega_moe` takes them.
+
+    Args:
+        l1_weights: float8_e4m3fn [E, 2*I, H], gate rows before up rows, and float32 scales [E,
+            2*I/128, H/128].
+        l2_weights: float8_e4m3fn [E, H, I], and float32 scales [E, H/128, I/128].
+    """
     target = target_of_capability(CAPABILITY)
     assert target is not None
     return deep_moe.transform_weights_for_mega_moe(
@@ -80,8 +94,16 @@ def mega_moe_pre_dispatch_sm90(
     """`mega_moe_pre_dispatch` into a buffer of `get_symm_buffer_for_sm90_mega_moe`.
 
     Args:
+        x: bfloat16 [tokens, hidden].
+        topk_idx: int64 or int32 [tokens, topk].
+        topk_weights: float32 or bfloat16 [tokens, topk].
+        buf_x: the buffer's x.
+        buf_x_sf: the buffer's x_sf.
+        buf_topk_idx: the buffer's topk_idx.
+        buf_topk_weights: the buffer's topk_weights.
+        num_tokens: how many rows of x are tokens.
         group_size: only the default.
-        routed_scaling_factor: of the routing weights.
+        routed_scaling_factor: what the routing weights are multiplied by.
     """
     if group_size != GROUP_SIZE:
         raise ValueError(

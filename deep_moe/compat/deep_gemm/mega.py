@@ -46,6 +46,21 @@ _num_sms: int | None = None
 class SymmBuffer:
     """One rank's inputs and work space, as DeepGEMM's class of this name.
 
+    Args:
+        group: a process group, or None for one rank.
+        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_shared_experts: only 0.
+        mma_type: "fp8xfp4", "fp8xfp8" or "bf16xbf16", for calls of `fp8_fp4_mega_moe`,
+            `fp8_mega_moe` or `bf16_mega_moe`.
+        activation: "swiglu" or "situ"; the buffer is the same.
+        base: only None.
+        token_format: "fp8_128" with "fp8xfp8" on Hopper, where x_sf is float32.
+        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+
     Attributes:
         x: float8_e4m3fn [max tokens, hidden].
         x_sf: int32 [max tokens, hidden/128]. With mma_type "bf16xbf16" x is bfloat16, and x_sf is
@@ -152,9 +167,20 @@ def get_symm_buffer_for_mega_moe(
     """A `SymmBuffer`. Every rank of `group` must call this.
 
     Args:
+        group: a process group, or None for one rank.
+        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+        num_shared_experts: only 0.
         use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there.
             False goes with mma_type "bf16xbf16" only. In versions without num_shared_experts it is
             the seventh argument, so a bool there is taken for it.
+        mma_type: "fp8xfp4", "fp8xfp8" or "bf16xbf16", for calls of `fp8_fp4_mega_moe`,
+            `fp8_mega_moe` or `bf16_mega_moe`.
+        activation: "swiglu" or "situ"; the buffer is the same.
+        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
     """
     if isinstance(num_shared_experts, bool):
         use_fp8_dispatch, num_shared_experts = num_shared_experts, 0
@@ -203,6 +229,7 @@ def transform_weights_for_mega_moe(
             are tensors, not pairs, and need no mma_type; what is returned for them are pairs, too,
             each with an empty tensor.
         activation: "swiglu" or "situ"; the weights are the same.
+        mma_type: "fp8xfp4", "fp8xfp8" or "bf16xbf16": the format of the weights.
         arch: the target, by default that of the device.
         requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
@@ -241,14 +268,20 @@ def fp8_fp4_mega_moe(
     [tokens, hidden].
 
     Args:
+        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module returned.
         l2_weights: what `transform_weights_for_mega_moe` of this module returned.
+        sym_buffer: a `SymmBuffer` of this module with mma_type "fp8xfp4".
         shared_l1_weights: None only. The order of what follows sym_buffer has changed from version
             to version there; name it.
         shared_l2_weights: None only. The order of what follows sym_buffer has changed from version
             to version there; name it.
+        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
+            number of tokens that this expert received.
+        recipe: only (1, 1, 32): a scale for every 32 values.
         activation: "swiglu" or "situ".
         activation_clamp: with "swiglu" only.
+        fast_math: approximate exponentials.
         situ_beta: with "situ" only, by default 4 and 25.
         situ_linear_beta: with "situ" only, by default 4 and 25.
         arch: on a CPU, the target to emulate.
@@ -291,11 +324,18 @@ def fp8_mega_moe(
     bfloat16 [tokens, hidden].
 
     Args:
+        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
         l2_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
+        sym_buffer: a `SymmBuffer` of this module with mma_type "fp8xfp8".
+        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
+            number of tokens that this expert received.
         recipe: (1, 1, 32), tokens with a UE8M0 scale for every 32 values; for a buffer of
             `get_symm_buffer_for_sm90_mega_moe` also (128, 128, 128), which is the same as leaving
             it out: they have a float32 scale for every 128.
+        activation: as in `fp8_fp4_mega_moe`.
+        activation_clamp: as in `fp8_fp4_mega_moe`.
+        fast_math: approximate exponentials.
         num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
         arch: on a CPU, the target to emulate.
 
@@ -340,12 +380,17 @@ def bf16_mega_moe(
     bfloat16 [tokens, hidden].
 
     Args:
+        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
         l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
+        sym_buffer: a `SymmBuffer` of this module with mma_type "bf16xbf16".
         shared_l1_weights: None only.
         shared_l2_weights: None only.
+        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
+            number of tokens that this expert received.
         activation: as in `fp8_fp4_mega_moe`.
         activation_clamp: as in `fp8_fp4_mega_moe`.
+        fast_math: approximate exponentials.
         arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.mega_moe`.
@@ -387,8 +432,13 @@ def mega_moe_pre_dispatch(
         x: bfloat16 [tokens, hidden].
         topk_idx: int64 or int32 [tokens, topk].
         topk_weights: float32 or bfloat16 [tokens, topk].
-        group_size: only the defaults.
-        use_fp4_acts: only the defaults.
+        buf_x: the buffer's x.
+        buf_x_sf: the buffer's x_sf.
+        buf_topk_idx: the buffer's topk_idx.
+        buf_topk_weights: the buffer's topk_weights.
+        num_tokens: how many rows of x are tokens.
+        group_size: values that share a scale: only 32.
+        use_fp4_acts: only False: tokens travel as FP8.
     """
     if group_size != RECIPE[2]:
         raise ValueError(
@@ -474,7 +524,16 @@ def get_block_m_for_mega_moe(
 ) -> int:
     """Rows of an m-block of the kernel for `num_tokens` tokens per rank, on the current GPU or, if
     there is none, what a CPU emulates: the heuristics' choice, which overrides and tuning tables
-    can change."""
+    can change.
+
+    Args:
+        num_ranks: ranks of the group.
+        num_experts: experts of all ranks.
+        num_max_tokens_per_rank: most tokens of one call.
+        num_tokens: tokens of a rank in this call.
+        num_topk: slots of a token.
+        mma_type: as of `get_symm_buffer_for_mega_moe`.
+    """
     # The widths have no say in the number of rows.
     shape = MoEShape(
         num_ranks,
@@ -490,7 +549,11 @@ def get_block_m_for_mega_moe(
 
 
 def set_num_sms(num_sms: int) -> None:
-    """CTAs of every later call in this process, at most the GPU's SMs; a call checks it."""
+    """CTAs of every later call in this process, at most the GPU's SMs; a call checks it.
+
+    Args:
+        num_sms: a positive int.
+    """
     global _num_sms
     if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
         raise ValueError(f"num_sms must be a positive int; got {num_sms!r}")
@@ -508,7 +571,11 @@ def get_num_sms() -> int:
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """Nothing to choose: every sum has one order, whatever ranks and warps do when."""
+    """Nothing to choose: every sum has one order, whatever ranks and warps do when.
+
+    Args:
+        enabled: either; nothing depends on it.
+    """
 
 
 def _default_device() -> str:

@@ -36,8 +36,13 @@ def transform_sf_into_required_layout(
     Args:
         sf: one scale for each 32 values along k: float32 powers of two, float8_e8m0fnu or uint8
             [.., mn, k/32], or packed int32 [.., mn, k/128].
-        recipe: (1, 32), or (1, 1, 32) with `is_sfa`. disable_ue8m0_cast and psum_layout: only the
-            defaults.
+        mn: rows of the matrix.
+        k: values of a row, a multiple of 128.
+        recipe: (1, 32), or (1, 1, 32) with `is_sfa`.
+        num_groups: matrices, or None where `sf` is of one.
+        is_sfa: whether `sf` is of the left operand; with a recipe of three numbers only.
+        disable_ue8m0_cast: only False.
+        psum_layout: only None.
 
     Raises ValueError for other recipes and shapes, and for a float32 scale that is no power of two:
     UE8M0 would not hold it.

@@ -22,12 +22,22 @@ __all__ = [
 
 
 def ceil_div(x: int, y: int) -> int:
-    """x / y, rounded up."""
+    """x / y, rounded up.
+
+    Args:
+        x: an int.
+        y: a positive int.
+    """
     return -(-x // y)
 
 
 def align(x: int, y: int) -> int:
-    """The smallest multiple of y that is at least x."""
+    """The smallest multiple of y that is at least x.
+
+    Args:
+        x: an int.
+        y: a positive int.
+    """
     return ceil_div(x, y) * y
 
 
@@ -36,7 +46,14 @@ def per_token_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deep_moe.quantize_mxfp8` of x [M, K]: float8_e4m3fn [M, K] and scales, float32 [M, K/32] or,
     packed, int32 [M, K/128], with use_ue8m0 and gran_k 32. Without use_ue8m0 and with gran_k 128
-    scales are any numbers, float32 [M, K/128]."""
+    scales are any numbers, float32 [M, K/128].
+
+    Args:
+        x: bfloat16, float16 or float32 [M, K].
+        use_ue8m0: whether scales are powers of two.
+        gran_k: values along K that share a scale: 32 with use_ue8m0, 128 without.
+        use_packed_ue8m0: give four UE8M0 bytes in each int32 instead of float32 scales.
+    """
     if not use_ue8m0 and gran_k == FLOAT_GROUP_SIZE and not use_packed_ue8m0:
         return quantize_e4m3_float(x)
     _check_format(use_ue8m0, gran_k)
@@ -51,8 +68,11 @@ def per_token_cast_to_fp4(
     packed, int32 [N, K/128].
 
     Args:
+        x: bfloat16, float16 or float32 [N, K]. Values halfway between two numbers go to the even
+            one.
         use_ue8m0: True only.
-        gran_k: 32 only. Values halfway between two numbers go to the even one.
+        gran_k: values along K that share a scale: 32 only.
+        use_packed_ue8m0: give four UE8M0 bytes in each int32 instead of float32 scales.
     """
     _check_format(use_ue8m0, gran_k)
     packed, words = quantize_mxfp4(x)
@@ -62,7 +82,14 @@ def per_token_cast_to_fp4(
 def cast_back_from_fp4(
     packed: torch.Tensor, sf: torch.Tensor, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> torch.Tensor:
-    """The float32 values [N, K] of what `per_token_cast_to_fp4` returned."""
+    """The float32 values [N, K] of what `per_token_cast_to_fp4` returned.
+
+    Args:
+        packed: int8 [N, K/2], two E2M1 values in each byte.
+        sf: float32 [N, K/32], or int32 [N, K/128] where they are packed.
+        gran_k: values along K that share a scale: 32 only.
+        use_packed_ue8m0: whether `sf` has four UE8M0 bytes in each int32.
+    """
     _check_format(True, gran_k)
     if (sf.dtype == torch.int32) != use_packed_ue8m0:
         raise TypeError(f"sf must be int32 if use_packed_ue8m0, else float32; got {sf.dtype}")

@@ -92,6 +92,9 @@ def prepare(model: PreTrainedModel) -> dict[str, str]:
     """Lay out all experts of a loaded model now, not at the first call of each layer, which logs a
     line for each. Every rank must call this.
 
+    Args:
+        model: of transformers, loaded with deep_moe's experts.
+
     Returns by the name of each module of experts who runs it: "deep_moe", or "transformers: " and
     the reason.
     """
@@ -107,7 +110,11 @@ def release(model: PreTrainedModel) -> None:
     """Give a model the weights back that were laid out for the kernel: the same parameters have
     their values again. Whatever reads or writes a parameter does that for its layer by itself; this
     does it for all, and the next call decides anew who runs them. Of experts that are spread over
-    ranks, every rank must call this."""
+    ranks, every rank must call this.
+
+    Args:
+        model: of transformers, loaded with deep_moe's experts.
+    """
     from .experts import forget
 
     for _, module in _experts_of(model):

@@ -36,5 +36,11 @@ def dequantize_mxfp4(
     packed: torch.Tensor, sf: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """The weights [..., K] that packed E2M1 int8 [..., K/2] and scales int32 [..., K/128] stand
-    for. bfloat16 and float32 hold them exactly, but where they are below the smallest number."""
+    for. bfloat16 and float32 hold them exactly, but where they are below the smallest number.
+
+    Args:
+        packed: int8 [..., K/2], two E2M1 values in each byte.
+        sf: int32 [..., K/128], four UE8M0 bytes in each.
+        dtype: of the result.
+    """
     return by_matrix(lambda a, b: (dequantize_e2m1_ue8m0(a, b, dtype),), packed=packed, sf=sf)[0]

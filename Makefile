@@ -78,7 +78,7 @@ venv: $(READY)
 
 # The site, in build/site.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 # Built once for each state of its sources; here, so that no two test workers do it at the same time.

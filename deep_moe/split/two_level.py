@@ -290,8 +290,8 @@ class TwoLevelMoE:
         """Which domain this rank is in."""
         return self._place.domain
 
-    @with_call_options
     @_in_turn
+    @with_call_options
     def call(
         self,
         x: torch.Tensor,
@@ -315,12 +315,14 @@ class TwoLevelMoE:
             x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
             topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
             topk_weights: float32 or bfloat16 [tokens, topk].
-            l1_weights: this rank's experts, as the format's fused call takes them.
-                cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
-                l1_bias, l2_bias: as in `fp8_fp4_mega_moe`.
-            l2_weights: this rank's experts, as the format's fused call takes them.
-                cumulative_local_expert_recv_stats, activation, activation_clamp, fast_math,
-                l1_bias, l2_bias: as in `fp8_fp4_mega_moe`.
+            l1_weights: Linear1 of this rank's experts, transformed.
+            l2_weights: Linear2 of this rank's experts, transformed.
+            cumulative_local_expert_recv_stats: as of `mega_moe`.
+            activation: as of `mega_moe`.
+            activation_clamp: as of `mega_moe`.
+            fast_math: as of `mega_moe`.
+            l1_bias: as of `mega_moe`.
+            l2_bias: as of `mega_moe`.
             out: where to write the result, by default a new tensor.
             {options}
 

@@ -50,6 +50,7 @@ from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
 from deep_moe.trial.timing import TimedLayer, machine
 from deep_moe.weights import default_token_format, weight_format
+from deep_moe.weights.layers import one_expert
 
 from .all_to_all import over_ranks, run_timed
 from .mega_moe import MODELS, SIZES, TOKENS, model_name, run_on_gpus
@@ -314,7 +315,7 @@ def exact_sample(
         if expert < 0:
             continue
         layer = expert_layer(shape, expert, arguments.seed, device, block)
-        w1, w2 = (dequantize(pair.weight[0], pair.sf[0]).double() for pair in (layer.l1, layer.l2))
+        w1, w2 = (dequantize(one_expert(own, 0)).double() for own in (layer.l1, layer.l2))
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
         gate, up = (x[rows][token].double() @ w1.T).chunk(2, dim=1)
         out = activation(gate, up) @ w2.T * topk_weights[token, slot].double().unsqueeze(1)

@@ -17,7 +17,7 @@ from deep_moe.trial.real_size import expert_layer, rank_layer
 from deep_moe.trial.reference import with_shared_slots
 from deep_moe.trial.synthetic import Layer, Tokens
 from deep_moe.weights import weight_format
-from deep_moe.weights.layers import LayerWeights
+from deep_moe.weights.layers import LayerWeights, one_expert
 
 
 def rank_weights(shape: MoEShape, rank: int, seed: int, device: torch.device) -> Layer:
@@ -62,8 +62,8 @@ def reference_sample(
         return expert_bounds(
             x[token_idx],
             weights,
-            (layer.l1.weight[0], layer.l1.sf[0]),
-            (layer.l2.weight[0], layer.l2.sf[0]),
+            one_expert(layer.l1, 0),
+            one_expert(layer.l2, 0),
             numerics=numerics,
             sum_bits=numerics.sum_bits,
             activation=activation,
@@ -102,8 +102,8 @@ def fp8_weights(
     keep their values."""
     known = weight_format(name)
     values, scales = [], []
-    for weight, sf in zip(*weights, strict=True):
-        dense = known.dequantize(weight, sf).float()
+    for one in zip(*weights, strict=True):
+        dense = known.dequantize(one).float()
         columns = block_columns or dense.shape[1]
         blocks = dense.unflatten(1, (-1, columns)).unflatten(0, (-1, block_rows))
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=2.0**-100) / 448

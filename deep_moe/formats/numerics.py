@@ -29,13 +29,16 @@ SM90_MAX_SCALE_BYTE = 247  # the largest that quantizing to E4M3 asks for
 SM90_SMALLEST_AMAX = 2.0**-3  # of a token's scale; smaller blocks have a scale of their own
 
 
+Dequantize = Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Numerics:
     """How activations become what the tensor cores multiply.
 
-    tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's values
-    and scales of a layer, as checkpoints have them, which are so many matrices one below the other,
-    as float64 [N, K]. scale_block: how many values of Linear1's output share a scale. scale_bytes:
+    tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's
+    tensors of a layer, as checkpoints have them, which are so many matrices one below the other, as
+    float64 [N, K]. scale_block: how many values of Linear1's output share a scale. scale_bytes:
     these scales, as UE8M0 bytes [n, blocks], from the blocks' largest magnitudes, float32 [n,
     blocks], and the routing weights [n]. A larger magnitude never has a smaller scale. Where both
     are None, Linear1's output is BF16, without scales. sum_bits: what
@@ -46,7 +49,7 @@ class Numerics:
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weights: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    weights: Dequantize
     scale_block: int | None
     scale_bytes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     sum_bits: int
@@ -114,9 +117,6 @@ def sm90_scale_bytes(amax: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     is_large_enough = amax.double() >= SM90_SMALLEST_AMAX * ue8m0_to_float(token_bytes)
     fits = (own_bytes <= token_bytes) & is_large_enough | (amax == 0)
     return torch.where(fits, token_bytes, own_bytes)
-
-
-Dequantize = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def mxfp8_numerics(weights: Dequantize) -> Numerics:

@@ -24,10 +24,11 @@ from deep_moe.targets import TARGETS, target_for, target_of_capability
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import (
     ExpertWeights,
+    LayerTensors,
     LayerWeights,
     MegaMoEWeights,
     Pair,
-    weight_pair,
+    layer_weights,
 )
 from deep_moe.weights.transform import (
     empty_weights_for_mega_moe,
@@ -87,8 +88,8 @@ class ServedExperts:
 
     def load(
         self,
-        l1: Pair | torch.Tensor,
-        l2: Pair | torch.Tensor,
+        l1: LayerTensors | torch.Tensor,
+        l2: LayerTensors | torch.Tensor,
         biases: Pair | None = None,
         *,
         is_interleaved: bool = False,
@@ -143,7 +144,7 @@ class ServedExperts:
                 own.copy_(new)
         self._is_mixed = False
 
-    def replace_expert(self, place: int, l1: Pair | None, l2: Pair | None) -> None:
+    def replace_expert(self, place: int, l1: LayerTensors | None, l2: LayerTensors | None) -> None:
         """Write new weights of the local expert at `place`, or of one of its layers where the
         other is None, into the same memory, on the current stream.
 
@@ -208,7 +209,7 @@ class ServedExperts:
     def _one(
         self,
         name: str,
-        layer: Pair | torch.Tensor,
+        layer: LayerTensors | torch.Tensor,
         expert_idx: int,
         *,
         is_interleaved: bool = False,
@@ -217,12 +218,11 @@ class ServedExperts:
         one = slice(expert_idx, expert_idx + 1)
         tensors = [t[one] for t in ((layer,) if isinstance(layer, torch.Tensor) else layer)]
         if is_interleaved:
-            tensors = [gate_before_up(tensor) for tensor in tensors]
+            tensors[:2] = [gate_before_up(tensor) for tensor in tensors[:2]]
         if len(tensors) == 1:
-            return weight_pair(name, tensors[0], weight_format(self.sizes.weights))
-        values, scales = tensors
+            return layer_weights(name, tensors[0], weight_format(self.sizes.weights))
         is_packed = self.sizes.weights == "mxfp4"
-        return LayerWeights(*(packed_weights(name, (values, scales)) if is_packed else tensors))
+        return LayerWeights(*(packed_weights(name, tensors) if is_packed else tensors))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What the kernel reads: values of both layers, each followed by its scales, if the format

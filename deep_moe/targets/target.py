@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.jit.tensor_map import TensorMapSpec
-    from deep_moe.weights.layers import ExpertWeights, LayerWeights, MegaMoEWeights
+    from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,7 +97,7 @@ class TargetWeights(ABC):
         )
 
     @abstractmethod
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         """Give back what `transform` was given, after a check of the tensors' forms."""
 
     @abstractmethod

@@ -37,9 +37,9 @@ from deep_moe.formats.block_scaled import (
     ue8m0_to_float,
 )
 from deep_moe.formats.numerics import Numerics
+from deep_moe.weights.layers import LayerTensors, Pair, one_expert
 
 from .reference import (
-    Pair,
     biases_of_expert,
     combine_slots,
     round_to_bf16,
@@ -100,8 +100,8 @@ def reference_bounds(
     x_sf: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: LayerTensors,
+    l2_weights: LayerTensors,
     *,
     numerics: Numerics,
     sum_bits: int,
@@ -130,8 +130,8 @@ def reference_bounds(
         slots = expert_bounds(
             numerics.tokens(x[token_idx], x_sf[token_idx]),
             torch.ones_like(weights) if weights_in_combine else weights,
-            (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
-            (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
+            one_expert(l1_weights, expert_idx),
+            one_expert(l2_weights, expert_idx),
             numerics=numerics,
             sum_bits=sum_bits,
             activation=applied,
@@ -213,8 +213,8 @@ def sum_of_domains(parts: Sequence[Bounds]) -> Bounds:
 def expert_bounds(
     tokens: torch.Tensor,
     weights: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: LayerTensors,
+    l2_weights: LayerTensors,
     *,
     numerics: Numerics,
     sum_bits: int,
@@ -225,7 +225,7 @@ def expert_bounds(
     takes them."""
     sums, errors = sums_with_errors(
         tokens,
-        numerics.weights(*l1_weights, 2),
+        numerics.weights(l1_weights, 2),
         sum_bits,
         numerics.sum_block,
         numerics.sum_products,
@@ -249,7 +249,7 @@ def expert_bounds(
         weights,
         numerics,
     )
-    dense = numerics.weights(*l2_weights, 1)
+    dense = numerics.weights(l2_weights, 1)
     sums, errors = sums_with_errors(
         quantized,
         dense,

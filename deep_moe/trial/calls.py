@@ -232,8 +232,7 @@ def rank_operands(
 ) -> tuple[MegaMoEWeights, dict[str, Any]]:
     """A rank's transformed weights, and its biases by the names of a call's arguments."""
     l1, l2 = (
-        (pair.weight.to(device), pair.sf.to(device))
-        for pair in layer.of_rank(rank, shape.num_ranks)
+        tuple(tensor.to(device) for tensor in own) for own in layer.of_rank(rank, shape.num_ranks)
     )
     weights = transform_weights_for_mega_moe(
         l1, l2, arch=arch, weights=shape.weights, token_format=shape.token_format

@@ -61,8 +61,8 @@ def _rank_weights(
     own += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
     experts = [expert_layer(shape, idx, seed, device, scale_block) for idx in own]
 
-    def stacked(pairs: list[LayerWeights]) -> LayerWeights:
-        return LayerWeights(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
+    def stacked(layers: list[LayerWeights]) -> LayerWeights:
+        return LayerWeights(*map(torch.cat, zip(*layers, strict=True)))
 
     return stacked([e.l1 for e in experts]), stacked([e.l2 for e in experts])
 

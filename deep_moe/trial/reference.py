@@ -14,8 +14,7 @@ import torch
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.formats.numerics import Numerics
 from deep_moe.targets import EMULATED
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+from deep_moe.weights.layers import LayerTensors, Pair, one_expert
 
 
 def reference_mega_moe(
@@ -23,8 +22,8 @@ def reference_mega_moe(
     x_sf: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: LayerTensors,
+    l2_weights: LayerTensors,
     *,
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
@@ -102,8 +101,8 @@ def slot_contributions(
     x_sf: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: LayerTensors,
+    l2_weights: LayerTensors,
     *,
     activation: str | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
@@ -127,8 +126,8 @@ def slot_contributions(
         contributions[token_idx, slot_idx] = expert_output(
             tokens,
             topk_weights[token_idx, slot_idx],
-            (l1_weights[0][expert_idx], l1_weights[1][expert_idx]),
-            (l2_weights[0][expert_idx], l2_weights[1][expert_idx]),
+            one_expert(l1_weights, expert_idx),
+            one_expert(l2_weights, expert_idx),
             activation=applied,
             numerics=numerics,
             biases=biases_of_expert(l1_bias, l2_bias, expert_idx),
@@ -148,8 +147,8 @@ def biases_of_expert(
 def expert_output(
     tokens: torch.Tensor,
     weights: torch.Tensor,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    l1_weights: LayerTensors,
+    l2_weights: LayerTensors,
     *,
     activation: Activation,
     numerics: Numerics,
@@ -160,14 +159,14 @@ def expert_output(
     biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
     Linear1's output is quantized as for weight 1.
     """
-    accumulator = tokens @ numerics.weights(*l1_weights, 2).T  # [n, 2*I]
+    accumulator = tokens @ numerics.weights(l1_weights, 2).T  # [n, 2*I]
     if biases is not None:
         accumulator += biases[0]
     gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
     inner_weights = weights if biases is None else torch.ones_like(weights)
     activated = activation(gate, up) * inner_weights.unsqueeze(1)
     quantized = numerics.requantize(activated, inner_weights)
-    accumulator = quantized @ numerics.weights(*l2_weights, 1).T
+    accumulator = quantized @ numerics.weights(l2_weights, 1).T
     if biases is not None:
         accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
     return round_to_bf16(accumulator)

@@ -161,8 +161,7 @@ def random_layer(
             )
             for _ in range(shape.num_experts + shape.num_shared_experts)
         ]
-        weight, sf = zip(*experts, strict=True)
-        return LayerWeights(torch.stack(weight), torch.stack(sf))
+        return LayerWeights(*map(torch.stack, zip(*experts, strict=True)))
 
     l1 = linear(2 * shape.intermediate_hidden, shape.hidden, 2)
     l2 = linear(shape.hidden, shape.intermediate_hidden, 1)

@@ -115,8 +115,8 @@ def two_level_bounds(
                 tokens.x_sf,
                 ids,
                 tokens.topk_weights,
-                (layer.l1.weight[kept], layer.l1.sf[kept]),
-                (layer.l2.weight[kept], layer.l2.sf[kept]),
+                tuple(tensor[kept] for tensor in layer.l1),
+                tuple(tensor[kept] for tensor in layer.l2),
                 num_shared_experts=num_shared,
                 **{**given, **how},
             )

@@ -49,7 +49,7 @@ def check_weights_name(name: object, known: Iterable[str] = WEIGHTS, where: str 
 def weight_format(name: str) -> WeightFormat:
     """The format of this name, or an error that says which there are.
 
-    >>> weight_format("mxfp4").pair
+    >>> weight_format("mxfp4").words
     'a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it'
     """
     from .format import WeightFormat

@@ -41,6 +41,8 @@ def check_layers(
                 f"got shape {tuple(layer.weight.shape)}"
             )
         check_scales(f"{name}[1]", layer.sf, sizes, num_matrices)
+        if layer.global_sf is not None:
+            _check_global_scales(f"{name}[2]", layer.global_sf, (sizes[0], num_matrices))
         return sizes
 
     num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, 2)
@@ -52,16 +54,24 @@ def check_layers(
             f"l2_weights[0] must have shape {l2_axes} = {expected} to go with l1_weights; "
             f"got {tuple(l2.weight.shape)}"
         )
-    for name, tensor in (
-        ("l1_weights[1]", l1.sf),
-        ("l2_weights[0]", l2.weight),
-        ("l2_weights[1]", l2.sf),
-    ):
-        if tensor.device != l1.weight.device:
-            raise ValueError(
-                f"{name} must be on {l1.weight.device} like l1_weights[0]; got {tensor.device}"
-            )
+    for layer_name, layer in (("l1_weights", l1), ("l2_weights", l2)):
+        for i, tensor in enumerate(layer):
+            if tensor.device != l1.weight.device:
+                raise ValueError(
+                    f"{layer_name}[{i}] must be on {l1.weight.device} like l1_weights[0]; "
+                    f"got {tensor.device}"
+                )
     return num_experts, hidden, intermediate
+
+
+def _check_global_scales(name: str, global_sf: torch.Tensor, expected: tuple[int, int]) -> None:
+    if global_sf.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32; got {global_sf.dtype}")
+    if tuple(global_sf.shape) != expected:
+        raise ValueError(
+            f"{name} must hold one scale per expert and matrix, shape {expected}; got "
+            f"{tuple(global_sf.shape)}"
+        )
 
 
 def _sizes(

@@ -12,24 +12,26 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.shape import MoEShape
 
-    from .layers import LayerWeights
+    from .layers import LayerTensors, LayerWeights
 
 
 class WeightFormat(ABC):
-    """Weights of one format as checkpoints have them: of each layer a pair of tensors, values and
-    scales, of all local experts. Where there are no scales, their tensor is empty.
+    """Weights of one format as checkpoints have them: of each layer the tensors of `LayerWeights`,
+    of all local experts. Where there are no scales, their tensor is empty.
 
-    name: what it is chosen by, and of its folder. pair: what a layer is, in words. bits_per_value:
+    name: what it is chosen by, and of its folder. words: what a layer is, in words. num_tensors: of
+    a layer, 3 where matrices have scales of their own beside those of groups. bits_per_value:
     in the values' tensor. bytes_per_value: with its share of the scales, where they are many.
     """
 
     name: ClassVar[str]
-    pair: ClassVar[str]
+    words: ClassVar[str]
+    num_tensors: ClassVar[int] = 2
     bits_per_value: ClassVar[int]
     bytes_per_value: ClassVar[float]
 
-    def pair_of(self, weight: torch.Tensor) -> LayerWeights | None:
-        """The pair that a layer's values alone are; None where they have to have scales."""
+    def layer_of(self, weight: torch.Tensor) -> LayerWeights | None:
+        """The layer that values alone are; None where they have to have scales."""
         return None
 
     @abstractmethod
@@ -55,10 +57,9 @@ class WeightFormat(ABC):
     # begin anew at the first row of up.
 
     @abstractmethod
-    def dequantize(
-        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
-    ) -> torch.Tensor:
-        """What one expert's weights stand for, float64 [N, K]."""
+    def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
+        """What one expert's weights stand for, tensors without the dimension of experts: float64
+        [N, K]."""
 
     @abstractmethod
     def quantize(

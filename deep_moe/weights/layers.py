@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.utils._pytree
@@ -17,12 +17,47 @@ from . import DEFAULT_WEIGHTS, default_token_format
 from .format import WeightFormat
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+LayerTensors = tuple[torch.Tensor, ...]  # what stands for `LayerWeights` where users give weights
 TensorForms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class LayerWeights(NamedTuple):
-    """Weights of one linear layer of all local experts, with their scales. What the tensors hold
-    after the transformation depends on the architecture."""
+class LayerWeights(tuple[torch.Tensor, ...]):
+    """Weights of one linear layer of all local experts, or of one, as checkpoints have them: a
+    tuple of values, their scales and, of formats that have some, scales of whole matrices.
+
+    >>> layer = LayerWeights(torch.zeros(4, 256, 64).char(), torch.zeros(4, 256, 1).int())
+    >>> len(layer), layer.global_sf is None
+    (2, True)
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, weight: torch.Tensor, sf: torch.Tensor, global_sf: torch.Tensor | None = None
+    ) -> LayerWeights:
+        return super().__new__(cls, (weight, sf) if global_sf is None else (weight, sf, global_sf))
+
+    def __getnewargs__(self) -> LayerTensors:
+        return tuple(self)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self[0]
+
+    @property
+    def sf(self) -> torch.Tensor:
+        return self[1]
+
+    @property
+    def global_sf(self) -> torch.Tensor | None:
+        """float32 [E, matrices], which multiply: of Linear1 those of gate and up, of Linear2 one.
+        None where the format has none."""
+        return self[2] if len(self) > 2 else None
+
+
+class KernelLayer(NamedTuple):
+    """Weights of one linear layer of all local experts as a kernel reads them. What the tensors
+    hold depends on the architecture."""
 
     weight: torch.Tensor
     sf: torch.Tensor
@@ -37,7 +72,7 @@ class ExpertWeights(NamedTuple):
     def expert(self, expert_idx: int) -> ExpertWeights:
         """One local expert's weights, tensors [1, ...] in the same memory."""
         one = _expert_slice(expert_idx, self.l1.weight.shape[0])
-        return ExpertWeights(*(LayerWeights(weight[one], sf[one]) for weight, sf in self))
+        return ExpertWeights(*(LayerWeights(*(own[one] for own in layer)) for layer in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +95,13 @@ class MegaMoEWeights:
         ('mxfp4', 'mxfp8', 'sm100', 4)
     """
 
-    l1: LayerWeights
-    l2: LayerWeights
+    l1: KernelLayer
+    l2: KernelLayer
     weights: str
     token_format: str
     kernel: str
 
-    def __iter__(self) -> Iterator[LayerWeights]:
+    def __iter__(self) -> Iterator[KernelLayer]:
         """Both layers: `l1, l2 = weights`."""
         return iter((self.l1, self.l2))
 
@@ -89,7 +124,7 @@ class MegaMoEWeights:
             tensors: as many as `tensors` has, in that order.
         """
         num_of_l1 = len(self.l1)
-        l1, l2 = LayerWeights(*tensors[:num_of_l1]), LayerWeights(*tensors[num_of_l1:])
+        l1, l2 = KernelLayer(*tensors[:num_of_l1]), KernelLayer(*tensors[num_of_l1:])
         return replace(self, l1=l1, l2=l2)
 
     def expert(self, expert_idx: int) -> MegaMoEWeights:
@@ -108,7 +143,7 @@ def _flattened(weights: MegaMoEWeights) -> tuple[list[torch.Tensor], tuple[str, 
 
 def _unflattened(tensors: Iterable[torch.Tensor], form: tuple[str, str, str]) -> MegaMoEWeights:
     w1, sf1, w2, sf2 = tensors
-    return MegaMoEWeights(LayerWeights(w1, sf1), LayerWeights(w2, sf2), *form)
+    return MegaMoEWeights(KernelLayer(w1, sf1), KernelLayer(w2, sf2), *form)
 
 
 # So that a compiler and an exporter see the tensors.
@@ -123,30 +158,47 @@ def _expert_slice(expert_idx: int, num_experts: int) -> slice:
     return slice(expert_idx, expert_idx + 1)
 
 
-def weight_pair(name: str, value: object, source: WeightFormat) -> LayerWeights:
+def layer_weights(name: str, value: object, source: WeightFormat) -> LayerWeights:
     """`value` as weights with their scales, or a TypeError that says what it should be."""
-    allowed = source.pair
     if isinstance(value, torch.Tensor):
-        pair = source.pair_of(value)
-        if pair is not None:
+        layer = source.layer_of(value)
+        if layer is not None:
             check_dense(name, value)
-            return pair
+            return layer
+    return LayerWeights(*_tensors(name, value, source.num_tensors, source.words))
+
+
+def kernel_layer(name: str, value: object) -> KernelLayer:
+    """`value` as a pair that `transform_weights_for_mega_moe` made, or a TypeError."""
+    allowed = "a pair of tensors, as transform_weights_for_mega_moe makes it"
+    return KernelLayer(*_tensors(name, value, 2, allowed))
+
+
+def _tensors(name: str, value: object, number: int, allowed: str) -> Sequence[torch.Tensor]:
     if not isinstance(value, (tuple, list)):
         got = type(value).__name__
         if isinstance(value, torch.Tensor):
             got = f"one tensor of {value.dtype}"
         raise TypeError(f"{name} must be {allowed}; got {got}")
-    if len(value) != 2 or not all(isinstance(tensor, torch.Tensor) for tensor in value):
+    if len(value) != number or not all(isinstance(tensor, torch.Tensor) for tensor in value):
         got = ", ".join(type(tensor).__name__ for tensor in value)
         raise TypeError(f"{name} must be {allowed}; got ({got})")
     for i, tensor in enumerate(value):
         check_dense(f"{name}[{i}]", tensor)
-    return LayerWeights(*value)
+    return value
 
 
-def detached(layer: LayerWeights) -> LayerWeights:
+def one_expert(layer: LayerTensors, expert_idx: int) -> LayerWeights:
+    """One expert's, without the dimension of experts."""
+    return LayerWeights(*(tensor[expert_idx] for tensor in layer))
+
+
+_Layer = TypeVar("_Layer", LayerWeights, KernelLayer)
+
+
+def detached(layer: _Layer) -> _Layer:
     """Without a history: what is made of a Parameter would else keep its memory."""
-    return LayerWeights(layer.weight.detach(), layer.sf.detach())
+    return type(layer)(*(tensor.detach() for tensor in layer))
 
 
 def shape_of_weights(
@@ -173,9 +225,11 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def check_form(pairs: Mapping[str, LayerWeights], expected: TensorForms) -> None:
+def check_form(layers: Mapping[str, KernelLayer], expected: TensorForms) -> None:
     """Raise unless tensors are contiguous and of these dtypes and shapes, in this order."""
-    tensors = [(f"{name}[{i}]", pair[i]) for name, pair in pairs.items() for i in range(2)]
+    tensors = [
+        (f"{name}[{i}]", own) for name, layer in layers.items() for i, own in enumerate(layer)
+    ]
     for (name, tensor), (dtype, size) in zip(tensors, expected.values(), strict=True):
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
@@ -184,13 +238,13 @@ def check_form(pairs: Mapping[str, LayerWeights], expected: TensorForms) -> None
                 f"{name} must be contiguous, of shape {size}; got shape {tuple(tensor.shape)} with "
                 f"strides {tensor.stride()}"
             )
-    check_memory_of(pairs)
+    check_memory_of(layers)
 
 
-def check_memory_of(pairs: Mapping[str, LayerWeights]) -> None:
+def check_memory_of(layers: Mapping[str, LayerTensors]) -> None:
     """Raise unless the storages of all tensors hold their values."""
-    for name, pair in pairs.items():
-        for i, tensor in enumerate(pair):
+    for name, layer in layers.items():
+        for i, tensor in enumerate(layer):
             check_memory(f"{name}[{i}]", tensor)
 
 

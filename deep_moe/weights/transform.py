@@ -17,22 +17,25 @@ from deep_moe.tensor_memory import refuse_shared_memory
 from . import DEFAULT_WEIGHTS, weight_format
 from .layers import (
     ExpertWeights,
+    KernelLayer,
+    LayerTensors,
     LayerWeights,
     MegaMoEWeights,
     Pair,
     check_form,
     check_memory_of,
     detached,
+    kernel_layer,
+    layer_weights,
     shape_of_weights,
-    weight_pair,
 )
 
 _ALIGNMENT = 16  # bytes, of tensors that kernels load
 
 
 def transform_weights_for_mega_moe(
-    l1_weights: Pair | torch.Tensor,
-    l2_weights: Pair | torch.Tensor,
+    l1_weights: LayerTensors | torch.Tensor,
+    l2_weights: LayerTensors | torch.Tensor,
     arch: str | None = None,
     *,
     weights: str = DEFAULT_WEIGHTS,
@@ -84,8 +87,8 @@ def transform_weights_for_mega_moe(
         ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
     """
     source = weight_format(weights)
-    l1 = detached(weight_pair("l1_weights", l1_weights, source))
-    l2 = detached(weight_pair("l2_weights", l2_weights, source))
+    l1 = detached(layer_weights("l1_weights", l1_weights, source))
+    l2 = detached(layer_weights("l2_weights", l2_weights, source))
     if not isinstance(requantize, bool):
         raise TypeError(f"requantize must be a bool; got {requantize!r}")
     sizes = source.check(l1, l2)
@@ -165,8 +168,8 @@ def inverse_transform_weights(
     Raises TypeError or ValueError if they have not the form that it makes.
     """
     source = weight_format(weights)
-    l1 = detached(weight_pair("l1_weights", l1_weights, source))
-    l2 = detached(weight_pair("l2_weights", l2_weights, source))
+    l1 = detached(kernel_layer("l1_weights", l1_weights))
+    l2 = detached(kernel_layer("l2_weights", l2_weights))
     _, on_target = _target_weights(arch, l1.weight.device, weights, token_format)
     padded = on_target.inverse(l1, l2)
     if hidden is None and intermediate_hidden is None:
@@ -207,8 +210,8 @@ def _empty_weights(
         for dtype, size in on_target.tensors(shape.padded).values()
     )
     return MegaMoEWeights(
-        LayerWeights(w1, sf1),
-        LayerWeights(w2, sf2),
+        KernelLayer(w1, sf1),
+        KernelLayer(w2, sf2),
         on_target.weights,
         on_target.token_format,
         target.kernel,
@@ -217,7 +220,7 @@ def _empty_weights(
 
 def _check_out(
     out: MegaMoEWeights,
-    sources: tuple[Pair, Pair],
+    sources: tuple[LayerWeights, LayerWeights],
     target: Target,
     on_target: TargetWeights,
     shape: MoEShape,
@@ -234,9 +237,9 @@ def _check_out(
     check_form({"out.l1": out.l1, "out.l2": out.l2}, on_target.tensors(shape.padded))
     device = sources[0][0].device
     written = {
-        f"out.{name}[{i}]": t
-        for name, pair in (("l1", out.l1), ("l2", out.l2))
-        for i, t in enumerate(pair)
+        f"out.{name}[{i}]": tensor
+        for name, own in (("l1", out.l1), ("l2", out.l2))
+        for i, tensor in enumerate(own)
     }
     for name, tensor in written.items():
         if tensor.device != device:
@@ -250,7 +253,7 @@ def _check_out(
     names = ("l1_weights", "l2_weights")
     read = {
         f"{name}[{i}]": tensor
-        for name, pair in zip(names, sources, strict=True)
-        for i, tensor in enumerate(pair)
+        for name, layer in zip(names, sources, strict=True)
+        for i, tensor in enumerate(layer)
     }
     refuse_shared_memory(written, read)

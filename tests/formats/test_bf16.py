@@ -100,4 +100,4 @@ def test_quantizing_is_rounding() -> None:
     values, sf = FORMAT.quantize(x)
     assert torch.equal(values, x.bfloat16())
     assert sf.shape == (2, 0)
-    assert torch.equal(FORMAT.dequantize(values[0], sf[0]), x[0].bfloat16().double())
+    assert torch.equal(FORMAT.dequantize((values[0], sf[0])), x[0].bfloat16().double())

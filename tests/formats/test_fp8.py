@@ -108,7 +108,7 @@ class TestTransform:
 
     def test_the_inverse_gives_back_packed_scales(self, packed) -> None:
         result = inverse_transform_weights(*transformed(*packed), "sm_100a", weights="fp8")
-        assert equal(result, ExpertWeights(*map(LayerWeights._make, packed)))
+        assert equal(result, ExpertWeights(*(LayerWeights(*own) for own in packed)))
 
     def test_expert_by_expert_into_tensors_that_are_there(self, packed) -> None:
         out = empty_weights_for_mega_moe(
@@ -129,7 +129,7 @@ class TestTransform:
 def test_what_weights_stand_for(form: str) -> None:
     (weight, scale_bytes), _ = layers(lowest=100)
     sf = {"packed": pack_ue8m0, **FORMS}[form](scale_bytes)
-    values = FP8.dequantize(weight[0], sf[0])
+    values = FP8.dequantize((weight[0], sf[0]))
     exponents = scale_bytes[0].double().repeat_interleave(32, 1) - 127
     assert torch.equal(values, weight[0].float().double() * torch.exp2(exponents))
 
@@ -137,7 +137,7 @@ def test_what_weights_stand_for(form: str) -> None:
 def test_what_weights_with_scales_of_blocks_stand_for() -> None:
     weight = random_codes(torch.Generator().manual_seed(1), 256, 384)
     sf = torch.rand(2, 3) + 0.1
-    values = FP8.dequantize(weight, sf)
+    values = FP8.dequantize((weight, sf))
     for i in range(2):
         for j in range(3):
             block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
@@ -167,7 +167,7 @@ class TestRequantize:
         with pytest.warns(RequantizationWarning) as caught:
             result = transformed(*made, requantize=True)
         values = [
-            torch.stack([FP8.dequantize(*own) for own in zip(weight, sf, strict=True)])
+            torch.stack([FP8.dequantize(own) for own in zip(weight, sf, strict=True)])
             for weight, sf in made
         ]
         expected = [quantize_mxfp8(own.float()) for own in values]
@@ -175,7 +175,7 @@ class TestRequantize:
         told = [warning.message for warning in caught]
         assert [own.layer for own in told] == ["l1_weights", "l2_weights"]
         for own, before, (weight, sf) in zip(told, values, expected, strict=True):
-            after = torch.stack([FP8.dequantize(*e) for e in zip(weight, sf, strict=True)])
+            after = torch.stack([FP8.dequantize(e) for e in zip(weight, sf, strict=True)])
             moved = (after - before).abs()
             assert own.share_moved == pytest.approx(float((moved > 0).double().mean()))
             assert own.relative_error == pytest.approx(float(moved.norm() / before.norm()))
@@ -202,7 +202,7 @@ class TestRequantize:
 def values_of(l1, l2) -> list[torch.Tensor]:
     """What checkpoints' weights stand for."""
     return [
-        torch.stack([FP8.dequantize(*own) for own in zip(weight, sf, strict=True)])
+        torch.stack([FP8.dequantize(own) for own in zip(weight, sf, strict=True)])
         for weight, sf in (l1, l2)
     ]
 
@@ -252,7 +252,7 @@ class TestSm90:
     def test_the_inverse_gives_back_what_was_transformed(self) -> None:
         made = self.checkpoint()
         result = inverse_transform_weights(*self.transformed(*made), "sm_90a", weights="fp8")
-        assert equal(result, ExpertWeights(*map(LayerWeights._make, made)))
+        assert equal(result, ExpertWeights(*(LayerWeights(*own) for own in made)))
 
     @pytest.mark.parametrize("form", ["packed", *FORMS])
     def test_scales_that_are_equal_in_a_block_are_exact_in_any_form(self, form: str) -> None:
@@ -391,7 +391,7 @@ def test_made_up_weights_are_of_their_format(name: str) -> None:
     made = weight_format(name)
     generator = torch.Generator().manual_seed(0)
     weight, sf = made.random(256, 512, torch.device("cpu"), generator)
-    values = made.dequantize(weight[0], sf[0])
+    values = made.dequantize((weight[0], sf[0]))
     assert values.shape == (256, 512)
     assert values.isfinite().all()
     assert 0.5 < float(values.norm(dim=1).mean()) < 2

@@ -192,12 +192,16 @@ class TestOut:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        "function", [transform_weights_for_mega_moe, inverse_transform_weights]
+        ("function", "allowed"),
+        [
+            (transform_weights_for_mega_moe, r"\(packed E2M1 .* deep_moe.quantize_mxfp4"),
+            (inverse_transform_weights, "of tensors, as transform_weights_for_mega_moe makes it"),
+        ],
     )
-    def test_weights_that_are_not_quantized(self, weights, function):
+    def test_weights_that_are_not_quantized(self, weights, function, allowed):
         """Two experts in one tensor would unpack into a pair."""
         bf16 = torch.zeros(2, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
-        pair = r"must be a pair \(packed E2M1 .* deep_moe.quantize_mxfp4"
+        pair = f"must be a pair {allowed}"
         with pytest.raises(
             TypeError, match=rf"l1_weights {pair}.* got one tensor of torch.bfloat16"
         ):

@@ -20,7 +20,7 @@ from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.shape import require_int
 from deep_moe.targets import target_of_device
 from deep_moe.tensor_memory import check_dense, check_memory
-from deep_moe.weights.layers import MegaMoEWeights
+from deep_moe.weights.layers import LayerTensors, MegaMoEWeights
 
 from .operands import packed_weights
 from .utils import align
@@ -240,10 +240,12 @@ def transform_weights_for_mega_moe(
         mma_type = BF16_TYPE if mma_type == MMA_TYPE else mma_type  # the default there too
     weights = _weights_of(mma_type)
     if mma_type == MMA_TYPE:
-        l1_weights = packed_weights("l1_weights", l1_weights)
-        l2_weights = packed_weights("l2_weights", l2_weights)
+        l1: LayerTensors | torch.Tensor = packed_weights("l1_weights", l1_weights)
+        l2: LayerTensors | torch.Tensor = packed_weights("l2_weights", l2_weights)
+    else:
+        l1, l2 = l1_weights, l2_weights
     return deep_moe.transform_weights_for_mega_moe(
-        l1_weights, l2_weights, arch, weights=weights, requantize=requantize
+        l1, l2, arch, weights=weights, requantize=requantize
     )
 
 

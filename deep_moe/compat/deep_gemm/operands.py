@@ -13,7 +13,7 @@ from deep_moe.formats.block_scaled import (
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.weights import weight_format
-from deep_moe.weights.layers import LayerWeights, weight_pair
+from deep_moe.weights.layers import LayerWeights, layer_weights
 
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -65,7 +65,7 @@ def transform_sf_into_required_layout(
 
 def packed_weights(name: str, value: object) -> LayerWeights:
     """A pair in any of the formats as (int8 [E, N, K/2], int32 [E, N, K/128])."""
-    weight, sf = weight_pair(name, value, weight_format("mxfp4"))
+    weight, sf = layer_weights(name, value, weight_format("mxfp4"))
     if weight.dtype not in _PACKED_DTYPES:
         raise TypeError(
             f"{name}[0] must be packed E2M1, int8, uint8 or float4_e2m1fn_x2; got {weight.dtype}"

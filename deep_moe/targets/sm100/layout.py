@@ -10,6 +10,7 @@ import torch
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.weights.layers import (
     ExpertWeights,
+    KernelLayer,
     LayerWeights,
     MegaMoEWeights,
     TensorForms,
@@ -60,7 +61,7 @@ def transform_scaled(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) ->
 
 
 def inverse_scaled(
-    l1: LayerWeights, l2: LayerWeights, *, dtype: torch.dtype, values_per_byte: int
+    l1: KernelLayer, l2: KernelLayer, *, dtype: torch.dtype, values_per_byte: int
 ) -> ExpertWeights:
     axes = "[E, 2*I, H]" if values_per_byte == 1 else f"[E, 2*I, H/{values_per_byte}]"
     num_experts, num_l1_rows, num_bytes = axis_sizes("l1_weights[0]", l1.weight, axes)

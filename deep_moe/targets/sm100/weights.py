@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.weights.layers import ExpertWeights, LayerWeights, TensorForms
+    from deep_moe.weights.layers import ExpertWeights, KernelLayer, TensorForms
 
     from ..target import Pair
 
@@ -41,7 +41,7 @@ class Sm100Weights(TargetWeights):
     def values_per_byte(self) -> int:
         return 8 // self.data_type.bits
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         from .layout import inverse_scaled
 
         return inverse_scaled(l1, l2, dtype=self.dtype, values_per_byte=self.values_per_byte)

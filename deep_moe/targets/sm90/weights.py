@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.heuristics.sm90 import WeightKind
-    from deep_moe.weights.layers import LayerWeights
+    from deep_moe.weights.layers import KernelLayer
 
     from ..target import Pair
 
@@ -54,7 +54,7 @@ class Sm90Weights(TargetWeights):
             (num_experts, num_l2_n_blocks, shape.intermediate_hidden // self.block_k),
         )
 
-    def checked_shape(self, l1: LayerWeights, l2: LayerWeights, *, unit: str = "bytes") -> MoEShape:
+    def checked_shape(self, l1: KernelLayer, l2: KernelLayer, *, unit: str = "bytes") -> MoEShape:
         """Whose weights these are, once `transform` has laid them out, or an error. unit: what
         blocks consist of, in errors."""
         from deep_moe.weights.layers import axis_sizes, check_form, shape_of_weights

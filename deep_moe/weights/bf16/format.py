@@ -14,7 +14,7 @@ from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..checks import check_layers
 from ..format import WeightFormat
-from ..layers import LayerWeights
+from ..layers import LayerTensors, LayerWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 class Bf16(WeightFormat):
     name = "bf16"
-    pair = "a tensor of bfloat16, or a pair (bfloat16, empty float32 [E, 0])"
+    words = "a tensor of bfloat16, or a pair (bfloat16, empty float32 [E, 0])"
     bits_per_value = 16
     bytes_per_value = 2
 
-    def pair_of(self, weight: torch.Tensor) -> LayerWeights:
+    def layer_of(self, weight: torch.Tensor) -> LayerWeights:
         return LayerWeights(weight, no_scales(weight))
 
     def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
@@ -52,10 +52,8 @@ class Bf16(WeightFormat):
             LayerWeights(cut_values(l2.weight, 1, hidden, intermediate), l2.sf),
         )
 
-    def dequantize(
-        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
-    ) -> torch.Tensor:
-        return weight.double()
+    def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
+        return layer[0].double()
 
     def quantize(
         self, x: torch.Tensor, scale_block: tuple[int, int] = SCALE_GROUP, num_matrices: int = 1

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
 
-    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
 
 class Sm100Bf16(Sm100Weights):
@@ -34,7 +34,7 @@ class Sm100Bf16(Sm100Weights):
         interleave_gate_up(l1.weight, out.l1.weight)
         out.l2.weight.copy_(l2.weight)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         from deep_moe.targets.sm100.layout import separate_gate_up
 
         from ..layers import (

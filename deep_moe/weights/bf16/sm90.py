@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
 
-    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
 
 def bf16_costs(rows: float) -> tuple[float, float]:
@@ -57,14 +57,14 @@ class Sm90Bf16(Sm90Weights):
             for own, place in zip(layer.weight, to.weight, strict=True):
                 lay_out_expert(own, place, is_l1=layer is l1)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         from ..layers import ExpertWeights, LayerWeights
         from .format import no_scales
         from .sm90_blocks import read_expert
 
         shape = self.checked_shape(l1, l2, unit="values")
 
-        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
             weight = layer.weight.new_empty((shape.num_experts, num_rows, num_columns))
             for own, out in zip(layer.weight, weight, strict=True):
                 read_expert(own, out, is_l1=layer is l1)

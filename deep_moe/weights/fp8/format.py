@@ -36,7 +36,7 @@ from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
-from ..layers import LayerWeights
+from ..layers import LayerTensors, LayerWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -51,7 +51,7 @@ _SMALLEST_NORMAL = 2.0**-126  # of float32
 
 class Fp8(WeightFormat):
     name = "fp8"
-    pair = "a pair (E4M3 float8_e4m3fn, scales), as deep_moe.quantize_mxfp8 gives it"
+    words = "a pair (E4M3 float8_e4m3fn, scales), as deep_moe.quantize_mxfp8 gives it"
     bits_per_value = 8
     bytes_per_value = 1
 
@@ -80,9 +80,8 @@ class Fp8(WeightFormat):
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
 
-    def dequantize(
-        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
-    ) -> torch.Tensor:
+    def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
+        weight, sf = layer
         values = weight.float().double()
         if sf.dtype == torch.float32:
             scales = sf.double()

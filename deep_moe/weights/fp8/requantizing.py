@@ -111,7 +111,7 @@ def _rounded_anew(
     scale_block: tuple[int, int],
 ) -> LayerWeights:
     """An expert [N, K] with other scales."""
-    before = FORMAT.dequantize(weight, sf)
+    before = FORMAT.dequantize((weight, sf))
     values = before.float()
     if not bool(values.isfinite().all()):
         raise ValueError(
@@ -119,5 +119,5 @@ def _rounded_anew(
             f"got {float(before.abs().max()):.3g}"
         )
     new = FORMAT.quantize(values, scale_block)
-    moved.add(before, FORMAT.dequantize(*new))
+    moved.add(before, FORMAT.dequantize(new))
     return new

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
 
-    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
     from .requantizing import Moved
 
 
@@ -73,7 +73,7 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
         l1_moved: Moved | None,
         l2_moved: Moved | None,
     ) -> None:
-        from ..layers import LayerWeights
+        from ..layers import KernelLayer
         from .requantizing import with_block_scales
         from .sm90_blocks import lay_out_expert
 
@@ -84,24 +84,24 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
                 ("l2_weights", l2, own_out.l2, l2_moved),
             ):
                 one = with_block_scales(name, layer, expert_idx, moved)
-                place = LayerWeights(to.weight[0], to.sf[0])
+                place = KernelLayer(to.weight[0], to.sf[0])
                 lay_out_expert(one, place, is_l1=layer is l1)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
-        from ..layers import ExpertWeights, LayerWeights
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+        from ..layers import ExpertWeights, KernelLayer, LayerWeights
         from .format import BLOCK
         from .sm90_blocks import read_expert
 
         shape = self.checked_shape(l1, l2)
 
-        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
             num_experts = shape.num_experts
             made = LayerWeights(
                 layer.weight.new_empty((num_experts, num_rows, num_columns)),
                 layer.sf.new_empty((num_experts, num_rows // BLOCK, num_columns // BLOCK)),
             )
             for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
-                read_expert(LayerWeights(*own), LayerWeights(*out), is_l1=layer is l1)
+                read_expert(KernelLayer(*own), LayerWeights(*out), is_l1=layer is l1)
             return made
 
         hidden, intermediate = shape.hidden, shape.intermediate_hidden

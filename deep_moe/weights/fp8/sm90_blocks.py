@@ -20,14 +20,14 @@ import torch
 
 from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, e4m3_rows_by_slot, swizzled
 
-from ..layers import LayerWeights
+from ..layers import KernelLayer, LayerWeights
 
 BLOCK_K = 128
 BLOCK_BYTES = BLOCK_N * BLOCK_K
 NUM_SCALES = 4  # of a block
 
 
-def lay_out_expert(layer: LayerWeights, out: LayerWeights, *, is_l1: bool) -> None:
+def lay_out_expert(layer: LayerWeights, out: KernelLayer, *, is_l1: bool) -> None:
     """One expert, E4M3 [N, K] with float32 scales [N/128, K/128], into E4M3 [n-blocks, k-blocks,
     32768] and float32 [n-blocks, k-blocks, 4]."""
     num_rows = layer.weight.shape[0]
@@ -41,7 +41,7 @@ def lay_out_expert(layer: LayerWeights, out: LayerWeights, *, is_l1: bool) -> No
         scales.copy_(own)
 
 
-def read_expert(layer: LayerWeights, out: LayerWeights, *, is_l1: bool) -> None:
+def read_expert(layer: KernelLayer, out: LayerWeights, *, is_l1: bool) -> None:
     """The inverse."""
     rows = out.weight.view(torch.uint8)
     for own, blocks in _parts(rows, _blocks(layer.weight), is_l1=is_l1):

@@ -21,7 +21,7 @@ from deep_moe.formats.sizes import K_BLOCK, SCALE_GROUP
 
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
-from ..layers import LayerWeights
+from ..layers import LayerTensors, LayerWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -33,7 +33,7 @@ _WORD_OF_ONES = 0x7F7F7F7F
 
 class Mxfp4(WeightFormat):
     name = "mxfp4"
-    pair = "a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it"
+    words = "a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it"
     bits_per_value = 4
     bytes_per_value = 17 / 32
 
@@ -58,9 +58,8 @@ class Mxfp4(WeightFormat):
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
 
-    def dequantize(
-        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
-    ) -> torch.Tensor:
+    def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
+        weight, sf = layer
         return dequantize_e2m1_ue8m0(weight, sf, torch.float64)
 
     def quantize(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
 
-    from ..layers import ExpertWeights, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
 
 def decoded_costs(rows: float) -> tuple[float, float]:
@@ -75,7 +75,7 @@ class Sm90Mxfp4(Sm90Weights):
         self.blocks.shuffle_layer(*l1, out.l1, name="l1_weights", is_l1=True)
         self.blocks.shuffle_layer(*l2, out.l2, name="l2_weights", is_l1=False)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         from ..layers import ExpertWeights, LayerWeights
 
         shape = self.checked_shape(l1, l2)

@@ -16,7 +16,7 @@ from deep_moe.formats.scale_blocks import cut_values, padded_values
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.weights.checks import check_layers
 from deep_moe.weights.format import WeightFormat
-from deep_moe.weights.layers import LayerWeights
+from deep_moe.weights.layers import LayerTensors, LayerWeights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -27,7 +27,7 @@ ROW = (1, 1 << 12)  # rows and values along K that share a factor: more than any
 
 class Toy4(WeightFormat):
     name = "toy4"
-    pair = "a pair (packed E2M1 int16, factors of rows float32)"
+    words = "a pair (packed E2M1 int16, factors of rows float32)"
     bits_per_value = 4
     bytes_per_value = 1 / 2
 
@@ -53,9 +53,8 @@ class Toy4(WeightFormat):
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
 
-    def dequantize(
-        self, weight: torch.Tensor, sf: torch.Tensor, num_matrices: int = 1
-    ) -> torch.Tensor:
+    def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
+        weight, sf = layer
         values = unpack_e2m1(weight.contiguous().view(torch.int8), torch.float64)
         return values * sf.double().unsqueeze(-1)
 

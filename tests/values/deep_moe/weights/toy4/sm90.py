@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.weights.layers import (
         ExpertWeights,
+        KernelLayer,
         LayerWeights,
         MegaMoEWeights,
         TensorForms,
@@ -53,7 +54,7 @@ class Sm90Toy4(Sm90Weights):
             for rows, slots in _views(own, laid_out, is_l1):
                 slots.copy_(rows)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         import torch
 
         from deep_moe.weights.layers import ExpertWeights, LayerWeights
@@ -61,7 +62,7 @@ class Sm90Toy4(Sm90Weights):
         shape = self.checked_shape(l1, l2)
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
 
-        def read(layer: LayerWeights, num_rows: int, num_values: int) -> LayerWeights:
+        def read(layer: KernelLayer, num_rows: int, num_values: int) -> LayerWeights:
             size = (shape.num_experts, num_rows)
             made = LayerWeights(
                 layer.weight.new_empty((*size, num_values // 4), dtype=torch.int16),
@@ -97,7 +98,7 @@ KERNELS = (Sm90Toy4(),)
 
 
 def _views(
-    own: LayerWeights, laid_out: LayerWeights, is_l1: bool
+    own: LayerWeights, laid_out: KernelLayer, is_l1: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of the same shape of what is the same, in the order of rows, and as it is laid out: of
     the n-blocks with the rows of both warpgroups, and of one with the first's alone."""

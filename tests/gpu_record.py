@@ -2,8 +2,8 @@
 `tests/gpu_record.json`.
 
 For each test file, by the GPUs of the machine: the commit and the date of the last run in which
-none of its tests failed, how many passed, and how many were skipped, for example for want of a
-second GPU.
+none of its tests failed and all that were chosen had their turn, how many passed, and how many were
+skipped, for example for want of a second GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,20 @@ class GpuRecord:
         self.machine = machine
         self.commit = commit
         self._outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._waiting: set[str] = set()  # chosen tests that had no turn yet
 
     def pytest_report_header(self) -> str:
         return f"commit {self.commit} on {self.machine}"
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._waiting.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._waiting.update(ids)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._waiting.discard(report.nodeid)
         # A test that passes has three reports, of which the call's counts; others fail in any.
         if report.when == "call" or not report.passed:
             file = report.nodeid.partition("::")[0]
@@ -46,8 +55,9 @@ class GpuRecord:
         record: dict[str, Any] = {}
         if self.path.exists():
             record = json.loads(self.path.read_text())
+        unfinished = {nodeid.partition("::")[0] for nodeid in self._waiting}
         for file, outcomes in self._outcomes.items():
-            if outcomes["passed"] and not outcomes["failed"]:
+            if outcomes["passed"] and not outcomes["failed"] and file not in unfinished:
                 of_file = record.setdefault(file, {})
                 of_file[self.machine] = {
                     "commit": self.commit,

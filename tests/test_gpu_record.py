@@ -10,7 +10,9 @@ from typing import Any
 from tests.gpu_record import GpuRecord
 
 
-def finish(record: GpuRecord, *reports: tuple[str, str, str]) -> None:
+def finish(record: GpuRecord, *reports: tuple[str, str, str], chosen: tuple[str, ...] = ()) -> None:
+    items: Any = SimpleNamespace(items=[SimpleNamespace(nodeid=nodeid) for nodeid in chosen])
+    record.pytest_collection_finish(items)
     for nodeid, when, outcome in reports:
         report: Any = SimpleNamespace(
             nodeid=nodeid, when=when, outcome=outcome, passed=outcome == "passed"
@@ -53,3 +55,19 @@ def test_a_failure_keeps_the_last_run_that_passed(tmp_path: Path) -> None:
         "GPU": "c1",
         "2 x GPU": "c2",
     }
+
+
+def test_a_file_whose_tests_did_not_all_have_their_turn_is_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    chosen = ("a.py::one", "b.py::one", "b.py::two")
+    passed = [(nodeid, "call", "passed") for nodeid in chosen[:2]]
+    finish(GpuRecord(path, "GPU", "c1"), *passed, chosen=chosen)
+    assert set(json.loads(path.read_text())) == {"a.py"}
+
+
+def test_a_record_of_a_run_with_workers_that_stops(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record = GpuRecord(path, "GPU", "c1")
+    record.pytest_xdist_node_collection_finished(["a.py::one", "b.py::one"])
+    finish(record, ("a.py::one", "call", "passed"))
+    assert set(json.loads(path.read_text())) == {"a.py"}

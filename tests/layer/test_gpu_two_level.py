@@ -21,6 +21,7 @@ from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
 from deep_moe.trial.two_level import two_level_bounds
 from tests.layer.conftest import RunRanks
 from tests.layer.rank_pool import Place, Rank, RankPool
+from tests.pairs import formats
 
 SHAPE = MoEShape(2, 8, 3, 256, 128, 20)
 NUM_TOKENS = (17, 6)
@@ -30,6 +31,11 @@ MODES: tuple[dict[str, Any], ...] = (
     {"exact_sizes": True},
     {"num_chunks": 2, "exact_sizes": True, "num_max_foreign_tokens": 40},
 )
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "fp8": formats("fp8"),
+    "bf16_biases": {**formats("bf16"), "biases": True},
+    "shared_experts": {"num_shared_experts": 2},
+}
 NUM_REPLAYS = 200
 TIMEOUT_S = 3.0
 
@@ -204,17 +210,13 @@ def test_every_bit(run_ranks: RunRanks, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
 def test_a_gpu_alone_is_one_domain(run_ranks: RunRanks, weights: str) -> None:
     """With chunks, and in a graph."""
-    shape = replace(SHAPE, num_ranks=1, weights=weights)
+    shape = replace(SHAPE, num_ranks=1, **formats(weights))
     run_ranks(Place.GPUS, 1, every_bit, shape, {"num_chunks": 3})
     assert run_ranks(Place.GPUS, 1, replays_differ, shape, NUM_REPLAYS) == [0]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "changes",
-    [{"weights": "fp8"}, {"weights": "bf16", "biases": True}, {"num_shared_experts": 2}],
-    ids=["fp8", "bf16_biases", "shared_experts"],
-)
+@pytest.mark.parametrize("changes", OTHER_LAYERS.values(), ids=OTHER_LAYERS)
 def test_every_bit_of_other_layers(run_ranks: RunRanks, changes: dict[str, Any]) -> None:
     run_ranks(Place.GPUS, 2, every_bit, replace(SHAPE, **changes), {"num_chunks": 2})
 
@@ -240,5 +242,7 @@ def test_a_lost_domain_is_named(run_ranks: RunRanks) -> None:
 def test_the_same_in_the_emulator(run_ranks: RunRanks) -> None:
     run_ranks(Place.CPU, 1, every_bit, replace(SHAPE, num_ranks=1), MODES[1])
     run_ranks(Place.CPU, 2, every_bit, SHAPE, MODES[3])
+    for changes in OTHER_LAYERS.values():
+        run_ranks(Place.CPU, 2, every_bit, replace(SHAPE, **changes), {"num_chunks": 2})
     check_messages(run_ranks(Place.CPU, 2, too_many_tokens))
     check_lost_domain(Place.CPU)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -34,6 +36,40 @@ BESIDE = (
     "benchmarks/COMBINATIONS.md",
     "benchmarks/LOG.md",
 )
+# Objects of these classes come from calls. Their constructors are not for users.
+NOT_CONSTRUCTED = {
+    "AllToAllHandle",
+    "CompilingKernels",
+    "DispatchHandle",
+    "DispatchMetaInfo",
+    "Dispatched",
+    "LowLatencyHandle",
+    "MegaMoEWeights",
+    "Module",
+    "Received",
+    "SymmBuffer",
+}
+# Methods that other parts of the package call, and users do not.
+NOT_CALLED = {
+    "closed_error",
+    "mark_failed",
+    "memory_regions",
+    "newest_phases",
+    "of_dispatch",
+    "of_handle",
+    "of_memory",
+    "prepare_combine",
+    "prepare_dispatch",
+    "prepare_receive",
+    "prepare_return_scalars",
+    "raise_if_closed",
+    "raise_if_unusable",
+    "refuse_gradients",
+    "refuse_second_user",
+    "reset_among",
+}
+# `run` executes a kernel for a layer; `Machine.run` is for users.
+RUNS_KERNELS = {"AllToAll", "EmulatedAllToAll", "EmulatedThroughputAllToAll", "LowLatencyAllToAll"}
 LINK = re.compile(r"!?\[([^]]*)\]\(([^)\s]+)\)")
 
 
@@ -158,6 +194,59 @@ def api_page(module: ModuleType) -> str:
     names.sort(
         key=lambda name: inspect.isclass(values[name]) and issubclass(values[name], Exception)
     )
-    homes = {name: getattr(values[name], "__module__", module.__name__) for name in names}
-    entries = "".join(f"\n::: {home}.{name}\n" for name, home in homes.items())
+    entries = "".join(_entry(name, values[name], module) for name in names)
     return f"# {module.__name__}\n\n{inspect.cleandoc(module.__doc__ or '')}\n{entries}"
+
+
+def _entry(name: str, value: object, module: ModuleType) -> str:
+    """A block that mkdocstrings replaces."""
+    home = getattr(value, "__module__", module.__name__)
+    entry = f"\n::: {home}.{name}\n"
+    if not inspect.isclass(value):
+        return entry
+    hidden = "|".join(sorted(hidden_members(value)))
+    options = {
+        "filters": ["!^_", f"!^({hidden})$"],
+        "merge_init_into_class": value.__name__ not in NOT_CONSTRUCTED,
+    }
+    lines = "".join(f"      {key}: {json.dumps(option)}\n" for key, option in options.items())
+    return f"{entry}    options:\n{lines}"
+
+
+def hidden_members(cls: type) -> set[str]:
+    """Methods of a class that are not for users."""
+    return NOT_CALLED | ({"run"} if cls.__name__ in RUNS_KERNELS else set())
+
+
+def undocumented_parameters() -> dict[str, set[str]]:
+    """Of each public callable the parameters that its docstring does not describe."""
+    found = {}
+    for name, function, text in public_callables():
+        parameters = {p for p in inspect.signature(function).parameters if not p.startswith("_")}
+        described = {
+            item.name
+            for section in griffe.Docstring(text).parse("google", warnings=False)
+            if section.kind.value in ("parameters", "attributes")
+            for item in section.value
+        }
+        missing = parameters - described - {"self", "cls"}
+        if missing:
+            found[name] = missing
+    return found
+
+
+def public_callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Name, function or class, and docstring of all that users call."""
+    for module in modules():
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value, inspect.getdoc(value) or ""
+            elif inspect.isclass(value) and not issubclass(value, BaseException):
+                if value.__name__ not in NOT_CONSTRUCTED:
+                    yield f"{module.__name__}.{name}", value, inspect.getdoc(value) or ""
+                for member, function in inspect.getmembers(value, inspect.isroutine):
+                    is_own = str(getattr(function, "__module__", "")).startswith("deep_moe")
+                    is_public = not member.startswith("_") and member not in hidden_members(value)
+                    if is_own and is_public:
+                        yield f"{name}.{member}", function, inspect.getdoc(function) or ""

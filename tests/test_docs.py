@@ -101,6 +101,12 @@ def test_the_site_has_every_document_and_every_public_name(site: Path):
                 assert f'.{name}" class="doc doc-heading"' in text, f"{module.__name__}.{name}"
 
 
+def test_docstrings_describe_every_parameter_of_public_calls():
+    """In the form that tools parse: Google's."""
+    assert len(list(site_hooks.public_callables())) > 150
+    assert site_hooks.undocumented_parameters() == {}
+
+
 def test_links_of_the_repository_lead_to_pages_of_the_site():
     assert doctest.testmod(site_hooks).attempted == 2
     with pytest.raises(PluginError, match=r"docs/weights\.md links to \.\./nowhere\.md"):

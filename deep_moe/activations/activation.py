@@ -66,15 +66,27 @@ class Activation(ABC):
 
     @abstractmethod
     def up_factor(self, up: torch.Tensor) -> torch.Tensor:
-        """The function of up. It never falls."""
+        """The function of up. It never falls.
+
+        Args:
+            up: float64, of any shape.
+        """
 
     @abstractmethod
     def gate_slope(self, gate: torch.Tensor) -> torch.Tensor:
-        """The derivative of `gate_factor`; 0 beyond a limit, NaN for NaN."""
+        """The derivative of `gate_factor`; 0 beyond a limit, NaN for NaN.
+
+        Args:
+            gate: float64, of any shape.
+        """
 
     @abstractmethod
     def up_slope(self, up: torch.Tensor) -> torch.Tensor:
-        """The derivative of `up_factor`; 0 beyond a limit."""
+        """The derivative of `up_factor`; 0 beyond a limit.
+
+        Args:
+            up: float64, of any shape.
+        """
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """In the tensors' own precision. NaN stays NaN."""

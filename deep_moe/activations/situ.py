@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Situ(Activation):
-    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta).
+
+    Args:
+        beta: bound of the gate's function.
+        linear_beta: bound of up.
+    """
 
     name: ClassVar[str] = "situ"
     struct: ClassVar[str] = "Situ"

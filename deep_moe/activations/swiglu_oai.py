@@ -16,6 +16,7 @@ class SwigluOai(Activation):
     """gate * sigmoid(alpha * gate) * (up + 1).
 
     Args:
+        alpha: slope of gate in the argument of the sigmoid.
         limit: gate is at most this before, and up within plus and minus it.
     """
 

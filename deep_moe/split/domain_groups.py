@@ -24,10 +24,12 @@ _POLL_S = 0.02
 
 
 class DomainGroups(NamedTuple):
-    """Attributes:
-    domain: the ranks of this process's domain, None if it is alone there.
-    cross: those with the same rank in every domain, in the order of the domains, None if there
-        is one domain only.
+    """The process groups of a `TwoLevelMoE`.
+
+    Attributes:
+        domain: the ranks of this process's domain, None if it is alone there.
+        cross: those with the same rank in every domain, in the order of the domains, None if there
+            is one domain only.
     """
 
     domain: ProcessGroup | None
@@ -41,6 +43,7 @@ def make_domain_groups(
     d * R to (d + 1) * R - 1, where R is the number of ranks of a domain.
 
     Args:
+        num_domains: NVLink domains; a divisor of the number of processes.
         num_transport_sms: what `TwoLevelMoE` is told: where the backend is nccl, and `arguments`
             have no pg_options, NCCL takes at most so many CTAs between domains.
         arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`.

@@ -26,6 +26,15 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         layers: each rank's own.
 
     Args:
+        num_ranks: ranks to emulate.
+        num_max_tokens_per_rank: as of `LowLatencyAllToAll`.
+        hidden: as of `LowLatencyAllToAll`.
+        num_experts: as of `LowLatencyAllToAll`.
+        num_topk: as of `LowLatencyAllToAll`.
+        token_format: as of `LowLatencyAllToAll`.
+        any_format: as of `LowLatencyAllToAll`.
+        zero_copy: as of `LowLatencyAllToAll`.
+        placement: as of `LowLatencyAllToAll`.
         options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
     """
 
@@ -72,6 +81,10 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         """Every rank's `dispatch`.
 
         Args:
+            xs: each rank's x.
+            topk_idxs: each rank's topk_idx.
+            token_format: of this call.
+            receive: as of `LowLatencyAllToAll.dispatch`.
             ranks: those that take part, by default all; the others never arrive, and the results
                 are of these only.
             schedule: how warps are interleaved.
@@ -100,7 +113,21 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
-        """Every rank's `combine`; ranks and schedule as in `dispatch`."""
+        """Every rank's `combine`; ranks and schedule as in `dispatch`.
+
+        Args:
+            ys: each rank's y.
+            topk_idxs: each rank's topk_idx.
+            topk_weights: each rank's topk_weights.
+            handles: each rank's handle.
+            outs: where each rank's result goes, by default new tensors.
+            zero_copy: as of `LowLatencyAllToAll.combine`.
+            receive: as there.
+            again: as there.
+            ranks: those that take part, by default all; the others never arrive, and the results
+                are of these only.
+            schedule: how warps are interleaved.
+        """
         taking_part = self._taking_part(ranks)
         outs = [None] * len(taking_part) if outs is None else outs
         prepared = [
@@ -121,7 +148,14 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> None:
-        """Every rank's `receive`; ranks and schedule as in `dispatch`."""
+        """Every rank's `receive`; ranks and schedule as in `dispatch`.
+
+        Args:
+            handles: each rank's handle.
+            ranks: those that take part, by default all; the others never arrive, and the results
+                are of these only.
+            schedule: how warps are interleaved.
+        """
         taking_part = self._taking_part(ranks)
         launches = [
             [self.layers[rank].prepare_receive(handle)]
@@ -130,7 +164,11 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         self.run(launches, ranks=taking_part, schedule=schedule)
 
     def mask_ranks(self, ranks: Sequence[int]) -> None:
-        """Go on without these ranks; an empty list lets all take part."""
+        """Go on without these ranks; an empty list lets all take part.
+
+        Args:
+            ranks: numbers of the ranks to leave out.
+        """
         for layer in self.layers:
             if layer.rank not in ranks:
                 layer.mask_ranks(ranks)

@@ -29,6 +29,13 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         layers: each rank's own.
 
     Args:
+        num_ranks: ranks to emulate.
+        max_tokens_per_rank: as of `AllToAll`.
+        hidden: as of `AllToAll`.
+        num_experts: as of `AllToAll`.
+        num_topk: as of `AllToAll`.
+        max_recv_rows: as of `AllToAll`.
+        expert_alignment: as of `AllToAll`.
         options: timeout_s, num_sms and so on, as of `AllToAll`.
     """
 
@@ -71,6 +78,12 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         """Every rank's `dispatch`.
 
         Args:
+            xs: each rank's x.
+            topk_idxs: each rank's topk_idx.
+            topk_weights: each rank's topk_weights.
+            x_sfs: each rank's x_sf.
+            token_format: of this call.
+            handles: each rank's handle, instead of topk_idxs.
             ranks: those that take part, by default all; the others never arrive, and lists are of
                 these only.
             schedule: how warps are interleaved.
@@ -98,7 +111,16 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
-        """Every rank's `combine`; ranks and schedule as in `dispatch`."""
+        """Every rank's `combine`; ranks and schedule as in `dispatch`.
+
+        Args:
+            ys: each rank's y.
+            handles: each rank's handle.
+            topk_weights: each rank's topk_weights.
+            ranks: those that take part, by default all; the others never arrive, and the results
+                are of these only.
+            schedule: how warps are interleaved.
+        """
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
             weights = None if topk_weights is None else topk_weights[i]
@@ -114,7 +136,15 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
-        """Every rank's `return_scalars`; ranks and schedule as in `dispatch`."""
+        """Every rank's `return_scalars`; ranks and schedule as in `dispatch`.
+
+        Args:
+            values: each rank's values.
+            handles: each rank's handle.
+            ranks: those that take part, by default all; the others never arrive, and the results
+                are of these only.
+            schedule: how warps are interleaved.
+        """
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
             return layer.prepare_return_scalars(values[i], handles[i])

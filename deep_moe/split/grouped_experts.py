@@ -90,6 +90,15 @@ def grouped_experts_workspace_size(
 ) -> int:
     """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
 
+    Args:
+        max_rows: as of `GroupedExperts`.
+        hidden: as of `GroupedExperts`.
+        intermediate_hidden: as of `GroupedExperts`.
+        num_local_experts: as of `GroupedExperts`.
+        weights: as of `GroupedExperts`.
+        token_format: as of `GroupedExperts`.
+        num_pool_tokens: as of `GroupedExperts`.
+
     Examples:
         Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
 
@@ -118,14 +127,15 @@ class GroupedExperts:
         intermediate_hidden: as in checkpoints.
         num_local_experts: experts of this rank.
         weights: format of the weights.
-        biases: whether both layers have biases. activation,
-        activation_clamp: as of `mega_moe`.
-        fast_math: as of `mega_moe`.
+        biases: whether both layers have biases.
         token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
             default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128, or
             "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
             sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights, and
             on sm_90a with mxfp4 ones, "bf16".
+        activation: as of `mega_moe`.
+        activation_clamp: as of `mega_moe`.
+        fast_math: as of `mega_moe`.
         num_pool_tokens: rows of the work space, a multiple of 384. With fewer than a call may bring
             they are used again within a call. By default as many as a call may bring.
         device: where the calls run. A CPU runs them in the emulator. By default the current GPU if
@@ -556,9 +566,21 @@ def grouped_experts(
     stream, and kept. The arguments are those of its call and, in `options`, of its constructor.
 
     Args:
+        x: as of the call of a `GroupedExperts`.
+        scales: as of the call of a `GroupedExperts`.
+        l1_weights: as of the call of a `GroupedExperts`.
+        l2_weights: as of the call of a `GroupedExperts`.
+        expert_count: as of the call of a `GroupedExperts`.
+        expert_begin: as of the call of a `GroupedExperts`.
+        out: as of the call of a `GroupedExperts`.
+        intermediate_hidden: as of `GroupedExperts`.
         max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more
             than ever come; then say how many. Each kept object has a work space of
             `grouped_experts_workspace_size` bytes.
+        l1_bias: as of the call of a `GroupedExperts`.
+        l2_bias: as of the call of a `GroupedExperts`.
+        expected_rows: as of the call of a `GroupedExperts`.
+        options: further arguments of `GroupedExperts`.
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")

@@ -44,13 +44,13 @@ class EPLowLatencyAllToAllLayer:
 
     Args:
         max_m: most tokens per rank.
-        hidden: sizes; num_experts of all ranks.
-        topk: sizes; num_experts of all ranks.
-        num_experts: sizes; num_experts of all ranks.
+        hidden: values of a token, a multiple of 128.
+        topk: slots of a token.
         online_quant_fp8: only True.
-        rank: as in `group`.
-        world_size: as in `group`.
+        rank: of this process in `group`.
+        num_experts: experts of all ranks.
         local_world_size: ranks per node; only world_size.
+        world_size: ranks of `group`.
         fp8_gsize: values per scale; only 128.
         dtype: only bfloat16.
         enable_profiling: let the kernels stamp their phases.
@@ -159,7 +159,11 @@ class EPLowLatencyAllToAllLayer:
     def get_combine_buffer(self, dispatch_meta: DispatchMetaInfo) -> torch.Tensor:
         """The communication buffer, for a `combine` with zero_copy: bfloat16 [experts per rank,
         world_size * max_m, hidden], in which the experts write their rows. It is there once, for
-        the newest dispatch. The layer must have been made with zero_copy=True."""
+        the newest dispatch. The layer must have been made with zero_copy=True.
+
+        Args:
+            dispatch_meta: what the newest dispatch returned.
+        """
         require_type("dispatch_meta", dispatch_meta, DispatchMetaInfo, "what a dispatch returned")
         return self._all_to_all.get_combine_buffer(dispatch_meta.handle)
 
@@ -177,6 +181,7 @@ class EPLowLatencyAllToAllLayer:
             send_tokens: bfloat16 [experts per rank, world_size * max_m, hidden].
             topk_indices: as given to the dispatch.
             topk_weights: float32 [tokens, topk].
+            dispatch_meta: what the dispatch returned.
             zero_copy: send_tokens is what `get_combine_buffer` gave, on all ranks; without it rows
                 are sent from wherever they are.
         """

@@ -55,22 +55,21 @@ class LowLatencyAllToAll(SplitLayer):
         group: a torch.distributed process group, or None for a single rank. Every rank of it makes
             one, with the same arguments, and all call its methods in the same order.
         num_max_tokens_per_rank: most tokens of one call, at most 1024.
-        num_experts: of all ranks together; rank r owns the r-th part.
         hidden: a multiple of 128.
-        token_format: how tokens travel and arrive. "fp8_128": E4M3 with a float32 scale per 128
-            values.
-
-            - "fp8_128_pow2": the same with powers of two. "fp8_128_ue8m0": those as UE8M0 bytes,
-              for a hidden that is a multiple of 512. "mxfp8": E4M3 with a UE8M0 scale per 32.
-              "bf16": as they are.
-        any_format: make room for each of them, so that a dispatch may have another one.
+        num_experts: of all ranks together; rank r owns the r-th part.
+        num_topk: slots of a token, at most 32.
+        token_format: how tokens travel and arrive: "fp8_128", E4M3 with a float32 scale per 128
+            values; "fp8_128_pow2", the same with scales that are powers of two; "fp8_128_ue8m0",
+            those as UE8M0 bytes, for a hidden that is a multiple of 512; "mxfp8", E4M3 with a UE8M0
+            scale per 32 values; "bf16", not quantized.
+        any_format: make room for every format, so that a dispatch may have another one.
         zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
         scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128,
             N] transposed, not those of one row.
         placement: "ranks": a token goes once to each rank of its experts, which spreads it there.
-
-            - "experts": once to each of its experts, into memory that is kept for it and the source
-              rank; more bytes over the links and more memory. Results are the same.
+            "experts": a token goes once to each of its experts, into memory that is kept for that
+            expert and source rank; this takes more bytes over the links and more memory. Results
+            are the same.
         device: where the calls run. A CPU runs them in the emulator. By default the current GPU for
             a group with NCCL and, if there is a GPU, for None; otherwise the CPU.
         num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
@@ -218,9 +217,9 @@ class LowLatencyAllToAll(SplitLayer):
                 any_format=True; by default the layer's.
             receive: False only sends. The results are written by `receive(handle)`, which must come
                 before the next dispatch.
-
-        Statistics, if given, are added to: expert_totals, int32 [local experts], the rows of each;
-        wait_cycles, int64 [ranks], clocks of an SM until that rank's tokens had come.
+            expert_totals: int32 [local experts]; the call adds the rows of each expert.
+            wait_cycles: int64 [ranks]; the call adds the clocks of an SM until that rank's tokens
+                had come.
         """
         launch, result = self.prepare_dispatch(
             x,
@@ -253,12 +252,15 @@ class LowLatencyAllToAll(SplitLayer):
                 `get_combine_buffer(handle)` gave, on all ranks.
             topk_idx: as given to the dispatch.
             topk_weights: float32 [tokens, topk].
+            handle: what the dispatch returned.
             out: where to write the result, by default a new tensor.
+            zero_copy: whether `y` is what `get_combine_buffer(handle)` gave.
             receive: False only sends; `receive(handle)` writes the result, before the next dispatch
                 but one.
             again: this handle has been combined before, on all ranks; they wait for each other
                 first, so this takes a round between ranks longer.
-            wait_cycles: as in `dispatch`, until a rank's rows had come.
+            wait_cycles: int64 [ranks]; the call adds the clocks of an SM until that rank's rows had
+                come.
 
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
@@ -285,6 +287,9 @@ class LowLatencyAllToAll(SplitLayer):
 
         It is there once: for the newest dispatch, whose combine must be received before the next
         one. The layer must have been made with zero_copy=True.
+
+        Args:
+            handle: of the newest dispatch.
         """
         self._buffer.raise_if_unusable()
         self._check_handle(handle)
@@ -307,18 +312,30 @@ class LowLatencyAllToAll(SplitLayer):
 
     def receive(self, handle: DispatchHandle) -> None:
         """Receive what a dispatch or combine with `receive=False` has sent. Its results are valid
-        behind this, on the stream."""
+        behind this, on the stream.
+
+        Args:
+            handle: of the dispatch or combine.
+        """
         self.run(self.prepare_receive(handle))
 
     def dump_dispatch_trace(self, path: str | Path) -> None:
         """Write the phases of this rank's newest dispatches as a trace for chrome://tracing and
         ui.perfetto.dev: quant_and_put, count_put, wait, postprocess, of each CTA. Waits for them.
         The layer must have been made with enable_profiling=True. Of a call that is captured in a
-        CUDA graph it is the last replay."""
+        CUDA graph it is the last replay.
+
+        Args:
+            path: of the file to write.
+        """
         self._dump("dispatch", path)
 
     def dump_combine_trace(self, path: str | Path) -> None:
-        """The same of the newest combines: copy_and_put, recv_wait, topk_reduce."""
+        """The same of the newest combines: copy_and_put, recv_wait, topk_reduce.
+
+        Args:
+            path: of the file to write.
+        """
         self._dump("combine", path)
 
     def _dump(self, step: Step, path: str | Path) -> None:
@@ -332,7 +349,11 @@ class LowLatencyAllToAll(SplitLayer):
 
         Their experts' slots count as unused, their tokens as none. All remaining ranks must do this
         between the same two calls; after a call that failed because of those ranks, behind a
-        `reset` of each remaining rank."""
+        `reset` of each remaining rank.
+
+        Args:
+            ranks: numbers of the ranks to leave out.
+        """
         masked = torch.zeros(self.shape.num_ranks, dtype=torch.int32)
         for rank in ranks:
             require_int("ranks", rank, f"0 to {self.shape.num_ranks - 1} each")

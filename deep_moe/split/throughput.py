@@ -112,8 +112,9 @@ class AllToAll(SplitLayer):
         group: a torch.distributed process group, or None for a single rank. Every rank of it makes
             one, with the same arguments, and all call its methods in the same order.
         max_tokens_per_rank: most tokens of one call, at most 32,768.
-        hidden: a multiple of 128. num_experts: of all ranks together, at most 2,048; rank r owns
-            the r-th part. num_topk: slots of a token, at most 32.
+        hidden: a multiple of 128.
+        num_experts: of all ranks together, at most 2,048; rank r owns the r-th part.
+        num_topk: slots of a token, at most 32.
         max_recv_rows: most rows that the experts of a rank get in one call, padding included.
             Nothing is dropped: if a rank would get more, every rank gets an error that names it and
             the number.
@@ -257,6 +258,8 @@ class AllToAll(SplitLayer):
             topk_idx: int64 or int32 [tokens, topk], global expert ids; -1: the slot is not used. A
                 token that names an expert in several slots is a row there for each.
             topk_weights: float32 [tokens, topk], sent along, one to each row.
+            x_sf: scales [tokens, hidden/128] of an x that is float8_e4m3fn already; None for
+                bfloat16.
             token_format: how they travel in this call, if not as the layer was made for.
             handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows,
                 without counts. What combine's gradient needs: with topk_weights each row is
@@ -291,6 +294,7 @@ class AllToAll(SplitLayer):
             y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
                 are not looked at. Those for other ranks are copied before they are added, unless y
                 is `get_combine_buffer()`.
+            handle: what the dispatch returned.
             topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient
                 too.
             out: where to write the result, by default a new tensor.
@@ -308,7 +312,9 @@ class AllToAll(SplitLayer):
         not used.
 
         Args:
-            values: float32 [max_recv_rows]. For gradients of routing weights.
+            values: float32 [max_recv_rows], a number for each row; for gradients of routing
+                weights.
+            handle: what the dispatch returned.
         """
         launch, result = self.prepare_return_scalars(values, handle)
         self.run(launch)
@@ -328,12 +334,20 @@ class AllToAll(SplitLayer):
 
     def dump_dispatch_trace(self, path: str | Path) -> None:
         """Write the phases of this rank's newest dispatches as `LowLatencyAllToAll` does: of each
-        CTA quant_and_put and count_put, wait, postprocess. Needs enable_profiling=True."""
+        CTA quant_and_put and count_put, wait, postprocess. Needs enable_profiling=True.
+
+        Args:
+            path: of the file to write.
+        """
         self._dump_trace("dispatch", path)
 
     def dump_combine_trace(self, path: str | Path) -> None:
         """The same of combines: copy_and_put, if there is something to copy, recv_wait,
-        topk_reduce."""
+        topk_reduce.
+
+        Args:
+            path: of the file to write.
+        """
         self._dump_trace("combine", path)
 
     def _dump_trace(self, step: TracedStep, path: str | Path) -> None:

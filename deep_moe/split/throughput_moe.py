@@ -47,22 +47,25 @@ class ThroughputMoE:
     """An `AllToAll` and the `GroupedExperts` of its rank, as one layer for many tokens.
 
     Args:
-        group: as of `AllToAll`. intermediate_hidden, weights, biases, activation, activation_clamp,
-            fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
-        max_tokens_per_rank: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
-            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
-        hidden: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
-            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
-        num_experts: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
-            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
-        num_topk: as of `AllToAll`. intermediate_hidden, weights, biases, activation,
-            activation_clamp, fast_math, num_pool_tokens, overrides: as of `GroupedExperts`.
+        group: as of `AllToAll`.
+        max_tokens_per_rank: as of `AllToAll`.
+        hidden: as of `AllToAll`.
+        intermediate_hidden: as of `GroupedExperts`.
+        num_experts: as of `AllToAll`.
+        num_topk: as of `AllToAll`.
         max_recv_rows: most rows that the experts of a rank get in one call; with more every rank
             gets a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By
             default as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for
             all of them.
+        weights: as of `GroupedExperts`.
+        biases: as of `GroupedExperts`.
         token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by
             default "mxfp8", and "bf16" for bf16 weights.
+        activation: as of `GroupedExperts`.
+        activation_clamp: as of `GroupedExperts`.
+        fast_math: as of `GroupedExperts`.
+        num_pool_tokens: as of `GroupedExperts`.
+        overrides: as of `GroupedExperts`.
         device: as of both.
         num_sms: as of both.
         arch: as of both.
@@ -76,7 +79,9 @@ class ThroughputMoE:
     Routing weights are applied in the combine, to rows rounded to BF16. The host waits for nothing,
     and calls may be captured in a CUDA graph after one outside.
 
-    all_to_all, experts: the parts.
+    Attributes:
+        all_to_all: the `AllToAll`.
+        experts: the `GroupedExperts`.
     """
 
     all_to_all: AllToAll
@@ -161,7 +166,9 @@ class ThroughputMoE:
         travel in a format that experts with these weights take.
 
         Args:
-            experts: arguments of `GroupedExperts`.
+            all_to_all: one that is there.
+            intermediate_hidden: as of `GroupedExperts`.
+            experts: further arguments of `GroupedExperts`.
         """
         shape = all_to_all.shape
         layer = cls.__new__(cls)
@@ -214,7 +221,13 @@ class ThroughputMoE:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, *, x_sf: torch.Tensor | None = None
     ) -> tuple[Received, AllToAllHandle]:
-        """The tokens of this rank's experts."""
+        """The tokens of this rank's experts.
+
+        Args:
+            x: as of `AllToAll.dispatch`.
+            topk_idx: as of `AllToAll.dispatch`.
+            x_sf: as of `AllToAll.dispatch`.
+        """
         return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf)
 
     def compute(
@@ -226,7 +239,15 @@ class ThroughputMoE:
         l1_bias: torch.Tensor | None = None,
         l2_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the experts make of them, in the memory from which `combine` fetches it."""
+        """What the experts make of them, in the memory from which `combine` fetches it.
+
+        Args:
+            received: what `dispatch` returned.
+            l1_weights: Linear1 of this rank's experts, transformed.
+            l2_weights: Linear2 of this rank's experts, transformed.
+            l1_bias: transformed biases of Linear1, where there are some.
+            l2_bias: those of Linear2.
+        """
         require_type("received", received, Received, "what a dispatch returned")
         return self.experts(
             received.x,
@@ -248,15 +269,30 @@ class ThroughputMoE:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The weighted sums of the rows, bfloat16 [tokens, hidden]."""
+        """The weighted sums of the rows, bfloat16 [tokens, hidden].
+
+        Args:
+            y: what `compute` returned.
+            handle: what `dispatch` returned.
+            topk_weights: float32 [tokens, topk].
+            out: where to write the result, by default a new tensor.
+        """
         return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
 
     def dump_dispatch_trace(self, path: str | Path) -> None:
-        """As of `AllToAll`."""
+        """As of `AllToAll`.
+
+        Args:
+            path: of the file to write.
+        """
         self.all_to_all.dump_dispatch_trace(path)
 
     def dump_combine_trace(self, path: str | Path) -> None:
-        """As of `AllToAll`."""
+        """As of `AllToAll`.
+
+        Args:
+            path: of the file to write.
+        """
         self.all_to_all.dump_combine_trace(path)
 
     def check(self) -> None:

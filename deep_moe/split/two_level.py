@@ -169,11 +169,17 @@ class TwoLevelMoE:
         num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
             part of that. So rank r of domain d holds the experts that rank d * R + r of one large
             domain would. Each domain has at least num_topk.
-        num_max_tokens_per_rank: most own tokens of a call. num_topk, hidden, intermediate_hidden,
-            weights, biases, num_pool_tokens: as in `get_symm_buffer_for_mega_moe`.
-        num_shared_experts: as there. Own tokens then have a call of their own, in front of the
-            chunks', since foreign ones must not go to shared experts, and the weights are read once
-            more.
+        num_max_tokens_per_rank: most own tokens of a call.
+        num_topk: as of `get_symm_buffer_for_mega_moe`.
+        hidden: as of `get_symm_buffer_for_mega_moe`.
+        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
+        weights: as of `get_symm_buffer_for_mega_moe`.
+        token_format: as of `get_symm_buffer_for_mega_moe`.
+        num_shared_experts: as of `get_symm_buffer_for_mega_moe`. Own tokens then have a call of
+            their own, in front of the chunks', since foreign ones must not go to shared experts,
+            and the weights are read once more.
+        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
+        biases: as of `get_symm_buffer_for_mega_moe`.
         num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
             call. Each chunk has its share, rounded up, and, with fixed sizes, each domain its share
             of that. More is a ForeignTokensError on all ranks. By default as many as can come.
@@ -188,7 +194,7 @@ class TwoLevelMoE:
             fewer, ranks can wait for each other for ever.
         timeout_s: limit of waits for other domains and, unless a call says otherwise, of the
             kernel's for other ranks; by default 60 on GPUs and 600 in the emulator.
-        device: where the calls run, as in `get_symm_buffer_for_mega_moe`.
+        device: as of `get_symm_buffer_for_mega_moe`.
 
     Every rank of all domains makes one, with the same arguments, and all call it in the same order.
 

@@ -52,7 +52,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     dispatched: DispatchHandle
 
     @classmethod
-    def of(cls, result: Dispatched, shape: LowLatencyShape) -> LowLatencyHandle:
+    def of_dispatch(cls, result: Dispatched, shape: LowLatencyShape) -> LowLatencyHandle:
         sizes = (shape.num_max_tokens_per_rank, shape.hidden, shape.num_experts)
         handle = cls((result.src_info, result.layout_range, *sizes))
         handle.dispatched = result.handle
@@ -272,7 +272,7 @@ class Buffer:
             )
         event = self._run(layer, launch, async_finish, return_recv_hook)
         recv_x = result.recv_x if result.scales is None else (result.recv_x, result.scales)
-        handle = LowLatencyHandle.of(result, layer.shape)
+        handle = LowLatencyHandle.of_dispatch(result, layer.shape)
         return recv_x, result.recv_count, handle, event, self._hook(handle, return_recv_hook)
 
     def low_latency_combine(
@@ -367,8 +367,10 @@ class Buffer:
         self._set_masked(masked)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Args:
-        mask_status: int32 [ranks]; becomes 1 for ranks that are left out, otherwise 0.
+        """Say which ranks are left out.
+
+        Args:
+            mask_status: int32 [ranks]; becomes 1 for ranks that are left out, otherwise 0.
         """
         require_type("mask_status", mask_status, torch.Tensor, "a tensor")
         if mask_status.shape != (self.group_size,) or mask_status.dtype != torch.int32:

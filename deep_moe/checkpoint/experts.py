@@ -22,12 +22,12 @@ from deep_moe.biases.per_expert import MegaMoEBiases
 from deep_moe.errors import CheckpointError
 from deep_moe.heuristics.shape import MAX_SHARED_EXPERTS, require_int
 from deep_moe.weights import weight_format
-from deep_moe.weights.layers import ExpertWeights, LayerWeights, MegaMoEWeights, Pair
+from deep_moe.weights.layers import ExpertWeights, LayerTensors, LayerWeights, MegaMoEWeights
 from deep_moe.weights.transform import empty_weights_for_mega_moe, transform_weights_for_mega_moe
 
 from .files import Files, listed
-from .forms import FORMS, form_with
-from .layer import Layer, find_layer
+from .forms import FORMS, form_of
+from .layer import Layer, find_layer, in_matrices
 from .namings import DEFAULT_NAMING, ExpertNaming, StackedNaming
 from .saving import Saving
 
@@ -151,7 +151,9 @@ def load_experts(
         ]
         form, (intermediate, hidden) = tensors.form, tensors.sizes
         num_raw = 1 if transformed else len(matrices)
-        raw = form.empty_weights(num_raw, intermediate, hidden, torch.device(device))
+        raw = form.empty_weights(
+            num_raw, intermediate, hidden, torch.device(device), len(matrices[0]) - 1
+        )
         if not transformed:
             for local, expert in enumerate(matrices):
                 tensors.read(expert, raw.expert(local))
@@ -275,7 +277,7 @@ def _as_ints(values: Iterable[Any]) -> list[Any]:
 
 def save_experts(
     folder: str | Path,
-    layers: Mapping[int, tuple[Pair, Pair]],
+    layers: Mapping[int, tuple[LayerTensors, LayerTensors]],
     *,
     naming: ExpertNaming = DEFAULT_NAMING,
     experts_per_file: int = 8,
@@ -313,7 +315,7 @@ def save_experts(
     _check_range("experts_per_file", experts_per_file, first=1)
     if not layers:
         raise ValueError("layers must have at least one layer; got none")
-    counts = {layer: _checked(layer, pairs, naming) for layer, pairs in layers.items()}
+    counts = {layer: _checked(layer, weights, naming) for layer, weights in layers.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"layers must have one number of experts; got {counts}, by layer")
     num_experts = next(iter(counts.values()))
@@ -336,14 +338,15 @@ def save_experts(
         saving.commit()
 
 
-def _checked(layer: int, pairs: tuple[Pair, Pair], naming: ExpertNaming) -> int:
+def _checked(layer: int, weights: tuple[LayerTensors, LayerTensors], naming: ExpertNaming) -> int:
     """How many experts a layer has, which can be saved."""
     _check_range("layers", layer)
-    l1, l2 = (LayerWeights(*pair) for pair in pairs)
-    form = form_with(l1.weight.dtype)
+    l1, l2 = (LayerWeights(*own) for own in weights)
+    form = form_of(l1)
     if form is None:
-        allowed = ", ".join(form.weights for form in FORMS)
-        raise ValueError(f"layers must have weights in {allowed}; got {l1.weight.dtype} in {layer}")
+        allowed = ", ".join(dict.fromkeys(form.weights for form in FORMS))
+        got = ", ".join(str(tensor.dtype) for tensor in l1)
+        raise ValueError(f"layers must have weights in {allowed}; got {got} in {layer}")
     own = form.spellings[0].keys()
     if naming.suffixes is not None and naming.suffixes.keys() != own:
         raise ValueError(
@@ -357,15 +360,15 @@ def _checked(layer: int, pairs: tuple[Pair, Pair], naming: ExpertNaming) -> int:
 
 
 def _expert_tensors(
-    naming: ExpertNaming, layer: int, expert: int, l1: Pair, l2: Pair
+    naming: ExpertNaming, layer: int, expert: int, l1: LayerTensors, l2: LayerTensors
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    form = form_with(l1[0].dtype)
+    weights = ExpertWeights(LayerWeights(*l1), LayerWeights(*l2)).expert(expert)
+    form = form_of(weights.l1)
     assert form is not None
     suffixes = form.spellings[0] if naming.suffixes is None else naming.suffixes
-    halves = zip(l1[0][expert].chunk(2), l1[1][expert].chunk(2), strict=True)
-    matrices = [*halves, (l2[0][expert], l2[1][expert])]
-    for module, (weight, sf) in zip(naming.modules(layer, expert), matrices, strict=True):
-        for key, tensor in form.stored(weight, sf).items():
+    modules = naming.modules(layer, expert)
+    for module, matrix in zip(modules, in_matrices(weights, len(modules) - 1), strict=True):
+        for key, tensor in form.stored(matrix).items():
             yield (
                 module + suffixes[key],
                 tensor.detach().clone(memory_format=torch.contiguous_format),

@@ -1,13 +1,12 @@
-"""The formats of weights that checkpoints are known to hold: `FORM` of each format's folder."""
+"""The formats of weights that checkpoints are known to hold: `FORMS` of each format's folder."""
 
 from __future__ import annotations
-
-import torch
 
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.sizes import SIZE_UNIT
 from deep_moe.weights import WEIGHTS, folder_module
-from deep_moe.weights.stored_form import StoredForm
+from deep_moe.weights.layers import LayerWeights
+from deep_moe.weights.stored_form import StoredForm, Tensors
 
 # Tensors that change what weights mean or how they are multiplied, by a part of their names: why
 # they are not ignored by the formats that do not have them among their own.
@@ -18,16 +17,31 @@ FOREIGN = {
     "zeros": "weights are not symmetric around zero",
     "g_idx": "columns are not in their order",
     "input_scale": "tokens have a scale of their own; kernels here find it",
+    "pre_quant_scale": "tokens are multiplied by it",
+    "svdquant_lora": "a product of low rank is added",
 }
 
 FORMS: tuple[type[StoredForm], ...] = tuple(
-    folder_module(name, "checkpoint").FORM for name in WEIGHTS
+    form for name in WEIGHTS for form in folder_module(name, "checkpoint").FORMS
 )
 
 
-def form_with(dtype: torch.dtype) -> type[StoredForm] | None:
-    """The format whose weights are of this type."""
-    return next((form for form in FORMS if dtype in form.dtypes), None)
+def form_of(layer: LayerWeights) -> type[StoredForm] | None:
+    """The form in which a layer's weights are saved, by their types."""
+    return next((form for form in FORMS if form.holds(layer)), None)
+
+
+def form_like(tensors: Tensors) -> type[StoredForm] | None:
+    """The form that has such tensors of a matrix, by their types."""
+    return next(
+        (
+            form
+            for form in FORMS
+            if form.dtypes.keys() == tensors.keys()
+            and all(tensors[key].dtype in own for key, own in form.dtypes.items())
+        ),
+        None,
+    )
 
 
 def check_sizes(intermediate: int, hidden: int) -> None:

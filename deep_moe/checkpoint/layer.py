@@ -9,17 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from deep_moe.errors import CheckpointError
-from deep_moe.weights.layers import ExpertWeights
+from deep_moe.weights.layers import ExpertWeights, LayerWeights
 from deep_moe.weights.stored_form import StoredForm, Suffixes
 
 from .config import CONFIG_NAME, NUM_EXPERTS_KEYS, count_of_config
 from .files import Files, first_missing, listed
-from .forms import FOREIGN, FORMS, check_sizes, form_with
+from .forms import FOREIGN, FORMS, check_sizes, form_like
 from .namings import NAMINGS, ExpertNaming, StackedNaming
+from .quantization import quantization_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Matrix:
     part: tuple[int, int, int] | None = None
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What is its own of a tensor."""
+        """What is its own of a tensor: of a single number, all."""
+        if tensor.numel() == 1:
+            return tensor
         if self.entry is not None and tensor.dim() > 2:  # blocks [rows, K/32, 16]
             tensor = tensor.flatten(1)
         if self.half is not None:
@@ -112,19 +116,20 @@ class Layer(ABC):
         """Find the format, and raise unless all tensors are there, no others are, and those of
         `experts` and of shared experts are of its types and shapes."""
         first = self.matrices(experts[0])[0]
+        quantization = quantization_of(self._folder)
+        declared = None if quantization is None else quantization.of(first.module)
         form, self.suffixes = self._spelling(first.module)
+        is_plain = len(self.suffixes) == 1
+        if declared is not None and not is_plain:
+            declared.refuse(self._labels(first)["weight"])
         self.check_complete(count, source)
         self.files.guard(self.beginnings)
+        self.form = self._form_of(form, first)
+        num_rows, num_columns = self._headers(first)["weight"].shape
+        if declared is not None and not is_plain:
+            declared.check(self._labels(first)["weight"], self.form, self.suffixes)
         self._check_accounted(self.own_names(), self.modules(), self.bias)
-        headers = self._headers(first)
-        if headers["weight"].dim() != 2:
-            raise CheckpointError(
-                f"{first.module}{self.suffixes['weight']} must be a matrix for each expert; got "
-                f"{list(headers['weight'].shape)}"
-            )
-        self.form = form.of(self._labels(first), headers)
-        num_rows, num_columns = headers["weight"].shape
-        self.sizes = num_rows, num_columns * self.form.values_per_byte
+        self.sizes = num_rows, num_columns * self.form.values_per_element
         check_sizes(*self.sizes)
         if first.interleaved and self.form.rows_of_scale > 1:
             raise CheckpointError(
@@ -138,20 +143,12 @@ class Layer(ABC):
 
     def read(self, matrices: Sequence[Matrix], target: ExpertWeights) -> None:
         """Read one expert into tensors [1, ...]."""
-        (l1, l1_sf), (l2, l2_sf) = target
-        rows, sf_rows = l1.shape[1] // 2, l1_sf.shape[1] // 2
-        targets = (
-            (l1[0, :rows], l1_sf[0, :sf_rows]),
-            (l1[0, rows:], l1_sf[0, sf_rows:]),
-            (l2[0], l2_sf[0]),
-        )
-        for matrix, (weight, sf) in zip(matrices, targets, strict=True):
-            names = self._names(matrix)
+        for matrix, own in zip(matrices, in_matrices(target, len(matrices) - 1), strict=True):
             tensors = {
                 key: matrix.of(name, self.files.read(name, matrix.entry))
-                for key, name in names.items()
+                for key, name in self._names(matrix).items()
             }
-            self.form.put(self._labels(matrix), tensors, weight, sf)
+            self.form.put(self._labels(matrix), self.form.plain(tensors), own)
 
     def has_biases(self) -> bool:
         """Whether all experts have some; an error if only some have."""
@@ -166,10 +163,9 @@ class Layer(ABC):
 
     def read_biases(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of both linear layers, gate before up."""
-        intermediate, hidden = self.sizes
         parts = []
-        sizes = (intermediate, intermediate, hidden)
-        for matrix, num_rows in zip(self.matrices(expert), sizes, strict=True):
+        matrices = self.matrices(expert)
+        for matrix, (num_rows, _) in zip(matrices, self._sizes_of(matrices), strict=True):
             name = matrix.module + self.bias
             bias = matrix.of(name, self.files.header(name, matrix.entry))
             if tuple(bias.shape) != (num_rows,):
@@ -180,10 +176,10 @@ class Layer(ABC):
             if bias.dtype not in (torch.bfloat16, torch.float32):
                 raise CheckpointError(f"{name} must be bfloat16 or float32; got {bias.dtype}")
             parts.append(matrix.of(name, self.files.read(name, matrix.entry)))
-        gate, up, down = parts
-        if gate.dtype != up.dtype:
-            gate, up = gate.float(), up.float()
-        return torch.cat([gate, up]), down
+        *l1, down = parts
+        if len({part.dtype for part in l1}) > 1:
+            l1 = [part.float() for part in l1]
+        return torch.cat(l1), down
 
     def _names(self, matrix: Matrix) -> dict[str, str]:
         return {key: matrix.module + suffix for key, suffix in self.suffixes.items()}
@@ -199,33 +195,51 @@ class Layer(ABC):
             for key, name in self._names(matrix).items()
         }
 
+    def _form_of(self, form: type[StoredForm], matrix: Matrix) -> StoredForm:
+        headers, labels = form.plain(self._headers(matrix)), self._labels(matrix)
+        if headers["weight"].dim() != 2:
+            raise CheckpointError(
+                f"{labels['weight']} must be a matrix for each expert; got "
+                f"{list(headers['weight'].shape)}"
+            )
+        return form.of(labels, headers)
+
     def _spelling(self, module: str) -> tuple[type[StoredForm], Suffixes]:
         """The known suffixes of which there are the most, of those that go with the type of this
-        module's weights, if they are there."""
-        weights = {suffixes["weight"] for _, suffixes in self.spellings}
-        there = [module + suffix for suffix in weights if module + suffix in self.files]
-        dtypes = {name: self.files.header(name).dtype for name in there}
+        module's weights, if they are there; of as many those that go with the other types, too."""
+        suffixes = dict.fromkeys(suffix for _, own in self.spellings for suffix in own.values())
+        dtypes = {
+            suffix: self.files.header(module + suffix).dtype
+            for suffix in suffixes
+            if module + suffix in self.files
+        }
+        weights = {own["weight"] for _, own in self.spellings} & dtypes.keys()
         candidates = [
-            (form, suffixes)
-            for form, suffixes in self.spellings
-            if not dtypes or dtypes.get(module + suffixes["weight"]) in form.dtypes
+            (form, own)
+            for form, own in self.spellings
+            if not weights or dtypes.get(own["weight"]) in form.dtypes["weight"]
         ]
         if not candidates:
             allowed = " or ".join(
-                f"{', '.join(map(str, form.dtypes))} ({form.weights})"
+                f"{', '.join(map(str, form.dtypes['weight']))} ({form.weights})"
                 for form in dict.fromkeys(form for form, _ in self.spellings)
             )
-            name, dtype = next(iter(dtypes.items()))
-            raise CheckpointError(f"{name} must be {allowed}; got {dtype}")
+            suffix = next(suffix for suffix in suffixes if suffix in weights)
+            raise CheckpointError(f"{module}{suffix} must be {allowed}; got {dtypes[suffix]}")
         modules = self.modules()
-        return max(
-            candidates,
-            key=lambda own: sum(m + s in self.files for m in modules for s in own[1].values()),
-        )
+
+        def rank(spelling: tuple[type[StoredForm], Suffixes]) -> tuple[int, int]:
+            form, own = spelling
+            return (
+                sum(name + suffix in self.files for name in modules for suffix in own.values()),
+                sum(dtypes.get(suffix) in form.dtypes[key] for key, suffix in own.items()),
+            )
+
+        return max(candidates, key=rank)
 
     def _check_accounted(self, names: Iterable[str], modules: list[str], *also: str) -> None:
         """Raise if there are other names than those of modules with known suffixes."""
-        suffixes = [*self.suffixes.values(), *also]
+        suffixes = [*self.suffixes.values(), *self.form.beside, *also]
         known = {module + suffix for module in modules for suffix in suffixes}
         strange = [name for name in names if name not in known]
         if strange:
@@ -235,14 +249,20 @@ class Layer(ABC):
                 f"ignored beside {', '.join(self.suffixes.values())}: {listed(strange)}{why}"
             )
 
-    def _check_shapes(self, matrices: Sequence[Matrix]) -> None:
+    def _sizes_of(self, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
+        """Rows and columns of an expert's matrices."""
         intermediate, hidden = self.sizes
-        for matrix, size in zip(
-            matrices,
-            ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)),
-            strict=True,
-        ):
-            self.form.check(self._labels(matrix), self._headers(matrix), *size)
+        return [(intermediate, hidden)] * (len(matrices) - 1) + [(hidden, intermediate)]
+
+    def _check_shapes(self, matrices: Sequence[Matrix]) -> None:
+        for matrix, size in zip(matrices, self._sizes_of(matrices), strict=True):
+            headers = self.form.plain(self._headers(matrix))
+            self.form.check(self._labels(matrix), headers, *size)
+            for suffix in self.form.beside:
+                name = matrix.module + suffix
+                if name in self.files:
+                    beside = self.files.read(name, matrix.entry)
+                    self.form.check_beside(suffix, self.files.label(name), beside, *size)
 
     def _check_shared(self, count: int) -> None:
         matrices = self.shared_matrices(0, count)
@@ -260,8 +280,8 @@ class Layer(ABC):
         self._check_accounted((n for n in self.files.file_of if n.startswith(start)), modules)
         whole = replace(matrices[0], part=None)
         headers = self._headers(whole)
-        form = form_with(headers["weight"].dtype)
-        own = None if form is None else form.of(self._labels(whole), headers)
+        form = form_like(headers)
+        own = None if form is None else self._form_of(form, whole)
         if own != self.form:
             got = "something else" if own is None else own.weights
             scales = ", with other scales" if got == self.form.weights else ""
@@ -286,9 +306,13 @@ class Layer(ABC):
     def _count(self, num_experts: int | None) -> tuple[int | None, str]:
         if num_experts is not None:
             return num_experts, "num_experts"
-        path = self.files.path
-        config = (path.parent if path.is_file() else path) / CONFIG_NAME
+        config = self._folder / CONFIG_NAME
         return count_of_config(config), str(config)
+
+    @property
+    def _folder(self) -> Path:
+        path = self.files.path
+        return path.parent if path.is_file() else path
 
 
 class SeparateExperts(Layer):
@@ -319,7 +343,7 @@ class SeparateExperts(Layer):
         modules = self.naming.shared_modules(self.layer)
         return [
             Matrix(module, part=(index, count, dim))
-            for module, dim in zip(modules, (0, 0, 1), strict=True)
+            for module, dim in zip(modules, [0] * (len(modules) - 1) + [1], strict=True)
         ]
 
     def count(self, num_experts: int | None) -> tuple[int, str]:
@@ -409,6 +433,15 @@ class StackedExperts(Layer):
 
     def _stacks(self) -> list[str]:
         return [own + suffix for own in self.modules() for suffix in self.suffixes.values()]
+
+
+def in_matrices(weights: ExpertWeights, num_l1_matrices: int) -> list[LayerWeights]:
+    """The tensors of one expert, [1, ...], by its matrices: gate, up and down."""
+    l1 = [tensor[0].tensor_split(num_l1_matrices) for tensor in weights.l1]
+    return [
+        *(LayerWeights(*own) for own in zip(*l1, strict=True)),
+        LayerWeights(*(tensor[0] for tensor in weights.l2)),
+    ]
 
 
 def find_layer(

@@ -17,22 +17,25 @@ class ExpertNaming:
     """Tensors of its own for each expert and projection.
 
     Args:
-        gate: with {layer} and {expert}.
+        gate: with {layer} and {expert}; None where experts have none.
         up: with {layer} and {expert}.
         down: with {layer} and {expert}.
         suffixes: what is appended for the weights, "weight", and for what else the format has;
+            None: whatever the known formats append.
         bias: the suffix of biases. Shared experts have "shared_experts" in place of
             "experts.{expert}".
-
-    Attributes:
-        None: whatever the known formats append.
     """
 
-    gate: str
+    gate: str | None
     up: str
     down: str
     suffixes: Mapping[str, str] | None = None
     bias: str = ".bias"
+
+    @property
+    def own(self) -> list[str]:
+        """Names of gate, if there is one, up and down, as they were given."""
+        return [own for own in (self.gate, self.up, self.down) if own is not None]
 
     def modules(self, layer: int, expert: int | str) -> list[str]:
         """Of gate, up and down, without suffixes.
@@ -41,7 +44,7 @@ class ExpertNaming:
             layer: number of the layer.
             expert: number of the expert, or a pattern in its place.
         """
-        return [own.format(layer=layer, expert=expert) for own in (self.gate, self.up, self.down)]
+        return [own.format(layer=layer, expert=expert) for own in self.own]
 
     def shared_modules(self, layer: int) -> list[str]:
         """The same of the shared experts.
@@ -49,13 +52,13 @@ class ExpertNaming:
         Args:
             layer: number of the layer.
         """
-        for own in (self.gate, self.up, self.down):
+        for own in self.own:
             if _ROUTED not in own:
                 raise CheckpointError(
                     f"naming must contain {_ROUTED!r}, in place of which {_SHARED!r} names shared "
                     f"experts; got {own!r}"
                 )
-        routed = (own.replace(_ROUTED, _SHARED) for own in (self.gate, self.up, self.down))
+        routed = (own.replace(_ROUTED, _SHARED) for own in self.own)
         return [own.format(layer=layer) for own in routed]
 
     def beginnings(self, layer: int) -> tuple[str, ...]:
@@ -127,19 +130,27 @@ def _numbered(layer: str, experts: str = "ffn.experts") -> ExpertNaming:
     return ExpertNaming(gate=prefix + "w1", up=prefix + "w3", down=prefix + "w2")
 
 
+def _separate(layer: str, experts: str = "mlp.experts", *, has_gate: bool = True) -> ExpertNaming:
+    prefix = f"{layer}.{{layer}}.{experts}.{{expert}}."
+    gate = prefix + "gate_proj" if has_gate else None
+    return ExpertNaming(gate=gate, up=prefix + "up_proj", down=prefix + "down_proj")
+
+
 _STACKED = "model.layers.{layer}.mlp.experts."
 
-_SEPARATE = _STACKED + "{expert}."
-
-DEFAULT_NAMING = ExpertNaming(
-    gate=_SEPARATE + "gate_proj", up=_SEPARATE + "up_proj", down=_SEPARATE + "down_proj"
-)
+DEFAULT_NAMING = _separate("model.layers")
 
 # By name. "numbered": DeepSeek-V4. "mtp": the layers behind the others that predict further tokens,
-# counted from 0.
+# counted from 0. "multimodal" and "language_model" behind a name: the same in a model that has a
+# language model as one of its parts. "nemotron": experts without gate. "step": Step-3.
 NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
     "experts": DEFAULT_NAMING,
+    "experts_multimodal": _separate("model.language_model.layers"),
+    "experts_language_model": _separate("language_model.model.layers"),
     "mixtral": _numbered("model.layers", "block_sparse_moe.experts"),
+    "mixtral_language_model": _numbered("language_model.model.layers", "block_sparse_moe.experts"),
+    "nemotron": _separate("backbone.layers", "mixer.experts", has_gate=False),
+    "step": _separate("model.layers", "moe.experts"),
     "numbered": _numbered("layers"),
     "numbered_model": _numbered("model.layers"),
     "mtp": _numbered("mtp"),

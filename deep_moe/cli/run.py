@@ -379,7 +379,7 @@ def _loaded_layer(
     """All experts of a checkpoint's layer and their shape."""
 
     from deep_moe.checkpoint import load_biases, load_experts
-    from deep_moe.checkpoint.forms import form_with
+    from deep_moe.checkpoint.forms import form_of
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
@@ -396,7 +396,7 @@ def _loaded_layer(
             "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
             f"of shared ones; got {shared_experts}"
         )
-    form = form_with(l1.weight.dtype)
+    form = form_of(l1)
     assert form is not None
     loaded = form.weights
     if weights != loaded:

@@ -1,7 +1,7 @@
 """The formats that weights come in, by name. A value of this axis is a folder here:
 
     format.py       `FORMAT`, weights as checkpoints have them (format.py of this folder)
-    checkpoint.py   `FORM`, the tensors that files have of them (stored_form.py of this folder)
+    checkpoint.py   `FORMS`, the tensors that files have of them (stored_form.py of this folder)
     <kernel>.py     `KERNELS`, what the targets of a kernel do with them, for which tokens
                     (deep_moe/targets/target.py)
     __init__.py     `DEFAULT_TOKENS`, the tokens that they go with where nothing is said

@@ -30,18 +30,30 @@ class Expected(NamedTuple):
 
 
 class StoredForm(ABC):
-    """weights: the format's name. dtypes: of the weights' tensors. values_per_byte: of the same.
-    spellings: suffixes that published models have, the first of which are written."""
+    """weights: the format's name. dtypes: of the tensors, by key, "weight" for the values.
+    values_per_element: of the values' tensor. spellings: suffixes that published models have, with
+    the same keys, the first of which are written.
+    """
 
     weights: ClassVar[str]
-    dtypes: ClassVar[tuple[torch.dtype, ...]]
-    values_per_byte: ClassVar[int]
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
+    values_per_element: ClassVar[int]
     spellings: ClassVar[tuple[Suffixes, ...]]
 
     @classmethod
     @abstractmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        """That of a matrix with weights of one of `dtypes`, by types and shapes."""
+        """That of a matrix with plain tensors, by names, types and shapes."""
+
+    @classmethod
+    def plain(cls, tensors: Tensors) -> Tensors:
+        """A matrix's tensors, without dimensions that only some exporters write."""
+        return tensors
+
+    @classmethod
+    @abstractmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        """Whether a layer's weights, as `put` makes them, are of this format, by their types."""
 
     @abstractmethod
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
@@ -59,20 +71,35 @@ class StoredForm(ABC):
         """For one linear layer's weights and scales, of so many matrices one below the other."""
 
     @abstractmethod
-    def put(
-        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
-    ) -> None:
-        """Copy a matrix's checked tensors to where they go, if they hold numbers."""
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
+        """Copy a matrix's checked tensors to where they go, its part of what `empty` made of an
+        expert, if they hold numbers."""
 
     @classmethod
     @abstractmethod
-    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
-        """The tensors of a matrix in a checkpoint; the inverse of `put`."""
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        """The tensors of a matrix in a checkpoint, by the first spelling; the inverse of `put`."""
+
+    @property
+    def scale_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None without scales."""
+        return None
 
     @property
     def rows_of_scale(self) -> int:
-        """That share scales."""
+        """That a matrix must be cut by: rows that share scales, 1 where all of them do."""
         return 1
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Suffixes of tensors that may be there, too, and change nothing of what weights are."""
+        return ()
+
+    def check_beside(
+        self, suffix: str, name: str, tensor: torch.Tensor, num_rows: int, num_columns: int
+    ) -> None:
+        """Raise CheckpointError if such a tensor of a matrix says something else."""
+        raise NotImplementedError(suffix)
 
     def check(self, names: Suffixes, tensors: Tensors, num_rows: int, num_columns: int) -> None:
         """Raise unless a matrix's tensors have the types and shapes of this one."""
@@ -87,11 +114,17 @@ class StoredForm(ABC):
                 )
 
     def empty_weights(
-        self, num_experts: int, intermediate: int, hidden: int, device: torch.device
+        self,
+        num_experts: int,
+        intermediate: int,
+        hidden: int,
+        device: torch.device,
+        num_l1_matrices: int = 2,
     ) -> ExpertWeights:
-        """For both linear layers of some experts."""
+        """For both linear layers of some experts. num_l1_matrices: 1 of experts without gate."""
+        num_l1_rows = num_l1_matrices * intermediate
         return ExpertWeights(
-            self.empty(num_experts, 2 * intermediate, hidden, device, 2),
+            self.empty(num_experts, num_l1_rows, hidden, device, num_l1_matrices),
             self.empty(num_experts, hidden, intermediate, device, 1),
         )
 
@@ -102,4 +135,15 @@ def check_bytes(name: str, scales: torch.Tensor) -> None:
     if nans.numel():
         raise CheckpointError(
             f"{name} must hold numbers; got NaN (UE8M0 byte {_NAN_BYTE}) in row {int(nans[0])}"
+        )
+
+
+def check_positive(name: str, scales: torch.Tensor) -> None:
+    """Raise if a scale is no positive number."""
+    wrong = (~((scales > 0) & scales.isfinite())).nonzero()
+    if wrong.numel():
+        place = wrong[0].tolist()
+        where = f" in row {place[0]}" if place else ""
+        raise CheckpointError(
+            f"{name} must hold positive numbers; got {scales[tuple(place)].item()}{where}"
         )

@@ -382,7 +382,11 @@ class TestNumberOfExperts:
         (folder / CONFIG_NAME).write_text(text)
         with pytest.raises(CheckpointError, match=rf"config\.json must {message}|{message}"):
             load_experts(folder, LAYER)
-        assert_equal(load_experts(folder, LAYER, num_experts=6), weights)
+        if "JSON" in message:  # it may say what the weights are
+            with pytest.raises(CheckpointError, match=message):
+                load_experts(folder, LAYER, num_experts=6)
+        else:
+            assert_equal(load_experts(folder, LAYER, num_experts=6), weights)
 
     def test_no_experts_at_all(self, folder):
         with pytest.raises(ValueError, match="num_experts must be at least 1, or None; got 0"):

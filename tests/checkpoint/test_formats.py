@@ -17,7 +17,11 @@ from deep_moe.errors import CheckpointError
 from deep_moe.formats.block_scaled import unpack_ue8m0
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 4, 384, 256, 1
-SEPARATE = {name: own for name, own in NAMINGS.items() if isinstance(own, ExpertNaming)}
+SEPARATE = {
+    name: own
+    for name, own in NAMINGS.items()
+    if isinstance(own, ExpertNaming) and own.gate is not None
+}
 # Suffixes of weights and scales, as published models have them.
 SUFFIXES = [
     (".weight", ".weight_scale"),
@@ -160,7 +164,7 @@ def test_any_experts_in_any_order(tmp_path, kind):
         ({"experts": []}, "experts must be some of 0 to 3.* got none"),
         ({"experts": [True]}, "experts must be some of 0 to 3.* got True"),
         ({"experts": [0], "num_ranks": 2}, "num_ranks must be 1 beside experts.* got 2"),
-        ({"naming": "nobody's"}, 'naming must be one of experts, mixtral, .*; got "nobody\'s"'),
+        ({"naming": "nobody's"}, 'naming must be one of experts, .*; got "nobody\'s"'),
     ],
 )
 def test_bad_arguments(tmp_path, options, words):

@@ -18,6 +18,20 @@ from .test_formats import check, make, write
 # Layer 3's expert 1: gate, up, down.
 NAMES = {
     "experts": [f"model.layers.3.mlp.experts.1.{part}_proj" for part in ("gate", "up", "down")],
+    "experts_multimodal": [
+        f"model.language_model.layers.3.mlp.experts.1.{part}_proj"
+        for part in ("gate", "up", "down")
+    ],
+    "experts_language_model": [
+        f"language_model.model.layers.3.mlp.experts.1.{part}_proj"
+        for part in ("gate", "up", "down")
+    ],
+    "mixtral_language_model": [
+        f"language_model.model.layers.3.block_sparse_moe.experts.1.{part}"
+        for part in ("w1", "w3", "w2")
+    ],
+    "nemotron": [f"backbone.layers.3.mixer.experts.1.{part}_proj" for part in ("up", "down")],
+    "step": [f"model.layers.3.moe.experts.1.{part}_proj" for part in ("gate", "up", "down")],
     "mixtral": [f"model.layers.3.block_sparse_moe.experts.1.{part}" for part in ("w1", "w3", "w2")],
     "numbered": [f"layers.3.ffn.experts.1.{part}" for part in ("w1", "w3", "w2")],
     "numbered_model": [f"model.layers.3.ffn.experts.1.{part}" for part in ("w1", "w3", "w2")],
@@ -34,7 +48,8 @@ def test_all_are_here() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_gate_up_and_down(tmp_path: Path, name: str, shared: bool) -> None:
-    parts = [torch.randn(size).bfloat16() for size in ((64, 128), (64, 128), (128, 64))]
+    sizes = [(64, 128)] * (len(NAMES[name]) - 1) + [(128, 64)]
+    parts = [torch.randn(size).bfloat16() for size in sizes]
     tensors = {}
     for number in range(2):
         for own, tensor in zip(NAMES[name], parts, strict=True):
@@ -43,9 +58,9 @@ def test_gate_up_and_down(tmp_path: Path, name: str, shared: bool) -> None:
         tensors[own.replace("experts.1", "shared_experts") + ".weight"] = tensor + 2
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = load_experts(tmp_path, 3, num_experts=2, num_shared_experts=int(shared), naming=name)
-    gate, up, down = parts
+    *l1, down = parts  # gate and up, or up alone
     for local, number in enumerate([0, 1, 2] if shared else [0, 1]):
-        assert torch.equal(loaded.l1.weight[local], torch.cat([gate, up]) + number)
+        assert torch.equal(loaded.l1.weight[local], torch.cat(l1) + number)
         assert torch.equal(loaded.l2.weight[local], down + number)
 
 

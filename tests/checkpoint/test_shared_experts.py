@@ -17,6 +17,16 @@ from .test_formats import HIDDEN, INTERMEDIATE, LAYER, NUM_EXPERTS, PARTS, SEPAR
 
 NAMES = {
     "experts": f"model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight",
+    "experts_multimodal": (
+        f"model.language_model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight"
+    ),
+    "experts_language_model": (
+        f"language_model.model.layers.{LAYER}.mlp.shared_experts.gate_proj.weight"
+    ),
+    "mixtral_language_model": (
+        f"language_model.model.layers.{LAYER}.block_sparse_moe.shared_experts.w1.weight"
+    ),
+    "step": f"model.layers.{LAYER}.moe.shared_experts.gate_proj.weight",
     "mixtral": f"model.layers.{LAYER}.block_sparse_moe.shared_experts.w1.weight",
     "numbered": f"layers.{LAYER}.ffn.shared_experts.w1.weight",
     "numbered_model": f"model.layers.{LAYER}.ffn.shared_experts.w1.weight",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,17 +18,21 @@ class StoredBf16(StoredForm):
     """BF16 [rows, K], without scales."""
 
     weights: ClassVar[str] = "bf16"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
-    values_per_byte: ClassVar[int] = 1
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {"weight": (torch.bfloat16,)}
+    values_per_element: ClassVar[int] = 1
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight"},)
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
         return cls()
 
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        return layer.weight.dtype == torch.bfloat16
+
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         words = "bfloat16, as the layer's first weights are"
-        return {"weight": Expected(self.dtypes, (num_rows, num_columns), words)}
+        return {"weight": Expected(self.dtypes["weight"], (num_rows, num_columns), words)}
 
     def empty(
         self,
@@ -41,14 +46,12 @@ class StoredBf16(StoredForm):
         weight = torch.empty(size, dtype=torch.bfloat16, device=device)
         return LayerWeights(weight, no_scales(weight))
 
-    def put(
-        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
-    ) -> None:
-        weight.copy_(tensors["weight"])
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
+        matrix.weight.copy_(tensors["weight"])
 
     @classmethod
-    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
-        return {"weight": weight}
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        return {"weight": matrix.weight}
 
 
-FORM = StoredBf16
+FORMS = (StoredBf16,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,15 @@ from deep_moe.formats.block_scaled import GROUP_SIZE, unpack_ue8m0
 from deep_moe.formats.scale_blocks import num_blocks
 
 from ..layers import LayerWeights
-from ..stored_form import BYTE_DTYPES, Expected, StoredForm, Suffixes, Tensors, check_bytes
+from ..stored_form import (
+    BYTE_DTYPES,
+    Expected,
+    StoredForm,
+    Suffixes,
+    Tensors,
+    check_bytes,
+    check_positive,
+)
 
 BLOCK = 128  # rows and columns that share a scale, if not 32 columns do
 
@@ -27,8 +36,11 @@ class StoredFp8(StoredForm):
     scale_columns: int
 
     weights: ClassVar[str] = "fp8"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
-    values_per_byte: ClassVar[int] = 1
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.float8_e4m3fn,),
+        "scale": (torch.float32, *BYTE_DTYPES),
+    }
+    values_per_element: ClassVar[int] = 1
     # In turn: DeepSeek-V3, what is named as MXFP4 is, DeepSeek-V4.
     spellings: ClassVar[tuple[Suffixes, ...]] = (
         {"weight": ".weight", "scale": ".weight_scale_inv"},
@@ -41,8 +53,9 @@ class StoredFp8(StoredForm):
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
         scale, (num_rows, num_columns) = tensors["scale"], tensors["weight"].shape
         for block in ((BLOCK, BLOCK), (1, GROUP_SIZE)):
-            is_known = scale.dtype in (torch.float32, *BYTE_DTYPES)
-            if is_known and tuple(scale.shape) == num_blocks(num_rows, num_columns, block):
+            if scale.dtype in cls.dtypes["scale"] and tuple(scale.shape) == num_blocks(
+                num_rows, num_columns, block
+            ):
                 return cls(scale.dtype, *block)
         raise CheckpointError(
             f"{names['scale']} must hold float32, uint8 or float8_e8m0fnu, one scale for "
@@ -55,19 +68,23 @@ class StoredFp8(StoredForm):
         return self.scale_rows
 
     @property
-    def _block(self) -> tuple[int, int]:
+    def scale_block(self) -> tuple[int, int]:
         return self.scale_rows, self.scale_columns
+
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        return layer.weight.dtype == torch.float8_e4m3fn
 
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {
             "weight": Expected(
-                self.dtypes,
+                self.dtypes["weight"],
                 (num_rows, num_columns),
                 "float8_e4m3fn, as the layer's first weights are",
             ),
             "scale": Expected(
                 (self.scale_dtype,),
-                num_blocks(num_rows, num_columns, self._block),
+                num_blocks(num_rows, num_columns, self.scale_block),
                 f"{self.scale_dtype}, as the layer's first scales are",
             ),
         }
@@ -80,35 +97,28 @@ class StoredFp8(StoredForm):
         device: torch.device,
         num_matrices: int,
     ) -> LayerWeights:
-        scales = num_blocks(num_rows, num_columns, self._block, num_matrices)
+        scales = num_blocks(num_rows, num_columns, self.scale_block, num_matrices)
         size = (num_experts, num_rows, num_columns)
         return LayerWeights(
             torch.empty(size, dtype=torch.float8_e4m3fn, device=device),
             torch.empty((num_experts, *scales), dtype=self.scale_dtype, device=device),
         )
 
-    def put(
-        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
-    ) -> None:
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"]
         if scales.dtype == torch.float32:
-            wrong = (~((scales > 0) & scales.isfinite())).nonzero()
-            if wrong.numel():
-                row, column = wrong[0].tolist()
-                raise CheckpointError(
-                    f"{names['scale']} must hold positive numbers; got "
-                    f"{scales[row, column].item()} in row {row}"
-                )
+            check_positive(names["scale"], scales)
         else:
             check_bytes(names["scale"], scales.view(torch.uint8))
-        weight.copy_(tensors["weight"])
-        sf.copy_(scales)
+        matrix.weight.copy_(tensors["weight"])
+        matrix.sf.copy_(scales)
 
     @classmethod
-    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        sf = matrix.sf
         if sf.dtype == torch.int32:
-            sf = unpack_ue8m0(sf)[:, : weight.shape[1] // GROUP_SIZE]
-        return {"weight": weight, "scale": sf}
+            sf = unpack_ue8m0(sf)[:, : matrix.weight.shape[1] // GROUP_SIZE]
+        return {"weight": matrix.weight, "scale": sf}
 
 
-FORM = StoredFp8
+FORMS = (StoredFp8,)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups, unpack_ue8m0
+from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..layers import LayerWeights
 from ..stored_form import BYTE_DTYPES, Expected, StoredForm, Suffixes, Tensors, check_bytes
@@ -18,8 +20,11 @@ class StoredMxfp4(StoredForm):
     """E2M1 [rows, K/2] and UE8M0 [rows, K/32]."""
 
     weights: ClassVar[str] = "mxfp4"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8)
-    values_per_byte: ClassVar[int] = 2
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.uint8, torch.int8),
+        "scale": BYTE_DTYPES,
+    }
+    values_per_element: ClassVar[int] = 2
     # In turn: what save_experts writes, compressed-tensors, DeepSeek-V4, DeepSeek-V3's names.
     spellings: ClassVar[tuple[Suffixes, ...]] = (
         {"weight": ".weight", "scale": ".weight_scale"},
@@ -32,13 +37,23 @@ class StoredMxfp4(StoredForm):
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
         return cls()
 
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        return (layer.weight.dtype, layer.sf.dtype) == (torch.int8, torch.int32)
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        return SCALE_GROUP
+
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {
             "weight": Expected(
-                self.dtypes, (num_rows, num_columns // 2), "uint8 or int8, two E2M1 values per byte"
+                self.dtypes["weight"],
+                (num_rows, num_columns // 2),
+                "uint8 or int8, two E2M1 values per byte",
             ),
             "scale": Expected(
-                BYTE_DTYPES,
+                self.dtypes["scale"],
                 (num_rows, num_columns // GROUP_SIZE),
                 f"uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values",
             ),
@@ -58,18 +73,19 @@ class StoredMxfp4(StoredForm):
             torch.empty((*size, -(-num_columns // 128)), dtype=torch.int32, device=device),
         )
 
-    def put(
-        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
-    ) -> None:
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"].contiguous().view(torch.uint8)
         check_bytes(names["scale"], scales)
-        weight.copy_(tensors["weight"].view(torch.int8))
-        sf.copy_(pack_ue8m0_groups(scales))
+        matrix.weight.copy_(tensors["weight"].view(torch.int8))
+        matrix.sf.copy_(pack_ue8m0_groups(scales))
 
     @classmethod
-    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
-        num_groups = 2 * weight.shape[1] // GROUP_SIZE
-        return {"weight": weight.view(torch.uint8), "scale": unpack_ue8m0(sf)[:, :num_groups]}
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        num_groups = 2 * matrix.weight.shape[1] // GROUP_SIZE
+        return {
+            "weight": matrix.weight.view(torch.uint8),
+            "scale": unpack_ue8m0(matrix.sf)[:, :num_groups],
+        }
 
 
-FORM = StoredMxfp4
+FORMS = (StoredMxfp4,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -14,20 +15,29 @@ from .format import VALUES_PER_ELEMENT
 
 class StoredToy4(StoredForm):
     weights: ClassVar[str] = "toy4"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int16,)
-    values_per_byte: ClassVar[int] = VALUES_PER_ELEMENT
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.int16,),
+        "factor": (torch.float32,),
+    }
+    values_per_element: ClassVar[int] = VALUES_PER_ELEMENT
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".packed", "factor": ".factor"},)
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
         return cls()
 
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        return layer.weight.dtype == torch.int16
+
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {
             "weight": Expected(
-                self.dtypes, (num_rows, num_columns // VALUES_PER_ELEMENT), "int16, 4 E2M1 values"
+                self.dtypes["weight"],
+                (num_rows, num_columns // VALUES_PER_ELEMENT),
+                "int16, 4 E2M1 values",
             ),
-            "factor": Expected((torch.float32,), (num_rows,), "float32, one for each row"),
+            "factor": Expected(self.dtypes["factor"], (num_rows,), "float32, one for each row"),
         }
 
     def empty(
@@ -44,15 +54,13 @@ class StoredToy4(StoredForm):
             torch.empty(size, dtype=torch.float32),
         )
 
-    def put(
-        self, names: Suffixes, tensors: Tensors, weight: torch.Tensor, sf: torch.Tensor
-    ) -> None:
-        weight.copy_(tensors["weight"])
-        sf.copy_(tensors["factor"])
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
+        matrix.weight.copy_(tensors["weight"])
+        matrix.sf.copy_(tensors["factor"])
 
     @classmethod
-    def stored(cls, weight: torch.Tensor, sf: torch.Tensor) -> Tensors:
-        return {"weight": weight, "factor": sf}
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        return {"weight": matrix.weight, "factor": matrix.sf}
 
 
-FORM = StoredToy4
+FORMS = (StoredToy4,)

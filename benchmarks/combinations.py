@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from deep_moe import jit
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape
-from deep_moe.targets import TARGETS
+from deep_moe.heuristics import MoEShape, preset_shape
+from deep_moe.targets import TARGETS, MegaMoEConfig, choose_config
 from deep_moe.trial.fuzzing import FuzzCase, axes
 
 FOLDER = Path(__file__).resolve().parent

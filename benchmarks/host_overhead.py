@@ -33,9 +33,9 @@ from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.tensor_map import TensorMapSpec
 from deep_moe.targets import Target
 from deep_moe.targets.sm90 import SM90A
+from deep_moe.tensor_map import TensorMapSpec
 from deep_moe.trial.synthetic import random_layer
 
 SHAPE = MoEShape(

@@ -17,8 +17,8 @@ import torch
 from deep_moe import EmulatedRanks, jit, transform_weights_for_mega_moe
 from deep_moe.checkpoint import load_experts, save_experts
 from deep_moe.formats.numerics import FP32_SUM_BITS
-from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.targets import target_of
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config, target_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.comparison import compare

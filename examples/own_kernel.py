@@ -10,7 +10,7 @@ import numpy as np
 
 from deep_moe import jit
 from deep_moe.emulator import EmulatorError, Machine
-from deep_moe.jit.tensor_map import DataType, TensorMapSpec
+from deep_moe.tensor_map import DataType, TensorMapSpec
 
 TILE = 32
 WAIT = """

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Literal
 
 from deep_moe.formats.sizes import K_BLOCK
-from deep_moe.targets import target_of
 from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
 
 from .segments import Layout, LayoutBuilder, align_up
@@ -243,7 +242,6 @@ class LowLatencyConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        target_of(self.arch)  # or an error
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")

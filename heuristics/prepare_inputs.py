@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from deep_moe.targets import target_of
-
 VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
 
 
@@ -39,9 +37,6 @@ class PrepareInputsConfig:
     num_threads: int = 128
     num_chunks_per_lane: int = 4
     arch: str = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        target_of(self.arch)  # or an error
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""

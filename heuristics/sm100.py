@@ -183,8 +183,6 @@ def choose_fields(
 
     choose("block_m_step", block_m, "all m-blocks have the same size")
     choose("min_block_m", block_m, "all m-blocks have the same size")
-    choose("num_mmas_per_group", 0, "SM100's tensor core needs no weights in registers")
-    choose("num_block_slots", 0, "each role works out for itself which block comes next")
     choose("num_tmem_stages", NUM_TMEM_STAGES, "an epilogue overlaps the next block's MMA")
     tmem = tmem_layout({**choices.fields, "token_format": shape.token_format})
     choose(

@@ -484,7 +484,6 @@ def choose_fields(
         else "as many sizes as one kernel has registers for",
     )
     is_mixed = min_block_m != block_m
-    choose("store_block_m", 0, "SM90 stores whole tiles")
     choose_blocks(
         shape,
         choices,
@@ -531,9 +530,6 @@ def choose_fields(
         {name: choices.fields[name] for name in names},
         (NUM_DISPATCH_WARPS, NUM_LOADER_WARPS, NUM_MATH_WARPS),
     )
-
-    choose("num_tmem_stages", 0, "SM90 has no tensor memory")
-    choose("num_tmem_columns", 0, "SM90 has no tensor memory")
 
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
     choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=False)

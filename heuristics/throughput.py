@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Literal
 
 from deep_moe.formats.sizes import K_BLOCK
-from deep_moe.targets import target_of
 from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
 
 from .low_latency import (
@@ -156,7 +155,6 @@ class ThroughputConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        target_of(self.arch)  # or an error
         token_format(self.token_format)
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:

@@ -1,7 +1,7 @@
 """Run-time compilation and launch of the kernels.
 
     from deep_moe import jit
-    kernel = jit.build(config)            # deep_moe.heuristics.MegaMoEConfig -> CompiledKernel
+    kernel = jit.build(config)            # deep_moe.targets.MegaMoEConfig -> CompiledKernel
     kernel.cubin, kernel.ptx, kernel.source, kernel.folder
     kernel.manifest["resources"]          # num_registers, stack_bytes, spill_store_bytes, ...
 
@@ -31,6 +31,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deep_moe.targets import target_of
+
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
 from .nvrtc import compile_source, compile_to_ptx, compiler_version, options_with
@@ -48,11 +50,11 @@ from .render import (
 )
 
 if TYPE_CHECKING:
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.throughput import ThroughputConfig
     from deep_moe.heuristics.training import TrainingConfig
+    from deep_moe.targets.config import MegaMoEConfig
 
 __all__ = [
     "KERNEL_NAME",
@@ -143,6 +145,7 @@ def _build(
     cache: KernelCache | None,
     for_emulator: bool,
 ) -> CompiledKernel:
+    target_of(arch)  # or an error that says which there are
     config = {**fields, "arch": arch}
     return compile_cached(
         source, arch=arch, kernel=kernel, config=config, cache=cache, for_emulator=for_emulator

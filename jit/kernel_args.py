@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deep_moe.heuristics.shape import MAX_RANKS
+from deep_moe.targets.target import WEIGHT_POINTER_NAMES
+from deep_moe.tensor_map import TENSOR_MAP_BYTES
 
 ALIGNMENT = 64
-TENSOR_MAP_BYTES = 128
 NO_PEER_RANK = 0xFFFFFFFF
 NUM_TRACE_TRACKS = 6
 NUM_SPLIT_PHASES = 7
@@ -28,13 +29,6 @@ TENSOR_MAP_NAMES = (
     "l2_activation_sf",
     "l2_weights",
     "l2_weight_sf",
-)
-# SM90 has no tensor maps of weights and scales, but these pointers.
-WEIGHT_POINTER_NAMES = (
-    "l1_weight_blocks",
-    "l2_weight_blocks",
-    "l1_row_factors",
-    "l2_row_factors",
 )
 # Of layers that have biases.
 BIAS_POINTER_NAMES = ("l1_biases", "l2_biases")

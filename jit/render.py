@@ -29,12 +29,12 @@ from .training_args import ARGS_OF_STEP, RowsArgs
 if TYPE_CHECKING:
     import jinja2
 
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.low_latency import LowLatencyConfig
     from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.throughput import ThroughputConfig
     from deep_moe.heuristics.training import TrainingConfig
+    from deep_moe.targets.config import MegaMoEConfig
 
 KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.

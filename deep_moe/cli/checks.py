@@ -28,7 +28,7 @@ def check_call(
 ) -> None:
     """ValueError unless there is a kernel for the ranks' tokens, and memory for random weights and
     tokens."""
-    from deep_moe.heuristics import choose_config
+    from deep_moe.targets import choose_config
 
     choose_config(
         shape,

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from deep_moe.heuristics import Explanation
-    from deep_moe.heuristics.explain import MapRow, TuningReport
     from deep_moe.heuristics.links import LinkLoad
+    from deep_moe.targets import Explanation
+    from deep_moe.targets.explain import MapRow, TuningReport
 
 
 def config(
@@ -77,7 +77,7 @@ def config(
 ) -> None:
     """Print the chosen config, the reason of each field, what was measured of the layer, the memory
     maps and the schedule."""
-    from deep_moe.heuristics import choose_config
+    from deep_moe.targets import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import platform
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import typer
 
+from .driver import driver_cuda_version
 from .options import JsonOption
 from .output import coloured, new_table, print_json, stdout
 from .packages import REQUIREMENTS, remedy
@@ -176,19 +176,6 @@ def _driver() -> Finding:
     if supported[0] < major:
         return Finding("driver", "missing", detail, f"update the NVIDIA driver: {needed}")
     return Finding("driver", "ok", detail)
-
-
-def driver_cuda_version() -> tuple[int, int] | None:
-    """Major and minor version of CUDA that the driver supports; None without a driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int(0)
-    status = library.cuDriverGetVersion(ctypes.byref(version))
-    if status != 0:
-        raise RuntimeError(f"the NVIDIA driver does not tell its version: error {status}")
-    return version.value // 1000, version.value % 1000 // 10
 
 
 CHECKS = (

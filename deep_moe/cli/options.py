@@ -14,6 +14,8 @@ from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.tokens import token_format as token_format_of
 from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
 
+from .driver import driver_cuda_version
+
 if TYPE_CHECKING:
     from deep_moe.fused.gpu import Gpu
     from deep_moe.heuristics import MoEShape, Tuning
@@ -230,8 +232,6 @@ def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tu
 
 def gpu_of_this_machine() -> Gpu | None:
     """The first GPU that there is a kernel for. Imports PyTorch only where there is a driver."""
-    from .doctor import driver_cuda_version
-
     if driver_cuda_version() is None:
         return None
     import torch

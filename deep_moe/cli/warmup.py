@@ -40,7 +40,7 @@ from .output import new_table, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from deep_moe.fused.deployment import DeploymentKernel
-    from deep_moe.heuristics import MegaMoEConfig
+    from deep_moe.targets import MegaMoEConfig
 
 
 def warmup(
@@ -85,7 +85,7 @@ def warmup(
 
     from deep_moe.fused.deployment import ChosenConfigs, build_deployment
     from deep_moe.fused.tuning_tables import find_tuning
-    from deep_moe.heuristics import choose_config
+    from deep_moe.targets import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
     shape = make_shape(

@@ -21,7 +21,6 @@ import torch
 
 from deep_moe import jit
 from deep_moe.activations import DEFAULT_ACTIVATION, activation_of
-from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
 )
@@ -34,6 +33,7 @@ from deep_moe.jit.kernel_args import (
 )
 from deep_moe.jit.launch import CudaLauncher
 from deep_moe.targets import EMULATED, Target, target_of
+from deep_moe.targets.config import MegaMoEConfig
 from deep_moe.tensor_memory import Extent, OccupiedMemory, check_dense, check_memory
 
 from .bounded_cache import BoundedCache

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.choices import load_key
-from deep_moe.heuristics.config import MegaMoEConfig, choose_config
 from deep_moe.heuristics.tuning import TunedLayerKey
+from deep_moe.targets import MegaMoEConfig, choose_config
 
 from .tuning_tables import find_tuning
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deep_moe.heuristics import MegaMoEConfig
+    from deep_moe.targets import MegaMoEConfig
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.jit.kernel_args import KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
+from deep_moe.targets.config import MegaMoEConfig
 
 from .buffer import SymmBuffer, describe_difference
 from .call_plan import built_kernel, is_checked, prepare_call

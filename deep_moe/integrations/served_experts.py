@@ -18,9 +18,8 @@ from deep_moe.errors import DeepMoEError
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
-from deep_moe.heuristics.config import choose_config
 from deep_moe.heuristics.shape import MoEShape
-from deep_moe.targets import TARGETS, target_for, target_of_capability
+from deep_moe.targets import TARGETS, choose_config, target_for, target_of_capability
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import (
     ExpertWeights,

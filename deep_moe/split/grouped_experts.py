@@ -44,13 +44,13 @@ from deep_moe.fused.emulated_call import run_rank
 from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_overrides, check_seed
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
-from deep_moe.heuristics.config import MegaMoEConfig
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
 from deep_moe.heuristics.shape import MoEShape, require_int
 from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
 from deep_moe.targets import EMULATED, Target, target_of, target_of_device
+from deep_moe.targets.config import MegaMoEConfig
 from deep_moe.tensor_memory import refuse_shared_memory
 from deep_moe.tokens import TOKEN_FORMATS, TokenFormat
 from deep_moe.tokens import token_format as token_format_of

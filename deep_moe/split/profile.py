@@ -19,8 +19,8 @@ import torch
 from deep_moe.heuristics.low_latency import Step
 from deep_moe.jit.headers import find_library
 from deep_moe.jit.kernel_args import SplitTraceCta
-from deep_moe.trial.chrome_trace import complete_event, process_name, thread_name, write_events
-from deep_moe.trial.trace import TraceClock
+from deep_moe.traces.chrome import complete_event, process_name, thread_name, write_events
+from deep_moe.traces.clock import TraceClock
 
 from .kernels import SplitConfig
 

@@ -1,79 +1,36 @@
-"""The architectures that kernels are made for, by name and by a GPU's compute capability.
+"""The architectures that kernels are made for, and the choice of a kernel for a call.
 
 A target (target.py) is all that the rest of deep_moe knows of an architecture. For a new one, write
-its folder and name it in `TARGETS`, and in the folder of each weight format that the kernel takes a
-file for it.
+its folder, with the fields that its kernel has beside those of every config (config.py), name it in
+`TARGETS` of registry.py, and write in the folder of each weight format that the kernel takes a file
+for it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from .sm90 import SM90A
-from .sm100 import SM100A, SM103A
+from .choosing import choose_config
+from .config import Decision, MegaMoEConfig
+from .explain import Explanation
+from .registry import (
+    EMULATED,
+    TARGETS,
+    target_for,
+    target_of,
+    target_of_capability,
+    target_of_device,
+)
 from .target import Operands, Target, TargetWeights
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "EMULATED",
     "TARGETS",
+    "Decision",
+    "Explanation",
+    "MegaMoEConfig",
     "Operands",
     "Target",
     "TargetWeights",
+    "choose_config",
     "target_for",
     "target_of",
     "target_of_capability",
     "target_of_device",
 ]
-
-TARGETS: dict[str, Target] = {target.name: target for target in (SM90A, SM100A, SM103A)}
-EMULATED = SM100A  # what a CPU stands for, and configs are for, unless another target is named
-
-
-def target_of(name: str) -> Target:
-    """The target with this name, or an error that says which there are.
-
-    >>> target_of("sm_90a").gpus
-    'H100, H200'
-    """
-    allowed = f"one of {', '.join(TARGETS)}"
-    if not isinstance(name, str):
-        raise TypeError(f"arch must be {allowed}; got {name!r}")
-    if name not in TARGETS:
-        raise ValueError(f"arch must be {allowed}; got {name!r}")
-    return TARGETS[name]
-
-
-def target_of_capability(capability: tuple[int, int]) -> Target | None:
-    """The target of GPUs with this compute capability, None if there is no kernel for them.
-
-    >>> target_of_capability((10, 3)).name
-    'sm_103a'
-    """
-    return next((t for t in TARGETS.values() if capability in t.capabilities), None)
-
-
-def target_for(arch: str | None, device: torch.device) -> Target:
-    """The target named `arch`, by default that of `device`."""
-    return target_of_device(device) if arch is None else target_of(arch)
-
-
-def target_of_device(device: torch.device) -> Target:
-    """What weights on `device` are laid out for and calls there run on, when the caller names
-    nothing. Raises ValueError for a GPU without a kernel."""
-    if device.type != "cuda":
-        return EMULATED
-    import torch
-
-    capability = torch.cuda.get_device_capability(device)
-    target = target_of_capability(capability)
-    if target is None:
-        major, minor = capability
-        known = "; ".join(f"{t.name} ({t.gpus})" for t in TARGETS.values())
-        raise ValueError(
-            f"device must be a GPU that there is a kernel for, {known}; {device} has compute "
-            f"capability {major}.{minor}"
-        )
-    return target

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from deep_moe.formats.sizes import SCALE_GROUP
-from deep_moe.jit.tensor_map import DataType
+from deep_moe.tensor_map import DataType
 from deep_moe.tokens import TokenFormat, token_format
 from deep_moe.weights import (
     DEFAULT_WEIGHTS,
@@ -28,14 +28,23 @@ if TYPE_CHECKING:
 
     from deep_moe.errors import RequantizationWarning
     from deep_moe.formats.numerics import Numerics
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.links import ChipRates
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.jit.tensor_map import TensorMapSpec
+    from deep_moe.tensor_map import TensorMapSpec
     from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights
 
+    from .config import MegaMoEConfig
+
     Pair = tuple[torch.Tensor, torch.Tensor]
+
+# SM90 has no tensor maps of weights and scales, but these pointers.
+WEIGHT_POINTER_NAMES = (
+    "l1_weight_blocks",
+    "l2_weight_blocks",
+    "l1_row_factors",
+    "l2_row_factors",
+)
 
 ConfigFields = Mapping[str, int | float | bool | str]
 
@@ -128,6 +137,7 @@ class Target(ABC):
     which `gpus` names some. default_num_sms: SMs of such a GPU.
 
     kernel: namespace of the kernel in the header library, and the beginning of its file's name.
+    config: what such a kernel is built from.
     foreign_headers: what it includes of other libraries that takes long to parse, so that kernels
     of one process share it (jit/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
@@ -145,6 +155,7 @@ class Target(ABC):
     default_num_sms: int
 
     kernel: ClassVar[str]
+    config: ClassVar[type[MegaMoEConfig]]
     foreign_headers: ClassVar[tuple[str, ...]] = ()
     cluster_size: ClassVar[int]
     smem_capacity: ClassVar[int]

@@ -17,7 +17,8 @@ from deep_moe.tensor_memory import check_memory
 
 from .experts import Experts, Linear1, Weights, widened
 from .rows import Rows
-from .steps import Biases, steps_for
+from .steps import Biases
+from .steps_for import steps_for
 from .ways import LocalWays
 
 _PARAMETERS = (

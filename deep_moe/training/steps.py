@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from deep_moe.activations import Activation
-from deep_moe.fused.gpu import gpu_of
 
 from .rows import Rows
 
@@ -95,19 +94,3 @@ class Steps(Protocol):
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """[experts, K, N] as MXFP8 would hold them, a scale for 32 neighbours along K."""
         ...
-
-
-def steps_for(x: torch.Tensor, arch: str | None) -> Steps:
-    """Who does the steps for a layer whose tokens are these. arch: a target's name, or None."""
-    from .kernel_steps import KernelSteps
-    from .plain_steps import PlainSteps
-
-    if x.dtype != torch.bfloat16:
-        return PlainSteps()
-    gpu = gpu_of(x.device)
-    if gpu is not None:
-        own = gpu.target.name
-        if arch not in (None, own):
-            raise ValueError(f"arch must be {own}, that of {x.device}, or None; got {arch!r}")
-        return KernelSteps(own, gpu)
-    return PlainSteps() if arch is None else KernelSteps(arch, None)

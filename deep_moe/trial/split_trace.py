@@ -11,8 +11,8 @@ from typing import Any
 
 from deep_moe.split.profile import PhaseOfCta
 from deep_moe.split.throughput import AllToAll
+from deep_moe.traces.chrome import complete_event, process_name, thread_name, write_events
 
-from .chrome_trace import complete_event, process_name, thread_name, write_events
 from .trace import RankTrace, Recorder, chrome_events
 
 

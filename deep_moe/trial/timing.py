@@ -20,7 +20,8 @@ from deep_moe.fused.buffer import get_symm_buffer_for_mega_moe
 from deep_moe.fused.call_plan import EMULATED_NUM_SMS, prepare_call
 from deep_moe.fused.mega_moe import mega_moe, with_numerics
 from deep_moe.fused.options import given_options
-from deep_moe.heuristics import MegaMoEConfig, MoEShape
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import MegaMoEConfig
 from deep_moe.weights.transform import transform_weights_for_mega_moe
 
 from .calls import fill_inputs

@@ -24,9 +24,9 @@ from deep_moe.activations import Activation
 from deep_moe.fused.buffer import require_equal
 from deep_moe.fused.deployment import build_deployment
 from deep_moe.fused.tuning_tables import add_to_table
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 
 from .rank_processes import run_on_ranks
 from .real_size import rank_layer, rank_tokens

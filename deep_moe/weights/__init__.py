@@ -52,11 +52,8 @@ def weight_format(name: str) -> WeightFormat:
     >>> weight_format("mxfp4").words
     'a pair (packed E2M1 int8, UE8M0 scales int32), as deep_moe.quantize_mxfp4 gives it'
     """
-    from .format import WeightFormat
-
     check_weights_name(name)
-    found = folder_module(name, "format").FORMAT
-    assert isinstance(found, WeightFormat)
+    found: WeightFormat = folder_module(name, "format").FORMAT
     return found
 
 

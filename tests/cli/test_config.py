@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from deep_moe import buffer_size
 from deep_moe.cli import app
 from deep_moe.fused.tuning_tables import add_to_table
-from deep_moe.heuristics import choose_config, preset_shape
+from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
+from deep_moe.targets import choose_config
 
 WORKED_CASE = ["--model", "deepseek-v3", "--ranks", "8", "--tokens", "1024"]
 

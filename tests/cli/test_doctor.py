@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from deep_moe.cli import app
 from deep_moe.cli.doctor import Finding, _guarded, _packages
+from deep_moe.cli.driver import driver_cuda_version
 from deep_moe.cli.packages import REQUIREMENTS
 from deep_moe.jit.cache import make_key
 
@@ -108,8 +109,8 @@ def test_the_driver_s_version_is_read(monkeypatch: pytest.MonkeyPatch):
             pointer._obj.value = 13020
             return 0
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Library)
-    assert doctor.driver_cuda_version() == (13, 2)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
+    assert driver_cuda_version() == (13, 2)
 
 
 def test_a_check_that_fails_in_any_way_is_a_finding():

@@ -251,7 +251,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
         raise AssertionError("a fault")
 
     monkeypatch.setattr(sys, "argv", ["deep-moe", "config"])
-    monkeypatch.setattr("deep_moe.heuristics.choose_config", fail)
+    monkeypatch.setattr("deep_moe.targets.choose_config", fail)
     with pytest.raises(AssertionError, match="a fault"):
         cli.main()
 
@@ -270,7 +270,7 @@ def test_too_little_memory_is_said_in_words(
     def fail(*_: object, **__: object):
         raise error
 
-    monkeypatch.setattr("deep_moe.heuristics.choose_config", fail)
+    monkeypatch.setattr("deep_moe.targets.choose_config", fail)
     outcome = main("config")
     assert (outcome.status, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith("error: not enough memory")

@@ -9,14 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 import deep_moe.fused.deployment
-import deep_moe.heuristics
+import deep_moe.targets
 from deep_moe.cli import app
 from deep_moe.fused.gpu import Gpu
 from deep_moe.fused.tuning_tables import add_to_table
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey
 from deep_moe.jit import KernelCache
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 
 TWO_KERNELS = ["--ranks", "2", "--max-tokens", "12", "--experts", "4", "--num-sms", "4"]
 
@@ -93,7 +93,7 @@ def test_configs_are_chosen_for_uneven_routing_only_where_that_matters(
         pools.add(shape.num_pool_tokens)
         return choose_config(shape, num_tokens, **options)
 
-    monkeypatch.setattr(deep_moe.heuristics, "choose_config", choose)
+    monkeypatch.setattr(deep_moe.targets, "choose_config", choose)
     monkeypatch.setattr(deep_moe.fused.deployment, "build_deployment", lambda *_, **options: [])
     words = ["warmup", "--max-tokens", "20", "--pool-tokens", "384", "--arch", arch]
     result = CliRunner().invoke(app, words)

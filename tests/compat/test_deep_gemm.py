@@ -15,8 +15,8 @@ from deep_moe.compat.deep_gemm.utils import (
     per_token_cast_to_fp8,
 )
 from deep_moe.formats.block_scaled import ue8m0_to_float, unpack_ue8m0
-from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.targets import target_of, target_of_device
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config, target_of, target_of_device
 from deep_moe.trial.reference import reference_mega_moe
 
 NUM_EXPERTS, TOPK, HIDDEN, INTERMEDIATE, MAX_TOKENS, NUM_TOKENS = 4, 2, 256, 128, 10, 7

@@ -25,10 +25,10 @@ from deep_moe.fused import (
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.compile_worker import CompileWork, compile_missing
-from deep_moe.heuristics import MegaMoEConfig, MoEShape
+from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cache import KernelCache
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, target_of
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.deployment import ChosenConfigs, deployment_configs
-from deep_moe.heuristics import PRESETS, MegaMoEConfig, MoEShape, choose_config, preset_shape
+from deep_moe.heuristics import PRESETS, MoEShape, preset_shape
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 
 
 @pytest.mark.parametrize("model", PRESETS)

@@ -10,9 +10,8 @@ import torch
 from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallOptions
 from deep_moe.heuristics import MoEShape
-from deep_moe.heuristics.config import MegaMoEConfig, choose_config
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
 from tests.kernels.layer_case import LayerCase
 

@@ -20,7 +20,7 @@ from deep_moe.fused.call_plan import CallPlan, config_chooser, prepare_call
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallArguments, CallOptions
-from deep_moe.heuristics.config import MegaMoEConfig
+from deep_moe.targets.config import MegaMoEConfig
 
 Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -11,10 +11,10 @@ from deep_moe import EmulatedRanks, transform_weights_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.options import CallOptions
 from deep_moe.fused.tuning_tables import add_to_table, find_tuning, read_tuning, user_table_path
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey, read_table
 from deep_moe.jit.launch import run_emulated
-from deep_moe.targets import target_of
+from deep_moe.targets import choose_config, target_of
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens

@@ -24,9 +24,9 @@ import torch
 import deep_moe
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.emulated_ranks import EmulatedRanks
-from deep_moe.heuristics import MegaMoEConfig, choose_config
 from deep_moe.jit import find_headers
 from deep_moe.jit.nvrtc import compiler_version
+from deep_moe.targets import MegaMoEConfig, choose_config
 from deep_moe.trial.calls import fill_inputs
 from tests.hardware_layer.cases import CASES, RecordedCase
 from tests.layer.rank_layer import make_buffer

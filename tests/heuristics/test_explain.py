@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 
 SHAPE = MoEShape(8, 256, 8, 7168, 2048, 1024)
 

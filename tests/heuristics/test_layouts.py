@@ -5,10 +5,11 @@ from math import prod
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, choose_config, preset_shape
+from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.heuristics.segments import DTYPE_BYTES, LayoutBuilder
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.heuristics.tmem_layout import sm100_tmem_layout
+from deep_moe.targets import choose_config
 
 SMALL = MoEShape(2, 8, 3, 256, 128, 16)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.smem_layout import num_combine_bytes
-from deep_moe.targets import TARGETS
+from deep_moe.targets import TARGETS, choose_config
 
 
 @st.composite

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, choose_config, preset_shape
+from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.heuristics.links import link_loads
-from deep_moe.targets import target_of
+from deep_moe.targets import choose_config, target_of
 from tests.pairs import formats, usual_pairs
 
 FLASH = preset_shape("deepseek-v4-flash", num_ranks=4, num_max_tokens_per_rank=8192)

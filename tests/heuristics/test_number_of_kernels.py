@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from deep_moe.fused.deployment import deployment_configs
-from deep_moe.heuristics import MegaMoEConfig, choose_config, preset_shape
+from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.heuristics.sm90 import (
     UNEVEN_VARIATION,
@@ -18,7 +18,7 @@ from deep_moe.heuristics.sm90 import (
     _likely_counts,
     choose_tile,
 )
-from deep_moe.targets import target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 from tests.everyday import parametrize
 from tests.pairs import formats, usual_pairs
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config, preset_shape, sm90, sm100
+from deep_moe.heuristics import MoEShape, preset_shape, sm90, sm100
+from deep_moe.targets import MegaMoEConfig, choose_config
 
 TILES = [
     *(("sm_90a", {"block_m": rows, "block_m_step": step}) for rows, step in sm90.TILES),

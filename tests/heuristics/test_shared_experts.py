@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 import deep_moe
-from deep_moe.heuristics import MoEShape, choose_config, sm90
+from deep_moe.heuristics import MoEShape, sm90
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
-from deep_moe.targets import target_of
+from deep_moe.targets import choose_config, target_of
 from tests.pairs import formats, usual_pairs
 
 PRO = MoEShape(4, 384, 6, 7168, 3072, 8192)

@@ -6,9 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from deep_moe.heuristics import PRESETS, MoEShape, choose_config, preset_shape, sm90
+from deep_moe.heuristics import PRESETS, MoEShape, preset_shape, sm90
 from deep_moe.heuristics.smem_layout import num_combine_bytes
-from deep_moe.targets import target_of
+from deep_moe.targets import choose_config, target_of
 from tests.pairs import formats
 
 PRO = preset_shape("deepseek-v4-pro", num_ranks=4, num_max_tokens_per_rank=8192)

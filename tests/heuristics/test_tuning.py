@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, Tuning, TuningTable, choose_config
-from deep_moe.heuristics.config import MegaMoEConfig
+from deep_moe.heuristics import MoEShape, Tuning, TuningTable
 from deep_moe.heuristics.tuning import (
     SHIPPED_FOLDER,
     TunedEntry,
@@ -24,7 +23,8 @@ from deep_moe.heuristics.tuning import (
     shipped_devices,
     shipped_table,
 )
-from deep_moe.targets import TARGETS
+from deep_moe.targets import TARGETS, choose_config
+from deep_moe.targets.config import MegaMoEConfig
 
 GPU = "NVIDIA H200"
 SHAPE = MoEShape(4, 256, 6, 4096, 2048, 8192)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 
 SHAPE = MoEShape(2, 8, 2, 256, 256, 64)
 

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from deep_moe import jit
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.jit import headers, nvrtc, render
 from deep_moe.jit.cache import KernelCache
 from deep_moe.jit.headers import find_library
+from deep_moe.targets import choose_config
 
 SHAPE = MoEShape(1, 4, 2, 256, 128, 16)
 ROOT = Path(__file__).parents[2]

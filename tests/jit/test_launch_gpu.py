@@ -10,7 +10,7 @@ import torch
 from deep_moe import jit
 from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, KernelArgs, WaitStatus
 from deep_moe.jit.launch import CudaLauncher
-from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,13 @@ import pytest
 from deep_moe import jit
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.errors import CompileError
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.jit import kernel_args
 from deep_moe.jit.headers import find_headers
 from deep_moe.jit.kernel_args import KernelArgs, LayoutCheck, WaitStatus, layout_checks
 from deep_moe.jit.nvrtc import compile_source
 from deep_moe.jit.render import render_kernel
+from deep_moe.targets import MegaMoEConfig, choose_config
 from tests.everyday import parametrize
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +206,8 @@ def test_a_cached_kernel_needs_neither_torch_nor_cuda() -> None:
 import sys
 from deep_moe import jit
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 kernel = jit.build(choose_config(MoEShape(2, 8, 2, 256, 128, 16), 16, num_sms=4))
 assert kernel.ptx
 loaded = {"torch", "numpy", "cuda.bindings", "cuda.core", "filelock"} & set(sys.modules)

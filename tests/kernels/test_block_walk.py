@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deep_moe.heuristics import MegaMoEConfig
 from deep_moe.jit.status import missing_ranks
+from deep_moe.targets import MegaMoEConfig
 
 MAX_BLOCKS = 4096
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from deep_moe.heuristics import MegaMoEConfig
 from deep_moe.jit.status import site_text
+from deep_moe.targets import MegaMoEConfig
 from tests.everyday import parametrize
 
 SECOND = 1_000_000_000

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from deep_moe.heuristics import MegaMoEConfig
 from deep_moe.jit.status import site_text
+from deep_moe.targets import MegaMoEConfig
 
 from .test_dispatch_and_combine import Call
 from .test_many_tokens import COUNT_KERNEL

@@ -7,8 +7,8 @@ import torch
 
 import deep_moe
 from deep_moe.formats.scale_blocks import over_values
-from deep_moe.heuristics import MoEShape, choose_config, preset_shape
-from deep_moe.targets import target_of
+from deep_moe.heuristics import MoEShape, preset_shape
+from deep_moe.targets import choose_config, target_of
 from deep_moe.trial.synthetic import (
     exact_layer,
     exact_tokens,

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from deep_moe import jit
-from deep_moe.heuristics import PRESETS, choose_config, preset_activation, preset_shape
-from deep_moe.targets import TARGETS
+from deep_moe.heuristics import PRESETS, preset_activation, preset_shape
+from deep_moe.targets import TARGETS, choose_config
 from tests.everyday import parametrize
 
 # Where the math warps leave dispatch and loaders 56 registers: 112 local experts and SiTU are most.

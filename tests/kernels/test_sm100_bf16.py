@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.targets import target_of
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config, target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
 

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from deep_moe import jit
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 from tests.everyday import parametrize
 
 TILES = (16, 32, 64, 96, 128, 192)

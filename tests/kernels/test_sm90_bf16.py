@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens
 from tests.everyday import parametrize

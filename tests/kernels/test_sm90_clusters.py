@@ -9,8 +9,8 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoETimeoutError
-from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.targets import target_of
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config, target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
 

@@ -11,7 +11,8 @@ import torch
 
 from deep_moe.activations import Activation, Situ, SwigluOai
 from deep_moe.formats.numerics import FP32_SUM_BITS
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import exact_layer, exact_tokens, random_layer, random_tokens

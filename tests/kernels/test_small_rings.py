@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.heuristics import MoEShape, choose_config
-from deep_moe.targets import TARGETS
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import TARGETS, choose_config
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
 

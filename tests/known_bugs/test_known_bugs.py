@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 from deep_moe.trial.synthetic import (
     Layer,
     Tokens,

@@ -8,8 +8,8 @@ import torch
 
 from deep_moe.fused.deployment import build_deployment
 from deep_moe.fused.tuning_tables import find_tuning
-from deep_moe.heuristics import MegaMoEConfig, MoEShape, choose_config
-from deep_moe.targets import target_of_device
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of_device
 from tests.pairs import has_pair
 
 

@@ -10,7 +10,7 @@ import torch
 import deep_moe
 from deep_moe.training.kernel_steps import KernelSteps
 from deep_moe.training.plain_steps import PlainSteps
-from deep_moe.training.steps import steps_for
+from deep_moe.training.steps_for import steps_for
 
 from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
 

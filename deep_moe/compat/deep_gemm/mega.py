@@ -15,10 +15,10 @@ from deep_moe.activations import Activation, Situ
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.checks import check_contiguous, check_recipe, check_tensor, require_type
 from deep_moe.fused.mega_moe import call_with_layers
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.shape import require_int
-from deep_moe.targets import target_of_device
+from deep_moe.targets import choose_config, target_of_device
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.weights.layers import LayerTensors, MegaMoEWeights
 

@@ -11,6 +11,7 @@ from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
 from ..target import ConfigFields, Target
+from .config import Sm100Config
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Sm100(Target):
     registers: tuple[int, int, int] = sm100.USUAL_REGISTERS
 
     kernel = "sm100"
+    config = Sm100Config
     foreign_headers = ("cute/arch/mma_sm100_desc.hpp",)
     cluster_size = sm100.CLUSTER_SIZE
     smem_capacity = sm100.SMEM_CAPACITY

@@ -6,17 +6,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from deep_moe.jit.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 
 from ..target import Operands, TargetWeights, token_data_type
+from .config import Sm100Config
 
 if TYPE_CHECKING:
     import torch
 
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.weights.layers import ExpertWeights, KernelLayer, TensorForms
 
+    from ..config import MegaMoEConfig
     from ..target import Pair
 
 
@@ -52,6 +53,7 @@ class Sm100Weights(TargetWeights):
         return scaled_tensors(shape, dtype=self.dtype, values_per_byte=self.values_per_byte)
 
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
+        assert isinstance(config, Sm100Config)
         return Operands(sm100_tensor_maps(config, buffer_address, l1, l2, self.data_type), {})
 
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
@@ -66,7 +68,7 @@ class Sm100Weights(TargetWeights):
 
 
 def sm100_tensor_maps(
-    config: MegaMoEConfig,
+    config: Sm100Config,
     buffer_address: int,
     l1_weights: Pair,
     l2_weights: Pair,

@@ -10,6 +10,7 @@ from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
 
 from ..target import ConfigFields, Target
+from .config import Sm90Config
 from .weights import Sm90Weights
 
 
@@ -17,6 +18,7 @@ class Sm90(Target):
     """The kernel whose warps decode weights for `wgmma`."""
 
     kernel = "sm90"
+    config = Sm90Config
     cluster_size = min(sm90.CLUSTER_SIZES)
     smem_capacity = sm90.SMEM_CAPACITY
     # An H100's calls of 8192 tokens, weights that it streams, and stores of 128 bytes and more to

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.sm90 import BLOCK_N
-from deep_moe.jit.kernel_args import WEIGHT_POINTER_NAMES
-from deep_moe.jit.tensor_map import Swizzle, TensorMapSpec
+from deep_moe.tensor_map import Swizzle, TensorMapSpec
 
-from ..target import Operands, TargetWeights, token_data_type
+from ..target import WEIGHT_POINTER_NAMES, Operands, TargetWeights, token_data_type
 
 if TYPE_CHECKING:
     import torch
 
-    from deep_moe.heuristics.config import MegaMoEConfig
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.heuristics.sm90 import WeightKind
     from deep_moe.weights.layers import KernelLayer
 
+    from ..config import MegaMoEConfig
     from ..target import Pair
 
 BULK_COPY_ALIGNMENT = 16

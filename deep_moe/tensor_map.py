@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from .kernel_args import TENSOR_MAP_BYTES
-
 if TYPE_CHECKING:
     import torch
 
+TENSOR_MAP_BYTES = 128
 EMULATED_MAGIC = 0x313050414D544D44  # "DMTMAP01"
 
 MAX_DIM = 2**32

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .config import Decision, MegaMoEConfig
-from .links import LinkLoad, link_loads
-from .segments import Layout, ceil_div
-from .tuning import TunedEntry, TunedLayerKey
+from deep_moe.heuristics.links import LinkLoad, link_loads
+from deep_moe.heuristics.segments import Layout, ceil_div
+from deep_moe.heuristics.tuning import TunedEntry, TunedLayerKey
+
+if TYPE_CHECKING:
+    from .config import Decision, MegaMoEConfig
 
 
 @dataclass(frozen=True)

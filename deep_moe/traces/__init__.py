@@ -1,0 +1,1 @@
+"""Time stamps that kernels take: on one clock, and as files for viewers."""

@@ -1,0 +1,140 @@
+"""What may import what: each room only itself and rooms below it, and no module itself, by whatever
+way. docs/architecture.md has the picture.
+
+Imports inside of functions count. What only type checkers import does not: nothing of it runs.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {
+    "deep_moe": "deep_moe",
+    "heuristics": "deep_moe.heuristics",
+    "jit": "deep_moe.jit",
+    "emulator": "deep_moe.emulator",
+}
+# From below. A module belongs to the longest name that it begins with.
+ROOMS = (
+    # Nothing of ours, or each other. The package itself finds its names when they are asked for.
+    ("errors", "lazy", "source_checkout", "tensor_memory", "tensor_map", "axes"),
+    # Numbers; what formats and activations are called, and the values of the axes below targets.
+    ("formats", "tokens", "activations", "emulator", "weights"),
+    ("heuristics",),
+    # Weights in their folders know shapes, and what targets do with them.
+    ("weights.", "biases", "targets"),
+    ("jit", "traces"),
+    ("checkpoint", "fused"),
+    ("split",),
+    ("training",),
+    ("compat",),
+    ("integrations",),
+    ("trial",),
+    ("cli", "__main__"),
+)
+RANKS = {name: rank for rank, room in enumerate(ROOMS) for name in room}
+
+
+def modules() -> dict[str, Path]:
+    """Those that are ours, by name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(name: str) -> set[str]:
+    """Our modules that one imports when it runs."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def targets(node: ast.stmt) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                own = f"{module}.{alias.name}"
+                yield own if own in MODULES else module
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            for child in ast.iter_child_nodes(node):
+                yield from targets(child)
+
+    return {own for own in targets(ast.parse(path.read_text())) if own in MODULES} - {name}
+
+
+GRAPH = {name: imported(name) for name in MODULES}
+
+
+def rank(name: str) -> int:
+    if name == "deep_moe":
+        return 0
+    inside = name.removeprefix("deep_moe.")
+    room = inside.split(".")[0]
+    return RANKS[f"{room}." if f"{room}." in RANKS and "." in inside else room]
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {name.split(".")[1] for name in MODULES if "." in name}
+    assert rooms == {name.rstrip(".") for name in RANKS}
+
+
+@pytest.mark.parametrize("room", sorted({name.split(".")[1] for name in MODULES if "." in name}))
+def test_imports_point_down(room: str) -> None:
+    up = {
+        f"{name} -> {other}"
+        for name, others in GRAPH.items()
+        if name.split(".")[1:2] == [room]
+        for other in others
+        if rank(other) > rank(name)
+    }
+    assert up == set()
+
+
+def test_no_module_imports_itself_by_any_way() -> None:
+    """Modules whose imports are all gone can be taken away, one after the other, until none is
+    left."""
+    left = dict(GRAPH)
+    while True:
+        leaves = {name for name, others in left.items() if not others & left.keys()}
+        if not leaves:
+            break
+        left = {name: others for name, others in left.items() if name not in leaves}
+    assert left == {}
+
+
+def test_only_the_command_line_imports_what_tries_the_layer() -> None:
+    importing = {
+        name
+        for name, others in GRAPH.items()
+        if any(other.startswith("deep_moe.trial") for other in others)
+    }
+    assert {name.split(".")[1] for name in importing} == {"trial", "cli"}
+
+
+def test_an_arrow_up_and_a_circle_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the tests above can fail."""
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from ..targets import target_of as of\n"
+        "if TYPE_CHECKING:\n    from deep_moe.cli import app\n"
+        "def choose():\n    from .shape import MoEShape\n    import deep_moe.trial.paths\n"
+    )
+    monkeypatch.setitem(MODULES, "deep_moe.heuristics.planted", planted)
+    assert imported("deep_moe.heuristics.planted") == {
+        "deep_moe.targets",
+        "deep_moe.heuristics.shape",
+        "deep_moe.trial.paths",
+    }
+    assert rank("deep_moe.targets") > rank("deep_moe.heuristics.planted") > rank("deep_moe.weights")
+    assert rank("deep_moe.weights.layers") == rank("deep_moe.targets.sm90.weights")

@@ -103,7 +103,7 @@ def grouped_experts_workspace_size(
         Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
 
         >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
-        145
+        127
     """
     shape = _shape_of(
         max_rows,

@@ -393,7 +393,7 @@ def pairwise(
     >>> len({(row[0], row[1]) for row in rows}), len({(row[1], row[2]) for row in rows})
     (6, 6)
     >>> [row[0] for row in pairwise((2, 3), 8, seed=0, num_held=1, hold=4)]
-    [1, 1, 1, 1, 0, 0, 0, 0]
+    [0, 0, 0, 0, 1, 1, 1, 1]
     """
     choose = random.Random(seed)
     missing = {
@@ -439,12 +439,16 @@ def _fill(
     for axis in rest:
         values = list(range(sizes[axis]))
         choose.shuffle(values)
-        row[axis] = max(values, key=lambda value: len(_met(row, axis, value) & missing))
+        row[axis] = max(values, key=lambda value: len(_met(row, axis, value, missing)))
 
 
-def _met(row: Mapping[int, int], axis: int, value: int) -> set[tuple[int, int, int, int]]:
-    """The pairs of that value with those of the row."""
-    return {
+def _met(
+    row: Mapping[int, int], axis: int, value: int, missing: set[tuple[int, int, int, int]]
+) -> set[tuple[int, int, int, int]]:
+    """The missing pairs of that value with those of the row; of a row's first value all."""
+    if not row:
+        return {pair for pair in missing if (axis, value) in (pair[:2], pair[2:])}
+    return missing & {
         (other, row[other], axis, value) if other < axis else (axis, value, other, row[other])
         for other in row
     }

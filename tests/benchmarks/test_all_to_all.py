@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 
@@ -16,11 +15,6 @@ from tests.everyday import parametrize
 
 SMALL = ["--hidden", "128", "--topk", "2", "--experts", "4", "--sms", "2"]
 BRIEF = ["--calls", "2", "--rounds", "1", "--warmup", "0", "--commit", "abc"]
-
-
-def test_examples_hold() -> None:
-    results = doctest.testmod(benchmarks.all_to_all)
-    assert (results.failed, results.attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize(

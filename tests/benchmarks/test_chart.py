@@ -1,11 +1,9 @@
 """Charts as SVG: where points lie, and that the text is well-formed."""
 
-import doctest
 from xml.etree import ElementTree
 
 import pytest
 
-import benchmarks.chart
 from benchmarks.chart import Axis, Curve, Panel, Style, chart
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,11 +17,6 @@ def drawn(*curves: Curve) -> ElementTree.Element:
 
 def circles(svg: ElementTree.Element) -> list[tuple[float, float]]:
     return [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter(f"{SVG}circle")]
-
-
-def test_examples_hold():
-    results = doctest.testmod(benchmarks.chart)
-    assert (results.failed, results.attempted > 0) == (0, True)
 
 
 def test_equal_factors_are_equal_distances():

@@ -3,7 +3,6 @@ engines that are none. tests/serving has it make vLLM's layer."""
 
 from __future__ import annotations
 
-import doctest
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks.engines
 from benchmarks.engines import (
     engine_paths,
     exact_sample,
@@ -38,11 +36,6 @@ SMALL = [
     "deepseek-v4-flash",
 ]
 BRIEF = ["--calls", "1", "--rounds", "1", "--warmup", "0", "--commit", "abc"]
-
-
-def test_examples_hold():
-    results = doctest.testmod(benchmarks.engines)
-    assert (results.failed, results.attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """What pictures and tables are made of, and that the committed ones show the committed reports."""
 
-import doctest
 import json
 
 import pytest
 
-import benchmarks.plot
 from benchmarks.plot import (
     PAGE_MACHINE,
     PAGE_MODEL,
@@ -44,11 +42,6 @@ def result(tokens: int, us: float, model: str = "deepseek-v4-pro", **others) -> 
         **paths,
         **changes,
     }
-
-
-def test_examples_hold():
-    results = doctest.testmod(benchmarks.plot)
-    assert (results.failed, results.attempted > 0) == (0, True)
 
 
 def test_a_curve_is_one_reports_that_with_most_sizes_and_then_the_newest():

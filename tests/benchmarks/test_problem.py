@@ -1,12 +1,10 @@
 """What the benchmark times: its weights, its reference, and the costs that floors come from."""
 
-import doctest
 from dataclasses import replace
 
 import pytest
 import torch
 
-import benchmarks.problem
 from benchmarks.problem import (
     CallCosts,
     MachineRates,
@@ -24,11 +22,6 @@ from tests.pairs import formats
 
 SHAPE = MoEShape(2, 6, 2, 256, 128, 20)
 CPU = torch.device("cpu")
-
-
-def test_examples_hold():
-    results = doctest.testmod(benchmarks.problem)
-    assert (results.failed, results.attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8"])

@@ -35,6 +35,11 @@ ROWS_OF_SHORT_TURNS = 64
 # takes 3.4 % longer (H100, 2026-11-26, benchmarks/LOG.md).
 NUM_UNIT_M_BLOCKS = 8
 MAX_TURN_M_BLOCKS = 2**16
+# A mean of so many tokens per expert and more is compared with rows of tiles only, which are
+# multiples of ROWS_UNIT up to MAX_TILE_ROWS.
+FIRST_ROUNDED_MEAN = 32
+ROWS_UNIT = 8
+MAX_TILE_ROWS = 192
 MAX_INDEX = 2**31 - 1  # TMA coordinates are signed 32-bit
 
 ConfigFields = Mapping[str, int | float | bool | str]
@@ -90,7 +95,7 @@ def rounded_mean(expected: Fraction) -> Fraction:
     >>> [float(rounded_mean(Fraction(n, 8))) for n in (255, 260, 1023, 1025)]
     [31.875, 32.0, 128.0, 128.0]
     """
-    if expected < 32:
+    if expected < FIRST_ROUNDED_MEAN:
         return expected
     unit = 2 ** max(0, int(expected).bit_length() - 7)
     return Fraction(round(expected / unit) * unit)
@@ -98,12 +103,16 @@ def rounded_mean(expected: Fraction) -> Fraction:
 
 def load_key(shape: MoEShape, num_tokens: int) -> Hashable:
     """Numbers of tokens with equal keys get equal fields: tiles' costs are those of the rounded
-    mean, and whatever else compares the mean compares it to whole numbers. Shared experts get every
-    token."""
+    mean, and whatever else compares a large mean compares it to tiles' rows. Shared experts get
+    every token."""
     if shape.num_shared_experts:
         return num_tokens
     expected = shape.expected_tokens_per_expert(num_tokens)
-    return floor(expected), ceil(expected), rounded_mean(expected)
+    rounded = rounded_mean(expected)
+    if expected < FIRST_ROUNDED_MEAN or expected > MAX_TILE_ROWS:
+        return rounded
+    rows = expected / ROWS_UNIT
+    return floor(rows), ceil(rows), rounded
 
 
 def neighbours(values: Sequence[int], chosen: int, reach: int) -> tuple[int, ...]:

@@ -304,11 +304,14 @@ def _expected_cost(
     return cost + kind.lone_m_block_cost * odd
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)
 def _costs_up_to(most: int, tile: tuple[int, int], kind: WeightKind) -> list[float]:
     """`_tiles_cost` by the number of tokens: a deployment's choices ask for each hundreds of times.
-    most: a power of two, so that there are few of these lists."""
-    return [0.0, *(_tiles_cost(n, tile, kind) for n in range(1, most))]
+    most: a power of two, so that there are few of these lists, each half of the next."""
+    if most == 1:
+        return [0.0]
+    half = most // 2
+    return _costs_up_to(half, tile, kind) + [_tiles_cost(n, tile, kind) for n in range(half, most)]
 
 
 def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.choices import load_key
@@ -52,15 +53,22 @@ class ConfigChooser:
         """Of numbers of tokens with equal keys the configs are equal. It costs a small part of
         choosing one."""
         measurement = None
-        if self._tuning is not None:
-            num_sms = dict(self.overrides).get("num_sms", self.num_sms)
-            layer = TunedLayerKey.of(
-                self.shape, device=self._tuning.device, arch=self.arch, num_sms=num_sms
-            )
-            measurement = self._tuning.measurement(layer, expected_tokens)
+        if self._tuned is not None:
+            tuning, layer = self._tuned
+            measurement = tuning.measurement(layer, expected_tokens)
         # Measurements are kept, so that one has one id.
         return load_key(self.shape, expected_tokens), id(measurement)
 
     @property
     def _tuning(self) -> Tuning | None:
         return None if self.gpu is None else find_tuning(self.gpu)
+
+    @cached_property
+    def _tuned(self) -> tuple[Tuning, TunedLayerKey] | None:
+        """The tables, and the layer in them, if they hold anything for it."""
+        tuning = self._tuning
+        if tuning is None:
+            return None
+        num_sms = dict(self.overrides).get("num_sms", self.num_sms)
+        layer = TunedLayerKey.of(self.shape, device=tuning.device, arch=self.arch, num_sms=num_sms)
+        return (tuning, layer) if tuning.measurements(layer) else None

@@ -370,7 +370,7 @@ def _expert_tensors(
     for module, matrix in zip(modules, in_matrices(weights, len(modules) - 1), strict=True):
         for key, tensor in form.stored(matrix).items():
             yield (
-                module + suffixes[key],
+                module + suffixes.get(key, key),
                 tensor.detach().clone(memory_format=torch.contiguous_format),
             )
 

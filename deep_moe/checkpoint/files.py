@@ -92,7 +92,13 @@ class Files:
         if self._last is not None and self._last[:2] == (name, entry):
             return self._last[2]
         with self._reading(name) as part:
-            tensor: torch.Tensor = part[:] if entry is None else part[entry : entry + 1][0]
+            tensor: torch.Tensor
+            if entry is not None:
+                tensor = part[entry : entry + 1][0]
+            elif part.get_shape():
+                tensor = part[:]
+            else:  # a single number has no slices
+                tensor = self._handle(self.file_of[name], name)[0].get_tensor(name)
         self._last = (name, entry, tensor)
         return tensor
 

@@ -15,7 +15,7 @@ import torch
 
 from deep_moe.errors import CheckpointError
 from deep_moe.weights.layers import ExpertWeights, LayerWeights
-from deep_moe.weights.stored_form import StoredForm, Suffixes
+from deep_moe.weights.stored_form import StoredForm, Suffixes, Tensors
 
 from .config import CONFIG_NAME, NUM_EXPERTS_KEYS, count_of_config
 from .files import Files, first_missing, listed
@@ -48,6 +48,8 @@ class Matrix:
             return tensor[first : first + rows * step : step]
         if self.part is not None:
             index, count, dim = self.part
+            if dim == tensor.dim() == 1:  # of whole rows
+                return tensor
             size = self._share(name, tensor, count, dim)
             return tensor.narrow(dim, index * size, size)
         return tensor
@@ -124,8 +126,7 @@ class Layer(ABC):
             declared.refuse(self._labels(first)["weight"])
         self.check_complete(count, source)
         self.files.guard(self.beginnings)
-        self.form = self._form_of(form, first)
-        num_rows, num_columns = self._headers(first)["weight"].shape
+        self.form, (num_rows, num_columns) = self._form_of(form, first)
         if declared is not None and not is_plain:
             declared.check(self._labels(first)["weight"], self.form, self.suffixes)
         self._check_accounted(self.own_names(), self.modules(), self.bias)
@@ -144,11 +145,9 @@ class Layer(ABC):
     def read(self, matrices: Sequence[Matrix], target: ExpertWeights) -> None:
         """Read one expert into tensors [1, ...]."""
         for matrix, own in zip(matrices, in_matrices(target, len(matrices) - 1), strict=True):
-            tensors = {
-                key: matrix.of(name, self.files.read(name, matrix.entry))
-                for key, name in self._names(matrix).items()
-            }
-            self.form.put(self._labels(matrix), self.form.plain(tensors), own)
+            names = self._names(matrix).items()
+            tensors = {key: self.files.read(name, matrix.entry) for key, name in names}
+            self.form.put(self._labels(matrix), self._cut(matrix, self.form, tensors), own)
 
     def has_biases(self) -> bool:
         """Whether all experts have some; an error if only some have."""
@@ -189,20 +188,26 @@ class Layer(ABC):
         return {key: self.files.label(name) for key, name in self._names(matrix).items()}
 
     def _headers(self, matrix: Matrix) -> dict[str, torch.Tensor]:
-        """Types and shapes of what is a matrix's own."""
-        return {
-            key: matrix.of(name, self.files.header(name, matrix.entry))
-            for key, name in self._names(matrix).items()
-        }
+        """Types and shapes of a matrix's tensors, whole ones."""
+        names = self._names(matrix).items()
+        return {key: self.files.header(name, matrix.entry) for key, name in names}
 
-    def _form_of(self, form: type[StoredForm], matrix: Matrix) -> StoredForm:
-        headers, labels = form.plain(self._headers(matrix)), self._labels(matrix)
-        if headers["weight"].dim() != 2:
+    def _cut(
+        self, matrix: Matrix, form: StoredForm | type[StoredForm], tensors: Tensors
+    ) -> dict[str, torch.Tensor]:
+        """What is a matrix's own of tensors."""
+        labels = self._labels(matrix)
+        return {key: matrix.of(labels[key], own) for key, own in form.plain(tensors).items()}
+
+    def _form_of(self, form: type[StoredForm], matrix: Matrix) -> tuple[StoredForm, torch.Size]:
+        """With the shape of the weights' tensor."""
+        headers, labels = self._cut(matrix, form, self._headers(matrix)), self._labels(matrix)
+        shape = headers["weight"].shape
+        if len(shape) != 2:
             raise CheckpointError(
-                f"{labels['weight']} must be a matrix for each expert; got "
-                f"{list(headers['weight'].shape)}"
+                f"{labels['weight']} must be a matrix for each expert; got {list(shape)}"
             )
-        return form.of(labels, headers)
+        return form.of(labels, headers), shape
 
     def _spelling(self, module: str) -> tuple[type[StoredForm], Suffixes]:
         """The known suffixes of which there are the most, of those that go with the type of this
@@ -256,7 +261,7 @@ class Layer(ABC):
 
     def _check_shapes(self, matrices: Sequence[Matrix]) -> None:
         for matrix, size in zip(matrices, self._sizes_of(matrices), strict=True):
-            headers = self.form.plain(self._headers(matrix))
+            headers = self._cut(matrix, self.form, self._headers(matrix))
             self.form.check(self._labels(matrix), headers, *size)
             for suffix in self.form.beside:
                 name = matrix.module + suffix
@@ -281,7 +286,7 @@ class Layer(ABC):
         whole = replace(matrices[0], part=None)
         headers = self._headers(whole)
         form = form_like(headers)
-        own = None if form is None else self._form_of(form, whole)
+        own = None if form is None else self._form_of(form, whole)[0]
         if own != self.form:
             got = "something else" if own is None else own.weights
             scales = ", with other scales" if got == self.form.weights else ""

@@ -78,7 +78,8 @@ class StoredForm(ABC):
     @classmethod
     @abstractmethod
     def stored(cls, matrix: LayerWeights) -> Tensors:
-        """The tensors of a matrix in a checkpoint, by the first spelling; the inverse of `put`."""
+        """The tensors of a matrix in a checkpoint; the inverse of `put`. By the keys of the first
+        spelling, those of `beside` by their suffixes."""
 
     @property
     def scale_block(self) -> tuple[int, int] | None:
@@ -127,6 +128,11 @@ class StoredForm(ABC):
             self.empty(num_experts, num_l1_rows, hidden, device, num_l1_matrices),
             self.empty(num_experts, hidden, intermediate, device, 1),
         )
+
+
+def one_scale(tensor: torch.Tensor) -> torch.Tensor:
+    """A scale of a whole matrix as [1], whether it was [], [1] or [1, 1]."""
+    return tensor.reshape(1) if tensor.numel() == 1 else tensor
 
 
 def check_bytes(name: str, scales: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from deep_moe.checkpoint import load_experts
 from deep_moe.checkpoint.quantization import Declared, quantization_of
 from deep_moe.checkpoint.quantization.patterns import matches, regex_matches
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 
 from .test_formats import LAYER, write
 
@@ -110,9 +111,9 @@ class TestCompressedTensors:
             (INT4 | {"actorder": "static"}, ("int4",), (1, 32)),
             ({"num_bits": 4, "type": "float", "group_size": 32}, ("mxfp4",), (1, 32)),
             ({"num_bits": 8, "type": "float", "group_size": 32}, ("mxfp8", "fp8"), (1, 32)),
-            ({"num_bits": 8, "type": "float", "strategy": "channel"}, ("fp8",), (1, 0)),
-            ({"num_bits": 8, "type": "float", "group_size": -1}, ("fp8",), (1, 0)),
-            ({"num_bits": 8, "type": "float"}, ("fp8",), (0, 0)),
+            ({"num_bits": 8, "type": "float", "strategy": "channel"}, ("fp8",), WHOLE_ROW),
+            ({"num_bits": 8, "type": "float", "group_size": -1}, ("fp8",), WHOLE_ROW),
+            ({"num_bits": 8, "type": "float"}, ("fp8",), WHOLE_MATRIX),
             (
                 {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]},
                 ("fp8",),
@@ -190,8 +191,8 @@ class TestModelOpt:
             ({"quant_algo": "NVFP4", "group_size": 16}, ("nvfp4",), ((1, 16),)),
             ({"quant_algo": "w4a16_nvfp4"}, ("nvfp4",), ((1, 16),)),
             ({"quant_algo": "MXFP8", "group_size": 32}, ("mxfp8", "fp8"), ((1, 32),)),
-            ({"quant_algo": "FP8"}, ("fp8",), ((0, 0), (1, 0))),
-            ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ("fp8",), ((1, 0),)),
+            ({"quant_algo": "FP8"}, ("fp8",), (WHOLE_MATRIX, WHOLE_ROW)),
+            ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ("fp8",), (WHOLE_ROW,)),
             ({"quant_algo": "fp8_pb_wo"}, ("fp8",), ((128, 128),)),
         ],
     )

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 
-from .declared import ALL, Block, Declared, Quantization, patterns_of
+from .declared import Block, Declared, Quantization, patterns_of
 from .patterns import any_matches
 
 METHODS = ("compressed-tensors", "compressed_tensors", "sparseml")
@@ -67,8 +68,6 @@ class CompressedTensors(Quantization):
         weights = _WEIGHTS.get((kind, num_bits, strategy))
         if weights is None or block is None:
             return Declared(words, refusal="weights of this kind are not taken")
-        if (kind, num_bits, strategy) == ("float", 8, "group"):
-            weights = ("mxfp8", "fp8")
         suffixes = {"global_scale": ".weight_global_scale"}
         return Declared(words, weights, (block,), suffixes=suffixes)
 
@@ -98,7 +97,7 @@ def _block(args: Mapping[str, Any]) -> Block | None:
     """Rows and columns that share a scale; None: none that there may be."""
     strategy = args.get("strategy") or _strategy(args)
     if strategy in ("tensor", "channel"):
-        return (ALL if strategy == "tensor" else 1), ALL
+        return WHOLE_MATRIX if strategy == "tensor" else WHOLE_ROW
     if strategy == "block":
         own = args.get("block_structure")
         sides = own.split("x") if isinstance(own, str) else own

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 from deep_moe.weights.stored_form import StoredForm
 
-ALL = 0  # rows or columns that share a scale, where all do
 Block = tuple[int, int]
 
 
@@ -68,12 +68,14 @@ class Quantization(ABC):
 
 def block_words(block: Block) -> str:
     """
-    >>> block_words((1, 32)), block_words((128, 128)), block_words((1, ALL)), block_words((0, 0))
-    ('32 values', '128 x 128 values', 'each row', 'the whole matrix')
+    >>> block_words((1, 32)), block_words((128, 128))
+    ('32 values', '128 x 128 values')
+    >>> block_words(WHOLE_ROW), block_words(WHOLE_MATRIX)
+    ('each row', 'the whole matrix')
     """
+    if block in (WHOLE_ROW, WHOLE_MATRIX):
+        return "each row" if block == WHOLE_ROW else "the whole matrix"
     rows, columns = block
-    if columns == ALL:
-        return "the whole matrix" if rows == ALL else "each row"
     return f"{columns} values" if rows == 1 else f"{rows} x {columns} values"
 
 

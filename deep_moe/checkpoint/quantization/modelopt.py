@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 
-from .declared import ALL, Block, Declared, Quantization, patterns_of
+from .declared import Block, Declared, Quantization, patterns_of
 from .patterns import any_matches
 
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")
 
 _MIXED = "MIXED_PRECISION"
-_ROW, _MATRIX = (1, ALL), (ALL, ALL)
 
 # Formats and blocks of scales, by quant_algo.
 _Allowed = tuple[tuple[str, ...], tuple[Block, ...]]
@@ -27,8 +27,8 @@ ALGORITHMS: dict[str, _Allowed] = {
     "MXFP4": _MXFP4,
     "W4A8_MXFP4_FP8": _MXFP4,
     "MXFP8": (("mxfp8", "fp8"), ((1, 32),)),
-    "FP8": (("fp8",), (_MATRIX, _ROW)),
-    "FP8_PER_CHANNEL_PER_TOKEN": (("fp8",), (_ROW,)),
+    "FP8": (("fp8",), (WHOLE_MATRIX, WHOLE_ROW)),
+    "FP8_PER_CHANNEL_PER_TOKEN": (("fp8",), (WHOLE_ROW,)),
     "FP8_PB_WO": _BLOCKS,
     "FP8_BLOCK_SCALES": _BLOCKS,
 }
@@ -80,6 +80,7 @@ def declared(source: str, config: Mapping[str, Any]) -> Declared | None:
         why = next((why for part, why in _REFUSED.items() if part in name), None)
         return Declared(words, refusal=why or f"it must be one of {', '.join(ALGORITHMS)}")
     weights, blocks = ALGORITHMS[name]
-    if group_size and all(rows == 1 and columns != ALL for rows, columns in blocks):
+    has_groups = all(block[0] == 1 and block != WHOLE_ROW for block in blocks)
+    if group_size and has_groups:
         blocks = ((1, group_size),)
     return Declared(words, weights, blocks, suffixes={"global_scale": ".weight_scale_2"})

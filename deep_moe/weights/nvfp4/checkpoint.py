@@ -1,0 +1,159 @@
+"""NVFP4 weights in checkpoints: of ModelOpt, whose scales of matrices multiply, and of
+compressed-tensors, whose divide. Their names tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from deep_moe.errors import CheckpointError
+
+from ..layers import LayerWeights
+from ..stored_form import Expected, StoredForm, Suffixes, Tensors, one_scale
+
+GROUP_SIZE = 16  # values along K that share a scale
+
+_NAN_BYTE = 0x7F  # of E4M3; those above have a sign
+
+
+@dataclass(frozen=True)
+class StoredNvfp4(StoredForm):
+    """E2M1 [rows, K/2], E4M3 [rows, K/16] and float32 [], by which the products of both are
+    multiplied."""
+
+    weights: ClassVar[str] = "nvfp4"
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.uint8, torch.int8),
+        "scale": (torch.float8_e4m3fn,),
+        "global_scale": (torch.float32,),
+    }
+    values_per_element: ClassVar[int] = 2
+    spellings: ClassVar[tuple[Suffixes, ...]] = (
+        {"weight": ".weight", "scale": ".weight_scale", "global_scale": ".weight_scale_2"},
+    )
+    # What tokens are divided by where they are quantized to NVFP4, too: not a part of the weights.
+    token_scale: ClassVar[str] = ".input_scale"
+
+    @classmethod
+    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
+        return cls()
+
+    @classmethod
+    def plain(cls, tensors: Tensors) -> Tensors:
+        return {**tensors, "global_scale": one_scale(tensors["global_scale"])}
+
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        return layer.global_sf is not None and layer.sf.dtype == torch.float8_e4m3fn
+
+    @property
+    def scale_block(self) -> tuple[int, int]:
+        return 1, GROUP_SIZE
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (self.token_scale,)
+
+    def check_beside(
+        self, suffix: str, name: str, tensor: torch.Tensor, num_rows: int, num_columns: int
+    ) -> None:
+        """Nothing to compare: kernels quantize tokens with scales of their own, or not at all."""
+
+    def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        return {
+            "weight": Expected(
+                self.dtypes["weight"],
+                (num_rows, num_columns // 2),
+                "uint8 or int8, two E2M1 values per byte",
+            ),
+            "scale": Expected(
+                self.dtypes["scale"],
+                (num_rows, num_columns // GROUP_SIZE),
+                f"float8_e4m3fn, one scale per {GROUP_SIZE} values",
+            ),
+            "global_scale": Expected(
+                self.dtypes["global_scale"], (1,), "float32, one scale for the matrix"
+            ),
+        }
+
+    def empty(
+        self,
+        num_experts: int,
+        num_rows: int,
+        num_columns: int,
+        device: torch.device,
+        num_matrices: int,
+    ) -> LayerWeights:
+        size = (num_experts, num_rows)
+        return LayerWeights(
+            torch.empty((*size, num_columns // 2), dtype=torch.int8, device=device),
+            torch.empty(
+                (*size, num_columns // GROUP_SIZE), dtype=torch.float8_e4m3fn, device=device
+            ),
+            torch.empty((num_experts, num_matrices), dtype=torch.float32, device=device),
+        )
+
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
+        _check_scale_bytes(names["scale"], tensors["scale"].view(torch.uint8))
+        assert matrix.global_sf is not None
+        matrix.weight.copy_(tensors["weight"].view(torch.int8))
+        matrix.sf.copy_(tensors["scale"])
+        matrix.global_sf.copy_(self._factor(names["global_scale"], tensors["global_scale"]))
+
+    def _factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        """By which values are multiplied. ModelOpt gives a matrix of zeros the scale 0."""
+        if not bool((scale >= 0) & scale.isfinite()):
+            raise CheckpointError(f"{name} must be a number of at least 0; got {scale.item()}")
+        return scale
+
+    @classmethod
+    def stored(cls, matrix: LayerWeights) -> Tensors:
+        assert matrix.global_sf is not None
+        return {
+            "weight": matrix.weight.view(torch.uint8),
+            "scale": matrix.sf,
+            "global_scale": matrix.global_sf[0],
+        }
+
+
+@dataclass(frozen=True)
+class StoredDivided(StoredNvfp4):
+    """The same, but divided by float32 [1]. The quotient 1 / that is rounded to float32: a relative
+    error of at most 2^-24."""
+
+    spellings: ClassVar[tuple[Suffixes, ...]] = (
+        {
+            "weight": ".weight_packed",
+            "scale": ".weight_scale",
+            "global_scale": ".weight_global_scale",
+        },
+    )
+    token_scale: ClassVar[str] = ".input_global_scale"
+
+    def _factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        factor = scale.double().reciprocal().float()
+        if not bool((scale > 0) & scale.isfinite() & factor.isfinite()):
+            raise CheckpointError(
+                f"{name} must be a positive number whose inverse is one, too; got {scale.item()}"
+            )
+        return factor
+
+
+def _check_scale_bytes(name: str, scales: torch.Tensor) -> None:
+    """Raise if a scale is NaN or has a sign, even that of -0."""
+    wrong = (scales.amax(dim=-1) >= _NAN_BYTE).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        column = int((scales[row] >= _NAN_BYTE).nonzero()[0])
+        byte = int(scales[row, column])
+        what = "NaN" if byte % 128 == _NAN_BYTE else "one with a sign"
+        raise CheckpointError(
+            f"{name} must hold numbers without a sign; got {what} (E4M3 byte {byte:#04x}) in row "
+            f"{row}, column {column}"
+        )
+
+
+FORMS = (StoredNvfp4, StoredDivided)

@@ -78,8 +78,8 @@ def find_headers() -> Headers:
     return Headers(find_library(), find_cutlass(), cuda, cccl, further)
 
 
-def find_library() -> HeaderFolder:
-    """Our own headers: `include/` beside this package, in a source checkout and when installed."""
+def library_path() -> Path:
+    """Our own headers: `include/` beside this package, in a checkout and when installed."""
     path = Path(__file__).resolve().parent.parent / "include"
     if not (path / "deep_moe").is_dir():
         raise MissingPackageError(
@@ -87,6 +87,12 @@ def find_library() -> HeaderFolder:
             "reinstall the package from its wheel: "
             "pip install --force-reinstall --no-deps deep_moe-*.whl"
         )
+    return path
+
+
+def find_library() -> HeaderFolder:
+    """Our own headers."""
+    path = library_path()
     return HeaderFolder(path, f"deep_moe {tree_digest(path)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +11,20 @@ from typing import TYPE_CHECKING
 
 from deep_moe.tokens import token_format
 
+from .cpp_structs import CppStruct, layout_checks
 from .kernel_args import (
-    KernelArgs,
+    ARGS_OF_STEP,
     LowLatencyArgs,
     PrepareInputsArgs,
+    RowsArgs,
     SplitTraceCta,
     ThroughputArgs,
     TraceAnchor,
     TraceCta,
     TraceRecord,
     WaitStatus,
-    layout_checks,
+    kernel_args,
 )
-from .training_args import ARGS_OF_STEP, RowsArgs
 
 if TYPE_CHECKING:
     import jinja2
@@ -100,7 +100,9 @@ def render_kernel(config: MegaMoEConfig) -> str:
         activation=config.activation,
         activation_constants=_constants(config.activation.parameters),
         layout_checks=list(
-            layout_checks(KernelArgs, WaitStatus, TraceRecord, TraceAnchor, TraceCta)
+            layout_checks(
+                kernel_args(target.kernel), WaitStatus, TraceRecord, TraceAnchor, TraceCta
+            )
         ),
     )
 
@@ -151,7 +153,7 @@ def render_throughput(config: ThroughputConfig) -> str:
 def _render_split(
     config: LowLatencyConfig | ThroughputConfig,
     function: str,
-    structs: tuple[type[ctypes.Structure], ...],
+    structs: tuple[type[CppStruct], ...],
 ) -> str:
     """function: of the header library, in the header of its name. structs: the arguments first."""
     return _template("split.cu.j2").render(

@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 
-from .headers import find_library
-from .kernel_args import NO_PEER_RANK, WaitStatus
+from .cpp_structs import CppStruct
+from .headers import library_path
+from .kernel_args import NO_PEER_RANK
 
 _WAIT_HEADER = "deep_moe/sync/wait.cuh"
 _REPORT_S = 1.0  # a kernel writes its report in microseconds, unless it is ended meanwhile
@@ -37,7 +38,7 @@ class StatusCode(IntEnum):
     REPORTING = 8
 
 
-def error_of(status: WaitStatus, rank: int) -> MegaMoEError | None:
+def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
     """The error that `rank`'s status stands for, or None. The kernel may be running."""
     if status.code == StatusCode.OK:
         return None
@@ -94,7 +95,7 @@ def site_text(site: int) -> str:
 @lru_cache(maxsize=1)
 def wait_sites() -> dict[int, str]:
     """Number and text of every enumerator of WaitSite."""
-    header = (find_library().path / _WAIT_HEADER).read_text()
+    header = (library_path() / _WAIT_HEADER).read_text()
     body = re.search(r"enum class WaitSite\b[^{]*\{(.*?)\};", header, re.DOTALL)
     if body is None:
         raise ValueError(f"{_WAIT_HEADER} declares no enum class WaitSite")
@@ -102,7 +103,7 @@ def wait_sites() -> dict[int, str]:
     return {int(number): text for number, text in entries}
 
 
-def missing_ranks(status: WaitStatus) -> list[int]:
+def missing_ranks(status: CppStruct) -> list[int]:
     """Ranks that had not arrived when the wait gave up."""
     ranks = [
         64 * word + bit
@@ -115,7 +116,7 @@ def missing_ranks(status: WaitStatus) -> list[int]:
     return ranks
 
 
-def _missing(status: WaitStatus) -> str:
+def _missing(status: CppStruct) -> str:
     ranks = missing_ranks(status)
     if not ranks:
         return ""

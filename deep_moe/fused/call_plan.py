@@ -25,12 +25,8 @@ from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
 )
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.kernel_args import (
-    BIAS_POINTER_NAMES,
-    RECEIVED_UNEVENLY,
-    KernelArgs,
-    TensorMapImage,
-)
+from deep_moe.jit.cpp_structs import CppStruct
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, TensorMap, kernel_args
 from deep_moe.jit.launch import CudaLauncher
 from deep_moe.targets import EMULATED, Target, target_of
 from deep_moe.targets.config import MegaMoEConfig
@@ -110,7 +106,7 @@ class KnownForms:
     """
 
     forms: tuple[Any, ...]
-    args: dict[int, KernelArgs]
+    args: dict[int, CppStruct]
     occupied: OccupiedMemory
 
 
@@ -187,7 +183,7 @@ def prepare_call(
     stats: torch.Tensor | None,
     options: CallArguments,
     biases: Biases | None = None,
-) -> tuple[CallPlan, KernelArgs]:
+) -> tuple[CallPlan, CppStruct]:
     """Check one rank's arguments and turn them into the kernel's, which are good until the next
     call with the buffer."""
     status = buffer.memory.status
@@ -415,7 +411,7 @@ def _timeout_s(options: CallArguments, buffer: SymmBuffer) -> float:
 
 def args_of_weights(
     plan: CallPlan, buffer: CallMemory, l1_weights: Pair, l2_weights: Pair, biases: Biases | None
-) -> tuple[KernelArgs, OccupiedMemory]:
+) -> tuple[CppStruct, OccupiedMemory]:
     """The arguments with all that does not change from call to call, made once for all that this
     depends on, after a check of the weights; and where no output of the call may lie."""
     weights = (*l1_weights, *l2_weights)
@@ -457,14 +453,14 @@ def _make_args(
     buffer: CallMemory,
     weights: Sequence[torch.Tensor],
     biases: Biases | None,
-) -> KernelArgs:
+) -> CppStruct:
     """weights: of both layers, each with its scales."""
     target_weights = config.target_weights
     expected = target_weights.tensors(buffer.shape.padded)
     for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
         check_tensor(name, tensor, dtype, shape, buffer.device)
     w1, sf1, w2, sf2 = weights
-    args = KernelArgs()
+    args = kernel_args(config.target.kernel)()
     addresses = buffer.memory.addresses
     own_address = addresses[buffer.rank]
     operands = target_weights.operands(config, own_address, (w1, sf1), (w2, sf2))
@@ -473,13 +469,12 @@ def _make_args(
     for name, spec in operands.tensor_maps.items():
         gpu = buffer.gpu
         image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
-        setattr(args, name, TensorMapImage.from_buffer_copy(image))
+        setattr(args, name, TensorMap.from_buffer_copy(image))
     for rank, address in enumerate(addresses):
         args.rank_buffers[rank] = address
     if biases is not None:
         check_biases_form(biases, buffer)
-        for name, bias in zip(BIAS_POINTER_NAMES, biases, strict=True):
-            setattr(args, name, bias.data_ptr())
+        args.l1_biases, args.l2_biases = (bias.data_ptr() for bias in biases)
     args.status = buffer.memory.status_address
     args.rank_idx = buffer.rank
     return args

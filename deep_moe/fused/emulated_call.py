@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from deep_moe.jit.kernel_args import KernelArgs
 from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets.config import MegaMoEConfig
 
@@ -48,7 +47,7 @@ def prepare_launch(
         config.num_threads,
         config.smem_bytes,
         # Of its own: further calls with the buffer may be prepared before this one runs.
-        KernelArgs.from_buffer_copy(args),
+        type(args).from_buffer_copy(args),
         _memory_regions(y, l1_weights, l2_weights, buffer, stats, biases),
         config,
         smem_layout=config.smem_layout,

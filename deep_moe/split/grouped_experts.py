@@ -47,7 +47,8 @@ from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
 from deep_moe.heuristics.shape import MoEShape, require_int
 from deep_moe.heuristics.symm_buffer_layout import work_space_layout
-from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, KernelArgs
+from deep_moe.jit.cpp_structs import CppStruct
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
 from deep_moe.targets import EMULATED, Target, target_of, target_of_device
 from deep_moe.targets.config import MegaMoEConfig
@@ -329,7 +330,7 @@ class GroupedExperts:
             )
             if is_given:
                 occupied.refuse_tensor("out", out)
-            args = KernelArgs.from_buffer_copy(layer_args)
+            args = type(layer_args).from_buffer_copy(layer_args)
             args.y = out.data_ptr()
             args.wait_timeout_ns = self._wait_timeout_ns
             args.num_tokens = num_rows
@@ -507,7 +508,7 @@ class GroupedExperts:
     def _emulate(
         self,
         config: MegaMoEConfig,
-        args: KernelArgs,
+        args: CppStruct,
         read: Mapping[str, torch.Tensor | None],
         out: torch.Tensor,
     ) -> None:

@@ -14,7 +14,7 @@ from deep_moe.fused.gpu import Gpu
 from deep_moe.heuristics.low_latency import LowLatencyConfig
 from deep_moe.heuristics.throughput import ThroughputConfig
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.kernel_args import LowLatencyArgs, ThroughputArgs
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch
 
 SplitConfig: TypeAlias = LowLatencyConfig | ThroughputConfig
@@ -26,7 +26,7 @@ class Launch:
     been launched."""
 
     config: SplitConfig
-    args: LowLatencyArgs | ThroughputArgs
+    args: CppStruct
     read: dict[str, torch.Tensor]
     written: dict[str, torch.Tensor]
 

@@ -29,6 +29,7 @@ from deep_moe.heuristics.low_latency import (
     low_latency_buffer_layout,
 )
 from deep_moe.heuristics.shape import require_int
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import LowLatencyArgs
 
 from .handle import Call, Dispatched, DispatchHandle, Progress
@@ -600,7 +601,7 @@ class LowLatencyAllToAll(SplitLayer):
         self,
         config: LowLatencyConfig,
         call: Call,
-        args: LowLatencyArgs,
+        args: CppStruct,
         read: dict[str, torch.Tensor],
         written: dict[str, torch.Tensor],
     ) -> Launch:
@@ -622,9 +623,7 @@ class LowLatencyAllToAll(SplitLayer):
             )
         return replace(self.shape, token_format=token_format)
 
-    def _args(
-        self, num_tokens: int, topk_idx: torch.Tensor, handle: DispatchHandle
-    ) -> LowLatencyArgs:
+    def _args(self, num_tokens: int, topk_idx: torch.Tensor, handle: DispatchHandle) -> CppStruct:
         memory = self._buffer.memory
         args = LowLatencyArgs()
         for rank, address in enumerate(memory.addresses):

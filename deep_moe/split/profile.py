@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from deep_moe.heuristics.low_latency import Step
-from deep_moe.jit.headers import find_library
+from deep_moe.jit.headers import library_path
 from deep_moe.jit.kernel_args import SplitTraceCta
 from deep_moe.traces.chrome import complete_event, process_name, thread_name, write_events
 from deep_moe.traces.clock import TraceClock
@@ -32,7 +32,7 @@ _CTA_DTYPE = np.dtype(SplitTraceCta)
 @lru_cache(maxsize=1)
 def phases() -> tuple[str, ...]:
     """Their names, by number."""
-    source = (find_library().path / _HEADER).read_text()
+    source = (library_path() / _HEADER).read_text()
     return tuple(re.findall(r"^ +\w+ = \d+, +// (\w+)$", source, re.MULTILINE))
 
 

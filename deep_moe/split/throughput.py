@@ -28,6 +28,7 @@ from deep_moe.heuristics.throughput import (
     ThroughputShape,
     throughput_buffer_layout,
 )
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import ThroughputArgs
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.tokens import token_format as token_format_of
@@ -537,7 +538,7 @@ class AllToAll(SplitLayer):
         self,
         config: ThroughputConfig,
         number: int,
-        args: ThroughputArgs,
+        args: CppStruct,
         read: Mapping[str, torch.Tensor | None],
         written: Mapping[str, torch.Tensor | None],
     ) -> Launch:
@@ -553,7 +554,7 @@ class AllToAll(SplitLayer):
             args.trace = own_written["trace"].data_ptr()
         return Launch(config, args, own_read, own_written)
 
-    def _args(self, handle: AllToAllHandle) -> ThroughputArgs:
+    def _args(self, handle: AllToAllHandle) -> CppStruct:
         memory = self._buffer.memory
         args = ThroughputArgs()
         for rank, address in enumerate(memory.addresses):

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
-# SM90 has no tensor maps of weights and scales, but these pointers.
-WEIGHT_POINTER_NAMES = (
-    "l1_weight_blocks",
-    "l2_weight_blocks",
-    "l1_row_factors",
-    "l2_row_factors",
-)
-
 ConfigFields = Mapping[str, int | float | bool | str]
 
 
@@ -66,7 +58,7 @@ def kernels_of(weights: str, kernel: str) -> tuple[TargetWeights, ...]:
 
 class Operands(NamedTuple):
     """How a kernel reaches its tokens and weights: specs of tensor maps and plain addresses, by the
-    names of KernelArgs."""
+    members of the kernel's arguments (experts/<kernel>/kernel_args.cuh)."""
 
     tensor_maps: Mapping[str, TensorMapSpec]
     addresses: Mapping[str, int]

@@ -26,8 +26,8 @@ from deep_moe.heuristics.training import (
     num_padded_rows,
 )
 from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
-from deep_moe.jit.training_args import (
+from deep_moe.jit.cpp_structs import CppStruct
+from deep_moe.jit.kernel_args import (
     ActivateRowsArgs,
     ActivateRowsBackwardArgs,
     GatherRowsArgs,
@@ -36,6 +36,7 @@ from deep_moe.jit.training_args import (
     RowsArgs,
     ScatterRowsArgs,
 )
+from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 
 from .rows import Rows, aligned
 from .steps import Biases
@@ -292,7 +293,7 @@ def _joined(regions: list[MemoryRegion]) -> list[MemoryRegion]:
     return joined
 
 
-def _rows_args(rows: Rows) -> RowsArgs:
+def _rows_args(rows: Rows) -> CppStruct:
     return RowsArgs(
         rows.offs.data_ptr(), rows.slot_of_row.data_ptr(), rows.offs.shape[0], rows.num_rows
     )

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from deep_moe.jit.headers import find_library
+from deep_moe.jit.headers import library_path
 from deep_moe.jit.kernel_args import TraceCta, TraceRecord
 from deep_moe.traces.chrome import complete_event, process_name, thread_name, write_events
 from deep_moe.traces.clock import TraceClock
@@ -65,7 +65,7 @@ class Names:
 
 @lru_cache(maxsize=2)
 def _names(enum: str) -> Names:
-    source = (find_library().path / _HEADER).read_text()
+    source = (library_path() / _HEADER).read_text()
     body = re.search(rf"enum class {enum}\b[^{{]*\{{(.*?)\}};", source, re.DOTALL)
     if body is None:
         raise ValueError(f"{_HEADER} declares no enum class {enum}")

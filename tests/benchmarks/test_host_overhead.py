@@ -18,7 +18,7 @@ from benchmarks.host_overhead import (
     main,
     summary,
 )
-from deep_moe.jit.kernel_args import KernelArgs, PrepareInputsArgs
+from deep_moe.jit.kernel_args import PrepareInputsArgs, kernel_args
 
 
 class StreamGpu(UndrivenGpu):
@@ -67,7 +67,7 @@ def test_a_call_is_one_launch_with_its_own_arguments_and_stream(layers: Layers) 
         layers.call(i)
         assert launcher.num_launches == before + 1
         args, num_ctas, launched_on = launcher.last
-        assert isinstance(args, KernelArgs)
+        assert isinstance(args, kernel_args("sm90"))
         assert (num_ctas, launched_on) == (132, stream)
         assert args.y == layers.ys[i].data_ptr()
         assert args.l1_weight_blocks == layers.weights[i].l1.weight.data_ptr()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deep_moe import jit
-from deep_moe.jit.kernel_args import TENSOR_MAP_NAMES, KernelArgs, WaitStatus
+from deep_moe.jit.cpp_structs import CppStruct, member_names
+from deep_moe.jit.kernel_args import TensorMap, WaitStatus, kernel_args
 from deep_moe.jit.launch import CudaLauncher
 from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.gpu
 # Copies its argument to y and the status to its end, through a grid barrier that only passes if
 # all CTAs are resident, and with all of its dynamic shared memory.
 SOURCE = """
-#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/experts/sm100/kernel_args.cuh>
 
 extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(128, 1)
-    mega_moe_kernel(const __grid_constant__ deep_moe::KernelArgs args) {
+    mega_moe_kernel(const __grid_constant__ deep_moe::sm100::KernelArgs args) {
     extern __shared__ char smem[];
     smem[NUM_SMEM_BYTES - 1] = 1;
     auto* const y = static_cast<unsigned char*>(args.y);
@@ -38,6 +39,7 @@ extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(128, 1)
 }
 """
 NUM_SMEM_BYTES = 200 * 1024
+ARGS = kernel_args("sm100")
 
 
 def make_launcher() -> tuple[CudaLauncher, int]:
@@ -54,13 +56,14 @@ def make_launcher() -> tuple[CudaLauncher, int]:
     return launcher, num_sms
 
 
-def make_args() -> tuple[KernelArgs, torch.Tensor, torch.Tensor, torch.Tensor]:
-    y = torch.zeros(ctypes.sizeof(KernelArgs), dtype=torch.uint8, device="cuda")
+def make_args() -> tuple[CppStruct, torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = torch.zeros(ctypes.sizeof(ARGS), dtype=torch.uint8, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     status = torch.zeros(ctypes.sizeof(WaitStatus), dtype=torch.uint8, pin_memory=True)
-    args = KernelArgs()
-    for i, name in enumerate(TENSOR_MAP_NAMES):
-        getattr(args, name)[:] = [(i + j) % 256 for j in range(128)]
+    args = ARGS()
+    members = (getattr(args, name) for name in member_names(ARGS))
+    for i, member in enumerate(own for own in members if isinstance(own, TensorMap)):
+        member.bytes[:] = [(i + j) % 256 for j in range(128)]
     args.rank_buffers[0] = counter.data_ptr()
     args.rank_buffers[71] = 0x1234567890ABCDEF
     args.y = y.data_ptr()
@@ -106,7 +109,7 @@ def test_threads_launch_at_once_each_with_its_grid_stream_and_arguments() -> Non
         works.append((args, y, counter, 2 + 2 * i, torch.cuda.Stream()))
     torch.cuda.synchronize()
 
-    def launch(args: KernelArgs, num_ctas: int, stream: int) -> None:
+    def launch(args: CppStruct, num_ctas: int, stream: int) -> None:
         for _ in range(num_launches):
             launcher.launch(args, num_ctas, stream)
 

@@ -18,7 +18,8 @@ import pytest
 from deep_moe import jit
 from deep_moe.activations import Activation
 from deep_moe.heuristics import MoEShape
-from deep_moe.jit.kernel_args import KernelArgs, TensorMapImage, WaitStatus
+from deep_moe.jit.cpp_structs import CppStruct, struct
+from deep_moe.jit.kernel_args import TensorMap, WaitStatus
 from deep_moe.jit.precompiled_headers import HEADER_STOP
 from deep_moe.targets import MegaMoEConfig, choose_config
 
@@ -86,7 +87,7 @@ def config_struct(config: MegaMoEConfig) -> str:
     """The `struct Config` of a rendered kernel, behind the headers of its policies."""
     rendered = jit.render_kernel(config)
     first = rendered.index("#include <deep_moe/activations/")
-    return rendered[first : rendered.index("// The host fills")]
+    return rendered[first : rendered.index("// The host has read")]
 
 
 def aligned_bytes(num_bytes: int) -> np.ndarray:
@@ -120,7 +121,8 @@ class Ranks:
         self.outputs = [aligned_bytes(output_bytes) for _ in ranks]
         self.stats = [np.zeros(config.num_experts_per_rank, np.int32) for _ in ranks]
         self.statuses = [WaitStatus() for _ in ranks]
-        self.tensor_maps: dict[str, TensorMapSpec] = {}  # by their names in KernelArgs
+        self.args_type = struct("deep_moe/layout/kernel_args.cuh", "KernelArgs")
+        self.tensor_maps: dict[str, TensorMapSpec] = {}  # by their names in args_type
 
     def segment(self, rank: int, name: str) -> np.ndarray:
         """A segment of a rank's buffer, in its declared dtype and shape."""
@@ -137,10 +139,10 @@ class Ranks:
         """The control words that a call must leave zero."""
         return self.buffers[rank][self.layout.mark("zeroed_begin") : self.layout.mark("zeroed_end")]
 
-    def args(self, rank: int, *, num_tokens: int = 0, timeout_ns: int = 100 * SECOND) -> KernelArgs:
-        args = KernelArgs()
+    def args(self, rank: int, *, num_tokens: int = 0, timeout_ns: int = 100 * SECOND) -> CppStruct:
+        args = self.args_type()
         for name, spec in self.tensor_maps.items():
-            setattr(args, name, TensorMapImage.from_buffer_copy(spec.encode_emulated()))
+            setattr(args, name, TensorMap.from_buffer_copy(spec.encode_emulated()))
         for i, buffer in enumerate(self.buffers):
             args.rank_buffers[i] = buffer.ctypes.data
         args.y = self.outputs[rank].ctypes.data

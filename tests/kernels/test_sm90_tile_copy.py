@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deep_moe.jit.kernel_args import kernel_args
 from deep_moe.targets.sm90.weights import sm90_tensor_maps
 
 from .layer_case import FITTED
@@ -16,7 +17,7 @@ UNTOUCHED = 0xAA  # in front of the copy
 K_BLOCK_IDX = 1
 
 KERNEL = r"""
-#include <deep_moe/layout/kernel_args.cuh>
+#include <deep_moe/experts/sm90/kernel_args.cuh>
 #include <deep_moe/ptx/fence.cuh>
 #include <deep_moe/ptx/ld_st.cuh>
 #include <deep_moe/ptx/mbarrier.cuh>
@@ -26,7 +27,7 @@ KERNEL = r"""
 using namespace deep_moe;
 
 // y: the stage, as it lies in shared memory.
-extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
+extern "C" __global__ void kernel(const __grid_constant__ sm90::KernelArgs args) {
     extern __shared__ __align__(1024) uint8_t tile[];
     __shared__ uint64_t barrier_word;
     constexpr uint32_t num_bytes = Config::block_m * Config::block_k;
@@ -83,6 +84,7 @@ def test_rows_behind_the_block_are_zero(
 ) -> None:
     config = make_config(300, arch="sm_90a", num_sms=1, intermediate_hidden=256, overrides=tile)
     ranks = make_ranks(config, output_bytes=config.block_m * config.block_k)
+    ranks.args_type = kernel_args("sm90")
     ranks.tensor_maps = sm90_tensor_maps(config, ranks.buffers[0].ctypes.data)
     pool = ranks.segment(0, ("l1_tokens", "l2_tokens")[phase])
     pool[:] = np.random.default_rng(1).integers(1, 256, pool.shape)

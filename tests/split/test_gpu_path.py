@@ -10,6 +10,7 @@ import torch
 from benchmarks.host_overhead import UndrivenGpu
 from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.fused.bounded_cache import BoundedCache
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import LowLatencyArgs
 from deep_moe.jit.status import StatusCode
 from deep_moe.split.low_latency import LowLatencyAllToAll
@@ -28,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             assert options["num_threads"] == 64
 
             class Launcher:
-                def launch(self, args: LowLatencyArgs, num_ctas: int, stream: int) -> None:
+                def launch(self, args: CppStruct, num_ctas: int, stream: int) -> None:
                     launches.append((kernel.name, num_ctas, bytes(args)))
 
             return Launcher()

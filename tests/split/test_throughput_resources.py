@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import pytest
-
 from deep_moe import jit
-from deep_moe.errors import CompileError
 from deep_moe.heuristics.throughput import ThroughputConfig, ThroughputShape
-from deep_moe.jit.kernel_args import ThroughputArgs, layout_checks
 from tests.everyday import parametrize
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/throughput_args.cuh"
@@ -59,19 +53,3 @@ def test_no_spills(arch: str, kind: str) -> None:
         assert resources.stack_bytes == resources.static_smem_bytes == 0
         assert resources.num_registers * config.num_threads <= 65536
         assert "warning" not in compilation.log.lower(), compilation.log
-
-
-@pytest.mark.parametrize("check", list(layout_checks(ThroughputArgs))[::7])
-def test_a_mirror_that_drifts_does_not_compile(monkeypatch: pytest.MonkeyPatch, check) -> None:
-    wrong = replace(check, value=check.value + 8)
-    monkeypatch.setattr("deep_moe.jit.render.layout_checks", lambda *_: iter([wrong]))
-    shape = ThroughputShape(2, 4, 2, 128, 8, 64)
-    with pytest.raises(CompileError, match=f"expects .*{wrong.value}"):
-        compile_kernel(ThroughputConfig(shape, "scalars", 1, "sm_90a"))
-
-
-def test_every_member_of_the_header_is_mirrored_in_order() -> None:
-    body = re.search(r"struct ThroughputArgs \{\n(.*?)\n\};", HEADER.read_text(), re.DOTALL)
-    assert body is not None
-    members = re.findall(r"^\s+(?:const )?\w+\*? (\w+)(?:\[\w+\])?;", body.group(1), re.MULTILINE)
-    assert members == [name for name, *_ in ThroughputArgs._fields_]

@@ -9,7 +9,7 @@ from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.sm90 import BLOCK_N
 from deep_moe.tensor_map import Swizzle, TensorMapSpec
 
-from ..target import WEIGHT_POINTER_NAMES, Operands, TargetWeights, token_data_type
+from ..target import Operands, TargetWeights, token_data_type
 
 if TYPE_CHECKING:
     import torch
@@ -103,12 +103,12 @@ def sm90_tensor_maps(config: MegaMoEConfig, buffer_address: int) -> dict[str, Te
 def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
     """The addresses in KernelArgs of what `transform_weights_for_mega_moe` returns."""
     tensors = {
-        "l1_weights[0]": l1_weights[0],
-        "l2_weights[0]": l2_weights[0],
-        "l1_weights[1]": l1_weights[1],
-        "l2_weights[1]": l2_weights[1],
+        "l1_weight_blocks": ("l1_weights[0]", l1_weights[0]),
+        "l2_weight_blocks": ("l2_weights[0]", l2_weights[0]),
+        "l1_row_factors": ("l1_weights[1]", l1_weights[1]),
+        "l2_row_factors": ("l2_weights[1]", l2_weights[1]),
     }
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.values():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
         if tensor.data_ptr() % BULK_COPY_ALIGNMENT:
@@ -116,5 +116,4 @@ def sm90_weight_pointers(l1_weights: Pair, l2_weights: Pair) -> dict[str, int]:
                 f"{name} must start at a multiple of {BULK_COPY_ALIGNMENT} bytes; "
                 f"got {tensor.data_ptr():#x}"
             )
-    addresses = (tensor.data_ptr() for tensor in tensors.values())
-    return dict(zip(WEIGHT_POINTER_NAMES, addresses, strict=True))
+    return {member: tensor.data_ptr() for member, (_, tensor) in tensors.items()}

@@ -26,12 +26,12 @@ struct Linear<Config, Phase::linear1> {
     static constexpr TraceStep main_loop_step = TraceStep::l1_main_loop;
     static constexpr TraceStep epilogue_step = TraceStep::l1_epilogue;
 
-    static __device__ auto& activations(const KernelArgs& args) { return args.l1_activations; }
-    static __device__ auto& activation_sf(const KernelArgs& args) { return args.l1_activation_sf; }
-    static __device__ auto& weights(const KernelArgs& args) { return args.l1_weights; }
-    static __device__ auto& weight_sf(const KernelArgs& args) { return args.l1_weight_sf; }
-    static __device__ auto& weight_blocks(const KernelArgs& args) { return args.l1_weight_blocks; }
-    static __device__ auto& row_factors(const KernelArgs& args) { return args.l1_row_factors; }
+    static __device__ auto& activations(const auto& args) { return args.l1_activations; }
+    static __device__ auto& activation_sf(const auto& args) { return args.l1_activation_sf; }
+    static __device__ auto& weights(const auto& args) { return args.l1_weights; }
+    static __device__ auto& weight_sf(const auto& args) { return args.l1_weight_sf; }
+    static __device__ auto& weight_blocks(const auto& args) { return args.l1_weight_blocks; }
+    static __device__ auto& row_factors(const auto& args) { return args.l1_row_factors; }
     static __device__ auto& biases(const KernelArgs& args) { return args.l1_biases; }
 };
 
@@ -46,12 +46,12 @@ struct Linear<Config, Phase::linear2> {
     static constexpr TraceStep main_loop_step = TraceStep::l2_main_loop;
     static constexpr TraceStep epilogue_step = TraceStep::l2_epilogue;
 
-    static __device__ auto& activations(const KernelArgs& args) { return args.l2_activations; }
-    static __device__ auto& activation_sf(const KernelArgs& args) { return args.l2_activation_sf; }
-    static __device__ auto& weights(const KernelArgs& args) { return args.l2_weights; }
-    static __device__ auto& weight_sf(const KernelArgs& args) { return args.l2_weight_sf; }
-    static __device__ auto& weight_blocks(const KernelArgs& args) { return args.l2_weight_blocks; }
-    static __device__ auto& row_factors(const KernelArgs& args) { return args.l2_row_factors; }
+    static __device__ auto& activations(const auto& args) { return args.l2_activations; }
+    static __device__ auto& activation_sf(const auto& args) { return args.l2_activation_sf; }
+    static __device__ auto& weights(const auto& args) { return args.l2_weights; }
+    static __device__ auto& weight_sf(const auto& args) { return args.l2_weight_sf; }
+    static __device__ auto& weight_blocks(const auto& args) { return args.l2_weight_blocks; }
+    static __device__ auto& row_factors(const auto& args) { return args.l2_row_factors; }
     static __device__ auto& biases(const KernelArgs& args) { return args.l2_biases; }
 };
 
@@ -109,22 +109,22 @@ class LinearOf {
         return is_first_ ? First::epilogue_step : Second::epilogue_step;
     }
 
-    __device__ const TensorMap& activations(const KernelArgs& args) const {
+    __device__ const TensorMap& activations(const auto& args) const {
         return is_first_ ? First::activations(args) : Second::activations(args);
     }
-    __device__ const TensorMap& activation_sf(const KernelArgs& args) const {
+    __device__ const TensorMap& activation_sf(const auto& args) const {
         return is_first_ ? First::activation_sf(args) : Second::activation_sf(args);
     }
-    __device__ const TensorMap& weights(const KernelArgs& args) const {
+    __device__ const TensorMap& weights(const auto& args) const {
         return is_first_ ? First::weights(args) : Second::weights(args);
     }
-    __device__ const TensorMap& weight_sf(const KernelArgs& args) const {
+    __device__ const TensorMap& weight_sf(const auto& args) const {
         return is_first_ ? First::weight_sf(args) : Second::weight_sf(args);
     }
-    __device__ const void* weight_blocks(const KernelArgs& args) const {
+    __device__ const void* weight_blocks(const auto& args) const {
         return is_first_ ? First::weight_blocks(args) : Second::weight_blocks(args);
     }
-    __device__ const float* row_factors(const KernelArgs& args) const {
+    __device__ const float* row_factors(const auto& args) const {
         return is_first_ ? First::row_factors(args) : Second::row_factors(args);
     }
     __device__ const float* biases(const KernelArgs& args) const {

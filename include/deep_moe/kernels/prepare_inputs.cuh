@@ -26,7 +26,6 @@ namespace deep_moe {
 inline constexpr uint32_t lanes_per_scale = 32 / values_per_chunk;
 inline constexpr uint32_t lanes_per_float_scale = 128 / values_per_chunk;
 
-// Mirrored by jit/kernel_args.py.
 struct PrepareInputsArgs {
     const void* x;             // bf16 [num_chunks * 8]
     const void* topk_idx;      // i64 or i32 [num_slots]

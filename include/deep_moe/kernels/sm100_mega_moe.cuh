@@ -9,11 +9,11 @@
 
 #include "deep_moe/experts/sm100/activation_loader.cuh"
 #include "deep_moe/experts/sm100/epilogue.cuh"
+#include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/mma.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/sm100/weight_loader.cuh"
 #include "deep_moe/kernels/registers.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/math.cuh"

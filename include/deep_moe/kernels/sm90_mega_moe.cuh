@@ -8,12 +8,12 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/sm90/activation_loader.cuh"
+#include "deep_moe/experts/sm90/kernel_args.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/math_warps.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/experts/sm90/weight_loader.cuh"
 #include "deep_moe/kernels/registers.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/cluster.cuh"

@@ -1,5 +1,5 @@
-// What the host hands to the kernel. The Python launcher mirrors these structs field by field, and
-// every rendered kernel asserts their sizes and offsets, so that drift does not compile.
+// What the host hands to the kernel. The Python launcher reads these structs from here
+// (jit/cpp_structs.py), and every rendered kernel asserts their sizes and offsets.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -49,23 +49,9 @@ struct WaitStatus {
 };
 static_assert(sizeof(WaitStatus) == 64);
 
-struct alignas(64) KernelArgs {
-    TensorMap l1_activations;
-    TensorMap l1_activation_sf;
-    TensorMap l1_weights;
-    TensorMap l1_weight_sf;
-    TensorMap l1_output;
-    TensorMap l2_activations;
-    TensorMap l2_activation_sf;
-    TensorMap l2_weights;
-    TensorMap l2_weight_sf;
-    // SM90: weights are plain bytes. Their scales are factors, of each row or of parts of a block,
-    // [num_l1_k_blocks][2][2] instead of [block_n], as Config::Weights says. Else null.
-    // E: the rank's routed experts, then the shared ones.
-    const void* l1_weight_blocks;          // [E][num_l1_n_blocks][num_l1_k_blocks][block_bytes]
-    const void* l2_weight_blocks;          // [E][num_l2_n_blocks][num_l2_k_blocks][block_bytes]
-    const float* l1_row_factors;           // [E][num_l1_n_blocks][block_n]
-    const float* l2_row_factors;           // [E][num_l2_n_blocks][block_n]
+// Of the kernels of all targets. What one reaches tokens and weights by follows in the struct of
+// the same name in its own namespace, experts/<target>/kernel_args.cuh.
+struct KernelArgs {
     uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
     void* y;                               // bf16 [num_tokens, hidden]
     int32_t* cumulative_local_expert_recv_stats;  // [num_experts_per_rank], or null

@@ -1,4 +1,4 @@
-// What the host hands to the low-latency kernels. Mirrored by jit/kernel_args.py.
+// What the host hands to the low-latency kernels.
 #pragma once
 
 #include <cuda/std/cstdint>

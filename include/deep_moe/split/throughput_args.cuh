@@ -1,4 +1,4 @@
-// What the host hands to the throughput kernels. Mirrored by jit/kernel_args.py.
+// What the host hands to the throughput kernels.
 #pragma once
 
 #include <cuda/std/cstdint>

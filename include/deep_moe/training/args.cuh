@@ -1,4 +1,4 @@
-// By-value arguments of the training kernels; mirrored by jit/training_args.py. All tensors are
+// By-value arguments of the training kernels; read by jit/cpp_structs.py. All tensors are
 // contiguous unless a stride is given.
 //
 // Three layouts:

@@ -12,11 +12,11 @@
 
 #include "deep_moe/activations/apply_activation.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
+#include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm100_scale_layout.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/ptx/atomics.cuh"

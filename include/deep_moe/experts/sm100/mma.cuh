@@ -7,6 +7,7 @@
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/descriptors.cuh"
+#include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"

@@ -5,7 +5,7 @@
 
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
+#include "deep_moe/experts/sm100/kernel_args.cuh"
 
 namespace deep_moe::sm100 {
 

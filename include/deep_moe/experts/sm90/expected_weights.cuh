@@ -8,8 +8,8 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm90/kernel_args.cuh"
 #include "deep_moe/experts/sm90/loader_registers.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/bulk_copy.cuh"

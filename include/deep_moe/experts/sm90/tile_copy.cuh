@@ -5,8 +5,8 @@
 
 #include "deep_moe/experts/block.cuh"
 #include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm90/kernel_args.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
-#include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 

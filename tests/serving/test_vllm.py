@@ -347,7 +347,7 @@ def gpt_oss_called_directly(
         )
         for layer, order in (("w13", in_order), ("w2", torch.clone))
     ]
-    sizes = LayerSizes(EXPERTS, TOPK, *GPT_OSS_SIZES.values(), "mxfp4", biases=True)
+    sizes = LayerSizes(EXPERTS, TOPK, *GPT_OSS_SIZES.values(), "mxfp4", "mxfp8", biases=True)
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
         None,
         EXPERTS,

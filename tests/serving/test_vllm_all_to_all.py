@@ -99,7 +99,13 @@ def apply(kernel: Any, own: slice, call: tuple[torch.Tensor, ...], **options: An
 
 def make_layer(group: Any = None, topk: int = TOPK, **options: Any) -> Any:
     return deep_moe.LowLatencyAllToAll(
-        group, MAX_TOKENS, HIDDEN, EXPERTS, topk, device="cpu", **{"format": "bf16", **options}
+        group,
+        MAX_TOKENS,
+        HIDDEN,
+        EXPERTS,
+        topk,
+        device="cpu",
+        **{"token_format": "bf16", **options},
     )
 
 
@@ -135,7 +141,9 @@ def test_what_does_not_go_together_is_refused():
     with world():
         layer = make_layer(token_format="fp8_128")
         kernel = make_kernel(layer)
-        with pytest.raises(ValueError, match="made with format='bf16' for these experts; got one"):
+        with pytest.raises(
+            ValueError, match="made with token_format='bf16' for these experts; got one"
+        ):
             apply(kernel, slice(None), tokens(3, 0))
         steps = kernel.prepare_finalize
         x, topk_weights, ids = tokens(3, 0)

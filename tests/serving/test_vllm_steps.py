@@ -128,7 +128,7 @@ def test_vllms_layer_runs_all_three(in_steps, weights, arch, caplog, monkeypatch
     assert torch.equal(padded[:4], routed[:4])
     assert (padded[4:] == 0).all()
     assert routed.abs().max() > 0.01
-    assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights}, low-latency steps)"]
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({loaded}, low-latency steps)"]
 
 
 def test_layers_share_the_steps_and_a_load_balancer_permutes_their_experts(in_steps):

@@ -183,7 +183,7 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             )
         if own != expected:
             raise ValueError(
-                f"the all-to-all must be made with format={expected!r} for these experts; "
+                f"the all-to-all must be made with token_format={expected!r} for these experts; "
                 f"got one with {own!r}"
             )
 

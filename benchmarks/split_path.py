@@ -181,11 +181,9 @@ class LowLatencyLayer:
         assert result is not None
         if self.zero_copy:
             self.rows = self.all_to_all.get_combine_buffer(result.handle)
-        l1, l2 = self.fused.weights
         biases = bias_arguments(self.fused.biases)
-        self.experts(
-            result.recv_x, result.scales, l1, l2, result.recv_count, out=self.rows, **biases
-        )
+        weights, count = self.fused.weights, result.recv_count
+        self.experts(result.recv_x, result.scales, weights, count, out=self.rows, **biases)
 
     def combine(self) -> None:
         assert self.dispatched is not None
@@ -247,7 +245,7 @@ class ThroughputLayer:
 
     def compute(self) -> None:
         biases = bias_arguments(self.fused.biases)
-        self.rows = self.layer.compute(self.received, *self.fused.weights, **biases)
+        self.rows = self.layer.compute(self.received, self.fused.weights, **biases)
 
     def combine(self) -> None:
         self.layer.combine(self.rows, self.handle, self.tokens.topk_weights, out=self.y)

@@ -122,8 +122,9 @@ class TwoLevelCall:
 
     def __call__(self) -> None:
         x, topk_idx, topk_weights = self.inputs
-        l1, l2 = self._weights
-        self.layer.call(x, topk_idx, topk_weights, l1, l2, out=self.y, activation=self._activation)
+        self.layer.call(
+            *(x, topk_idx, topk_weights, self._weights), out=self.y, activation=self._activation
+        )
 
     def captured(self) -> Callable[[], None]:
         """A replay of the call, which has been made before."""

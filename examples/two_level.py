@@ -54,7 +54,7 @@ def main() -> None:
         (l1[0].to(device), l1[1].to(device)), (l2[0].to(device), l2[1].to(device))
     )
     x, tokens = model_inputs(random_tokens(shape, NUM_TOKENS[rank % 4], seed=rank))
-    y = moe.call(x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device), *weights)
+    y = moe.call(x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device), weights)
     moe.check()
 
     numerics = target_of_device(device).weights_of(shape.weights, shape.token_format).numerics

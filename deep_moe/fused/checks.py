@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deep_moe.biases.per_expert import bias_blocks
-from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.weights.layers import MegaMoEWeights
 
@@ -66,13 +65,15 @@ def require_type(name: str, value: Any, types: Any, allowed: str) -> None:
         raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
 
 
-def check_weights(weights: MegaMoEWeights, buffer: SymmBuffer, arch: str | None) -> None:
-    """Raise unless weights are laid out for a buffer's calls, or for those on `arch`."""
+WEIGHTS_WORDS = "MegaMoEWeights, as transform_weights_for_mega_moe returns them"
+# Of the layers of `MegaMoEWeights`, where an error names them as arguments.
+NAMES_OF_LAYERS = {"l1_weights": "weights.l1", "l2_weights": "weights.l2"}
+
+
+def check_weights(weights: MegaMoEWeights, shape: MoEShape, kernel: str) -> None:
+    """Raise unless weights are laid out for calls of a shape with the kernel."""
     if type(weights) is not MegaMoEWeights:
-        allowed = "MegaMoEWeights, as transform_weights_for_mega_moe returns them"
-        require_type("weights", weights, MegaMoEWeights, allowed)
-    shape = buffer.shape
-    kernel = (buffer.target if arch is None else target_of(arch)).kernel
+        require_type("weights", weights, MegaMoEWeights, WEIGHTS_WORDS)
     if (
         weights.weights != shape.weights
         or weights.token_format != shape.token_format
@@ -80,7 +81,7 @@ def check_weights(weights: MegaMoEWeights, buffer: SymmBuffer, arch: str | None)
     ):
         raise ValueError(
             f"weights must be {shape.weights} weights beside {shape.token_format} tokens for "
-            f"{kernel}, as the buffer and arch say; got {weights.words}"
+            f"{kernel}, as the call's sizes and arch say; got {weights.words}"
         )
 
 

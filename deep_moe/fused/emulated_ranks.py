@@ -12,6 +12,7 @@ from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.jit.launch import RankLaunch, run_emulated
+from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, refuse_shared_memory
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 from deep_moe.weights.layers import MegaMoEWeights
@@ -129,11 +130,13 @@ class EmulatedRanks:
         checked = arguments.get("checked") is not False
         biases_of: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
         biases_of = biases or [(None, None)] * self.shape.num_ranks
+        arch = arguments.get("arch")
+        kernel = (self.buffers[0].target if arch is None else target_of(arch)).kernel
         with used(self.buffers):
             launches = []
             for rank in taking_part:
                 with named_as(_names_of(rank)):
-                    check_weights(weights[rank], self.buffers[rank], arguments.get("arch"))
+                    check_weights(weights[rank], self.shape, kernel)
                     launches.append(
                         prepare_launch(
                             ys[rank],

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.targets import target_of
 from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer
 from .call_plan import prepare_call
 from .checks import (
+    NAMES_OF_LAYERS,
     RECIPE,
     STATISTICS,
     Biases,
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NO_ARGUMENTS: CallArguments = {}
-_NAMES_OF_LAYERS = {"l1_weights": "weights.l1", "l2_weights": "weights.l2"}
 
 
 @with_call_options
@@ -102,7 +103,9 @@ def mega_moe(
     """
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
-    check_weights(weights, sym_buffer, options.get("arch"))
+    arch = options.get("arch")
+    target = sym_buffer.target if arch is None else target_of(arch)
+    check_weights(weights, sym_buffer.shape, target.kernel)
     try:
         call_with_layers(
             "mega_moe",
@@ -119,7 +122,7 @@ def mega_moe(
             options,
         )
     except (TypeError, ValueError) as error:
-        rename_argument(error, _NAMES_OF_LAYERS)
+        rename_argument(error, NAMES_OF_LAYERS)
         raise
 
 

@@ -29,15 +29,18 @@ from deep_moe.fused.call_plan import (
     cuda_launcher,
 )
 from deep_moe.fused.checks import (
+    NAMES_OF_LAYERS,
+    WEIGHT_NAMES,
+    WEIGHTS_WORDS,
     Biases,
-    Pair,
     check_biases_given,
     check_contiguous,
     check_start,
     check_tensor,
+    check_weights,
+    named_as,
     refuse_gradients,
     require_type,
-    transformed_pair,
 )
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import run_rank
@@ -56,6 +59,7 @@ from deep_moe.tensor_memory import refuse_shared_memory
 from deep_moe.tokens import TOKEN_FORMATS, TokenFormat
 from deep_moe.tokens import token_format as token_format_of
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
+from deep_moe.weights.layers import MegaMoEWeights
 
 if TYPE_CHECKING:
     from deep_moe.trial.trace import Recorder
@@ -226,6 +230,7 @@ class GroupedExperts:
         self._wait_timeout_ns = max(1, round(1e9 * timeout_s))
         self._checked = gpu is None if checked is None else checked
         self._schedule_seed = schedule_seed
+        self._kernel = target.kernel
         self._choose = ConfigChooser(
             shape=self.shape,
             arch=target.name,
@@ -276,8 +281,7 @@ class GroupedExperts:
         self,
         x: torch.Tensor,
         scales: torch.Tensor | None,
-        l1_weights: Pair,
-        l2_weights: Pair,
+        weights: MegaMoEWeights,
         expert_count: torch.Tensor,
         expert_begin: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -293,8 +297,8 @@ class GroupedExperts:
         where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with
         token_format "bf16". scales: [.., hidden/128] int32 or float32, or [.., hidden/512] int32,
         as the format says; None with "bf16".
-        l1_weights, l2_weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias:
-        what `transform_biases_for_mega_moe` returned, with biases=True.
+        weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias: what
+        `transform_biases_for_mega_moe` returned, with biases=True.
         expert_count, expert_begin: int32 [local experts], on the device. Experts' rows may lie
         anywhere in x, with gaps between them.
         out: where to write the result, by default a new tensor. Rows that no expert has are not
@@ -308,8 +312,7 @@ class GroupedExperts:
         """
         self._work_space.raise_if_unusable()
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
-        l1_weights = transformed_pair("l1_weights", l1_weights)
-        l2_weights = transformed_pair("l2_weights", l2_weights)
+        check_weights(weights, self.shape, self._kernel)
         is_given = out is not None
         if out is None:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)
@@ -325,9 +328,10 @@ class GroupedExperts:
             return out
         with used([self._work_space]):
             plan = self._find_plan(expected_rows, num_rows)
-            layer_args, occupied = args_of_weights(
-                plan, self._work_space, l1_weights, l2_weights, biases
-            )
+            with named_as(NAMES_OF_LAYERS):
+                layer_args, occupied = args_of_weights(
+                    plan, self._work_space, weights.l1, weights.l2, biases
+                )
             if is_given:
                 occupied.refuse_tensor("out", out)
             args = type(layer_args).from_buffer_copy(layer_args)
@@ -353,10 +357,7 @@ class GroupedExperts:
                 "scales": scales,
                 "expert_count": expert_count,
                 "expert_begin": expert_begin,
-                "l1_weights[0]": l1_weights[0],
-                "l1_weights[1]": l1_weights[1],
-                "l2_weights[0]": l2_weights[0],
-                "l2_weights[1]": l2_weights[1],
+                **dict(zip(WEIGHT_NAMES, weights.tensors, strict=True)),
                 "l1_bias": l1_bias,
                 "l2_bias": l2_bias,
             }
@@ -550,8 +551,7 @@ class GroupedExperts:
 def grouped_experts(
     x: torch.Tensor,
     scales: torch.Tensor | None,
-    l1_weights: Pair,
-    l2_weights: Pair,
+    weights: MegaMoEWeights,
     expert_count: torch.Tensor,
     expert_begin: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -564,13 +564,13 @@ def grouped_experts(
     **options: Any,
 ) -> torch.Tensor:
     """`GroupedExperts` without an object: one is made for each kind of arguments, device and
-    stream, and kept. The arguments are those of its call and, in `options`, of its constructor.
+    stream, and kept. The arguments are those of its call and, in `options`, of its constructor, but
+    for what the weights know.
 
     Args:
         x: as of the call of a `GroupedExperts`.
         scales: as of the call of a `GroupedExperts`.
-        l1_weights: as of the call of a `GroupedExperts`.
-        l2_weights: as of the call of a `GroupedExperts`.
+        weights: as of the call of a `GroupedExperts`.
         expert_count: as of the call of a `GroupedExperts`.
         expert_begin: as of the call of a `GroupedExperts`.
         out: as of the call of a `GroupedExperts`.
@@ -585,6 +585,7 @@ def grouped_experts(
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")
+    require_type("weights", weights, MegaMoEWeights, WEIGHTS_WORDS)
     if "device" in options:
         raise TypeError(f"device must not be given, it is that of x; got {options['device']!r}")
     hidden = x.shape[-1] if x.ndim else 0
@@ -592,7 +593,12 @@ def grouped_experts(
     if max_rows is None:
         max_rows = max(num_rows, 1)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    given = {**options, "biases": l1_bias is not None or l2_bias is not None}
+    given = {
+        "token_format": weights.token_format,
+        **options,
+        "weights": weights.weights,
+        "biases": l1_bias is not None or l2_bias is not None,
+    }
     hashable = {
         name: frozenset(value.items()) if isinstance(value, Mapping) else value
         for name, value in given.items()
@@ -609,8 +615,7 @@ def grouped_experts(
     return experts(
         x,
         scales,
-        l1_weights,
-        l2_weights,
+        weights,
         expert_count,
         expert_begin,
         out,

@@ -11,10 +11,11 @@ import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.fused.buffer import device_for, ranks_of
-from deep_moe.fused.checks import Pair, require_type
+from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.shape import require_int
 from deep_moe.heuristics.throughput import ThroughputShape
 from deep_moe.weights import DEFAULT_WEIGHTS
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .grouped_experts import GroupedExperts
 from .throughput import AllToAll, AllToAllHandle, Received
@@ -197,8 +198,7 @@ class ThroughputMoE:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        l1_weights: Pair,
-        l2_weights: Pair,
+        weights: MegaMoEWeights,
         *,
         x_sf: torch.Tensor | None = None,
         l1_bias: torch.Tensor | None = None,
@@ -208,12 +208,12 @@ class ThroughputMoE:
         """One MoE layer over all ranks: bfloat16 [tokens, hidden].
 
         x, x_sf, topk_idx: as of `AllToAll.dispatch`; tokens may be 0 and may differ between ranks,
-        and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. l1_weights,
-        l2_weights, l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
+        and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. weights,
+        l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
         out: where to write the result, by default a new tensor.
         """
         received, handle = self.dispatch(x, topk_idx, x_sf=x_sf)
-        y = self.compute(received, l1_weights, l2_weights, l1_bias=l1_bias, l2_bias=l2_bias)
+        y = self.compute(received, weights, l1_bias=l1_bias, l2_bias=l2_bias)
         return self.combine(y, handle, topk_weights, out=out)
 
     # The steps of a call, each of which comes once and in this order.
@@ -233,8 +233,7 @@ class ThroughputMoE:
     def compute(
         self,
         received: Received,
-        l1_weights: Pair,
-        l2_weights: Pair,
+        weights: MegaMoEWeights,
         *,
         l1_bias: torch.Tensor | None = None,
         l2_bias: torch.Tensor | None = None,
@@ -243,8 +242,7 @@ class ThroughputMoE:
 
         Args:
             received: what `dispatch` returned.
-            l1_weights: Linear1 of this rank's experts, transformed.
-            l2_weights: Linear2 of this rank's experts, transformed.
+            weights: this rank's experts, transformed.
             l1_bias: transformed biases of Linear1, where there are some.
             l2_bias: those of Linear2.
         """
@@ -252,8 +250,7 @@ class ThroughputMoE:
         return self.experts(
             received.x,
             received.x_sf,
-            l1_weights,
-            l2_weights,
+            weights,
             received.expert_count,
             received.expert_begin,
             self.all_to_all.get_combine_buffer(),

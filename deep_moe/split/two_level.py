@@ -30,14 +30,13 @@ from deep_moe.fused.checks import (
     TOPK_IDX_DTYPES,
     TOPK_WEIGHT_DTYPES,
     WEIGHT_NAMES,
-    Pair,
     check_contiguous,
     check_ids,
     check_statistics,
     check_tensor,
+    check_weights,
     refuse_gradients,
     require_type,
-    transformed_pair,
 )
 from deep_moe.fused.input_preparation import prepare_rows
 from deep_moe.fused.mega_moe import call_with_layers
@@ -50,8 +49,10 @@ from deep_moe.fused.options import (
 )
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
+from deep_moe.targets import target_of
 from deep_moe.tensor_memory import refuse_shared_memory
 from deep_moe.weights import DEFAULT_WEIGHTS
+from deep_moe.weights.layers import MegaMoEWeights
 
 from .domain_groups import (
     NUM_TRANSPORT_SMS,
@@ -100,8 +101,7 @@ class _DomainCall:
     """Calls of the fused kernel inside the domain, but for their tokens. numerics:
     activation, activation_clamp and fast_math."""
 
-    l1_weights: Pair
-    l2_weights: Pair
+    weights: MegaMoEWeights
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     stats: torch.Tensor | None
     numerics: tuple[str | Activation, float | None, bool]
@@ -115,19 +115,19 @@ class _DomainCall:
         num_local_experts: int | None = None,
     ) -> None:
         """With all local experts, or with the first ones."""
-        (w1, sf1), (w2, sf2) = self.l1_weights, self.l2_weights
+        weights = self.weights
         l1_bias, l2_bias = self.biases
         if num_local_experts is not None:
             own = slice(num_local_experts)
-            w1, sf1, w2, sf2 = w1[own], sf1[own], w2[own], sf2[own]
+            weights = weights.with_tensors([tensor[own] for tensor in weights.tensors])
             l1_bias = None if l1_bias is None else l1_bias[own]
             l2_bias = None if l2_bias is None else l2_bias[own]
         expected = min(expected, buffer.shape.num_max_tokens_per_rank)
         call_with_layers(
             "TwoLevelMoE.call",
             y,
-            (w1, sf1),
-            (w2, sf2),
+            weights.l1,
+            weights.l2,
             buffer,
             self.stats,
             *self.numerics,
@@ -303,8 +303,7 @@ class TwoLevelMoE:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        l1_weights: Pair,
-        l2_weights: Pair,
+        weights: MegaMoEWeights,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
@@ -321,8 +320,7 @@ class TwoLevelMoE:
             x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
             topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
             topk_weights: float32 or bfloat16 [tokens, topk].
-            l1_weights: Linear1 of this rank's experts, transformed.
-            l2_weights: Linear2 of this rank's experts, transformed.
+            weights: this rank's experts, transformed.
             cumulative_local_expert_recv_stats: as of `mega_moe`.
             activation: as of `mega_moe`.
             activation_clamp: as of `mega_moe`.
@@ -343,14 +341,14 @@ class TwoLevelMoE:
         self._buffer.raise_if_closed()
         self._transport.raise_if_failed()
         arguments = self._arguments(given_options("call", options))
-        l1_weights = transformed_pair("l1_weights", l1_weights)
-        l2_weights = transformed_pair("l2_weights", l2_weights)
+        arch = arguments.get("arch")
+        target = self._buffer.target if arch is None else target_of(arch)
+        check_weights(weights, self._buffer.shape, target.kernel)
         stats, checked = cumulative_local_expert_recv_stats, is_checked(arguments, self.device)
-        self._check(x, topk_idx, topk_weights, l1_weights, l2_weights, stats, out, checked)
+        self._check(x, topk_idx, topk_weights, weights, stats, out, checked)
 
         inside = _DomainCall(
-            l1_weights,
-            l2_weights,
+            weights,
             (l1_bias, l2_bias),
             stats,
             (activation, activation_clamp, fast_math),
@@ -510,8 +508,7 @@ class TwoLevelMoE:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        l1_weights: Pair,
-        l2_weights: Pair,
+        weights: MegaMoEWeights,
         stats: torch.Tensor | None,
         out: torch.Tensor | None,
         checked: bool,
@@ -540,14 +537,14 @@ class TwoLevelMoE:
         if stats is not None:
             require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
             check_statistics(stats, self._buffer)
-        weights = dict(zip(WEIGHT_NAMES, (*l1_weights, *l2_weights), strict=True))
-        refuse_shared_memory({STATISTICS: stats}, {**given, **weights})
+        of_experts = dict(zip(WEIGHT_NAMES, weights.tensors, strict=True))
+        refuse_shared_memory({STATISTICS: stats}, {**given, **of_experts})
         if out is not None:
             require_type("out", out, torch.Tensor, "a tensor or None")
             check_tensor("out", out, torch.bfloat16, rows, self.device)
             check_contiguous("out", out)
             # Not with x: what a rank needs of its own tokens is staged before `out` is written.
-            refuse_shared_memory({"out": out}, {**weights, STATISTICS: stats})
+            refuse_shared_memory({"out": out}, {**of_experts, STATISTICS: stats})
         if checked:
             check_ids(topk_idx, self.shape.num_experts)
         gpu = self._buffer.gpu

@@ -112,8 +112,8 @@ class RankExperts:
             begin = torch.arange(0, size[0] * size[1], size[1], dtype=torch.int32, device=x.device)
             x = x.flatten(0, 1)
             scales, out = (None if t is None else t.flatten(0, 1) for t in (scales, out))
-        l1, l2 = self.weights.l1, self.weights.l2
-        y = self.experts(x, scales, l1, l2, dispatched.recv_count, begin, out, **self.biases)
+        count = dispatched.recv_count
+        y = self.experts(x, scales, self.weights, count, begin, out, **self.biases)
         return y.view(size)
 
 

@@ -123,7 +123,7 @@ class EmulatedRanks:
         topk_idxs = [own.topk_idx.to(ids) for own in tokens]
         dispatched = self.all_to_all.dispatch(xs, topk_idxs, schedule=schedule)
         ys = [
-            layer.compute(received, *weights, **biases)
+            layer.compute(received, weights, **biases)
             for layer, (received, _), (weights, biases) in zip(
                 self.layers, dispatched, self.operands, strict=True
             )
@@ -218,7 +218,7 @@ def _rank_outputs(
     for tokens in calls:
         x, ids, factors = _inputs(tokens[rank], device)
         received, handle = moe.dispatch(x, ids)
-        out = moe.combine(moe.compute(received, *weights, **biases), handle, factors)
+        out = moe.combine(moe.compute(received, weights, **biases), handle, factors)
         outputs.append(RankOutput(out.cpu(), received.expert_count.cpu()))
         moe.check()
     dist.barrier()  # no rank takes its memory away while another still reads it
@@ -242,7 +242,7 @@ def _rank_trace(
     with record(moe.experts.work_space) as (recorder,):
         for _ in range(num_warmup + 1):
             dist.all_reduce(together)  # so that ranks begin together
-            moe(x, ids, factors, *weights, **biases)
+            moe(x, ids, factors, weights, **biases)
         found = newest_call(moe.all_to_all, recorder)
     moe.check()
     dist.barrier()  # as above

@@ -65,7 +65,7 @@ def _run_rank(
         x = model_inputs(own)[0].to(device)
         routing = own.topk_idx.to(device), own.topk_weights.to(device)
         given: dict[str, Any] = {**biases, **options}
-        y = moe.call(x, *routing, weights.l1, weights.l2, stats, **given)
+        y = moe.call(x, *routing, weights, stats, **given)
         moe.check()
         outputs.append(RankOutput(y.cpu(), stats.cpu()))
     dist.barrier()  # no rank takes its memory away while another still reads it

@@ -105,7 +105,7 @@ GROUPED = {"weights": "bf16", "arch": "sm_90a", "num_sms": 2}
 
 
 def grouped_rows() -> Arguments:
-    rows = {"x": bf16(E, 8, H), "scales": None, **laid_out("bf16")}
+    rows = {"x": bf16(E, 8, H), "scales": None, "weights": transformed("bf16")}
     counts = {"expert_count": torch.full((E,), 1, dtype=torch.int32)}
     return {**rows, **counts, "out": bf16(E, 8, H), "expected_rows": 4}
 
@@ -116,7 +116,7 @@ def grouped_object() -> Call:
 
 
 def grouped_function() -> Call:
-    more: Arguments = {"intermediate_hidden": I, "max_rows": 16, **GROUPED}
+    more: Arguments = {"intermediate_hidden": I, "max_rows": 16, "arch": "sm_90a", "num_sms": 2}
     return deep_moe.grouped_experts, {**grouped_rows(), **more}
 
 
@@ -181,7 +181,7 @@ def throughput_moe() -> deep_moe.ThroughputMoE:
 
 
 def throughput_call() -> Call:
-    given = {"x": bf16(T, H), **routing(), **laid_out("bf16"), "out": bf16(T, H)}
+    given = {"x": bf16(T, H), **routing(), "weights": transformed("bf16"), "out": bf16(T, H)}
     return throughput_moe().__call__, given
 
 
@@ -192,7 +192,7 @@ def throughput_dispatch() -> Call:
 def two_level_call() -> Call:
     layer = deep_moe.TwoLevelMoE(None, None, *SIZES.values(), weights="bf16", device="cpu")
     stats = torch.zeros(E, dtype=torch.int32)
-    given = {"x": bf16(T, H), **routing(), **laid_out("bf16"), "out": bf16(T, H)}
+    given = {"x": bf16(T, H), **routing(), "weights": transformed("bf16"), "out": bf16(T, H)}
     statistics = {"cumulative_local_expert_recv_stats": stats}
     return layer.call, {**given, **statistics, "arch": "sm_90a", "num_sms": 2}
 

@@ -95,7 +95,7 @@ def every_bit(rank: Rank, most: int, weights: str, biases: bool) -> None:
     moe = make(rank, shape)
     counts = (most, 0, most // 2)
     calls = [own_tokens(rank, shape, counts[(seed + rank.idx) % 3], seed) for seed in range(3)]
-    ys = [moe(*given, *operands, **own_biases) for given, _ in calls]
+    ys = [moe(*given, operands, **own_biases) for given, _ in calls]
     rank.synchronize()
     moe.check()
     for y, (_, tokens) in zip(ys, calls, strict=True):
@@ -110,14 +110,14 @@ def replays_differ(rank: Rank, num_replays: int) -> int:
     operands, _ = rank_operands(shape, layer_of(rank, shape), rank.idx, rank.device, rank.arch)
     moe = make(rank, shape)
     calls = [own_tokens(rank, shape, MAX_TOKENS, seed)[0] for seed in range(2)]
-    expected = [moe(*given, *operands).clone() for given in calls]
+    expected = [moe(*given, operands).clone() for given in calls]
     rank.synchronize()
     x, ids, weights = calls[0]
     inputs = (x.clone(), ids.clone(), weights.clone())
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's own thread looks at its events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = moe(*inputs, *operands)
+        y = moe(*inputs, operands)
     num_different = torch.zeros((), dtype=torch.int64, device=rank.device)
     for replay in range(num_replays):
         for tensor, own in zip(inputs, calls[replay % 2], strict=True):
@@ -145,14 +145,14 @@ def too_many_rows(rank: Rank) -> str:
     ids = torch.full_like(ids.repeat(2, 1), shape.num_experts - 1)
 
     def call() -> None:
-        moe(x, ids, weights, *operands)
+        moe(x, ids, weights, operands)
         rank.synchronize()
         moe.check()
 
     with pytest.raises(MegaMoEError) as error:
         call()
     moe.reset()
-    y = moe(*given, *operands)
+    y = moe(*given, operands)
     rank.synchronize()
     moe.check()
     assert is_exact(rank, shape, layer, y, tokens)
@@ -175,7 +175,7 @@ def traced(rank: Rank, most: int) -> dict[str, float]:
     given, _ = own_tokens(rank, shape, most, 0)
     with record(moe.experts.work_space) as (recorder,):
         for _ in range(2):
-            moe(*given, *operands)
+            moe(*given, operands)
         call = newest_call(moe.all_to_all, recorder)
     moe.check()
     spans = call.experts.spans

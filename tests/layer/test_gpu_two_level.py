@@ -95,7 +95,7 @@ def every_bit(rank: Rank, shape: MoEShape, arguments: dict[str, Any]) -> None:
     moe = make(rank, shape, **arguments)
     calls = [own_tokens(rank, shape, seed) for seed in range(3)]
     more = {**biases, **options(rank)}
-    ys = [moe.call(*given, weights.l1, weights.l2, **more) for given, _ in calls]
+    ys = [moe.call(*given, weights, **more) for given, _ in calls]
     moe.check()
     for y, (_, tokens) in zip(ys, calls, strict=True):
         assert is_exact(rank, shape, layer, y, tokens)
@@ -115,14 +115,14 @@ def replays_differ(rank: Rank, shape: MoEShape, num_replays: int) -> int:
         device = rank.device
         given = (x.to(device), tokens.topk_idx.to(device), tokens.topk_weights.to(device))
         calls.append(given)
-    expected = [moe.call(*given, *weights).clone() for given in calls for _ in range(2)][::2]
+    expected = [moe.call(*given, weights).clone() for given in calls for _ in range(2)][::2]
     moe.check()
     x, ids, weights_of_ids = calls[0]
     inputs = (x.clone(), ids.clone(), weights_of_ids.clone())
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's own thread looks at its events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = moe.call(*inputs, *weights)
+        y = moe.call(*inputs, weights)
     num_different = 0
     for replay in range(num_replays):
         for tensor, own in zip(inputs, calls[replay % 2], strict=True):
@@ -151,15 +151,15 @@ def too_many_tokens(rank: Rank) -> list[str]:
     for exact_sizes in (False, True):
         moe = make(rank, shape, num_max_foreign_tokens=2, exact_sizes=exact_sizes)
         if rank.is_gpu and not exact_sizes:
-            y = moe.call(x, many, routing_weights, *weights)
+            y = moe.call(x, many, routing_weights, weights)
             with pytest.raises(ForeignTokensError) as caught:
                 moe.check()
             assert y.isnan().all()
         else:
             with pytest.raises(ForeignTokensError) as caught:
-                moe.call(x, many, routing_weights, *weights, **options(rank))
+                moe.call(x, many, routing_weights, weights, **options(rank))
         messages.append(str(caught.value))
-        assert (moe.call(x, few, routing_weights, *weights, **options(rank)) == 0).all()
+        assert (moe.call(x, few, routing_weights, weights, **options(rank)) == 0).all()
         moe.check()
         rank.barrier()
         moe.close()
@@ -173,13 +173,13 @@ def lost_domain(rank: Rank) -> str:
     moe = make(rank, SHAPE, exact_sizes=True, timeout_s=TIMEOUT_S)
     given, _ = own_tokens(rank, SHAPE)
     # NCCL's first transport lets the host wait, for as long as NCCL likes.
-    moe.call(*given, *weights, **options(rank))
+    moe.call(*given, weights, **options(rank))
     moe.check()
     if rank.idx == 1:
         time.sleep(4 * TIMEOUT_S)  # whose group the other one waits in
         return ""
     with pytest.raises(LostDomainError) as caught:
-        moe.call(*given, *weights, **options(rank))
+        moe.call(*given, weights, **options(rank))
     return str(caught.value)
 
 

@@ -79,7 +79,7 @@ def called_directly(
     )
     transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, **pair)
     sent = all_to_all.dispatch(x, ids)
-    rows = experts(sent.recv_x, sent.scales, *transformed, sent.recv_count)
+    rows = experts(sent.recv_x, sent.scales, transformed, sent.recv_count)
     y = all_to_all.combine(rows, ids, topk_weights, sent.handle)
     all_to_all.close()
     experts.close()

@@ -102,14 +102,14 @@ class Case:
         )
 
     def weights(self) -> dict[str, Any]:
-        l1, l2 = deep_moe.transform_weights_for_mega_moe(
+        transformed = deep_moe.transform_weights_for_mega_moe(
             self.layer.l1,
             self.layer.l2,
             arch=self.arch,
             weights=self.shape.weights,
             token_format=self.shape.token_format,
         )
-        given: dict[str, Any] = {"l1_weights": l1, "l2_weights": l2}
+        given: dict[str, Any] = {"weights": transformed}
         biases = self.layer.biases_of_rank(0, self.shape, self.arch)
         if biases is not None:
             given |= {"l1_bias": biases[0], "l2_bias": biases[1]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ KEPT_BY: dict[str, tuple[Any, Any]] = {
     "checked": (True, False),
     "schedule_seed": (1, 2),
 }
-OF_TENSORS = ("hidden", "num_local_experts", "biases", "device")
+OF_TENSORS = ("hidden", "num_local_experts", "weights", "biases", "device")
 
 
 def test_every_argument_of_a_kept_object_has_values_to_try() -> None:
@@ -211,14 +212,15 @@ def test_no_argument_is_forgotten_by_the_function(
     monkeypatch.setattr(grouped_experts, "GroupedExperts", Recorder)
     monkeypatch.setattr(grouped_experts, "_kept", BoundedCache(16))
 
+    weights = deep_moe.empty_weights_for_mega_moe(1, 128, 128)
+
     def call(value: Any) -> Any:
         own = {key: values[0] for key, values in KEPT_BY.items()} | {name: value}
         device = own["device"]
         made: Any = deep_moe.grouped_experts(
             torch.empty(4, own["hidden"], device=device),
             None,
-            (torch.empty(0), torch.empty(0)),
-            (torch.empty(0), torch.empty(0)),
+            replace(weights, weights=own["weights"]),
             torch.empty(own["num_local_experts"], device=device),
             l1_bias=torch.empty(0) if own["biases"] else None,
             **{key: kept for key, kept in own.items() if key not in OF_TENSORS},
@@ -399,3 +401,23 @@ def test_size_is_known_before() -> None:
     case = exact_case("sm_90a", (5, 9))
     with case.experts() as experts:
         assert experts.nbytes == deep_moe.grouped_experts_workspace_size(14, 384, 256, 2)
+
+
+def test_weights_of_another_kind_are_refused_by_name() -> None:
+    case = exact_case("sm_100a", (5, 9))
+    arguments = given(case)
+    weights = arguments["weights"]
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ((weights.l1, weights.l2), TypeError, "weights must be MegaMoEWeights, as .*; got tuple"),
+        (
+            replace(weights, kernel="sm90"),
+            ValueError,
+            "weights must be mxfp4 .* for sm100, .* sm90",
+        ),
+        (replace(weights, weights="fp8"), ValueError, "weights must be mxfp4 .*; got fp8 weights"),
+        (weights.expert(0), ValueError, r"weights.l1\[0\] must have shape"),
+    ]
+    with case.experts() as experts:
+        for wrong, error, words in refused:
+            with pytest.raises(error, match=words):
+                experts(**{**arguments, "weights": wrong})

@@ -34,15 +34,15 @@ def case_here(weights: str = "mxfp4", **more: Any) -> Case:
 
 def on_gpu(case: Case, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     x, scales = case.padded(NUM_ROWS)
-    weights = {
-        name: tuple(t.cuda() for t in value) if isinstance(value, tuple) else value.cuda()
-        for name, value in case.weights().items()
-    }
+    given = case.weights()
+    weights = given.pop("weights")
+    biases = {name: bias.cuda() for name, bias in given.items()}
     return {
         "x": x.cuda(),
         "scales": None if scales is None else scales.cuda(),
         "expert_count": torch.tensor(counts, dtype=torch.int32, device="cuda"),
-        **weights,
+        "weights": weights.with_tensors([tensor.cuda() for tensor in weights.tensors]),
+        **biases,
     }
 
 

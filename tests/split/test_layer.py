@@ -76,7 +76,7 @@ def test_its_tokens_go_to_fp8_experts_as_they_are() -> None:
     """Float32 scales of any size, and no quantization between dispatch and experts."""
     shape = MoEShape(1, 4, 2, 256, 128, 4, weights="fp8", token_format="fp8_128")
     weights = random_layer(shape, scale_block=(128, 128))
-    l1, l2 = deep_moe.transform_weights_for_mega_moe(
+    transformed = deep_moe.transform_weights_for_mega_moe(
         weights.l1, weights.l2, arch="sm_90a", weights="fp8", token_format="fp8_128"
     )
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -87,7 +87,7 @@ def test_its_tokens_go_to_fp8_experts_as_they_are() -> None:
     experts = deep_moe.GroupedExperts(
         8, 256, 128, 4, weights="fp8", token_format="fp8_128", arch="sm_90a", device="cpu"
     )
-    y = experts(tokens, scales, l1, l2, count)
+    y = experts(tokens, scales, transformed, count)
     out = layer.combine(y, ids, topk_weights, meta)
     values, floats = quantize_e4m3_float(x)
     bounds = reference_bounds(

@@ -30,13 +30,13 @@ def layer_of(**changes: Any) -> ThroughputMoE:
 def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable() -> None:
     """Also with a result tensor of the caller's, and without tokens."""
     weights = exact_layer(SHAPE, scale_block=ON_TARGET.scale_block)
-    (l1, l2), biases = rank_operands(SHAPE, weights, 0, torch.device("cpu"), ARCH)
+    operands, biases = rank_operands(SHAPE, weights, 0, torch.device("cpu"), ARCH)
     assert not biases
     with layer_of(max_recv_rows=8) as layer:
         for num_tokens in (4, 5, 0, 3):
             x, tokens = model_inputs(exact_tokens(SHAPE, num_tokens, seed=num_tokens))
             out = torch.full((num_tokens, 256), torch.nan, dtype=torch.bfloat16)
-            arguments = x, tokens.topk_idx, tokens.topk_weights, l1, l2
+            arguments = x, tokens.topk_idx, tokens.topk_weights, operands
             if num_tokens == 5:
                 with pytest.raises(MegaMoEError, match=r"rank 0 would get 10 .* 8"):
                     layer(*arguments, out=out)
@@ -83,6 +83,6 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
 
 def test_what_is_no_dispatch_is_not_computed() -> None:
     with layer_of() as layer, pytest.raises(TypeError, match="received must be what a dispatch"):
-        layer.compute(torch.zeros(3, 256), None, None)  # type: ignore[arg-type]
+        layer.compute(torch.zeros(3, 256), None)  # type: ignore[arg-type]
     assert "ThroughputMoE" in repr(layer)
     assert layer.nbytes > 0

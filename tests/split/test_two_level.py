@@ -104,7 +104,7 @@ def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None
             more = {"num_unused_slots": call}
             x, tokens = tokens_of(shape, True, rank, **more)
             stats = torch.zeros(shape.num_experts_per_rank, dtype=torch.int32)
-            y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, stats, **CALL)
+            y = moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, stats, **CALL)
             assert compare(y, bounds_of(shape, 2, rank // 2, layer, tokens).y).is_exact
             named = [tokens_of(shape, True, other, **more)[1].topk_idx for other in range(4)]
             local = torch.cat([ids.flatten() for ids in named]) - 2 * rank
@@ -126,7 +126,7 @@ def test_a_random_layer_is_one_domains_but_for_the_rounding_of_partial_sums(run_
         weights, _ = rank_operands(SHAPE, layer, rank, CPU, ARCH)
         x, tokens = tokens_of(SHAPE, False, rank, num_unused_slots=1)
         tokens = name_twice(tokens)
-        y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+        y = moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL)
         assert compare(y, bounds_of(SHAPE, 2, rank // 2, layer, tokens)).is_right
         whole = one_domain(SHAPE, layer, rank, tokens)
         domains = [(tokens.topk_idx // 4 == domain).any(dim=1) for domain in range(2)]
@@ -158,12 +158,12 @@ def test_more_domains_than_slots(run_ranks, exact_sizes) -> None:
         moe = make_layer(shape, 3, CPU, num_chunks=2, exact_sizes=exact_sizes)
         weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
         x, tokens = tokens_of(shape, True, rank)
-        y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+        y = moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL)
         assert compare(y, bounds_of(shape, 3, rank, layer, tokens).y).is_exact
         dist.barrier()
         moe.close()
         with pytest.raises(ValueError, match="closed"):
-            moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+            moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL)
 
     run_ranks(3, work)
 
@@ -181,7 +181,7 @@ def test_other_formats_and_biases(run_ranks, weights) -> None:
         x, tokens = tokens_of(shape, True, rank)
         out = torch.empty_like(x)
         routing = tokens.topk_idx.int(), tokens.topk_weights
-        assert moe.call(x, *routing, *operands, out=out, **biases, **CALL) is out
+        assert moe.call(x, *routing, operands, out=out, **biases, **CALL) is out
         assert compare(out, bounds_of(shape, 2, rank, layer, tokens).y).is_exact
         dist.barrier()
         moe.close()
@@ -217,7 +217,7 @@ def test_a_call_has_as_many_small_kernels_as_its_cost_says(run_ranks) -> None:
         for num_chunks in (1, 3):
             moe = make_layer(shape, 2, CPU, num_chunks=num_chunks)
             with SmallKernels() as small:
-                moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+                moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL)
             numbers.append(small.number)
             dist.barrier()
             moe.close()
@@ -243,9 +243,9 @@ def test_too_many_foreign_tokens_are_an_error_on_all_ranks_and_the_layer_goes_on
         for exact_sizes in (False, True):
             moe = make_layer(SHAPE, 2, CPU, num_max_foreign_tokens=2, exact_sizes=exact_sizes)
             with pytest.raises(ForeignTokensError) as caught:
-                moe.call(x, many, torch.ones(4, 3), *weights, **CALL)
+                moe.call(x, many, torch.ones(4, 3), weights, **CALL)
             messages.append(str(caught.value))
-            y = moe.call(x, few, torch.ones(4, 3), *weights, **CALL)
+            y = moe.call(x, few, torch.ones(4, 3), weights, **CALL)
             assert (y == 0).all()
             dist.barrier()
             moe.close()
@@ -270,7 +270,7 @@ def test_a_domain_that_is_lost_is_named(run_ranks) -> None:
         if rank // 2 == 1:
             return ""
         x, tokens = tokens_of(SHAPE, True, rank)
-        arguments = x, tokens.topk_idx, tokens.topk_weights, *weights
+        arguments = x, tokens.topk_idx, tokens.topk_weights, weights
         with pytest.raises(LostDomainError) as caught:
             moe.call(*arguments, **CALL)
         with pytest.raises(LostDomainError, match="make the groups and the layer anew"):
@@ -295,7 +295,7 @@ def test_a_rank_that_is_lost_is_named_to_those_who_wait_for_who_knew_it(run_rank
             return ""
         x, tokens = tokens_of(SHAPE, True, rank)
         with pytest.raises((LostDomainError, MegaMoETimeoutError)) as caught:
-            moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL, timeout_s=6.0)
+            moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL, timeout_s=6.0)
         time.sleep(5.0)  # whose store the others ask lives on
         return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -327,20 +327,20 @@ def test_what_is_refused(run_ranks) -> None:
         moe = TwoLevelMoE(*groups, *sizes)
         x, weights = torch.zeros(2, 256).bfloat16(), torch.ones(2, 3)
         nobody, many = torch.full((2, 3), -1), torch.zeros(10, 256).bfloat16()
-        pair = (torch.zeros(1), torch.zeros(1))
+        experts = deep_moe.empty_weights_for_mega_moe(2, 256, 128)
         with pytest.raises(ValueError, match="topk_idx must hold expert ids 0 to 7"):
-            moe.call(x, nobody + 9, weights, pair, pair)
+            moe.call(x, nobody + 9, weights, experts)
         with pytest.raises(ValueError, match="x must have at most num_max_tokens_per_rank"):
-            moe.call(many, torch.full((10, 3), -1), torch.ones(10, 3), pair, pair)
+            moe.call(many, torch.full((10, 3), -1), torch.ones(10, 3), experts)
         wants_gradient = x.clone().requires_grad_()
         with pytest.raises(ValueError, match="x must not require a gradient"):
-            moe.call(wants_gradient, nobody, weights, pair, pair)
+            moe.call(wants_gradient, nobody, weights, experts)
         with pytest.raises(TypeError, match="out must be torch"):
-            moe.call(x, nobody, weights, pair, pair, out=torch.zeros(2, 256))
+            moe.call(x, nobody, weights, experts, out=torch.zeros(2, 256))
         with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
-            moe.call(x, nobody, weights, pair, pair, chunks=1)
+            moe.call(x, nobody, weights, experts, chunks=1)
         with pytest.raises(ValueError, match=r"accumulate must be False: .* got True"):
-            moe.call(x, nobody, weights, pair, pair, accumulate=True)
+            moe.call(x, nobody, weights, experts, accumulate=True)
         dist.barrier()
         moe.close()
 
@@ -355,22 +355,22 @@ def test_what_a_rank_alone_is_refused() -> None:
     with pytest.raises(MemoryError, match="what the given sizes take, is more than this machine"):
         TwoLevelMoE(None, None, 4, 2**60, 2, 256, 128, device="cpu")
     moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu")
-    pair = (torch.zeros(1), torch.zeros(1))
+    experts = deep_moe.empty_weights_for_mega_moe(4, 256, 128)
     given = {"x": torch.zeros(2, 256).bfloat16(), "topk_idx": torch.full((2, 2), -1)}
     given["topk_weights"] = torch.ones(2, 2)
     for name, tensor in given.items():  # on another device an operator has shapes and no values
         with pytest.raises(ValueError, match=f"{name} must be on cpu.*; got meta"):
-            moe.call(*{**given, name: tensor.to("meta")}.values(), pair, pair)
+            moe.call(*{**given, name: tensor.to("meta")}.values(), experts)
     with pytest.raises(ValueError, match=r"x must be 2-dimensional .*; got shape \(\)"):
-        moe.call(**{**given, "x": torch.tensor(1.0)}, l1_weights=pair, l2_weights=pair)
+        moe.call(**{**given, "x": torch.tensor(1.0)}, weights=experts)
     moe.close()
 
 
 def test_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would stage its tokens over those of the first."""
     moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu")
-    pair = (torch.zeros(1), torch.zeros(1))
-    given = (torch.zeros(2, 256).bfloat16(), torch.full((2, 2), -1), torch.ones(2, 2), pair, pair)
+    experts = deep_moe.empty_weights_for_mega_moe(4, 256, 128)
+    given = (torch.zeros(2, 256).bfloat16(), torch.full((2, 2), -1), torch.ones(2, 2), experts)
     found: list[BaseException] = []
 
     def call_too() -> None:
@@ -398,7 +398,7 @@ def test_a_rank_alone_is_one_domain() -> None:
     moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu", num_chunks=2)
     weights, _ = rank_operands(shape, layer, 0, CPU, ARCH)
     x, tokens = tokens_of(shape, True, 0)
-    y = moe.call(x, tokens.topk_idx, tokens.topk_weights, *weights, **CALL)
+    y = moe.call(x, tokens.topk_idx, tokens.topk_weights, weights, **CALL)
     assert compare(y, bounds_of(shape, 1, 0, layer, tokens).y).is_exact
     moe.check()
     moe.close()

@@ -87,7 +87,7 @@ def run_case(rank: int, seed: int) -> list[bool]:
         options = {"arch": ARCH, "num_sms": 2, "checked": choose.random() < 0.5}
         had_room.append(not rows_lack(moe.shape, given))
         with nullcontext() if had_room[-1] else pytest.raises(ForeignTokensError):
-            y = moe.call(x, tokens.topk_idx.to(dtype), tokens.topk_weights, *weights, **options)
+            y = moe.call(x, tokens.topk_idx.to(dtype), tokens.topk_weights, weights, **options)
         if had_room[-1]:
             domain = rank * num_domains // NUM_RANKS
             expected = bounds_of(shape, num_domains, domain, layer, tokens).y

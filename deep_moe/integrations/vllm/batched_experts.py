@@ -89,12 +89,10 @@ class DeepMoEBatchedExperts(DeepMoEKernel):
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
         # the one that its replays need.
         rows = num_topk * mean_tokens_of_step(self.moe_config, num_tokens, self.num_sharers)
-        weights = served.whole_weights()
         self.experts(
             hidden_states,
             a1q_scale,
-            weights.l1,
-            weights.l2,
+            served.whole_weights(),
             expert_tokens_meta.expert_num_tokens,
             out=output,
             l1_bias=served.biases and served.biases.l1,

@@ -74,6 +74,31 @@ def test_shapes_and_strides(
         event.current_stream_wait()
 
 
+def test_combine_finds_rows_by_their_expert(buffer: Buffer) -> None:
+    """In whatever slot it names them, as DeepEP's does."""
+    ids = torch.tensor([[0, 3, 5], [4, -1, 2], [1, 2, 3], [-1, -1, -1]])
+    weights = torch.tensor([[1.0, 10, 100], [2, 20, 200], [3, 30, 300], [4, 40, 400]])
+    x = torch.ones(4, HIDDEN).bfloat16()
+    recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+        x, ids, NUM_TOKENS, NUM_EXPERTS, use_fp8=False
+    )
+    assert isinstance(recv_x, torch.Tensor)
+    recv_x *= torch.arange(1, NUM_EXPERTS + 1)[:, None, None]  # by expert
+    wanted = (weights * torch.where(ids < 0, 0, ids + 1)).sum(1)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 0, 2]):
+        y, _, _ = buffer.low_latency_combine(recv_x, ids[:, order], weights[:, order], handle)
+        assert torch.equal(y, wanted.bfloat16()[:, None].expand_as(y))
+    fewer = torch.where(ids == 3, -1, ids)[:, [2, 1, 0]]
+    y, _, _ = buffer.low_latency_combine(recv_x, fewer, weights[:, [2, 1, 0]], handle)
+    wanted -= (weights * (ids == 3)).sum(1) * 4
+    assert torch.equal(y, wanted.bfloat16()[:, None].expand_as(y))
+    with pytest.raises(TypeError, match="topk_idx must be"):
+        buffer.low_latency_combine(recv_x, ids.float(), weights, handle)
+    with pytest.raises(ValueError, match="topk_weights must"):
+        buffer.low_latency_combine(recv_x, ids.clone(), weights[:, :2], handle)
+    buffer.destroy()
+
+
 def test_waiting_is_counted(buffer: Buffer) -> None:
     x, ids = torch.randn(2, HIDDEN).bfloat16(), torch.tensor([[0, 1, -1], [5, 0, 2]])
     dispatch_cost, combine_cost = (torch.zeros(1, dtype=torch.int64) for _ in range(2))

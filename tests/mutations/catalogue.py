@@ -1082,6 +1082,13 @@ SM90_MUTATIONS = (
         arguments={"arch": "sm_90a", "num_shared": 0, "counts": (40, 9)},
     ),
     M(
+        "zero_is_added_to_rows_that_stay",
+        removed("kept_row"),
+        "result",
+        test="test_accumulate::test_what_y_holds_is_added",
+        arguments={"arch": "sm_90a", "num_shared": 0, "counts": (40, 9)},
+    ),
+    M(
         "slots_behind_y_not_shifted",
         replaced("combined_slot", "- Chunks::first_slot", ""),
         "result|race|misuse",

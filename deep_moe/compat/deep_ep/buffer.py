@@ -50,13 +50,38 @@ class LowLatencyHandle(tuple[Any, ...]):
     """
 
     dispatched: DispatchHandle
+    topk_idx: torch.Tensor
 
     @classmethod
-    def of_dispatch(cls, result: Dispatched, shape: LowLatencyShape) -> LowLatencyHandle:
+    def of_dispatch(
+        cls, result: Dispatched, shape: LowLatencyShape, topk_idx: torch.Tensor
+    ) -> LowLatencyHandle:
         sizes = (shape.num_max_tokens_per_rank, shape.hidden, shape.num_experts)
         handle = cls((result.src_info, result.layout_range, *sizes))
         handle.dispatched = result.handle
+        handle.topk_idx = topk_idx
         return handle
+
+
+def _in_slots_of(dispatched_idx: torch.Tensor, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
+    """topk_idx and topk_weights with each expert in the slot in which it was dispatched: DeepEP
+    finds rows by expert, deep_moe's combine by slot. What does not fit is left as it is, for
+    combine to refuse."""
+    if topk_idx is dispatched_idx:
+        return topk_idx, topk_weights
+    for tensor in (topk_idx, topk_weights):
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != dispatched_idx.shape:
+            return topk_idx, topk_weights
+        if tensor.device != dispatched_idx.device:
+            return topk_idx, topk_weights
+    if topk_idx.dtype != dispatched_idx.dtype or topk_weights.dtype != torch.float32:
+        return topk_idx, topk_weights
+    # [tokens, slot of combine, slot of dispatch]
+    is_same = (topk_idx[:, :, None] == dispatched_idx[:, None, :]) & (topk_idx >= 0)[:, :, None]
+    is_sent, slots = is_same.max(dim=2)
+    weights = torch.zeros_like(topk_weights).scatter_add_(1, slots, topk_weights * is_sent)
+    is_wanted = torch.zeros_like(topk_weights).scatter_add_(1, slots, is_sent.float()) > 0
+    return torch.where(is_wanted, dispatched_idx, -1), weights
 
 
 class Buffer:
@@ -272,7 +297,7 @@ class Buffer:
             )
         event = self._run(layer, launch, async_finish, return_recv_hook)
         recv_x = result.recv_x if result.scales is None else (result.recv_x, result.scales)
-        handle = LowLatencyHandle.of_dispatch(result, layer.shape)
+        handle = LowLatencyHandle.of_dispatch(result, layer.shape, topk_idx)
         return recv_x, result.recv_count, handle, event, self._hook(handle, return_recv_hook)
 
     def low_latency_combine(
@@ -292,8 +317,9 @@ class Buffer:
 
         Args:
             x: bfloat16 [local experts, ranks * max tokens, hidden].
-            topk_idx: as dispatched.
-            topk_weights: float32 [tokens, topk].
+            topk_idx: as dispatched, or each token's experts in another order, which costs some
+                small kernels.
+            topk_weights: float32 [tokens, topk], of the experts in topk_idx.
             handle: what the dispatch returned.
             use_logfmt: only False.
             zero_copy: the rows are in `get_next_low_latency_combine_buffer(handle)`, and x is not
@@ -310,6 +336,7 @@ class Buffer:
             raise ValueError("use_logfmt must be False: rows travel as bfloat16; got True")
         _refuse_both(async_finish, return_recv_hook)
         layer, dispatched = self._layer_of(handle)
+        topk_idx, topk_weights = _in_slots_of(handle.topk_idx, topk_idx, topk_weights)
         with named_as(_COMBINE_NAMES):
             launch, combined = layer.prepare_combine(
                 layer.get_combine_buffer(dispatched) if zero_copy else x,

@@ -111,6 +111,8 @@ class Combine {
     __device__ bool add_up(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
                            Waiter& waiter) {
         const uint32_t addends = addends_of(token_idx);
+        // Nothing but y's own row: it keeps its bits, which 0 + -0.0 would not.
+        if (Config::accumulate && addends == 1) return true;  //~ kept_row
         CombineCursor load{first_chunk_idx, addends};
         if (addends != 0) issue_load(token_idx, load, addends, num_loads_);
         for (uint32_t chunk_idx = first_chunk_idx; chunk_idx < end_chunk_idx; ++chunk_idx) {

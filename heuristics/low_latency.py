@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from deep_moe.formats.sizes import K_BLOCK
-from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
+from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
 
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
@@ -34,7 +34,7 @@ class LowLatencyShape:
 
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
-    tokens of one call, 1 to 1024. token_format: one of TOKEN_FORMATS. has_shared_rows: experts may
+    tokens of one call, 1 to 1024. token_format: one of ALL_TO_ALL_FORMATS. has_shared_rows: experts may
     write their rows into the buffer. any_format: there is room for each format, so that calls may
     have others. placement: one of PLACEMENTS.
 
@@ -75,7 +75,7 @@ class LowLatencyShape:
             raise ValueError(
                 f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
             )
-        token_format(self.token_format)  # or an error
+        token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}"
@@ -177,7 +177,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         "CTAs of an experts' rank whose rows are here",
     )
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
-    names = TOKEN_FORMATS if shape.any_format else (shape.token_format,)
+    names = ALL_TO_ALL_FORMATS if shape.any_format else (shape.token_format,)
     formats = [token_format(name) for name in names]
     num_words = shape.hidden // K_BLOCK
     if shape.stages_by_expert:

@@ -4,7 +4,27 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from .segments import align_up, ceil_div
+
 VALUES_PER_CHUNK = 8  # what a lane loads at once, 16 bytes of BF16
+CHUNKS_PER_LANE = 4
+MAX_THREADS = 1024  # of a CTA
+
+
+def whole_token_fields(hidden: int) -> dict[str, int]:
+    """The fields that differ where a token of so many values has one scale: its CTA has as many
+    threads as load it with `CHUNKS_PER_LANE` loads each, or with more where it is very wide.
+
+    >>> [list(whole_token_fields(hidden).values()) for hidden in (128, 7168, 65536)]
+    [[16, 32, 1], [896, 224, 4], [8192, 1024, 8]]
+    """
+    num_chunks = hidden // VALUES_PER_CHUNK
+    num_threads = min(align_up(ceil_div(num_chunks, CHUNKS_PER_LANE), 32), MAX_THREADS)
+    return {
+        "num_token_chunks": num_chunks,
+        "num_threads": num_threads,
+        "num_chunks_per_lane": ceil_div(num_chunks, num_threads),
+    }
 
 
 @dataclass(frozen=True)
@@ -17,6 +37,8 @@ class PrepareInputsConfig:
     num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
     8 values in a row of x, if the buffer's rows do not follow each other without gaps;
     num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
+    num_token_chunks: of 8 values in a token, where one scale is for all of them: each CTA has one;
+    0 where scales are for fewer.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
@@ -34,8 +56,9 @@ class PrepareInputsConfig:
     num_row_chunks: int = 0
     num_buffer_row_chunks: int = 0
     num_buffer_row_scales: int = 0
+    num_token_chunks: int = 0
     num_threads: int = 128
-    num_chunks_per_lane: int = 4
+    num_chunks_per_lane: int = CHUNKS_PER_LANE
     arch: str = field(kw_only=True)
 
     def kernel_fields(self) -> dict[str, int | float | bool]:
@@ -47,5 +70,7 @@ class PrepareInputsConfig:
         return num_values // VALUES_PER_CHUNK
 
     def num_ctas(self, num_chunks: int) -> int:
-        """The grid: a lane for each chunk."""
+        """The grid: a lane for each chunk, or a CTA for each token."""
+        if self.num_token_chunks:
+            return num_chunks // self.num_token_chunks
         return -(-num_chunks // (self.num_chunks_per_lane * self.num_threads))

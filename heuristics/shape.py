@@ -67,8 +67,8 @@ class MoEShape:
     weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
-    token_format: of the caller's tokens, "mxfp8", "fp8_128", with hidden a multiple of 128, or
-        "bf16"; which of them go with the weights, depends on the target. By default what the
+    token_format: of the caller's tokens, "mxfp8", "fp8_128" or "fp8_token", with hidden a multiple
+        of 128, or "bf16"; which of them go with the weights, depends on the target. By default what the
         weights' format says, "mxfp8" or, with bf16, "bf16".
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
@@ -135,7 +135,7 @@ class MoEShape:
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
             check(name, size > 0 and size % SIZE_UNIT == 0)
-        if self.tokens.values_per_scale > SIZE_UNIT:
+        if self.tokens.has_float_scales:
             rule = f"a multiple of {K_BLOCK} with token_format {self.token_format}"
             check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)

@@ -105,7 +105,8 @@ class WeightKind:
     for. costs: what a tile of so many rows takes, an expert's first and a further one, in any unit.
     lone_m_block_cost: on top, for one that shares its weights with no other where others do.
     spared_tiles: those of them that are not chosen unless they are asked for. large_fitted_cost:
-    of LARGE_FITTED_TILE, by what its m-blocks would cost as tiles of one size.
+    of LARGE_FITTED_TILE, by what its m-blocks would cost as tiles of one size. is_decoded: whether
+    math warps decode the weights; else the tensor core takes them as they lie.
     """
 
     block_bytes: int
@@ -117,11 +118,12 @@ class WeightKind:
     lone_m_block_cost: float = 0
     spared_tiles: tuple[tuple[int, int], ...] = ()
     large_fitted_cost: float = 1
+    is_decoded: bool = True
 
     def math_registers(self, block_m: int, step: int) -> int:
-        """Of a math thread for a tile. Without scales its loop needs next to none beside the
-        accumulators."""
-        if self.has_row_factors:
+        """Of a math thread for a tile. A loop that neither decodes nor promotes needs next to none
+        beside the accumulators."""
+        if self.is_decoded:
             return num_math_registers(block_m, step)
         return num_promoting_registers(block_m) if self.has_block_scales else NUM_MATH_REGISTERS
 
@@ -321,7 +323,7 @@ def _loop_cost(tile: tuple[int, int], kind: WeightKind) -> float:
         return kind.large_fitted_cost
     if step != block_m:
         return MIXED_TILES_COST if tile == UNEVEN_TILE else FITTED_TILES_COST
-    if not kind.has_row_factors:
+    if not kind.is_decoded:
         return 1
     is_paired = num_mmas_per_group(block_m, num_math_registers(block_m, step)) == 2
     return 1 if is_paired else SINGLE_PRODUCTS_COST
@@ -389,7 +391,7 @@ def _tiles_cost(num_tokens: int, tile: tuple[int, int], kind: WeightKind) -> flo
 
 def _register_words(kind: WeightKind) -> str:
     """What takes most of a math thread's registers."""
-    if kind.has_row_factors:
+    if kind.is_decoded:
         return "accumulators and decoded weights"
     return "sums and products" if kind.has_block_scales else "accumulators"
 
@@ -516,10 +518,10 @@ def choose_fields(
     )
     mmas_per_group = choose(
         "num_mmas_per_group",
-        num_mmas_per_group(block_m, math_registers) if kind.has_row_factors else MMAS_PER_K_BLOCK,
+        num_mmas_per_group(block_m, math_registers) if kind.is_decoded else MMAS_PER_K_BLOCK,
         f"{math_registers - block_m} registers beside the accumulators; pairs of products need "
         f"{PAIRED_LOOP_REGISTERS}"
-        if kind.has_row_factors
+        if kind.is_decoded
         else "all of a k-block"
         + (", whose sums are added up in registers" if kind.has_block_scales else ""),
     )

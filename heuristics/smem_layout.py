@@ -178,12 +178,12 @@ def sm90_smem_layout(
     )
     claims = ("claimed_blocks", "u32", (num_block_slots,), "what the cluster's first CTA claimed")
     token_scales = ("token_scales", "f32", (num_stages, block_m), "of the stage's tokens")
-    has_factors = tokens.has_scales and not tokens.has_float_scales
+    has_factors = tokens.has_scales and not tokens.promotes_scales
     maxima = ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps")
     for name, dtype, dims, purpose in (
         *(rescaling if has_factors else ()),
         *([weight_scales] if has_block_scales else []),
-        *([token_scales] if tokens.has_float_scales else []),
+        *([token_scales] if tokens.promotes_scales else []),
         ("block_headers", "u32", (num_block_slots, 4), "what the weight loader claimed"),
         *([row_factors] if has_row_factors else []),
         *([biases] if has_biases else []),

@@ -88,11 +88,10 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     tokens = shape.tokens
     row_bytes = tokens.num_bytes(hidden)
     data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.values}")
-    num_words = tokens.num_scale_words(hidden)
-    if tokens.has_float_scales:
-        data("input_x_sf", "f32", (max_tokens, num_words), "their scales")
-    elif tokens.has_scales:
-        data("input_x_sf", "u32", (max_tokens, num_words), "their scales, 4 UE8M0 per word")
+    if tokens.scale_dtype is not None:
+        purpose = "their scales" + (", 4 UE8M0 per word" if tokens.rounds_scales else "")
+        num_words = tokens.num_scale_words(hidden)
+        data("input_x_sf", tokens.scale_dtype, (max_tokens, num_words), purpose)
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
     parts.add_pools()

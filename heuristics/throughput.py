@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from deep_moe.formats.sizes import K_BLOCK
-from deep_moe.tokens import TOKEN_FORMATS, TokenFormat, token_format
+from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
 
 from .low_latency import (
     CHUNK_BYTES,
@@ -116,7 +116,7 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     data("expert_totals", "u32", dims, "slots of a source rank that name an expert")
     data("slot_words", "u32", (max_tokens * shape.num_topk,), "an expert and a place, or a row")
     data("slot_weights", "f32", (max_tokens * shape.num_topk,), "routing weights")
-    row_bytes = max(token_format(name).num_bytes(shape.hidden) for name in TOKEN_FORMATS)
+    row_bytes = max(token_format(name).num_bytes(shape.hidden) for name in ALL_TO_ALL_FORMATS)
     data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
     data("token_scales", "u32", (max_tokens, shape.hidden // K_BLOCK), "their scales")
     data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")
@@ -131,7 +131,7 @@ class ThroughputConfig:
     step: which of the three. num_ctas: of each rank. has_weights: a dispatch sends the slots'
     weights, or multiplies rows by them if it knows_rows; a combine weighs with them.
 
-    Of a dispatch: token_format: one of TOKEN_FORMATS. is_quantized_input: they come as they travel.
+    Of a dispatch: token_format: one of ALL_TO_ALL_FORMATS. is_quantized_input: they come as they travel.
     knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else int64.
     Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
     trace: CTAs stamp their phases.
@@ -155,7 +155,7 @@ class ThroughputConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        token_format(self.token_format)
+        token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import TokenFormat, token_format
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
@@ -43,7 +42,7 @@ class RowFormat:
         7456
         """
         values = tokens.num_bytes(hidden)
-        scales = values + (4 * ceil_div(hidden, K_BLOCK) if tokens.has_scales else 0)
+        scales = values + 4 * tokens.num_scale_words(hidden)
         ids = scales + 4 * num_topk
         weights = ids + 4 * num_topk
         return cls(

@@ -1,9 +1,9 @@
-"""E4M3 values with a float32 scale per 128 of them, any number or a power of two.
+"""E4M3 values with a float32 scale per 128 of them, any number or a power of two, or one per token.
 
-A group is 128 consecutive values along the last dimension, and amax its largest magnitude, but at
-least 1e-4. Its scale is amax * (1 / 448), rounded once per operation, and the stored value is
-x * (448 / amax) rounded to E4M3, nearest, ties to even. A group that holds an infinity or a NaN
-becomes 128 NaNs (0x7F) with scale 1: E4M3 has no infinity. A scale that has to be a power of two is
+A group is 128 consecutive values along the last dimension, or all of them, and amax its largest
+magnitude, but at least 1e-4. Its scale is amax * (1 / 448), rounded once per operation, and the
+stored value is x * (448 / amax) rounded to E4M3, nearest, ties to even. A group that holds an
+infinity or a NaN becomes NaNs only (0x7F) with scale 1: E4M3 has no infinity. A scale that has to be a power of two is
 the smallest with amax <= 448 * scale, and the stored value is x / scale. The kernels follow exactly
 these rules.
 """
@@ -19,10 +19,11 @@ MIN_AMAX = 1e-4
 
 
 def quantize_e4m3_float(
-    x: torch.Tensor, *, powers_of_two: bool = False
+    x: torch.Tensor, *, powers_of_two: bool = False, whole_tokens: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x` [..., K], K a multiple of 128, to (float8_e4m3fn [..., K], float32
-    [..., K/128]). powers_of_two: whether the scales have to be such.
+    [..., K/128]). powers_of_two: whether the scales have to be such. whole_tokens: one scale for
+    all K values, float32 [..., 1].
 
     >>> values, scales = quantize_e4m3_float(torch.full((128,), 3.5))
     >>> values[0].item(), scales.item()
@@ -30,7 +31,8 @@ def quantize_e4m3_float(
     """
     if x.dim() == 0 or not x.shape[-1] or x.shape[-1] % GROUP_SIZE:
         raise ValueError(f"x must have a positive multiple of 128 columns; got {tuple(x.shape)}")
-    groups = x.float().unflatten(-1, (x.shape[-1] // GROUP_SIZE, GROUP_SIZE))
+    group_size = x.shape[-1] if whole_tokens else GROUP_SIZE
+    groups = x.float().unflatten(-1, (x.shape[-1] // group_size, group_size))
     finite = groups.isfinite().all(dim=-1)
     amax = groups.abs().amax(dim=-1).clamp(min=MIN_AMAX)
     if powers_of_two:
@@ -51,8 +53,10 @@ def quantize_e4m3_float(
 def dequantize_e4m3_float(
     values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The products of `values` [..., K] and their scales [..., K/128], in float32, as `dtype`."""
+    """The products of `values` [..., K] and their scales [..., K/128] or [..., 1], in float32, as
+    `dtype`."""
     if values.dtype != torch.float8_e4m3fn:
         raise TypeError(f"values must be float8_e4m3fn; got {values.dtype}")
-    groups = values.float().unflatten(-1, (scales.shape[-1], GROUP_SIZE))
+    num_groups = scales.shape[-1]
+    groups = values.float().unflatten(-1, (num_groups, values.shape[-1] // num_groups))
     return (groups * scales.unsqueeze(-1)).flatten(-2).to(dtype)

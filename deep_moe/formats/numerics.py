@@ -82,8 +82,8 @@ def exact_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
 
 
 def float_scaled_tokens(x: torch.Tensor, x_sf: torch.Tensor) -> torch.Tensor:
-    """Tokens with a float32 scale for every 128 values, exact in float64."""
-    return x.float().double() * x_sf.double().repeat_interleave(SM90_SCALE_BLOCK, dim=-1)
+    """Tokens with a float32 scale for every 128 values, or for all, exact in float64."""
+    return x.float().double() * x_sf.double().repeat_interleave(x.shape[-1] // x_sf.shape[-1], -1)
 
 
 def smallest_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,9 @@ def num_blocks(
 
     >>> num_blocks(2 * 192, 320, (128, 128), num_matrices=2), num_blocks(192, 320, (1, 32))
     ((4, 3), (192, 10))
+    >>> from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
+    >>> num_blocks(2 * 192, 320, WHOLE_ROW, 2), num_blocks(2 * 192, 320, WHOLE_MATRIX, 2)
+    ((384, 1), (2, 1))
     """
     rows, columns = scale_block
     return num_matrices * -(-num_rows // num_matrices // rows), -(-num_columns // columns)
@@ -33,9 +36,10 @@ def over_values(
 ) -> torch.Tensor:
     """Scales [..., blocks, blocks], each for all of its values: [..., num_rows, num_columns]."""
     rows, columns = scale_block
-    of_rows = scales.unflatten(-2, (num_matrices, -1)).repeat_interleave(rows, -2)
-    of_rows = of_rows[..., : num_rows // num_matrices, :].flatten(-3, -2)
-    return of_rows.repeat_interleave(columns, -1)[..., :num_columns]
+    rows_of_one = num_rows // num_matrices
+    of_rows = scales.unflatten(-2, (num_matrices, -1)).repeat_interleave(min(rows, rows_of_one), -2)
+    of_rows = of_rows[..., :rows_of_one, :].flatten(-3, -2)
+    return of_rows.repeat_interleave(min(columns, num_columns), -1)[..., :num_columns]
 
 
 def padded_values(weight: torch.Tensor, num_matrices: int, per_element: int = 1) -> torch.Tensor:

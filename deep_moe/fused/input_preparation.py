@@ -19,7 +19,11 @@ import torch
 
 from deep_moe import jit
 from deep_moe.formats.block_scaled import GROUP_SIZE
-from deep_moe.heuristics.prepare_inputs import VALUES_PER_CHUNK, PrepareInputsConfig
+from deep_moe.heuristics.prepare_inputs import (
+    VALUES_PER_CHUNK,
+    PrepareInputsConfig,
+    whole_token_fields,
+)
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
@@ -77,7 +81,8 @@ def prepare_inputs(
     Args:
         x: bfloat16 [tokens, hidden]; quantized to what the buffer's tokens are: "mxfp8" as
             `deep_moe.quantize_mxfp8` does; "fp8_128", where a scale is a 448th of the largest
-            magnitude of its 128 values, but at least 1e-4 / 448; or "bf16", copied.
+            magnitude of its 128 values, but at least 1e-4 / 448; "fp8_token", where it is that of
+            all values; or "bf16", copied.
         topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
         topk_weights: float32 or bfloat16 [tokens, topk].
         sym_buffer: of `get_symm_buffer_for_mega_moe`; the views of its first rows are written.
@@ -322,10 +327,11 @@ def check_routing(
 
 
 def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
-    """The config's fields that say where rows begin, if not one behind the other."""
+    """The config's fields that say where rows begin, if not one behind the other, or if it has to
+    be known which values a token's scale is for."""
     hidden, row_length = input_x.shape[1], input_x.stride(0)
-    if input_x_sf.dtype == torch.float32:
-        return {}  # hidden is a multiple of 128
+    if input_x_sf.dtype == torch.float32:  # hidden is a multiple of 128
+        return whole_token_fields(hidden) if input_x_sf.shape[1] == 1 else {}
     has_scales = input_x_sf.shape[1] > 0
     row_scales = 4 * input_x_sf.stride(0) if has_scales else 0
     if row_length == hidden and row_scales == (hidden // GROUP_SIZE if has_scales else 0):

@@ -30,7 +30,7 @@ from deep_moe.heuristics.throughput import (
 )
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import ThroughputArgs
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 from deep_moe.tokens import token_format as token_format_of
 
 from .kernels import Launch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Formats in which a caller may bring quantized tokens. Their scales travel as they are given.
 _GIVEN_FORMATS = tuple(
     known.name
-    for known in map(token_format_of, TOKEN_FORMATS)
+    for known in map(token_format_of, ALL_TO_ALL_FORMATS)
     if known.has_scales and not known.packs_scales
 )
 

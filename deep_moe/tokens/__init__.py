@@ -12,23 +12,29 @@ from deep_moe.axes import further_values
 
 from .format import TokenFormat
 
-__all__ = ["TOKEN_FORMATS", "TokenFormat", "TokenFormatName", "token_format"]
+__all__ = [
+    "ALL_TO_ALL_FORMATS",
+    "TOKEN_FORMATS",
+    "TokenFormat",
+    "TokenFormatName",
+    "token_format",
+]
 
 # The shortest first for each: a format that several would serve is the first of them.
-TokenFormatName = Literal["mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "bf16"]
+TokenFormatName = Literal["mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "fp8_token", "bf16"]
 TOKEN_FORMATS: tuple[str, ...] = (*get_args(TokenFormatName), *further_values(__name__, __path__))
 
 
-def token_format(name: str) -> TokenFormat:
-    """The format of this name, or an error that says which there are.
+def token_format(name: str, known: tuple[str, ...] = TOKEN_FORMATS) -> TokenFormat:
+    """The format of this name, or an error that says which there are. known: names that may be.
 
     >>> token_format("fp8_128").has_float_scales, token_format("bf16").block_k
     (True, 64)
     """
-    allowed = f"one of {', '.join(TOKEN_FORMATS)}"
+    allowed = f"one of {', '.join(known)}"
     if not isinstance(name, str):
         raise TypeError(f"token_format must be {allowed}; got {name!r}")
-    if name not in TOKEN_FORMATS:
+    if name not in known:
         raise ValueError(f"token_format must be {allowed}; got {name!r}")
     return _format_of(name)
 
@@ -38,3 +44,6 @@ def _format_of(name: str) -> TokenFormat:
     found = importlib.import_module(f"{__name__}.{name}").FORMAT
     assert isinstance(found, TokenFormat)
     return found
+
+
+ALL_TO_ALL_FORMATS = tuple(name for name in TOKEN_FORMATS if _format_of(name).is_of_all_to_alls)

@@ -19,9 +19,10 @@ class TokenFormat:
     """Tokens as a caller or an all-to-all has them, and Linear1's output.
 
     name: what the format is chosen by, and of its folder. values: of which type, as kernels and
-    errors name it. value_bits: of a value. values_per_scale: along a token; 0 without scales.
-    scale_dtype: of a word of scales, "u32" for UE8M0 bytes, "f32" for numbers. values_per_word:
-    whose scales a word holds. rounds_scales: whether scales are powers of two.
+    errors name it. value_bits: of a value. values_per_scale: along a token; 0 without scales, or
+    with one for the whole token (scales_whole_tokens), however long. scale_dtype: of a word of
+    scales, "u32" for UE8M0 bytes, "f32" for numbers. values_per_word: whose scales a word holds.
+    rounds_scales: whether scales are powers of two.
     in_products: the name of what the experts' products make of the tokens: this one, or another
     that has the same scales in other words. Only the former can be a symmetric buffer's.
     local_scales: the struct that reads the words, in include/deep_moe/tokens/<name>.
@@ -36,6 +37,7 @@ class TokenFormat:
     scale_dtype: str | None = None
     values_per_word: int = 0
     rounds_scales: bool = False
+    scales_whole_tokens: bool = False
 
     @property
     def block_k(self) -> int:
@@ -47,17 +49,34 @@ class TokenFormat:
         return num_values * self.value_bits // 8
 
     def num_scale_words(self, num_values: int) -> int:
-        """32-bit words of the scales of so many values."""
+        """32-bit words of the scales of a token of so many values.
+
+        >>> from deep_moe.tokens import token_format
+        >>> [token_format(name).num_scale_words(7168) for name in ("mxfp8", "fp8_token", "bf16")]
+        [56, 1, 0]
+        """
+        if self.scales_whole_tokens:
+            return 1
         return -(-num_values // self.values_per_word) if self.has_scales else 0
 
     @property
     def has_scales(self) -> bool:
-        return self.values_per_scale > 0
+        return self.values_per_scale > 0 or self.scales_whole_tokens
 
     @property
     def has_float_scales(self) -> bool:
         """Whether scales are floats of any size."""
         return self.has_scales and not self.rounds_scales
+
+    @property
+    def promotes_scales(self) -> bool:
+        """Whether products of SM90 multiply each k-block's sums by floats of its tokens."""
+        return self.has_float_scales and not self.scales_whole_tokens
+
+    @property
+    def is_of_all_to_alls(self) -> bool:
+        """Whether the dispatch of the split path carries such tokens."""
+        return not self.scales_whole_tokens
 
     @property
     def packs_scales(self) -> bool:

@@ -128,7 +128,8 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
         return tokens.x, tokens
     if tokens.x_sf.dtype == torch.float32:
         x = dequantize_e4m3_float(tokens.x, tokens.x_sf).bfloat16()
-        return x, Tokens(*quantize_e4m3_float(x), tokens.topk_idx, tokens.topk_weights)
+        quantized = quantize_e4m3_float(x, whole_tokens=tokens.x_sf.shape[1] == 1)
+        return x, Tokens(*quantized, tokens.topk_idx, tokens.topk_weights)
     x = dequantize_e4m3_ue8m0(tokens.x, tokens.x_sf).bfloat16()
     return x, Tokens(*quantize_e4m3_ue8m0(x), tokens.topk_idx, tokens.topk_weights)
 

@@ -38,7 +38,7 @@ from deep_moe.formats.block_scaled import (
 )
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.scale_blocks import num_blocks, over_values
-from deep_moe.formats.sizes import SCALE_GROUP
+from deep_moe.formats.sizes import SCALE_GROUP, WHOLE_ROW
 from deep_moe.tokens import TokenFormat
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import LayerWeights
@@ -130,7 +130,8 @@ class Tokens:
     """What one rank brings to a call."""
 
     x: torch.Tensor  # float8_e4m3fn or bfloat16 [tokens, hidden]
-    x_sf: torch.Tensor  # int32 or float32 [tokens, hidden/128], of bfloat16 [tokens, 0]
+    # int32 or float32 [tokens, hidden/128], or one for all [tokens, 1], of bfloat16 [tokens, 0].
+    x_sf: torch.Tensor
     topk_idx: torch.Tensor  # int64 [tokens, topk]
     topk_weights: torch.Tensor  # float32 [tokens, topk]
 
@@ -261,7 +262,8 @@ def exact_tokens(
     if not shape.tokens.has_scales:
         return Tokens(*quantize_tokens(x.float(), shape.tokens), topk_idx, weights)
     if shape.tokens.has_float_scales:
-        codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, (1, 128))
+        block = WHOLE_ROW if shape.tokens.scales_whole_tokens else (1, 128)
+        codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, block)
         scales = ue8m0_to_float(sf, torch.float32)
         return Tokens(codes.to(torch.float8_e4m3fn), scales, topk_idx, weights)
     codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator)
@@ -271,7 +273,7 @@ def exact_tokens(
 def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` and `x_sf` of a buffer for float32 [tokens, hidden]."""
     if form.has_float_scales:
-        return quantize_e4m3_float(values)
+        return quantize_e4m3_float(values, whole_tokens=form.scales_whole_tokens)
     if form.has_scales:
         return quantize_e4m3_ue8m0(values)
     return values.bfloat16(), values.new_empty((values.shape[0], 0), dtype=torch.int32)

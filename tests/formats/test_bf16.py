@@ -7,10 +7,11 @@ import torch
 
 import deep_moe
 from deep_moe.targets import TARGETS
+from deep_moe.tokens import token_format
 from deep_moe.weights.bf16.format import FORMAT
-from deep_moe.weights.bf16.sm90_blocks import BLOCK_K
 from deep_moe.weights.layers import LayerWeights
 
+BLOCK_K = token_format("bf16").block_k
 
 def layer(num_experts: int = 2, hidden: int = 384, intermediate: int = 256) -> list[torch.Tensor]:
     """Every value another one, as far as there are so many."""
@@ -46,7 +47,7 @@ def test_expert_by_expert(arch: str) -> None:
 
 @pytest.mark.parametrize(("is_l1", "row"), [(True, 3), (True, 256 + 77), (False, 300)])
 def test_where_a_row_stands_on_sm90(is_l1: bool, row: int) -> None:
-    """By the formulas of sm90_bf16_weights.py."""
+    """By the formulas of targets/sm90/plain_blocks.py."""
     l1, l2 = layer(num_experts=1)
     weights = deep_moe.transform_weights_for_mega_moe(l1, l2, "sm_90a", weights="bf16")
     k_block_idx, k = 1, 21

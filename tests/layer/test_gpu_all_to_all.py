@@ -17,7 +17,7 @@ import torch
 from deep_moe import jit
 from deep_moe.heuristics.low_latency import (
     PLACEMENTS,
-    TOKEN_FORMATS,
+    ALL_TO_ALL_FORMATS,
     LowLatencyConfig,
     LowLatencyShape,
 )
@@ -63,7 +63,7 @@ def gpu_configs(num_ranks: int) -> Iterator[LowLatencyConfig]:
     combine = replace(dispatch, step="combine")
     for sends, receives in ((True, True), (True, False), (False, True)):
         parts: dict[str, Any] = {"sends": sends, "receives": receives}
-        for format, placement in product(TOKEN_FORMATS, PLACEMENTS):
+        for format, placement in product(ALL_TO_ALL_FORMATS, PLACEMENTS):
             of_call = replace(shape, token_format=format, placement=placement)
             yield replace(dispatch, shape=of_call, **parts)
         for fetches_rows in (False, True):
@@ -104,7 +104,7 @@ def expected(layer: LowLatencyAllToAll, rank: Rank, inputs: Inputs) -> torch.Ten
 def every_kind_of_call(rank: Rank, placement: str = "ranks") -> None:
     layer = make(rank, scales_by_column=True, placement=placement)
     seed = 0
-    for format in TOKEN_FORMATS:
+    for format in ALL_TO_ALL_FORMATS:
         for receive in (True, False):
             for zero_copy in (False, True):
                 inputs = inputs_of(layer, seed)

@@ -14,7 +14,7 @@ from deep_moe.errors import MegaMoEError
 from deep_moe.heuristics.throughput import ThroughputConfig, ThroughputShape
 from deep_moe.split.throughput import AllToAll, Received
 from deep_moe.targets import target_of_device
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
 from tests.split.reference import bits, quantized
@@ -47,7 +47,7 @@ def gpu_configs(num_ranks: int) -> Iterator[ThroughputConfig]:
     shape = ThroughputShape(num_ranks=num_ranks, num_experts=4 * num_ranks, **SIZES)
     num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
     common = (num_ctas, target_of_device(device).name)
-    for name in TOKEN_FORMATS:
+    for name in ALL_TO_ALL_FORMATS:
         yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, token_format=name)
     yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, knows_rows=True)
     for copies_rows in (False, True):
@@ -77,7 +77,7 @@ def every_step(rank: Rank, most: int) -> None:
     """most: tokens of a rank. Steps of one kind follow each other, too."""
     layer = make(rank)
     shape = layer.shape
-    for seed, name in enumerate(TOKEN_FORMATS):
+    for seed, name in enumerate(ALL_TO_ALL_FORMATS):
         inputs = inputs_of(layer, seed, most)
         ids, weights = inputs.topk_idxs, inputs.topk_weights
         x, own_ids, own_weights, y, values = (

@@ -11,7 +11,7 @@ import torch
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
 
@@ -33,7 +33,7 @@ def run_case(seed: int) -> None:
     choose = random.Random(seed)
     num_ranks = choose.choice([1, 2, 2, 3, 4])
     num_experts = num_ranks * choose.choice([1, 2, 3, 7, 33])
-    token_format = choose.choice(list(TOKEN_FORMATS))
+    token_format = choose.choice(list(ALL_TO_ALL_FORMATS))
     hidden = 512 if token_format == "fp8_128_ue8m0" else 128 * choose.choice([1, 2, 3, 5])
     layer = EmulatedAllToAll(
         num_ranks,

@@ -14,7 +14,7 @@ from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.handle import Dispatched
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 from tests.everyday import parametrize
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
@@ -79,7 +79,7 @@ def check_call(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@parametrize("token_format", TOKEN_FORMATS, everyday=["bf16", "fp8_128_ue8m0"])
+@parametrize("token_format", ALL_TO_ALL_FORMATS, everyday=["bf16", "fp8_128_ue8m0"])
 def test_every_bit(token_format: str, arch: str) -> None:
     hidden = 512 if token_format == "fp8_128_ue8m0" else 256  # which has four scales in a word
     with ranks(token_format=token_format, arch=arch, hidden=hidden) as layer:
@@ -175,7 +175,7 @@ def test_two_calls_under_way(receive: bool) -> None:
                     assert torch.equal(bits(out), bits(expected))
 
 
-@parametrize("token_format", TOKEN_FORMATS, everyday=["bf16", "fp8_128"])
+@parametrize("token_format", ALL_TO_ALL_FORMATS, everyday=["bf16", "fp8_128"])
 def test_send_first_and_receive_later(token_format: str) -> None:
     with ranks(token_format=token_format, hidden=512) as layer:
         for seed in range(3):
@@ -268,7 +268,7 @@ def test_scales_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
 @pytest.mark.parametrize("receive", [True, False])
 def test_calls_of_other_formats_in_turn(receive: bool) -> None:
     with ranks(any_format=True, token_format="bf16", hidden=512) as layer:
-        for seed, token_format in enumerate([*TOKEN_FORMATS, *TOKEN_FORMATS]):
+        for seed, token_format in enumerate([*ALL_TO_ALL_FORMATS, *ALL_TO_ALL_FORMATS]):
             inputs = random_inputs(layer.shape, (8, 3), seed)
             results = layer.dispatch(
                 inputs.xs, inputs.topk_idxs, token_format=token_format, receive=receive

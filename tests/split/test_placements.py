@@ -11,7 +11,7 @@ import torch
 from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 
 from .reference import Inputs, bits, quantized, random_inputs
 from .test_low_latency import check_call, check_fetched, ranks, run_ahead
@@ -122,7 +122,7 @@ def test_the_packed_results(placement: str) -> None:
                 read_packed(layer.shape, rank, result, inputs, tokens)
 
 
-@pytest.mark.parametrize("token_format", TOKEN_FORMATS)
+@pytest.mark.parametrize("token_format", ALL_TO_ALL_FORMATS)
 def test_every_bit(token_format: str) -> None:
     with ranks(token_format=token_format, hidden=512, arch="sm_90a", placement="experts") as layer:
         for call in range(3):
@@ -133,7 +133,7 @@ def test_every_bit(token_format: str) -> None:
 def test_messages_of_other_formats_in_turn() -> None:
     with ranks(any_format=True, hidden=512, placement="experts") as layer:
         shape = layer.shape
-        for call, token_format in enumerate(TOKEN_FORMATS):
+        for call, token_format in enumerate(ALL_TO_ALL_FORMATS):
             inputs = random_inputs(shape, (8, 3), seed=call)
             results = layer.dispatch(inputs.xs, inputs.topk_idxs, token_format=token_format)
             for result in results:

@@ -9,7 +9,7 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.heuristics.low_latency import LowLatencyConfig, LowLatencyShape
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 from tests.everyday import parametrize
 
 HEADER = Path(__file__).parents[2] / "include/deep_moe/split/low_latency_args.cuh"
@@ -39,7 +39,7 @@ def cases() -> list[tuple[str, str, str]]:
     for each architecture. sm_103a's kernels are those of sm_100a."""
     whole = ("mxfp8",)
     chosen = list(product(ARCHS[:2], whole, PROBLEMS))
-    for token_format in TOKEN_FORMATS:
+    for token_format in ALL_TO_ALL_FORMATS:
         if token_format not in whole:
             chosen += [("sm_90a", token_format, "v3"), ("sm_100a", token_format, "most_ranks")]
     return [*chosen, (ARCHS[2], "mxfp8", "v3")]

@@ -11,7 +11,7 @@ from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.throughput import AllToAllHandle
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 
 from .reference import bits, quantized
 from .throughput_reference import (
@@ -84,7 +84,7 @@ def check_call(layer: EmulatedThroughputAllToAll, inputs: Inputs, schedule: Any 
     check_combine(layer, inputs, handles, schedule=schedule)
 
 
-@pytest.mark.parametrize("token_format", TOKEN_FORMATS)
+@pytest.mark.parametrize("token_format", ALL_TO_ALL_FORMATS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_bit(token_format: str, arch: str) -> None:
     hidden = 512 if token_format == "fp8_128_ue8m0" else 256  # which has four scales in a word

@@ -10,7 +10,7 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import ALL_TO_ALL_FORMATS
 
 from .reference import bits
 from .throughput_reference import (
@@ -43,7 +43,7 @@ def run_case(seed: int) -> None:
     num_topk = min(num_experts, choose.choice([1, 2, 3, 6, 9]))
     most = choose.choice([1, 3, 8, 20])
     alignment = choose.choice([1, 4, 32])
-    token_format = choose.choice(list(TOKEN_FORMATS))
+    token_format = choose.choice(list(ALL_TO_ALL_FORMATS))
     layer = EmulatedThroughputAllToAll(
         num_ranks,
         most,

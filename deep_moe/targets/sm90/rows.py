@@ -4,8 +4,8 @@ shared memory.
 A block of weights has 256 rows, 128 for each of two warpgroups g. Lanes 4*r to 4*r + 3 of warp w
 have the rows (b, h) of their own: the sums of the b-th of two products, its rows r and r + 8. Of
 Linear1, h = 0 is a row of gate, and h = 1 the same row of up. Which value these are differs with
-the tokens: beside E4M3 tokens 16 values of a warp stand together where Linear2 reads them, beside
-BF16 tokens a thread has two neighbours.
+the tokens: beside BF16 tokens, and E4M3 tokens with one scale, a thread has two neighbours; beside
+other E4M3 tokens the 16 values of a warp stand together in the order of k that Linear2 has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SWIZZLE_ROWS = 8  # after so many, the pattern repeats
 
 
 def e4m3_rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
-    """Beside E4M3 tokens: a view [n, g, w, r / 2, (r % 2, b), h, ...] of rows [N, ...] of whole
+    """Beside E4M3 tokens with scales along k: a view [n, g, w, r / 2, (r % 2, b), h, ...] of rows [N, ...] of whole
     n-blocks."""
     if not is_l1:
         return rows.unflatten(0, (-1, num_parts, 4, 4, 4, 2))
@@ -43,7 +43,7 @@ def by_slot(slots: torch.Tensor) -> torch.Tensor:
 
 
 def bf16_rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
-    """Beside BF16 tokens: a view [n, g, w, r, b, h, ...] of rows [N, ...] of n-blocks with
+    """Where k keeps its order: a view [n, g, w, r, b, h, ...] of rows [N, ...] of n-blocks with
     num_parts warpgroups."""
     if is_l1:
         return rows.unflatten(0, (2, -1, num_parts, 4, 8, 2)).movedim(0, 5)  # from h, n, g, w, r, b

@@ -25,13 +25,19 @@ BULK_COPY_ALIGNMENT = 16
 
 
 class Sm90Weights(TargetWeights):
-    """kind: what choices depend on. block_k: values along K of a block of weights."""
+    """kind: what choices depend on. keeps_k_order: whether k keeps its order in the pool, or the
+    words of each 128 are permuted (dispatch/sm90_pull_policy.cuh). block_k: values along K of a
+    block of weights."""
 
     kind: WeightKind
 
     @property
     def block_k(self) -> int:
         return self.tokens.block_k
+
+    @property
+    def keeps_k_order(self) -> bool:
+        return self.tokens.values == "bf16" or self.tokens.scales_whole_tokens
 
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         maps = sm90_tensor_maps(config, buffer_address)
@@ -40,7 +46,7 @@ class Sm90Weights(TargetWeights):
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
         from .rows import bf16_slot_order, e4m3_slot_order
 
-        slot_order = bf16_slot_order if self.tokens.values == "bf16" else e4m3_slot_order
+        slot_order = bf16_slot_order if self.keeps_k_order else e4m3_slot_order
         return slot_order(num_rows, is_l1=is_l1)
 
     def block_dims(self, shape: MoEShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

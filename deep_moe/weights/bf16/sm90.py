@@ -40,6 +40,7 @@ class Sm90Bf16(Sm90Weights):
         bf16_costs,
         spared_tiles=(UNEVEN_TILE,),
         large_fitted_cost=1.02,
+        is_decoded=False,
     )
     # Few stages, for a small case never comes round the ring of the default. One loop for all sizes
     # of m-block, and one for each. CTAs by themselves, and in clusters that share weights.
@@ -51,16 +52,17 @@ class Sm90Bf16(Sm90Weights):
     )
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        from .sm90_blocks import lay_out_expert
+        from deep_moe.targets.sm90.plain_blocks import lay_out_expert
 
         for layer, to in ((l1, out.l1), (l2, out.l2)):
             for own, place in zip(layer.weight, to.weight, strict=True):
                 lay_out_expert(own, place, is_l1=layer is l1)
 
     def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+        from deep_moe.targets.sm90.plain_blocks import read_expert
+
         from ..layers import ExpertWeights, LayerWeights
         from .format import no_scales
-        from .sm90_blocks import read_expert
 
         shape = self.checked_shape(l1, l2, unit="values")
 
@@ -76,14 +78,14 @@ class Sm90Bf16(Sm90Weights):
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
 
-        from .sm90_blocks import BLOCK_VALUES
+        from deep_moe.targets.sm90.plain_blocks import BLOCK_BYTES
 
         l1, l2 = self.block_dims(shape)
         none = (torch.float32, (shape.num_local_experts, 0))
         return {
-            "l1_weights[0]": (torch.bfloat16, (*l1, BLOCK_VALUES)),
+            "l1_weights[0]": (torch.bfloat16, (*l1, BLOCK_BYTES // 2)),
             "l1_weights[1]": none,
-            "l2_weights[0]": (torch.bfloat16, (*l2, BLOCK_VALUES)),
+            "l2_weights[0]": (torch.bfloat16, (*l2, BLOCK_BYTES // 2)),
             "l2_weights[1]": none,
         }
 

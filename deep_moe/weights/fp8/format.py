@@ -1,10 +1,14 @@
-"""FP8 weights: E4M3 [E, N, K] with scales, for every 32 values along K, or for every 128 x 128.
+"""FP8 weights: E4M3 [E, N, K] with scales, for every 32 values along K, for every 128 x 128, for
+every row ("per channel") or for every matrix ("per tensor").
 
 Scales per 32 are UE8M0, four in an int32 [E, N, K/128], or one in each element of [E, N, K/32];
 those per 128 x 128 are [E, N/128, K/128]. K/128 is rounded up, and so are the blocks of each matrix
 of rows, gate and up of Linear1: the last ones cover fewer values. Elements are float8_e8m0fnu,
 uint8 with the same bytes, or float32. Where a kernel applies UE8M0 scales, float32 scales that are
 powers of two are as exact.
+
+Those of rows are float32 [E, N], those of matrices float32 [E, matrices]: of Linear1 gate and up
+have one each.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from deep_moe.formats.scale_blocks import (
     padded_values,
     repeated_to,
 )
-from deep_moe.formats.sizes import SCALE_GROUP
+from deep_moe.formats.sizes import SCALE_GROUP, WHOLE_MATRIX, WHOLE_ROW
 
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
@@ -83,12 +87,14 @@ class Fp8(WeightFormat):
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer
         values = weight.float().double()
-        if sf.dtype == torch.float32:
-            scales = sf.double()
-        else:
-            scales = ue8m0_to_float(scale_bytes_of(sf))
-        block = SCALE_GROUP if scales.shape[0] == values.shape[0] else (BLOCK, BLOCK)
         num_rows, num_columns = values.shape
+        if sf.ndim == 1:
+            scales = sf.double().unsqueeze(1)
+            block = WHOLE_ROW if len(sf) == num_rows else WHOLE_MATRIX
+        else:
+            is_float = sf.dtype == torch.float32
+            scales = sf.double() if is_float else ue8m0_to_float(scale_bytes_of(sf))
+            block = SCALE_GROUP if len(scales) == num_rows else (BLOCK, BLOCK)
         return values * over_values(scales, block, num_rows, num_columns, num_matrices)
 
     def quantize(
@@ -96,7 +102,8 @@ class Fp8(WeightFormat):
     ) -> LayerWeights:
         if scale_block == SCALE_GROUP:
             return LayerWeights(*quantize_e4m3_ue8m0(x))
-        return quantize_blocks(x, num_matrices)
+        made = quantize_blocks(x, num_matrices, scale_block)
+        return made if scale_block == (BLOCK, BLOCK) else LayerWeights(made.weight, made.sf[..., 0])
 
     def random(
         self,
@@ -133,12 +140,15 @@ FORMAT = Fp8()
 
 
 def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    """Of so many matrices one below the other: values of zero. Scales per 32 are those of the last
-    row and group, so that a block of 128 x 128 with one scale still has one; those per 128 x 128
-    are as many as before."""
+    """Of so many matrices one below the other: values of zero. Scales per 32 and of rows are those
+    of the last row and group, so that a block of 128 x 128 with one scale still has one; those of
+    larger blocks are as many as before."""
     weight = padded_values(layer.weight, num_matrices)
     if layer.sf.shape[1] != layer.weight.shape[1]:
         return LayerWeights(weight, layer.sf)
+    if layer.sf.ndim == 2:
+        rows = repeated_to(layer.sf.unsqueeze(2), num_matrices, weight.shape[1] // num_matrices, 1)
+        return LayerWeights(weight, rows[..., 0])
     sizes = (num_matrices, weight.shape[1] // num_matrices, weight.shape[2] // GROUP_SIZE)
     if layer.sf.dtype == torch.float32:
         return LayerWeights(weight, repeated_to(layer.sf, *sizes))
@@ -148,8 +158,11 @@ def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
 
 def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
     """The inverse of `_padded` for what targets' inverses give: scales packed per 32, with zeros
-    behind a row's last one, or float32 per 128 x 128."""
+    behind a row's last one, or float32 per 128 x 128 or of rows."""
     weight = cut_values(layer.weight, num_matrices, num_rows, num_values)
+    if layer.sf.ndim == 2:
+        sf = cut_values(layer.sf.unsqueeze(2), num_matrices, num_rows, 1)[..., 0]
+        return LayerWeights(weight, sf)
     if layer.sf.dtype == torch.float32:
         return LayerWeights(weight, layer.sf)
     sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
@@ -158,23 +171,28 @@ def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int)
 
 
 def _in_usual_form(scale_bytes: torch.Tensor, scale_block: tuple[int, int]) -> torch.Tensor:
-    """Packed per 32 values, float32 per 128 x 128."""
+    """Packed per 32 values, float32 of larger blocks."""
     if scale_block == SCALE_GROUP:
         return pack_ue8m0_groups(scale_bytes)
-    return ue8m0_to_float(scale_bytes, torch.float32)
+    scales = ue8m0_to_float(scale_bytes, torch.float32)
+    return scales if scale_block == (BLOCK, BLOCK) else scales[..., 0]
 
 
-def quantize_blocks(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
+def quantize_blocks(
+    x: torch.Tensor, num_matrices: int = 1, scale_block: tuple[int, int] = (BLOCK, BLOCK)
+) -> LayerWeights:
     """float32 [..., N, K], so many matrices one below the other, as E4M3 with the float32 scale of
-    each 128 x 128 with which its largest magnitude becomes 448."""
+    each block with which its largest magnitude becomes 448."""
+    *_, num_rows, num_columns = x.shape
     matrices = x.unflatten(-2, (num_matrices, -1))
-    missing = (0, -x.shape[-1] % BLOCK, 0, -matrices.shape[-2] % BLOCK)
+    rows = min(scale_block[0], num_rows // num_matrices)
+    columns = min(scale_block[1], num_columns)
+    missing = (0, -num_columns % columns, 0, -matrices.shape[-2] % rows)
     whole = torch.nn.functional.pad(matrices, missing).flatten(-3, -2)
-    blocks = whole.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    blocks = whole.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).transpose(-3, -2)
     largest = blocks.abs().amax(dim=(-2, -1))
     scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_NORMAL).where(largest > 0, 1.0)
-    *_, num_rows, num_columns = x.shape
-    codes = x / over_values(scales, (BLOCK, BLOCK), num_rows, num_columns, num_matrices)
+    codes = x / over_values(scales, scale_block, num_rows, num_columns, num_matrices)
     return LayerWeights(codes.to(torch.float8_e4m3fn), scales)
 
 
@@ -198,6 +216,18 @@ def _check_scales(
     name: str, sf: torch.Tensor, sizes: tuple[int, int, int], num_matrices: int
 ) -> None:
     num_experts, num_rows, num_values = sizes
+    if sf.ndim == 2:
+        per_row, per_matrix = (num_experts, num_rows), (num_experts, num_matrices)
+        if sf.dtype != torch.float32:
+            raise TypeError(
+                f"{name} must be float32 where it holds one scale per row or matrix; got {sf.dtype}"
+            )
+        if tuple(sf.shape) not in (per_row, per_matrix):
+            raise ValueError(
+                f"{name} must hold one scale per row, shape {per_row}, or per matrix, shape "
+                f"{per_matrix}; got {tuple(sf.shape)}"
+            )
+        return
     if sf.dtype == torch.int32:
         expected = (num_experts, num_rows, -(-num_values // WORD_SIZE))
         if tuple(sf.shape) != expected:
@@ -210,8 +240,9 @@ def _check_scales(
     per_block = (num_experts, *num_blocks(num_rows, num_values, (BLOCK, BLOCK), num_matrices))
     if tuple(sf.shape) not in (per_32, per_block):
         raise ValueError(
-            f"{name} must hold one scale per 32 values, shape {per_32}, or per 128 x 128, shape "
-            f"{per_block}; got {tuple(sf.shape)}"
+            f"{name} must hold one scale per 32 values, shape {per_32}, per 128 x 128, shape "
+            f"{per_block}, per row, shape {(num_experts, num_rows)}, or per matrix, shape "
+            f"{(num_experts, num_matrices)}; got {tuple(sf.shape)}"
         )
 
 
@@ -229,8 +260,8 @@ def _check_numbers(name: str, weight: torch.Tensor) -> None:
 def _check_positive(name: str, sf: torch.Tensor) -> None:
     wrong = ~((sf > 0) & sf.isfinite())
     if bool(wrong.any()):
-        expert_idx, row, column = wrong.nonzero()[0].tolist()
+        expert_idx, *place = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: expert {expert_idx}, scale [{row}, {column}] must be a positive number; got "
-            f"{sf[expert_idx, row, column].item()}"
+            f"{name}: expert {expert_idx}, scale {place} must be a positive number; got "
+            f"{sf[(expert_idx, *place)].item()}"
         )

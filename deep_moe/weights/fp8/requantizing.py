@@ -9,7 +9,7 @@ import torch
 
 from deep_moe.errors import RequantizationWarning
 from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0, ue8m0_of_floats, ue8m0_to_float
-from deep_moe.formats.sizes import SCALE_GROUP
+from deep_moe.formats.sizes import SCALE_GROUP, WHOLE_ROW
 
 from ..layers import LayerWeights
 from .format import BLOCK, FORMAT, scale_bytes_of
@@ -56,14 +56,14 @@ def with_ue8m0_scales(
     if sf.dtype == torch.int32:
         return LayerWeights(weight, sf)
     if sf.dtype == torch.float32:
-        scale_bytes, is_other = ue8m0_of_floats(sf)
+        scale_bytes, is_other = ue8m0_of_floats(_per_group(weight[0], sf[0])[None])
         if bool(is_other.any()):
             if moved is None:
                 _, row, column = is_other.nonzero()[0].tolist()
                 raise ValueError(
                     f"{name}: expert {expert_idx}, scale [{row}, {column}] must be a power of two, "
                     f"2^-127 to 2^127, for a kernel whose scales are UE8M0, or requantize must be "
-                    f"True; got {sf[0, row, column].item()}"
+                    f"True; got {_per_group(weight[0], sf[0])[row, column].item()}"
                 )
             new = _rounded_anew(name, weight[0], sf[0], expert_idx, moved, SCALE_GROUP)
             return LayerWeights(new.weight[None], new.sf[None])
@@ -81,10 +81,7 @@ def with_block_scales(
     """One expert of checked weights as E4M3 [N, K] with float32 scales [N/128, K/128]. moved: where
     the weights may be rounded anew, if a block has several scales; else that is a ValueError."""
     weight, sf = (tensor[expert_idx] for tensor in layer)
-    if sf.dtype == torch.float32:
-        scales = sf
-    else:
-        scales = ue8m0_to_float(scale_bytes_of(sf), torch.float32)
+    scales = _per_group(weight, sf)
     if scales.shape[0] != weight.shape[0]:
         return LayerWeights(weight, scales)
     groups = BLOCK // GROUP_SIZE
@@ -100,6 +97,35 @@ def with_block_scales(
             "one scale for a kernel that applies no others, or requantize must be True; got several"
         )
     return _rounded_anew(name, weight, sf, expert_idx, moved, (BLOCK, BLOCK))
+
+
+def with_row_scales(
+    name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None = None
+) -> LayerWeights:
+    """One expert of checked weights as E4M3 [N, K] with float32 scales [N]. moved: where the
+    weights may be rounded anew, if a row has several scales; else that is a ValueError."""
+    weight, sf = (tensor[expert_idx] for tensor in layer)
+    scales = _per_group(weight, sf)
+    is_other = scales != scales[:, :1]
+    if not bool(is_other.any()):
+        rows = scales[:, 0].repeat_interleave(weight.shape[0] // scales.shape[0])
+        return LayerWeights(weight, rows)
+    if moved is None:
+        row = int(is_other.any(dim=1).nonzero()[0]) * (weight.shape[0] // scales.shape[0])
+        raise ValueError(
+            f"{name}: expert {expert_idx}, row {row} must have one scale for a kernel that applies "
+            "it to whole sums, or requantize must be True; got several"
+        )
+    return _rounded_anew(name, weight, sf, expert_idx, moved, WHOLE_ROW)
+
+
+def _per_group(weight: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    """An expert's scales as float32: [N/128, K/128], if there are so many, or [N, K/32]."""
+    if sf.ndim == 1:
+        num_rows, num_columns = weight.shape
+        of_rows = sf.repeat_interleave(num_rows // len(sf))
+        return of_rows.unsqueeze(1).expand(-1, num_columns // GROUP_SIZE)
+    return sf if sf.dtype == torch.float32 else ue8m0_to_float(scale_bytes_of(sf), torch.float32)
 
 
 def _rounded_anew(

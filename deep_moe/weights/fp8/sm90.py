@@ -1,11 +1,13 @@
-"""FP8 weights on SM90, with a scale for every 128 x 128."""
+"""FP8 weights on SM90, with a scale for every 128 x 128 or, beside tokens with one scale each, for
+every row."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, WeightKind
+from deep_moe.formats.sizes import WHOLE_ROW
+from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
 from deep_moe.targets.sm90.weights import Sm90Weights
 
 from .on_target import Fp8OnTarget
@@ -55,6 +57,7 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
         promoted_costs,
         PROMOTED_LONE_M_BLOCK_COST,
         large_fitted_cost=1.04,
+        is_decoded=False,
     )
     # Few stages, for a small case never comes round the ring of the default. CTAs by themselves,
     # and in clusters that share weights.
@@ -142,4 +145,107 @@ class Sm90Fp8FloatScaledTokens(Sm90Fp8):
         )
 
 
-KERNELS = (Sm90Fp8(), Sm90Fp8FloatScaledTokens())
+def row_scaled_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose sums nobody touches before they are complete: as `promoted_costs`, without
+    what adding up in registers takes.
+
+    >>> [round(cost, 3) for cost in row_scaled_costs(112)]
+    [1.14, 0.739]
+    """
+    return 1 + rows / 800, 0.08 + rows / 170
+
+
+class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
+    """Scales of whole rows and of whole tokens: factors of complete sums."""
+
+    token_format = "fp8_token"
+    policy = "Fp8RowScaledWeights"
+    scale_words = "a float32 scale for each row"
+    scale_block = WHOLE_ROW
+    kind = WeightKind(
+        32768,
+        True,
+        False,
+        True,
+        (*TILES, LARGE_FITTED_TILE),
+        row_scaled_costs,
+        spared_tiles=(UNEVEN_TILE,),
+        large_fitted_cost=1.02,
+        is_decoded=False,
+    )
+    # As of BF16 weights, whose main loop it is.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
+        {"block_m": 168, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    def _lay_out(
+        self,
+        l1: LayerWeights,
+        l2: LayerWeights,
+        out: MegaMoEWeights,
+        l1_moved: Moved | None,
+        l2_moved: Moved | None,
+    ) -> None:
+        from deep_moe.targets.sm90.plain_blocks import lay_out_expert, lay_out_factors
+
+        from .requantizing import with_row_scales
+
+        for expert_idx in range(l1.weight.shape[0]):
+            own_out = out.expert(expert_idx)
+            for name, layer, to, moved in (
+                ("l1_weights", l1, own_out.l1, l1_moved),
+                ("l2_weights", l2, own_out.l2, l2_moved),
+            ):
+                one = with_row_scales(name, layer, expert_idx, moved)
+                lay_out_expert(one.weight, to.weight[0], is_l1=layer is l1)
+                lay_out_factors(one.sf, to.sf[0], is_l1=layer is l1)
+
+    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+        from deep_moe.targets.sm90.plain_blocks import read_expert, read_factors
+
+        from ..layers import ExpertWeights, LayerWeights
+
+        shape = self.checked_shape(l1, l2)
+
+        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+            made = LayerWeights(
+                layer.weight.new_empty((shape.num_experts, num_rows, num_columns)),
+                layer.sf.new_empty((shape.num_experts, num_rows)),
+            )
+            for expert_idx in range(shape.num_experts):
+                is_l1 = layer is l1
+                read_expert(layer.weight[expert_idx], made.weight[expert_idx], is_l1=is_l1)
+                read_factors(layer.sf[expert_idx], made.sf[expert_idx], is_l1=is_l1)
+            return made
+
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        """Blocks, and a factor for each row."""
+        import torch
+
+        from deep_moe.targets.sm90.plain_blocks import BLOCK_BYTES
+        from deep_moe.targets.sm90.rows import BLOCK_N
+
+        l1, l2 = self.block_dims(shape)
+        return {
+            "l1_weights[0]": (torch.float8_e4m3fn, (*l1, BLOCK_BYTES)),
+            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
+            "l2_weights[0]": (torch.float8_e4m3fn, (*l2, BLOCK_BYTES)),
+            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
+        }
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import float_scaled_tokens, sm90_numerics
+
+        from .format import FORMAT
+
+        return dataclasses.replace(sm90_numerics(FORMAT.dequantize), tokens=float_scaled_tokens)
+
+
+KERNELS = (Sm90Fp8(), Sm90Fp8FloatScaledTokens(), Sm90Fp8RowScaled())

@@ -5,7 +5,8 @@
 // Neither part knows where a token ends: rows are contiguous and whole scale words, on both sides.
 // A warp takes num_chunks_per_lane * 32 neighbouring chunks of 8 values; a lane loads a chunk with
 // 16 bytes, and four lanes share a scale. All loads of a lane are under way before anything is
-// stored: the compiler must take it that a store could change what a later load reads.
+// stored: the compiler must take it that a store could change what a later load reads. Where one
+// scale is for a whole token, a CTA has a token (Config::num_token_chunks).
 //
 // On the way the router's experts may become places of experts (expert_map), padded tokens may lose
 // theirs (token_mask), and what each place got may be counted (expert_load).
@@ -31,8 +32,8 @@ struct PrepareInputsArgs {
     const void* topk_idx;      // i64 or i32 [num_slots]
     const void* topk_weights;  // f32 or bf16 [num_slots]
     void* input_x;             // e4m3 or bf16 [num_chunks * 8], maybe in longer rows
-    // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or f32 [num_chunks / 16]; or
-    // null
+    // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or f32 [num_chunks / 16], or a
+    // token; or null
     void* input_x_sf;
     void* input_topk_idx;       // i64 [num_slots]
     void* input_topk_weights;   // f32 [num_slots]
@@ -138,6 +139,59 @@ class TokenChunks {
     uint4 chunks_[num_chunks];
 };
 
+// What one thread quantizes where one scale is for a whole token, which its CTA has.
+template <class Config>
+class WholeTokenChunks {
+    static constexpr uint32_t num_chunks = Config::num_chunks_per_lane;
+    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+
+ public:
+    // Starts the loads.
+    __device__ explicit WholeTokenChunks(const PrepareInputsArgs& args) : args_(args) {
+        const auto* x = static_cast<const uint4*>(args.x) + first();
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            chunks_[i] = is_valid(i) ? x[chunk_idx(i)] : uint4{};  //~ token_chunks_read
+        }
+    }
+
+    // All threads of the CTA.
+    __device__ void store() const {
+        __shared__ uint32_t maxima[num_warps];
+        uint32_t amax_bits = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            amax_bits = max(amax_bits, chunk_amax_bits(chunks_[i]));
+        }
+        amax_bits = ptx::redux_sync_max(amax_bits);
+        if (ptx::lane_idx() == 0) maxima[threadIdx.x / warp_size] = amax_bits;
+        __syncthreads();  //~ token_maxima_there
+#pragma unroll
+        for (uint32_t warp = 0; warp < num_warps; ++warp) amax_bits = max(amax_bits, maxima[warp]);
+        const FloatScale<false> token(amax_bits);
+        auto* values = static_cast<uint2*>(args_.input_x) + first();
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            if (is_valid(i)) values[chunk_idx(i)] = quantize_chunk(chunks_[i], token.factor);
+        }
+        if (threadIdx.x == 0) static_cast<float*>(args_.input_x_sf)[blockIdx.x] = token.scale;
+    }
+
+ private:
+    static __device__ uint64_t first() {
+        return uint64_t{blockIdx.x} * Config::num_token_chunks;
+    }
+    static __device__ uint32_t chunk_idx(uint32_t i) {
+        return threadIdx.x + i * Config::num_threads;
+    }
+    static __device__ bool is_valid(uint32_t i) {
+        return chunk_idx(i) < Config::num_token_chunks;
+    }
+
+    const PrepareInputsArgs& args_;
+    uint4 chunks_[num_chunks];
+};
+
 template <class Config>
 __device__ __forceinline__ float load_topk_weight(const PrepareInputsArgs& args,
                                                   uint32_t slot_idx) {
@@ -208,14 +262,20 @@ __device__ __forceinline__ void convert_routing(const PrepareInputsArgs& args, u
     }
 }
 
-// Grid: enough warps for all chunks.
+// Grid: enough warps for all chunks, or a CTA for each token.
 template <class Config>
 __device__ __forceinline__ void prepare_inputs(const PrepareInputsArgs& args) {
     static_assert(Config::num_threads % warp_size == 0, "num_threads must be whole warps");
     const uint32_t thread_in_grid = blockIdx.x * Config::num_threads + threadIdx.x;
-    const TokenChunks<Config> chunks(args, thread_in_grid / warp_size, ptx::lane_idx());
-    convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
-    chunks.store();
+    const auto convert = [&](const auto& chunks) {
+        convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
+        chunks.store();
+    };
+    if constexpr (Config::num_token_chunks != 0) {
+        convert(WholeTokenChunks<Config>(args));
+    } else {
+        convert(TokenChunks<Config>(args, thread_in_grid / warp_size, ptx::lane_idx()));
+    }
 }
 
 }  // namespace deep_moe

@@ -55,7 +55,7 @@ class LocalRows {
         return args_.local_x + uint64_t{row_idx} * row_bytes;
     }
     __device__ Scales input_x_sf(uint32_t row_idx) const {
-        constexpr uint32_t num_words = Config::hidden / Scales::values_per_word;
+        constexpr uint32_t num_words = Scales::num_words(Config::hidden);
         return Scales{args_.local_x_sf + uint64_t{row_idx} * num_words};  //~ scales_of_row
     }
 

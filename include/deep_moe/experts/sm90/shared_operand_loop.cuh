@@ -1,14 +1,16 @@
 // The products of one block with weights that are taken as they lie: D[256 weight rows][tokens],
 // half of the rows in each of two warpgroups, as two times 64. Both operands stay in shared memory,
-// and nothing touches the accumulators before the whole K is added up. So a k-block's products are
-// started while those of the k-block before are under way, and a stage is given back one k-block
-// later than it was entered.
+// and nothing touches the accumulators before the whole K is added up, but where a token's scales
+// differ from k-block to k-block (rescaler.cuh). So a k-block's products are started while those of
+// the k-block before are under way, and a stage is given back one k-block later than it was entered.
+// FP8 products accumulate in the tensor core over the whole K: nothing is promoted.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
@@ -19,15 +21,35 @@
 
 namespace deep_moe::sm90 {
 
+// What both operands consist of.
+struct Bf16Products {
+    static constexpr uint32_t value_bytes = 2;
+
+    template <uint32_t num_accumulators>
+    static __device__ __forceinline__ void multiply(float (&sums)[num_accumulators],
+                                                    uint64_t weights, uint64_t tokens) {
+        ptx::wgmma_m64k16_f32_bf16_bf16(sums, weights, tokens);
+    }
+};
+struct E4m3Products {
+    static constexpr uint32_t value_bytes = 1;
+
+    template <uint32_t num_accumulators>
+    static __device__ __forceinline__ void multiply(float (&sums)[num_accumulators],
+                                                    uint64_t weights, uint64_t tokens) {
+        ptx::wgmma_m64k32_f32_e4m3_e4m3(sums, weights, tokens, true);
+    }
+};
+
 // One thread's walk through the stages; all threads of a warpgroup make it together.
-template <class Config>
+template <class Config, class Products>
 class SharedOperandLoop {
     using Ring = RingPosition<Config::num_stages>;
     static constexpr uint32_t rows_per_half = 64;
     static constexpr uint32_t row_bytes = 128;  // of a k-block
     static constexpr uint32_t half_bytes = rows_per_half * row_bytes;
     static_assert(Config::Weights::block_bytes == 2 * num_row_halves * half_bytes);
-    static_assert(Config::block_k * sizeof(uint16_t) == row_bytes, "values are BF16");
+    static_assert(Config::block_k * Products::value_bytes == row_bytes);
 
  public:
     __device__ SharedOperandLoop(const SharedMemory<Config>& smem, const MathThread<Config>& thread,
@@ -52,6 +74,8 @@ class SharedOperandLoop {
         for (uint32_t i = 0; i < num_rows / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
         stage_wait_.reset();
         uint32_t stage = enter_stage();
+        bool may_change_scale = false;
+        if constexpr (has_token_factors<Config>) may_change_scale = changes_scale(smem_, stage);
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
             // Asked for here, needed at the end: nobody waits for the answer.
@@ -65,6 +89,13 @@ class SharedOperandLoop {
             if (!next_is_loaded) await_stage();  //~ shared_stage_awaited
             stage_wait_.stop();
             stage = enter_stage();
+            if constexpr (has_token_factors<Config>) {
+                if (may_change_scale && changes_scale(smem_, stage)) {
+                    ptx::wgmma_wait_group<0>();  //~ shared_rescale_wait
+                    rescale(smem_, stage, sums[0]);
+                    rescale(smem_, stage, sums[1]);  //~ shared_rescaled
+                }
+            }
         }
         ptx::wgmma_wait_group<0>();  //~ shared_sums_complete
         ptx::wgmma_keep_order(sums[0]);
@@ -94,7 +125,7 @@ class SharedOperandLoop {
         for (uint32_t half = 0; half < num_row_halves; ++half) {
 #pragma unroll
             for (uint32_t offset = 0; offset < row_bytes; offset += mma_bytes) {
-                ptx::wgmma_m64k16_f32_bf16_bf16(
+                Products::multiply(
                     sums[half], operand_descriptor(weights + ((half * half_bytes + offset) >> 4)),
                     operand_descriptor(tokens + (offset >> 4)));  //~ shared_wgmma
             }

@@ -9,7 +9,7 @@ namespace deep_moe {
 
 // A float of any size for every 128 values, for kernels that multiply by it.
 struct FloatsPer128 {
-    static constexpr uint32_t values_per_word = 128;
+    static constexpr uint32_t num_words(uint32_t num_values) { return num_values / 128; }
     const uint32_t* words;
 
     __device__ __forceinline__ float operator[](uint32_t block_idx) const {

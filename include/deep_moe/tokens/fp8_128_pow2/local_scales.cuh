@@ -11,7 +11,7 @@ namespace deep_moe {
 
 // A power of two for every 128 values, as a float: its exponent is the byte.
 struct FloatPowersPer128 {
-    static constexpr uint32_t values_per_word = 128;
+    static constexpr uint32_t num_words(uint32_t num_values) { return num_values / 128; }
     const uint32_t* words;
 
     __device__ __forceinline__ uint32_t operator[](uint32_t block_idx) const {

@@ -9,7 +9,7 @@ namespace deep_moe {
 
 // A UE8M0 byte for every 32 values.
 struct ByteScalesPer32 {
-    static constexpr uint32_t values_per_word = 128;
+    static constexpr uint32_t num_words(uint32_t num_values) { return num_values / 128; }
     const uint32_t* words;
 
     __device__ __forceinline__ uint32_t operator[](uint32_t block_idx) const {

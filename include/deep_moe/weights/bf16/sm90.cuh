@@ -17,7 +17,7 @@ struct Bf16Weights {
     static constexpr bool promotes_token_scales = false;
 
     template <class Config>
-    using MainLoop = SharedOperandLoop<Config>;
+    using MainLoop = SharedOperandLoop<Config, Bf16Products>;
     template <class Config>
     using PullPolicy = PlainPullPolicy<Config>;
 };

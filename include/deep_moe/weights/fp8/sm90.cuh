@@ -1,13 +1,16 @@
 // FP8 weights on SM90: E4M3 that wgmma takes from shared memory, with a scale for every 128 x 128.
 // And the same where tokens come with a float32 scale for every 128 values, any positive number.
+// Or with a scale for every row, beside tokens that have one each.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/sm90_float_scale_pull_policy.cuh"
 #include "deep_moe/dispatch/sm90_pull_policy.cuh"
+#include "deep_moe/dispatch/token_scale_pull_policy.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
 #include "deep_moe/experts/sm90/promoting_loop.cuh"
+#include "deep_moe/experts/sm90/shared_operand_loop.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -32,6 +35,20 @@ struct Fp8WeightsFloatScaledTokens : Fp8Weights {
 
     template <class Config>
     using PullPolicy = sm90::FloatScalePullPolicy<Config>;
+};
+
+struct Fp8RowScaledWeights {
+    static constexpr uint32_t block_bytes = 256 * 128;
+    static constexpr bool has_row_factors = true;
+    static constexpr bool has_block_scales = false;
+    // Of tokens one for all values. Of Linear1's output as beside other E4M3 tokens.
+    static constexpr bool has_token_scales = true;
+    static constexpr bool promotes_token_scales = false;
+
+    template <class Config>
+    using MainLoop = SharedOperandLoop<Config, E4m3Products>;
+    template <class Config>
+    using PullPolicy = TokenScalePullPolicy<Config>;
 };
 
 }  // namespace deep_moe::sm90

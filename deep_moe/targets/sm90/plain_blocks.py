@@ -1,12 +1,10 @@
-"""BF16 weights as the SM90 kernel reads them: blocks of 256 rows x 64 k as they lie in shared
-memory.
+"""Weights that keep the order of k, as the SM90 kernel reads them: blocks of 256 rows x 128 bytes
+of k, 64 values of BF16 or 128 of E4M3, as they lie in shared memory.
 
-A block is 32768 bytes: rows of 64 values in the order of the math threads' sums, in the 128-byte
-swizzle. Slot 128*g + 64*b + 16*w + 8*h + r holds what warpgroup g, warp w and its lanes 4*r to
+A block is 32768 bytes: rows in the order of the math threads' sums, in the 128-byte swizzle. Slot 128*g + 64*b + 16*w + 8*h + r holds what warpgroup g, warp w and its lanes 4*r to
 4*r + 3 have as (b, h): of Linear1 gate (h = 0) or up (h = 1) of value 64*g + 16*w + 2*r + b of the
-block's 128, so that a thread has two neighbours; of Linear2 row 128*g + 32*w + 4*r + 2*b + h. Along
-k values stand as they are. Rows of zeros fill the last block where hidden is an odd multiple of
-128.
+block's 128, so that a thread has two neighbours; of Linear2 row 128*g + 32*w + 4*r + 2*b + h. Rows
+of zeros fill the last block where hidden is an odd multiple of 128.
 """
 
 from __future__ import annotations
@@ -15,16 +13,13 @@ from collections.abc import Iterator
 
 import torch
 
-from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, bf16_rows_by_slot, swizzled
+from .rows import BLOCK_N, PART_N, ROW_BYTES, bf16_rows_by_slot, bf16_slot_order, swizzled
 
-BLOCK_K = 64
-BLOCK_VALUES = BLOCK_N * BLOCK_K
-
-_ROW_BYTES = 2 * BLOCK_K
+BLOCK_BYTES = BLOCK_N * ROW_BYTES
 
 
 def lay_out_expert(weight: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
-    """One expert, bfloat16 [N, K], into bfloat16 [n-blocks, k-blocks, 16384]."""
+    """One expert [N, K] into [n-blocks, k-blocks, values of a block]."""
     blocks = _blocks(out)
     if weight.shape[0] % BLOCK_N:
         blocks[-1:, 1] = 0
@@ -40,9 +35,28 @@ def read_expert(layer: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
         own.copy_(swizzled(place))
 
 
+def lay_out_factors(factors: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
+    """One expert's factors of rows, float32 [N], into [n-blocks, 256], zeros where there is no
+    row."""
+    whole = factors.new_zeros(out.numel())
+    whole[: len(factors)] = factors
+    out.copy_(whole[_slot_order(out, is_l1=is_l1)].view(out.shape))
+
+
+def read_factors(layer: torch.Tensor, out: torch.Tensor, *, is_l1: bool) -> None:
+    """The inverse."""
+    whole = torch.empty_like(layer).flatten()
+    whole[_slot_order(layer, is_l1=is_l1)] = layer.flatten()
+    out.copy_(whole[: len(out)])
+
+
+def _slot_order(factors: torch.Tensor, *, is_l1: bool) -> torch.Tensor:
+    return bf16_slot_order(factors.numel(), is_l1=is_l1).to(factors.device)
+
+
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
     """A view [n, g, k-block, row, byte]."""
-    return weight.view(torch.uint8).unflatten(-1, (2, PART_N, _ROW_BYTES)).transpose(1, 2)
+    return weight.view(torch.uint8).unflatten(-1, (2, PART_N, ROW_BYTES)).transpose(1, 2)
 
 
 def _parts(
@@ -55,7 +69,7 @@ def _parts(
         if first == last:
             continue
         of_rows = rows[first * BLOCK_N : (last * BLOCK_N if num_parts == 2 else None)]
-        in_slots = bf16_rows_by_slot(of_rows, num_parts, is_l1).unflatten(-1, (-1, _ROW_BYTES))
+        in_slots = bf16_rows_by_slot(of_rows, num_parts, is_l1).unflatten(-1, (-1, ROW_BYTES))
         #        n  g  w  r  b  h  k-block byte
         #        0  1  2  3  4  5  6       7
         own = in_slots.permute(0, 1, 6, 4, 2, 5, 3, 7)

@@ -34,9 +34,9 @@ class LowLatencyShape:
 
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
-    tokens of one call, 1 to 1024. token_format: one of ALL_TO_ALL_FORMATS. has_shared_rows: experts may
-    write their rows into the buffer. any_format: there is room for each format, so that calls may
-    have others. placement: one of PLACEMENTS.
+    tokens of one call, 1 to 1024. token_format: one of ALL_TO_ALL_FORMATS. has_shared_rows: experts
+    may write their rows into the buffer. any_format: there is room for each format, so that calls
+    may have others. placement: one of PLACEMENTS.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes

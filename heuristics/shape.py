@@ -68,8 +68,8 @@ class MoEShape:
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
     token_format: of the caller's tokens, "mxfp8", "fp8_128" or "fp8_token", with hidden a multiple
-        of 128, or "bf16"; which of them go with the weights, depends on the target. By default what the
-        weights' format says, "mxfp8" or, with bf16, "bf16".
+        of 128, or "bf16"; which of them go with the weights, depends on the target. By default what
+        the weights' format says, "mxfp8" or, with bf16, "bf16".
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)

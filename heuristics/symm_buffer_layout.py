@@ -183,5 +183,5 @@ class _Parts(LayoutBuilder):
             f"Linear1's output after the activation, {tokens.values}",
         )
         if tokens.has_scales:
-            dims = (tokens.num_scale_words(intermediate), sf_pool_tokens)
+            dims = (tokens.num_output_scale_words(intermediate), sf_pool_tokens)
             data("l2_token_sf", "u32", dims, "its scales, MN-major")

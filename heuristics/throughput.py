@@ -131,8 +131,9 @@ class ThroughputConfig:
     step: which of the three. num_ctas: of each rank. has_weights: a dispatch sends the slots'
     weights, or multiplies rows by them if it knows_rows; a combine weighs with them.
 
-    Of a dispatch: token_format: one of ALL_TO_ALL_FORMATS. is_quantized_input: they come as they travel.
-    knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else int64.
+    Of a dispatch: token_format: one of ALL_TO_ALL_FORMATS. is_quantized_input: they come as they
+    travel. knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else
+    int64.
     Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
     trace: CTAs stamp their phases.
 

@@ -19,12 +19,12 @@ def formats(pair: str) -> dict[str, str]:
 
 
 def usual_pairs(arch: str) -> list[str]:
-    """Those of a target but the ones with float scales: of a weight format its name where tokens
-    are what usually goes with it."""
+    """Those of a target but the one with float scales per 128: of a weight format its name where
+    tokens are what usually goes with it."""
     names = []
     for own in TARGETS[arch].weights:
         is_usual = own.token_format == TARGETS[arch].token_formats(own.weights)[0]
-        if is_usual or own.token_format == "bf16":
+        if is_usual or own.token_format in ("bf16", "fp8_token"):
             names.append(own.weights if is_usual else own.weights + BESIDE + own.token_format)
     return names
 

@@ -3,9 +3,9 @@
 A group is 128 consecutive values along the last dimension, or all of them, and amax its largest
 magnitude, but at least 1e-4. Its scale is amax * (1 / 448), rounded once per operation, and the
 stored value is x * (448 / amax) rounded to E4M3, nearest, ties to even. A group that holds an
-infinity or a NaN becomes NaNs only (0x7F) with scale 1: E4M3 has no infinity. A scale that has to be a power of two is
-the smallest with amax <= 448 * scale, and the stored value is x / scale. The kernels follow exactly
-these rules.
+infinity or a NaN becomes NaNs only (0x7F) with scale 1: E4M3 has no infinity. A scale that has to
+be a power of two is the smallest with amax <= 448 * scale, and the stored value is x / scale. The
+kernels follow exactly these rules.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def token_formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
     >>> token_formats_for("mxfp4"), token_formats_for("bf16")
     (('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
     >>> token_formats_for("fp8", "sm_90a")
-    ('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128')
+    ('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128', 'fp8_token')
     """
     target = EMULATED if arch is None else target_of(arch)
     in_products = target.token_formats(weights)
@@ -136,8 +136,9 @@ class GroupedExperts:
         token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
             default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128, or
             "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
-            sm_90a also "fp8_128": with float32 scales per 128 of any size. With bf16 weights, and
-            on sm_90a with mxfp4 ones, "bf16".
+            sm_90a also "fp8_128": with float32 scales per 128 of any size, and, where weights have
+            scales of rows or matrices, "fp8_token": with one float32 scale for each row of x. With
+            bf16 weights, and on sm_90a with mxfp4 ones, "bf16".
         activation: as of `mega_moe`.
         activation_clamp: as of `mega_moe`.
         fast_math: as of `mega_moe`.
@@ -455,7 +456,7 @@ class GroupedExperts:
                 f"scales must be {dtype} {where}; got torch.float32, which "
                 'token_format="fp8_128_pow2" has, for powers of two, and "fp8_128"'
             )
-        num_words = self.shape.hidden // tokens.values_per_word
+        num_words = tokens.num_scale_words(self.shape.hidden)
         check_tensor("scales", scales, dtype, (*rows, num_words), self.device)
         check_contiguous("scales", scales)
         if self._checked and dtype is torch.float32 and tokens.rounds_scales:
@@ -687,6 +688,7 @@ def _checked_format(weights: str, token_format: str | None, target: Target) -> T
     reason = {
         "fp8_128": ": its scales need be no powers of two, which kernels fold into values but for "
         "fp8 weights on sm_90a",
+        "fp8_token": ": only fp8 weights on sm_90a go with one scale for a whole token",
         "bf16": ": tokens are quantized when they are dispatched",
     }
     why = "" if allowed == ("bf16",) else reason.get(token_format, "")

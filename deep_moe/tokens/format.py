@@ -59,6 +59,13 @@ class TokenFormat:
             return 1
         return -(-num_values // self.values_per_word) if self.has_scales else 0
 
+    def num_output_scale_words(self, num_values: int) -> int:
+        """The same of Linear1's output, of which nobody knows all values when some are rounded: so
+        one scale is for 128 of them at most."""
+        return (
+            -(-num_values // 128) if self.scales_whole_tokens else self.num_scale_words(num_values)
+        )
+
     @property
     def has_scales(self) -> bool:
         return self.values_per_scale > 0 or self.scales_whole_tokens

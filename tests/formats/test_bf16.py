@@ -13,6 +13,7 @@ from deep_moe.weights.layers import LayerWeights
 
 BLOCK_K = token_format("bf16").block_k
 
+
 def layer(num_experts: int = 2, hidden: int = 384, intermediate: int = 256) -> list[torch.Tensor]:
     """Every value another one, as far as there are so many."""
     generator = torch.Generator().manual_seed(0)

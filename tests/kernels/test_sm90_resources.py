@@ -138,6 +138,17 @@ def test_no_spills_with_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", biases=True)
 
 
+@parametrize("tile", BF16_TILES, everyday=[(176, 176)])
+def test_no_spills_with_fp8_weights_with_scales_of_rows(tile: tuple[int, int]) -> None:
+    check(tile, "pro", "fp8 x fp8_token")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [(8, 8), (176, 176), (128, 32)])
+def test_no_spills_with_fp8_weights_with_scales_of_rows_and_biases(tile: tuple[int, int]) -> None:
+    check(tile, "pro", "fp8 x fp8_token", biases=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 8), (80, 80), (128, 128)])
 def test_no_spills_with_fp8_weights_and_biases(tile: tuple[int, int]) -> None:
@@ -150,9 +161,11 @@ def test_no_spills_with_fp8_weights_and_biases(tile: tuple[int, int]) -> None:
     [
         *(("fp8", (rows, rows)) for rows in (72, 112, 128)),
         *(("bf16", (rows, rows)) for rows in (128, 176)),
+        *(("fp8 x fp8_token", (rows, rows)) for rows in (128, 176)),
         ("mxfp4", (176, 176)),
         ("fp8", LARGE_FITTED_TILE),
         ("bf16", LARGE_FITTED_TILE),
+        ("fp8 x fp8_token", LARGE_FITTED_TILE),
     ],
 )
 def test_spills_in_clusters(weights: str, tile: tuple[int, int]) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from deep_moe import jit
 from deep_moe.heuristics.low_latency import (
-    PLACEMENTS,
     ALL_TO_ALL_FORMATS,
+    PLACEMENTS,
     LowLatencyConfig,
     LowLatencyShape,
 )

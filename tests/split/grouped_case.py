@@ -168,8 +168,9 @@ def random_case(
     if token_format == "mxfp8":
         x, x_sf = quantize_mxfp8(values)
         return Case(shape, counts, arch, layer, x, x_sf, x_sf)
-    if token_format == "fp8_128":
-        x, floats = quantize_e4m3_float(values.bfloat16())
+    if token_format_of(token_format).has_float_scales:
+        is_token = token_format == "fp8_token"
+        x, floats = quantize_e4m3_float(values.bfloat16(), whole_tokens=is_token)
         return Case(shape, counts, arch, layer, x, floats, floats)
     x, floats = quantize_e4m3_float(values.bfloat16(), powers_of_two=True)
     scale_bytes = (floats.log2().int() + 127).to(torch.uint8)
@@ -183,7 +184,7 @@ def exact_case(
     arch: str, counts: tuple[int, ...] = COUNTS, weights: str = "mxfp4", **more: Any
 ) -> Case:
     shape = shape_of(counts, weights, **more)
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    scale_block = target_of(arch).weights_of(weights, shape.token_format).scale_block
     tokens = exact_tokens(shape, sum(counts), seed=1)
     scales = tokens.x_sf if shape.tokens.has_scales else None
     layer = exact_layer(shape, seed=1, scale_block=scale_block)

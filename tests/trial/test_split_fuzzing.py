@@ -51,7 +51,11 @@ def test_what_is_wrong_in_either_call_is_told(
     spoil: Callable[[list[list[RankOutput]]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = with_values(
-        arch="sm_90a", weights="fp8 x fp8_128", tokens="few", shape=(2, 4, 3, 512, 96)
+        arch="sm_90a",
+        weights="fp8 x fp8_128",
+        tokens="few",
+        values="numbers",
+        shape=(2, 4, 3, 512, 96),
     )
     given = SplitCase._outputs
 

@@ -1,10 +1,11 @@
 """Weights that keep the order of k, as the SM90 kernel reads them: blocks of 256 rows x 128 bytes
 of k, 64 values of BF16 or 128 of E4M3, as they lie in shared memory.
 
-A block is 32768 bytes: rows in the order of the math threads' sums, in the 128-byte swizzle. Slot 128*g + 64*b + 16*w + 8*h + r holds what warpgroup g, warp w and its lanes 4*r to
-4*r + 3 have as (b, h): of Linear1 gate (h = 0) or up (h = 1) of value 64*g + 16*w + 2*r + b of the
-block's 128, so that a thread has two neighbours; of Linear2 row 128*g + 32*w + 4*r + 2*b + h. Rows
-of zeros fill the last block where hidden is an odd multiple of 128.
+A block is 32768 bytes: rows in the order of the math threads' sums, in the 128-byte swizzle. Slot
+128*g + 64*b + 16*w + 8*h + r holds what warpgroup g, warp w and its lanes 4*r to 4*r + 3 have as
+(b, h): of Linear1 gate (h = 0) or up (h = 1) of value 64*g + 16*w + 2*r + b of the block's 128, so
+that a thread has two neighbours; of Linear2 row 128*g + 32*w + 4*r + 2*b + h. Rows of zeros fill
+the last block where hidden is an odd multiple of 128.
 """
 
 from __future__ import annotations

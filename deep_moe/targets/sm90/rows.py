@@ -19,8 +19,8 @@ _SWIZZLE_ROWS = 8  # after so many, the pattern repeats
 
 
 def e4m3_rows_by_slot(rows: torch.Tensor, num_parts: int, is_l1: bool) -> torch.Tensor:
-    """Beside E4M3 tokens with scales along k: a view [n, g, w, r / 2, (r % 2, b), h, ...] of rows [N, ...] of whole
-    n-blocks."""
+    """Beside E4M3 tokens with scales along k: a view [n, g, w, r / 2, (r % 2, b), h, ...] of rows
+    [N, ...] of whole n-blocks."""
     if not is_l1:
         return rows.unflatten(0, (-1, num_parts, 4, 4, 4, 2))
     # [gate | up], of values v = 32*q + 4*c + s in each 128: c is (g, w); q, s are r, b.

@@ -203,14 +203,14 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
                 lay_out_expert(one.weight, to.weight[0], is_l1=layer is l1)
                 lay_out_factors(one.sf, to.sf[0], is_l1=layer is l1)
 
-    def inverse(self, l1: LayerWeights, l2: LayerWeights) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
         from deep_moe.targets.sm90.plain_blocks import read_expert, read_factors
 
         from ..layers import ExpertWeights, LayerWeights
 
         shape = self.checked_shape(l1, l2)
 
-        def read(layer: LayerWeights, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
             made = LayerWeights(
                 layer.weight.new_empty((shape.num_experts, num_rows, num_columns)),
                 layer.sf.new_empty((shape.num_experts, num_rows)),

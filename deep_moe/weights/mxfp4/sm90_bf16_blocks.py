@@ -8,7 +8,7 @@ less than 2^-125 of the row's largest: 0.5 becomes 2^-126 there, the smallest no
 whose scales spread further is refused. Groups of zeros fit any scale.
 
 A block is 8704 bytes, two parts for the two math warpgroups, each 4096 bytes of nibbles and 256 of
-multipliers. Rows stand in the order of BF16 weights (targets/sm90/plain_blocks.py): (g, b, w, h, r), of
+multipliers. Rows stand in the order of targets/sm90/plain_blocks.py: (g, b, w, h, r), of
 which warp w's lanes 4*r to 4*r + 3 of warpgroup g have rows (b, h). Lane 4*r + q has of each 16
 values along k those at 2*q, 2*q + 1, 2*q + 8 and 2*q + 9, the register operand of a product. Its
 words lie as [b][thread][product], and in a word the values of both its rows, each value cut in two

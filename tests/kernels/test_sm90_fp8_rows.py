@@ -11,7 +11,8 @@ import torch
 import deep_moe
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
-from deep_moe.heuristics import MoEShape, choose_config
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.synthetic import (
     Layer,

@@ -13,10 +13,11 @@ calls without rests, which drive the GPU to its power limit: its clock needs lon
 come back from there, and rounds differ by several percent.
 
 A kernel is a name and words behind it: include=FOLDER, whose headers are taken instead of this
-checkout's, pool_tokens=ROWS, a buffer of its own with so many rows of the pool, and FIELD=NUMBER.
-All are called by this checkout's host side: headers that belong to
-another one do not compile. All must give the same bits, and the first one's are compared with the
-reference (some tokens of each rank).
+checkout's, pool_tokens=ROWS, a buffer of its own with so many rows of the pool, token_format=NAME,
+a layer of its own beside such tokens, with scales that its kernel applies, and FIELD=NUMBER. All
+are called by this checkout's host side: headers that belong to another one do not compile. All with
+tokens of one format must give the same bits, and the first one's are compared with the reference
+(some tokens of each rank).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,9 +44,9 @@ from deep_moe.fused import call_plan
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallCaches
-from deep_moe.heuristics import PRESETS
+from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.jit import headers
-from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.tokens import TOKEN_FORMATS, token_format
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.real_size import ROUTINGS, rank_tokens
 from deep_moe.trial.synthetic import Tokens
@@ -58,6 +59,7 @@ from .problem import checked_sample, rank_weights
 CHECKED_TOKENS = 8  # on each rank
 INCLUDE = "include="
 POOL_TOKENS = "pool_tokens="
+TOKEN_FORMAT = "token_format="
 
 
 class Kernel:
@@ -71,16 +73,19 @@ class Kernel:
         ('wide', None, {'block_m': 152, 'num_stages': 4}, None)
         """
         self.name, *words = text.split()
-        fields, folders, pools = [], [], []
+        fields, folders, pools, formats = [], [], [], []
         for word in words:
             if word.startswith(INCLUDE):
                 folders.append(word.removeprefix(INCLUDE))
             elif word.startswith(POOL_TOKENS):
                 pools.append(int(word.removeprefix(POOL_TOKENS)))
+            elif word.startswith(TOKEN_FORMAT):
+                formats.append(token_format(word.removeprefix(TOKEN_FORMAT)).name)
             else:
                 fields.append(word)
         self.include = Path(folders[-1]).resolve() if folders else None
         self.num_pool_tokens = pools[-1] if pools else None
+        self.token_format = formats[-1] if formats else None
         self.overrides = parse_overrides(fields)
         self._library = headers.find_library()
         if self.include is not None:
@@ -90,6 +95,11 @@ class Kernel:
             self._library = headers.HeaderFolder(self.include, f"deep_moe {digest}")
         self._caches = CallCaches()
         self._launchers: BoundedCache[Any, Any] = BoundedCache(64)
+
+    def shape(self, shape: MoEShape) -> MoEShape:
+        """Of its layer."""
+        token_format = self.token_format or shape.token_format
+        return replace(shape, num_pool_tokens=self.num_pool_tokens, token_format=token_format)
 
     @contextmanager
     def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
@@ -162,19 +172,22 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         **{option: getattr(arguments, option) for option in SIZES},
     )
     kernels = [Kernel(text) for text in arguments.kernel]
-    weights = rank_weights(shape, rank, arguments.seed, device)
-    layers = {
-        rows: TimedLayer(replace(shape, num_pool_tokens=rows), weights, device)
-        for rows in dict.fromkeys(kernel.num_pool_tokens for kernel in kernels)
-    }
-    del weights
+    shapes = {kernel.name: kernel.shape(shape) for kernel in kernels}
+    layers: dict[MoEShape, TimedLayer] = {}
+    for own in dict.fromkeys(shapes.values()):
+        weights = rank_weights(own, rank, arguments.seed, device)
+        layers[own] = TimedLayer(own, weights, device)
+        del weights
     for num_tokens in arguments.tokens:
-        tokens = rank_tokens(
-            shape, num_tokens, rank, arguments.seed, device, routing=arguments.routing
-        )
-        for layer in layers.values():
-            layer.fill(tokens)
-        runs = [(kernel, layers[kernel.num_pool_tokens]) for kernel in kernels]
+        tokens = {
+            own.token_format: rank_tokens(
+                own, num_tokens, rank, arguments.seed, device, routing=arguments.routing
+            )
+            for own in layers
+        }
+        for own, layer in layers.items():
+            layer.fill(tokens[own.token_format])
+        runs = [(kernel, layers[shapes[kernel.name]]) for kernel in kernels]
         check(runs, arguments, tokens)
         us = times(runs, arguments)
         result = {
@@ -194,10 +207,10 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
 Runs = Sequence[tuple[Kernel, TimedLayer]]
 
 
-def check(runs: Runs, arguments: argparse.Namespace, tokens: Tokens) -> None:
+def check(runs: Runs, arguments: argparse.Namespace, tokens: Mapping[str, Tokens]) -> None:
     """One call of each kernel, which compiles it; RuntimeError if a result is not what it should
-    be."""
-    expected = None
+    be. tokens: by their format."""
+    first: dict[str, tuple[str, torch.Tensor]] = {}  # by format: a kernel's name, and its result
     for kernel, layer in runs:
         buffer = layer.buffer
         layer.y.fill_(torch.nan)
@@ -205,20 +218,22 @@ def check(runs: Runs, arguments: argparse.Namespace, tokens: Tokens) -> None:
             layer(Swiglu(arguments.clamp), kernel.overrides)
         buffer.memory.synchronize()
         buffer.raise_if_failed()
-        if expected is None:
-            expected = layer.y.clone()
+        form = layer.shape.token_format
+        if form not in first:
+            first[form] = kernel.name, layer.y.clone()
             checked_sample(
                 layer.shape,
-                tokens,
-                expected,
+                tokens[form],
+                layer.y,
                 CHECKED_TOKENS,
                 arguments.seed,
                 Swiglu(arguments.clamp),
             )
-        elif not torch.equal(layer.y.view(torch.int16), expected.view(torch.int16)):
+            continue
+        name, expected = first[form]
+        if not torch.equal(layer.y.view(torch.int16), expected.view(torch.int16)):
             raise RuntimeError(
-                f"{kernel.name} gives other results than {runs[0][0].name}: "
-                f"{compare(layer.y, expected)}"
+                f"{kernel.name} gives other results than {name}: {compare(layer.y, expected)}"
             )
 
 

@@ -36,6 +36,7 @@ def copied_headers(folder: Path, file: str, before: str, after: str) -> Path:
         (["--kernel", "a", "--kernel", "a block_m=8"], "each with a name of its own"),
         (["--kernel", "a include=/nowhere"], "a folder that holds deep_moe; got /nowhere"),
         (["--kernel", "a block_m"], "must be FIELD=NUMBER; got 'block_m'"),
+        (["--kernel", "a token_format=fp9"], "token_format must be one of mxfp8, "),
         (["--kernel", "a", "--rounds", "0"], "must be at least 1"),
         (["--kernel", "a", "--tokens", "8", "0"], "must be at least 1"),
         (["--kernel", "a", "--model", "other"], "invalid choice"),
@@ -56,7 +57,7 @@ def test_kernels_take_turns(tmp_path: Path):
     )
     words = [*SMALL, *BRIEF, "--tokens", "3", "5", "--ranks", "2", "--commit", "abc"]
     words += ["--kernel", "now", "--kernel", f"same include={same}", "--kernel", "wide block_m=64"]
-    words += ["--weights", "fp8", "--kernel", "ring pool_tokens=384"]
+    words += ["--weights", "fp8", "--kernel", "ring pool_tokens=384 token_format=mxfp8"]
     arguments = parse_arguments([*words, "--json", str(tmp_path / "out.json")])
     run_on_ranks(run_rank, arguments.ranks, "cpu", arguments)
     report = json.loads((tmp_path / "out.json").read_text())

@@ -533,6 +533,46 @@ SM90_MUTATIONS = (
     BF16(
         "k_step_of_tokens", replaced("shared_wgmma", "tokens + (offset >> 4)", "tokens"), "result"
     ),
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test=f"test_sm90_fp8_rows::{test}",
+        )
+        for name, edit, catcher, test in (
+            (
+                "rescaled_while_shared_operands_are_multiplied",
+                removed("shared_rescale_wait"),
+                "race",
+                "test_blocks_of_linear1s_output_with_scales_of_their_own",
+            ),
+            (
+                "one_half_of_shared_sums_not_rescaled",
+                removed("shared_rescaled"),
+                "result",
+                "test_blocks_of_linear1s_output_with_scales_of_their_own",
+            ),
+            (
+                "token_scale_left_behind",
+                removed("token_scale_copied"),
+                "result",
+                "test_prepared_inputs",
+            ),
+            (
+                "token_maxima_not_awaited",
+                removed("token_maxima_there"),
+                "race",
+                "test_prepared_inputs",
+            ),
+        )
+    ),
+    M(
+        "chunks_behind_a_tokens_last_read",
+        instead("token_chunks_read", "chunks_[i] = x[chunk_idx(i)];"),
+        "misuse|result",
+        test="test_sm90_fp8_rows::test_prepared_inputs",
+    ),
     BF16(
         "bf16_values_of_the_neighbour",
         replaced("bf16_place", "2 * thread_.row()", "2 * (thread_.row() ^ 1)"),

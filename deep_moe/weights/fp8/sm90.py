@@ -146,13 +146,20 @@ class Sm90Fp8FloatScaledTokens(Sm90Fp8):
 
 
 def row_scaled_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose sums nobody touches before they are complete: as `promoted_costs`, without
-    what adding up in registers takes.
+    """Of tiles whose sums nobody touches before they are complete, by times of an H100 (2026-11-26,
+    benchmarks/LOG.md): with 768 tokens per expert a further tile takes as long as 37 rows more of
+    it, and those of more than 144 rows, beside which three stages fit, 15 % longer than so.
 
     >>> [round(cost, 3) for cost in row_scaled_costs(112)]
-    [1.14, 0.739]
+    [1.14, 0.879]
     """
-    return 1 + rows / 800, 0.08 + rows / 170
+    further = 0.22 + rows / 170
+    return 1 + rows / 800, further * (1.15 if rows > 144 else 1)
+
+
+# Sizes that nobody has timed. With the costs above 136 rows would be chosen with 512 and 768 tokens
+# per expert, where fitted tiles were the fastest of those that were timed.
+UNTIMED_TILES = ((120, 120), (136, 136))
 
 
 class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
@@ -169,7 +176,7 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
         True,
         (*TILES, LARGE_FITTED_TILE),
         row_scaled_costs,
-        spared_tiles=(UNEVEN_TILE,),
+        spared_tiles=(UNEVEN_TILE, *UNTIMED_TILES),
         large_fitted_cost=1.02,
         is_decoded=False,
     )

@@ -261,12 +261,12 @@ def test_mxfp4_experts_with_tokens_in_bf16():
 def test_tokens_may_be_chosen(monkeypatch):
     monkeypatch.delenv("DEEP_MOE_TOKEN_FORMAT", raising=False)
     assert read_token_format() is None
-    for name in ("mxfp8", "fp8_128", "bf16"):
+    for name in ("mxfp8", "fp8_128", "fp8_token", "bf16"):
         monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
         assert read_token_format() == name
     for name in ("fp8", "fp8_128_pow2"):
         monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
-        words = f"DEEP_MOE_TOKEN_FORMAT must be mxfp8 or fp8_128 or bf16; got '{name}'"
+        words = f"DEEP_MOE_TOKEN_FORMAT must be mxfp8 or fp8_128 or fp8_token or bf16; got '{name}'"
         with pytest.raises(ValueError, match=words):
             read_token_format()
 
@@ -278,6 +278,7 @@ def test_tokens_may_be_chosen(monkeypatch):
         ("mxfp4", "mxfp8", "sm_100a", "mxfp8"),
         ("mxfp4", "bf16", "sm_90a", "bf16"),
         ("fp8", "fp8_128", "sm_90a", "fp8_128"),
+        ("fp8", "fp8_token", "sm_90a", "fp8_token"),
         ("bf16", None, "sm_100a", "bf16"),
         # It says nothing of weights that no target takes beside such tokens.
         ("fp8", "bf16", "sm_100a", "mxfp8"),

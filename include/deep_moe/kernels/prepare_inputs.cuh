@@ -178,15 +178,11 @@ class WholeTokenChunks {
     }
 
  private:
-    static __device__ uint64_t first() {
-        return uint64_t{blockIdx.x} * Config::num_token_chunks;
-    }
+    static __device__ uint64_t first() { return uint64_t{blockIdx.x} * Config::num_token_chunks; }
     static __device__ uint32_t chunk_idx(uint32_t i) {
         return threadIdx.x + i * Config::num_threads;
     }
-    static __device__ bool is_valid(uint32_t i) {
-        return chunk_idx(i) < Config::num_token_chunks;
-    }
+    static __device__ bool is_valid(uint32_t i) { return chunk_idx(i) < Config::num_token_chunks; }
 
     const PrepareInputsArgs& args_;
     uint4 chunks_[num_chunks];

@@ -2,8 +2,8 @@
 // half of the rows in each of two warpgroups, as two times 64. Both operands stay in shared memory,
 // and nothing touches the accumulators before the whole K is added up, but where a token's scales
 // differ from k-block to k-block (rescaler.cuh). So a k-block's products are started while those of
-// the k-block before are under way, and a stage is given back one k-block later than it was entered.
-// FP8 products accumulate in the tensor core over the whole K: nothing is promoted.
+// the k-block before are under way, and a stage is given back one k-block later than it was
+// entered. FP8 products accumulate in the tensor core over the whole K: nothing is promoted.
 #pragma once
 
 #include <cuda/std/cstdint>

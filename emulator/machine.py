@@ -18,7 +18,7 @@ from .errors import BY_KIND, EmulatorError, LaunchError
 from .findings import Finding, decode_finding
 from .library import interruptible_run, load
 
-Size = tuple[int, int, int]
+Size = int | tuple[int, ...]  # what is left out is 1
 # What an argument of the library may be; whether a launch fits a GPU is looked at there.
 MAX_U32, MAX_U63 = 2**32 - 1, 2**63 - 1
 MAX_RANK = 2**16 - 1
@@ -427,9 +427,10 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _size(name: str, size: Any) -> ctypes.Array[ctypes.c_uint32]:
-    sizes = tuple(size) if isinstance(size, Iterable) else ()
-    if len(sizes) != 3:
-        raise LaunchError(f"{name} must be three sizes (x, y, z), not {size!r}")
+    sizes = tuple(size) if isinstance(size, Iterable) else (size,)
+    if not 1 <= len(sizes) <= 3:
+        raise LaunchError(f"{name} must be one to three sizes, x, y and z, not {size!r}")
+    sizes += (1,) * (3 - len(sizes))
     return (ctypes.c_uint32 * 3)(
         *(_whole(f"{name}[{i}]", value, 0, MAX_U32) for i, value in enumerate(sizes))
     )

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from .training.layer import MoELayer
     from .weights.layers import MegaMoEWeights
     from .weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
-    from .weights.nvfp4.quantizing import dequantize_nvfp4, quantize_nvfp4
     from .weights.transform import (
         empty_weights_for_mega_moe,
         inverse_transform_weights,
@@ -102,7 +101,6 @@ _MODULES = {
     "compile_ahead": "fused.compiling_kernels",
     "dequantize_mxfp4": "weights.mxfp4.quantizing",
     "dequantize_mxfp8": "formats.mx",
-    "dequantize_nvfp4": "weights.nvfp4.quantizing",
     "empty_weights_for_mega_moe": "weights.transform",
     "fp8_fp4_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
@@ -116,7 +114,6 @@ _MODULES = {
     "prepare_inputs": "fused.input_preparation",
     "quantize_mxfp4": "weights.mxfp4.quantizing",
     "quantize_mxfp8": "formats.mx",
-    "quantize_nvfp4": "weights.nvfp4.quantizing",
     "transform_biases_for_mega_moe": "biases.per_expert",
     "transform_weights_for_mega_moe": "weights.transform",
 }
@@ -160,7 +157,6 @@ __all__ = [
     "compile_ahead",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
-    "dequantize_nvfp4",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
@@ -175,7 +171,6 @@ __all__ = [
     "prepare_inputs",
     "quantize_mxfp4",
     "quantize_mxfp8",
-    "quantize_nvfp4",
     "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]

@@ -1,5 +1,7 @@
 """Executes PTX on a CPU, warp by warp, and checks it while it runs. Knows nothing about MoE."""
 
+from . import chips
+from .chips import Chip
 from .errors import (
     BarrierMisuse,
     Deadlock,
@@ -16,10 +18,12 @@ from .errors import (
     Unsupported,
 )
 from .findings import Finding, Involved
+from .launch_times import LaunchTime, WarpWait
 from .machine import Machine, Module, NamedArray, Statistics, supported_instructions
 
 __all__ = [
     "BarrierMisuse",
+    "Chip",
     "Deadlock",
     "EmulatorError",
     "Finding",
@@ -28,6 +32,7 @@ __all__ = [
     "Involved",
     "KernelTrap",
     "LaunchError",
+    "LaunchTime",
     "Machine",
     "MemoryLimit",
     "Misaligned",
@@ -38,5 +43,7 @@ __all__ = [
     "Statistics",
     "Uninitialized",
     "Unsupported",
+    "WarpWait",
+    "chips",
     "supported_instructions",
 ]

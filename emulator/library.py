@@ -180,6 +180,13 @@ def load() -> ctypes.CDLL:
         "dm_stall": (text, [handle]),
         "dm_statistics": (None, [handle, u64_out, u64_out, u64_out]),
         "dm_supported_instructions": (text, []),
+        "dm_set_clock": (integer, [handle, text, integer]),
+        "dm_leave_out_products": (None, [handle, integer]),
+        "dm_chip_parameters": (text, []),
+        "dm_launch_times": (text, [handle]),
+        "dm_num_waits": (u64, [handle]),
+        "dm_waits": (None, [handle, ctypes.POINTER(ctypes.c_int64)]),
+        "dm_set_home": (None, [handle, u32, u64, integer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -14,8 +14,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from .chips import CHIPS, Chip
 from .errors import BY_KIND, EmulatorError, LaunchError
 from .findings import Finding, decode_finding
+from .launch_times import KINDS, LaunchTime, WarpWait, decode_launch_times
 from .library import interruptible_run, load
 
 Size = int | tuple[int, ...]  # what is left out is 1
@@ -116,7 +118,13 @@ class Machine:
             tcgen05 operations, as PTX's canonical patterns have them and CUTLASS does not, and for
             the warp's quadrant in addresses of tensor memory.
         clock: "virtual" counts instructions, and time leaps when everything waits; "real" is the
-            host's, for kernels that talk to other processes.
+            host's, for kernels that talk to other processes. The name of a chip, such as "h100", or
+            a `Chip`: time is simulated, warps run in the order that it gives whatever seed and
+            schedule are, and `launch_times` says how long each launch took. Results are those of
+            any other schedule.
+        products: False leaves the products of matrices out where only time is asked for; what is
+            made of them is then arbitrary. It needs a chip as clock and checks=False.
+        keep_waits: with a chip, `waits` lists every wait of every warp.
         max_resident_ctas: how many CTAs of one grid are there at once.
         max_memory_bytes: of the host, which the machines of this process may take together. By
             default nine tenths of what the process may have.
@@ -134,13 +142,23 @@ class Machine:
         checks: bool = True,
         stop_at_findings: bool = True,
         strict_tcgen05: bool = False,
-        clock: Literal["virtual", "real"] = "virtual",
+        clock: str | Chip = "virtual",
+        products: bool = True,
+        keep_waits: bool = False,
         max_resident_ctas: int = 4096,
         max_memory_bytes: int | None = None,
         hopper_fp8_sums: bool = False,
     ) -> None:
-        if clock not in ("virtual", "real"):
-            raise ValueError(f"clock must be 'virtual' or 'real', not {clock!r}")
+        chip = CHIPS.get(clock) if isinstance(clock, str) else clock
+        if not isinstance(chip, Chip) and clock not in ("virtual", "real"):
+            raise ValueError(
+                f"clock must be 'virtual', 'real', a chip ({', '.join(CHIPS)}) or a Chip, "
+                f"not {clock!r}"
+            )
+        if not products and (chip is None or checks):
+            raise ValueError("products=False needs a chip as clock, and checks=False")
+        if keep_waits and chip is None:
+            raise ValueError("keep_waits=True needs a chip as clock")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
         residency = _whole("max_resident_ctas", max_resident_ctas, 1, MAX_U32)
@@ -155,6 +173,11 @@ class Machine:
         self._library.dm_set_schedule(self._handle, SCHEDULES.index(schedule))
         self._library.dm_set_strict_tcgen05(self._handle, strict_tcgen05)
         self._library.dm_set_collects_findings(self._handle, not stop_at_findings)
+        self._library.dm_leave_out_products(self._handle, not products)
+        self.chip = chip
+        if chip is not None:
+            text = chip.as_text().encode()
+            self._check(self._library.dm_set_clock(self._handle, text, keep_waits))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -170,6 +193,7 @@ class Machine:
         *,
         writable: bool = True,
         arrays: Iterable[NamedArray] = (),
+        home: int | None = None,
     ) -> None:
         """Let a rank's kernels access `num_bytes` bytes of host memory at `address`.
 
@@ -182,7 +206,9 @@ class Machine:
             name: of the region, for findings.
             writable: whether kernels may write there.
             arrays: names for parts of it, for findings.
+            home: the rank in whose GPU it lies, for a simulated clock; by default `rank`.
         """
+        home = rank if home is None else _whole("home", home, 0, MAX_RANK)
         rank = _whole("rank", rank, 0, MAX_RANK)
         address = _whole(f"{name}: address", address, 1, MAX_U63)
         num_bytes = _whole(f"{name}: num_bytes", num_bytes, 1, MAX_U63)
@@ -194,6 +220,8 @@ class Machine:
         )
         for place in places:
             self._check(self._library.dm_name_memory(self._handle, rank, address, *place))
+        if home != rank:
+            self._library.dm_set_home(self._handle, rank, address, home)
 
     def add_array(self, array: Any, name: str, *, rank: int = 0, writable: bool = True) -> None:
         """The same for the memory of a NumPy array or a CPU tensor. A peer's memory that a rank
@@ -382,6 +410,26 @@ class Machine:
         """Who waited for what when nothing changed for 10 ms of virtual time in the last run, even
         if a time limit of the kernel ended that; "" if it never happened."""
         return str(self._library.dm_stall(self._handle).decode(errors="replace"))
+
+    @property
+    def launch_times(self) -> list[LaunchTime]:
+        """The last run's launches in the order in which they ended, if the clock is a chip's; else
+        none."""
+        return decode_launch_times(self._library.dm_launch_times(self._handle).decode())
+
+    @property
+    def waits(self) -> list[WarpWait]:
+        """Every wait of the last run, where `keep_waits` is on, in the order of their ends."""
+        count = self._library.dm_num_waits(self._handle)
+        if not count:
+            return []
+        flat = (ctypes.c_int64 * (6 * count))()
+        self._library.dm_waits(self._handle, flat)
+        rows = (flat[i : i + 6] for i in range(0, len(flat), 6))
+        return [
+            WarpWait(launch, cta, warp, KINDS[kind], start / 1e3, end / 1e3)
+            for launch, cta, warp, kind, start, end in rows
+        ]
 
     @property
     def statistics(self) -> Statistics:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from deep_moe.emulator import Chip, Machine
     from deep_moe.emulator.machine import NamedArray, Schedule
     from deep_moe.heuristics.segments import Layout
 
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryRegion:
-    """Global memory that a launch may touch."""
+    """Global memory that a launch may touch. home: the rank in whose GPU it lies, if it is another
+    one's."""
 
     name: str
     address: int
     num_bytes: int
     is_writable: bool
     layout: Layout | None = None  # its arrays, for the emulator's findings
+    home: int | None = None
 
     @classmethod
     def of_tensor(cls, name: str, tensor: torch.Tensor, *, is_writable: bool) -> MemoryRegion:
@@ -62,17 +65,20 @@ def run_emulated(
     *,
     seed: int,
     checks: bool,
-    clock: Literal["virtual", "real"],
+    clock: Literal["virtual", "real"] | Chip,
     schedule: Schedule = "random",
     progress: Callable[[int], None] | None = None,
     hopper_fp8_sums: bool = False,
+    products: bool = True,
+    observe: Callable[[Machine], None] | None = None,
 ) -> str:
     """Run all launches at once, to completion; those of one rank after each other. Returns who
     waited for what, if all came to wait.
 
     seed, schedule: pick the interleaving, see `Machine`. checks: look for races and the like
-    (slower). clock: "real" if other processes take part, else "virtual", where waiting costs
-    nothing. progress: told now and then how many warp instructions have been executed.
+    (slower). clock: "real" if other processes take part; "virtual", where waiting costs nothing; a
+    chip, whose time is simulated. products: see `Machine`. observe: gets the machine after the run.
+    progress: told now and then how many warp instructions have been executed.
     hopper_fp8_sums: drop the low bits of FP8 sums as an H200 does.
     """
     from deep_moe.emulator import Machine
@@ -84,6 +90,7 @@ def run_emulated(
         clock=clock,
         strict_tcgen05=True,
         hopper_fp8_sums=hopper_fp8_sums,
+        products=products,
     )
     modules: dict[str, Any] = {}
     added: set[tuple[int, MemoryRegion]] = set()
@@ -99,6 +106,7 @@ def run_emulated(
                 region.name,
                 writable=region.is_writable,
                 arrays=_arrays(region.layout),
+                home=region.home,
             )
         kernel = launch.kernel
         resources = kernel.manifest["resources"]  # else as many as it may use at most
@@ -118,6 +126,8 @@ def run_emulated(
             shared_arrays=_arrays(launch.smem_layout),
         )
     machine.run(progress)
+    if observe is not None:
+        observe(machine)
     return machine.stall
 
 

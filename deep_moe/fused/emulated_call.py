@@ -213,7 +213,7 @@ def _memory_regions(
     of_tensor = MemoryRegion.of_tensor
     regions = [
         MemoryRegion(
-            f"symmetric buffer of rank {rank}", address, buffer.nbytes, True, buffer.layout
+            f"symmetric buffer of rank {rank}", address, buffer.nbytes, True, buffer.layout, rank
         )
         for rank, address in enumerate(memory.addresses)
     ]

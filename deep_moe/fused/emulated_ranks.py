@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -28,6 +28,7 @@ from .symm_memory import private_host_memories
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from deep_moe.emulator import Chip, Machine
     from deep_moe.emulator.machine import Schedule
 
 
@@ -98,6 +99,9 @@ class EmulatedRanks:
         ranks: Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
         hopper_fp8_sums: bool = False,
+        chip: Chip | None = None,
+        products: bool = True,
+        observe: Callable[[Machine], None] | None = None,
         **options: Unpack[CallOptions],
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
@@ -114,6 +118,9 @@ class EmulatedRanks:
             ranks: those that take part, by default all; the others never arrive.
             progress: told now and then how many warp instructions have been executed.
             hopper_fp8_sums: on sm_90a, drop the low bits of sums as an H200 does, not add exactly.
+            chip: whose time is simulated, see `Machine`.
+            products: False leaves them out, where only time is asked for.
+            observe: gets the machine after the call.
             {options}
         """
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
@@ -157,6 +164,9 @@ class EmulatedRanks:
                 checked=checked,
                 progress=progress,
                 hopper_fp8_sums=hopper_fp8_sums,
+                clock="virtual" if chip is None else chip,
+                products=products,
+                observe=observe,
             )
 
     @staticmethod
@@ -214,6 +224,7 @@ def run_ranks(
     seed: int,
     schedule: Schedule,
     checked: bool,
+    clock: Literal["virtual"] | Chip = "virtual",
     **how: Any,
 ) -> None:
     """Run launches of several ranks at once, and raise the first failure. After one, no rank's
@@ -221,7 +232,7 @@ def run_ranks(
     require_memory(launches, checked=checked)
     try:
         stall = run_emulated(
-            launches, seed=seed, schedule=schedule, checks=checked, clock="virtual", **how
+            launches, seed=seed, schedule=schedule, checks=checked, clock=clock, **how
         )
     except BaseException:
         for buffer in buffers:

@@ -148,6 +148,7 @@ class Recorder:
         self.memory: torch.Tensor | None = None
         self.config: MegaMoEConfig | None = None
         self.begin_ns = 0  # of what was collected, by the GPU's %globaltimer
+        self.is_timed = not buffer.is_emulated  # else a nanosecond is an instruction
 
     def attach(self, config: MegaMoEConfig) -> torch.Tensor:
         """Zeroed memory for a call of this kernel, enqueued on the current stream."""
@@ -169,14 +170,12 @@ class Recorder:
         ctas = raw[:num_header_bytes].view(_CTA_DTYPE)
         records = raw[num_header_bytes:].view(_RECORD_DTYPE)
         records = records.reshape(num_ctas, len(tracks().number), self.capacity)
-        clock = (
-            TraceClock.emulated(num_ctas) if self.buffer.is_emulated else TraceClock.through(ctas)
-        )
-        self.begin_ns = 0 if self.buffer.is_emulated else int(ctas["first"]["global_ns"].min())
+        clock = TraceClock.through(ctas) if self.is_timed else TraceClock.emulated(num_ctas)
+        self.begin_ns = int(ctas["first"]["global_ns"].min()) if self.is_timed else 0
         return RankTrace(
             rank=self.buffer.rank,
             num_n_blocks=self.config.num_traced_n_blocks,
-            is_emulated=self.buffer.is_emulated,
+            is_emulated=not self.is_timed,
             spans=_spans(records, clock),
             clock_error_ns=clock.error_ns,
             sm_clock_mhz=1e3 / clock.ns_per_tick,

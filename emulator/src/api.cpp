@@ -101,6 +101,52 @@ EXPORT const char* dm_error_finding(Handle* h) {
     return h->error_finding.c_str();
 }
 
+// chip: lines of "name value", see chip_parameters.h.
+EXPORT int dm_set_clock(Handle* h, const char* chip, int keeps_waits) {
+    return guarded(h, "set_clock", [&] {
+        h->machine.set_clock(parse_chip(chip));
+        h->machine.clock->keeps_waits = keeps_waits != 0;
+    });
+}
+
+EXPORT void dm_leave_out_products(Handle* h, int on) {
+    h->machine.leaves_out_products = on != 0;
+}
+
+// The names of a chip's parameters, one in each line.
+EXPORT const char* dm_chip_parameters() {
+    static const std::string text = [] {
+        std::string all;
+        for (const ChipParameter& p : chip_parameters()) all += std::string(p.name) + "\n";
+        return all;
+    }();
+    return text.c_str();
+}
+
+// The launches of the last run as JSON; times in picoseconds from its beginning.
+EXPORT const char* dm_launch_times(Handle* h) {
+    h->text = h->machine.clock ? h->machine.clock->launches_as_json() : "[]";
+    return h->text.c_str();
+}
+
+// Waits of the last run: six numbers each, see WarpWait.
+EXPORT uint64_t dm_num_waits(Handle* h) {
+    return h->machine.clock ? h->machine.clock->waits.size() : 0;
+}
+
+EXPORT void dm_waits(Handle* h, int64_t* out) {
+    for (const WarpWait& wait : h->machine.clock->waits) {
+        for (int64_t value : {int64_t(wait.grid), int64_t(wait.cta), int64_t(wait.warp),
+                              int64_t(wait.kind), wait.start, wait.end})
+            *out++ = value;
+    }
+}
+
+// Whose memory a region is, for a clock that tells near from far.
+EXPORT void dm_set_home(Handle* h, uint32_t rank, uint64_t address, int home) {
+    h->machine.rank(rank).memory.set_home(address, home);
+}
+
 EXPORT void dm_set_memory_limit(Handle* h, uint64_t bytes) {
     h->max_memory = bytes;
 }

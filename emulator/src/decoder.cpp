@@ -289,6 +289,15 @@ Operand Decoder::constant(uint64_t value, int bits) {
     return builder.constant(bits == 32 ? value & 0xffffffffu : value, bits);
 }
 
+// Whether the statement reads a clock, which a simulated one answers.
+bool Decoder::reads_timer() const {
+    for (const ParsedOperand& o : statement.operands)
+        if (o.kind == ParsedOperand::Kind::special &&
+            (o.name.starts_with("%clock") || o.name.starts_with("%globaltimer")))
+            return true;
+    return false;
+}
+
 void Decoder::emit(Body body, std::initializer_list<Operand> operands, uint64_t aux) {
     emit(body, std::vector<Operand>(operands), aux);
 }
@@ -298,6 +307,10 @@ void Decoder::emit(Body body, std::vector<Operand> operands, uint64_t aux) {
     op.aux = aux;
     builder.append(op, std::move(operands), reads, writes, statement,
                    register_use(statement.mnemonic));
+    Program& program = builder.program();
+    program.costs.back() = cost_of(statement.mnemonic, program.ops.back());
+    if (reads_timer())
+        program.costs.back().kind = OpKind::timer, program.costs.back().is_ordered = true;
     for (const Widening& w : widenings) {
         Op helper;
         helper.body = w.is_signed ? widen_signed_body() : widen_body();

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 
@@ -30,6 +31,7 @@ struct AsyncOperation {
     const char* kind;
     Where where;
     std::function<void()> complete;
+    bool is_timer = false;  // it changes nothing that others may wait for
 };
 
 // Which warp runs next, and when asynchronous operations complete.
@@ -66,6 +68,11 @@ struct Engine : Machine {
     std::deque<std::unique_ptr<Grid>> grids;  // running
     std::string stall;        // a report of this run, made when nothing changed for a while
     uint64_t lane_steps = 0;  // lane instructions
+    std::unique_ptr<Timing> clock;
+    void set_clock(const ChipParameters& chip) {
+        clock = std::make_unique<Timing>(chip, [this](uint32_t r) -> Rank& { return rank(r); });
+        timing = clock.get();
+    }
 
  private:
     friend struct Machine;
@@ -81,7 +88,8 @@ struct Engine : Machine {
     void forget_regions(const Grid& grid);
     void check_memory(const Grid& grid) const;
     void admit_ctas(Grid& grid);
-    void admit_cluster(Grid& grid);
+    void admit_cluster(Grid& grid, const std::vector<SmTime*>& sms);
+    bool is_alone(const Grid& grid) const;
     std::unique_ptr<Cta> make_cta(Grid& grid, Cluster& cluster, const uint32_t position[3]);
     std::unique_ptr<Warp> make_warp(Cta& cta, uint32_t index);
     void retire_cta(Cta& cta);
@@ -89,11 +97,16 @@ struct Engine : Machine {
     // ---- time and turns
     uint64_t random();
     void make_ready(Warp& warp);
+    void wake_at(Warp& warp, uint64_t deadline);
     bool is_victim(const Warp& warp) const;
     void pick_victim();
     size_t pick_ready();
+    template <bool is_timed>
     void run_warp(Warp& warp, uint64_t budget);
+    void run_timed(const std::function<bool()>& keep_going);
+    bool wake_overdue(bool at_once);
     bool complete_one_async();
+    void complete(AsyncOperation& operation);
     bool advance_clock();
     // Lets up to `ns` of virtual time pass while warps poll; false if a sleeper cut it short.
     bool leap(uint64_t ns);

@@ -136,6 +136,7 @@ class Decoder {
         bool is_signed;
     };
     Operand frame_address(const Operand& in_frame, int bits);
+    bool reads_timer() const;
     static Body narrow_body();  // these four: instructions_move.cpp
     static Body widen_body();
     static Body widen_signed_body();

@@ -14,6 +14,7 @@
 #include "instruction_table.h"
 #include "numeric.h"
 #include "race_detector.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -342,8 +343,8 @@ struct Piece {  // of a store
 };
 
 // A store or reduction to global memory: `read` fills the pieces, later they are written.
-void store_in_two_steps(Warp& w, const CopyForm& form, int lane,
-                        std::function<void(std::vector<Piece>&)> read) {
+void store_in_two_steps(Warp& w, const CopyForm& form, int lane, uint64_t num_bytes,
+                        uint64_t address, std::function<void(std::vector<Piece>&)> read) {
     auto group = join_group(w, lane);
     auto pieces = std::make_shared<std::vector<Piece>>();
     Cta* cta = w.cta;
@@ -359,26 +360,31 @@ void store_in_two_steps(Warp& w, const CopyForm& form, int lane,
     const BulkThread& thread = bulk_state(*cta).threads[thread_in_cta(w, lane)];
     const uint32_t readers = thread.read_agent, writers = thread.write_agent,
                    moment = thread.num_committed + 1;
-    w.machine->enqueue_async(w, "bulk store, reading its source", key, [=, read = std::move(read)] {
+    Timing* timing = w.machine->timing;
+    const int64_t read_at = timing ? timing->bulk_store_read(w, num_bytes) : 0,
+                  written_at =
+                      timing ? timing->bulk_store_write(w, address, num_bytes, read_at) : 0;
+    const auto read_source = [=, read = std::move(read)] {
         {
             AsyncAccesses accesses(cta->machine->races.get(), issue, readers, moment);
             read(*pieces);
         }
         finish_read(*cta, *group);
-    });
-    w.machine->enqueue_async(
-        w, "bulk store, writing its destination", key, [=, weak = std::weak_ptr(group)] {
-            RankMemory memory(*cta->machine, *rank);
-            {
-                AsyncAccesses accesses(cta->machine->races.get(), issue, writers, moment);
-                for (const Piece& piece : *pieces) {
-                    combine(form.reduction, form.type,
-                            memory.write(piece.address, piece.bytes.size()), piece.bytes.data(),
-                            piece.bytes.size());
-                }
+    };
+    const auto write_destination = [=, weak = std::weak_ptr(group)] {
+        RankMemory memory(*cta->machine, *rank);
+        {
+            AsyncAccesses accesses(cta->machine->races.get(), issue, writers, moment);
+            for (const Piece& piece : *pieces) {
+                combine(form.reduction, form.type, memory.write(piece.address, piece.bytes.size()),
+                        piece.bytes.data(), piece.bytes.size());
             }
-            finish_write(weak, cta);
-        });
+        }
+        finish_write(weak, cta);
+    };
+    w.machine->enqueue_async(w, "bulk store, reading its source", key, read_source, read_at);
+    w.machine->enqueue_async(w, "bulk store, writing its destination", key, write_destination,
+                             written_at);
 }
 
 // ---- plain bytes
@@ -397,7 +403,7 @@ Flow copy_bytes(Warp& w, const Op& op) {
         Cta* own = w.cta;
         if (form.bulk_group) {
             const SharedPlace from = shared_place(w, Space::shared, source, lane);
-            store_in_two_steps(w, form, lane, [=](std::vector<Piece>& pieces) {
+            store_in_two_steps(w, form, lane, size, destination, [=](std::vector<Piece>& pieces) {
                 const uint8_t* bytes = CtaWindow(*own, "bulk copy").read(from.offset, size);
                 if (!form.byte_mask) {
                     pieces.push_back({destination, {bytes, bytes + size}});
@@ -420,8 +426,13 @@ Flow copy_bytes(Warp& w, const Op& op) {
             from = shared_place(w, Space::shared, source, lane);
             hold(*own);
         }
+        Timing* timing = w.machine->timing;
+        const int64_t at = !timing    ? 0
+                           : from.cta ? timing->shared_copy(w, size)
+                                      : timing->bulk_load(w, source, size);
         w.machine->enqueue_async(
-            w, "bulk copy to shared memory", no_order, [=, issue = issue_of(w, lane)] {
+            w, "bulk copy to shared memory", no_order,
+            [=, issue = issue_of(w, lane)] {
                 const uint8_t* bytes;
                 {
                     const auto accesses =
@@ -439,7 +450,8 @@ Flow copy_bytes(Warp& w, const Op& op) {
                 release(all);
                 for (const Receiver& r : all)
                     complete_bytes_at(*r.barrier_cta, barrier.offset, size, r.phase);
-            });
+            },
+            at);
     });
     return Flow::next;
 }
@@ -566,7 +578,15 @@ Flow load_tensor(Warp& w, const Op& op) {
         hold(all);
         Rank* rank = w.grid->rank;
         Cta* own = w.cta;
-        w.machine->enqueue_async(w, "tensor load", no_order, [=, issue = issue_of(w, lane)] {
+        int64_t at = 0;
+        if (Timing* timing = w.machine->timing) {
+            std::vector<std::pair<uint64_t, uint32_t>> rows;
+            map.for_each_run(coordinates.at, [&](uint64_t address, uint64_t num_bytes) {
+                rows.emplace_back(address, uint32_t(num_bytes));
+            });
+            at = timing->tile_load(w, rows, map.transaction_bytes());
+        }
+        const auto load = [=, issue = issue_of(w, lane)] {
             RankMemory memory(*own->machine, *rank);
             for (const Receiver& r : all) {
                 const auto accesses = accesses_by_barrier(issue, *r.barrier_cta, barrier.offset);
@@ -576,7 +596,8 @@ Flow load_tensor(Warp& w, const Op& op) {
             release(all);
             for (const Receiver& r : all)
                 complete_bytes_at(*r.barrier_cta, barrier.offset, map.transaction_bytes(), r.phase);
-        });
+        };
+        w.machine->enqueue_async(w, "tensor load", no_order, load, at);
     });
     return Flow::next;
 }
@@ -594,7 +615,12 @@ Flow store_tensor(Warp& w, const Op& op) {
         if (form.reduction != Reduction::none)
             std::tie(stored.reduction, stored.type) = reduction_of(map, form.reduction);
         Cta* own = w.cta;
-        store_in_two_steps(w, stored, lane, [=](std::vector<Piece>& pieces) {
+        uint64_t address = 0, num_bytes = 0;
+        map.for_each_run(coordinates.at, [&](uint64_t at, uint64_t count) {
+            if (!num_bytes) address = at;
+            num_bytes += count;
+        });
+        store_in_two_steps(w, stored, lane, num_bytes, address, [=](std::vector<Piece>& pieces) {
             CtaWindow window(*own, "tensor store");
             map.read_tile_for_store(
                 coordinates.at, from.offset, window,

@@ -8,6 +8,7 @@
 #include "async_units.h"
 #include "instruction_table.h"
 #include "race_detector.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -125,7 +126,13 @@ Flow copy(Warp& w, const Op& op) {
     Rank* rank = w.grid->rank;
     const uint32_t first_thread = w.index * warp_size;
     bulk_state(*cta).hold(cta->machine->here());
-    w.machine->enqueue_async(w, "cp.async", 0, [=, pieces = std::move(pieces)] {
+    int64_t at = 0;
+    if (Timing* timing = w.machine->timing) {
+        std::vector<std::pair<uint64_t, uint32_t>> sources;
+        for (const Piece& piece : pieces) sources.emplace_back(piece.source, piece.source_bytes);
+        at = timing->thread_copies(w, sources);
+    }
+    const auto complete = [=, pieces = std::move(pieces)] {
         RaceDetector* now = cta->machine->races.get();
         for (const Piece& piece : pieces) {
             uint8_t buffer[16] = {};
@@ -142,7 +149,8 @@ Flow copy(Warp& w, const Op& op) {
             finish(*cta, first_thread + uint32_t(piece.lane), piece.number, agent);
         cta->machine->wake(cta->bulk_waiters);
         cta->machine->note_progress();
-    });
+    };
+    w.machine->enqueue_async(w, "cp.async", 0, complete, at);
     return Flow::next;
 }
 

@@ -89,7 +89,7 @@ Flow unpack(Warp& w, const Op& op) {
 template <class T>
 Flow read_timer(Warp& w, const Op& op) {  // aux 1: the clock counts instructions; 2: high word
     ++w.polls;
-    uint64_t value = op.aux & 1 ? w.machine->steps : w.machine->now_ns();
+    uint64_t value = op.aux & 1 ? w.machine->now_cycles(w) : w.machine->now_ns();
     if (op.aux & 2) value >>= 32;
     auto d = w.out<T>(op.operands[0]);
     w.for_each_lane([&](int i) { d.set(i, T(value)); });

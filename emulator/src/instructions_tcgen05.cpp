@@ -7,6 +7,7 @@
 #include "instruction_table.h"
 #include "mma_sm100.h"
 #include "race_detector.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 namespace {
@@ -166,7 +167,7 @@ void note_cells(Cta& cta, uint32_t column, uint32_t count, Access access,
         cta.machine->races->tensor_access(cta, quadrants, column & 0xffff, count, access);
 }
 
-void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind,
+void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind, int64_t at,
                       std::function<void()> complete) {
     Cta* ctas[2] = {w.cta, nullptr};
     if (cta_group == 2) ctas[1] = &pair_peer(*w.cta, kind);
@@ -175,15 +176,17 @@ void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind,
     for (Cta* cta : ctas) {
         if (cta) ++tensor_memory_state(*cta).in_flight;
     }
-    w.machine->enqueue_async(w, kind, key,
-                             [ctas = std::to_array(ctas), complete = std::move(complete)] {
-                                 complete();
-                                 for (Cta* cta : ctas) {
-                                     if (!cta) continue;
-                                     --tensor_memory_state(*cta).in_flight;
-                                     cta->machine->note_progress();
-                                 }
-                             });
+    w.machine->enqueue_async(
+        w, kind, key,
+        [ctas = std::to_array(ctas), complete = std::move(complete)] {
+            complete();
+            for (Cta* cta : ctas) {
+                if (!cta) continue;
+                --tensor_memory_state(*cta).in_flight;
+                cta->machine->note_progress();
+            }
+        },
+        at);
 }
 
 // The CTAs that take part, the one with the even cluster rank first.
@@ -266,7 +269,12 @@ Flow mma(Warp& w, const Op& op) {
         const std::array<Cta*, 2> ctas =
             participants(w, form.cta_group, "tcgen05.mma.cta_group::2");
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", [ctas, mma, queued] {
+        Timing* timing = w.machine->timing;
+        const int64_t at = timing ? timing->tensor_mma(w, mma.shape.m, mma.shape.n, form.cta_group,
+                                                       !form.a_in_tensor_memory)
+                                  : 0;
+        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", at, [ctas, mma, queued] {
+            if (ctas[0]->machine->leaves_out_products) return;
             static thread_local Panels panels;
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {
@@ -362,7 +370,9 @@ Flow copy(Warp& w, const Op& op) {
         const MatrixDescriptor source = shared_operand(w, op.operands[1], lane);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.cp.cta_group::2");
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, cta_group, "tcgen05.cp", [=] {
+        Timing* timing = w.machine->timing;
+        const int64_t at = timing ? timing->tensor_copy(w) : 0;
+        enqueue_in_order(w, lane, cta_group, "tcgen05.cp", at, [=] {
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {  // each from its own shared memory
                 if (!cta) continue;
@@ -413,7 +423,7 @@ Flow shift(Warp& w, const Op& op) {
                  first);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.shift.cta_group::2");
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, cta_group, "tcgen05.shift", [=] {
+        enqueue_in_order(w, lane, cta_group, "tcgen05.shift", 0, [=] {
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {
                 if (!cta) continue;
@@ -462,7 +472,7 @@ Flow commit(Warp& w, const Op& op) {
             targets.push_back(at.cta);
         }
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, cta_group, "tcgen05.commit",
+        enqueue_in_order(w, lane, cta_group, "tcgen05.commit", 0,
                          [targets, offset = at.offset, queued] {
                              for (Cta* cta : targets) {
                                  cluster_cta(*cta, cta->cluster_rank, "tcgen05.commit");

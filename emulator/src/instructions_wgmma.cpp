@@ -99,6 +99,7 @@ MatrixDescriptor shared_operand(Warp& w, const Operand& operand) {
 
 // b, scale-d, a descriptor or 4 registers, accumulators
 Flow mma_async(Warp& w, const Op& op) {
+    if (w.machine->leaves_out_products) return Flow::next;
     WgmmaForm form = WgmmaForm::unpack(op.aux);
     const uint32_t scale_d = w.predicate(op.operands[1]) & w.exec;
     if (scale_d != 0 && scale_d != w.exec) {

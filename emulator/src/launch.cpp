@@ -310,12 +310,27 @@ void Engine::check_memory(const Grid& g) const {
 void Engine::admit_ctas(Grid& g) {
     if (g.previous && !g.previous->has_ended()) return;
     const uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
+    if (timing) {
+        std::vector<SmTime*> sms;
+        while (g.next_cta < g.num_ctas && timing->place(g, cluster_ctas, sms))
+            admit_cluster(g, sms);
+        if (g.next_cta < g.num_ctas && g.live_ctas == 0 && is_alone(g))
+            refuse(*g.program, "an SM of the chip has no room for a CTA");
+        return;
+    }
     while (g.next_cta < g.num_ctas &&
            (g.live_ctas == 0 || g.live_ctas + cluster_ctas <= max_resident_ctas))
-        admit_cluster(g);
+        admit_cluster(g, {});
 }
 
-void Engine::admit_cluster(Grid& g) {
+// No other grid of the rank runs, whose end may make room.
+bool Engine::is_alone(const Grid& g) const {
+    return std::none_of(grids.begin(), grids.end(), [&](const auto& other) {
+        return other.get() != &g && other->rank == g.rank && other->live_ctas;
+    });
+}
+
+void Engine::admit_cluster(Grid& g, const std::vector<SmTime*>& sms) {
     const uint32_t cluster_ctas = g.cluster[0] * g.cluster[1] * g.cluster[2];
     auto cluster = std::make_unique<Cluster>();
     cluster->index = g.next_cta / cluster_ctas;
@@ -336,8 +351,14 @@ void Engine::admit_cluster(Grid& g) {
         g.ctas[cta->index] = std::move(cta);
         ++g.live_ctas;
     }
-    for (Cta* c : cluster->ctas)
+    for (Cta* c : cluster->ctas) {
+        if (timing) {
+            c->sm = sms[c->cluster_rank];
+            timing->start_cta(*c, g.rank->index);
+            continue;
+        }
         for (auto& w : c->warps) make_ready(*w);
+    }
     g.clusters.push_back(std::move(cluster));
     g.next_cta += cluster_ctas;
 }
@@ -406,12 +427,15 @@ void Engine::retire_cta(Cta& cta) {
         std::vector<std::byte>().swap(w->local);
         std::vector<uint32_t>().swap(w->special);
     }
+    if (timing) timing->end_cta(cta);
     --g.live_ctas;
+    if (timing && g.has_ended()) timing->end_grid(g);
     if (g.next_cta < g.num_ctas) admit_ctas(g);
     if (!g.has_ended()) return;
     if (races) races->end(g);
     for (const auto& next : grids)
-        if (next->previous == &g) admit_ctas(*next);
+        if (next->previous == &g || (timing && next->rank == g.rank && !next->has_ended()))
+            admit_ctas(*next);
 }
 
 void Engine::reset() {
@@ -419,6 +443,7 @@ void Engine::reset() {
     timers.clear();
     async_queues.clear();
     async_by_key.clear();
+    if (timing) timing->clear();
     running = nullptr;
     completing = nullptr;
     races.reset();

@@ -28,6 +28,10 @@ struct WarpClock;     // race_detector.h
 class RaceDetector;
 struct View;   // clocks.h
 struct Turns;  // engine.h
+class Timing;  // timing.h, as are the next three
+struct WarpTime;
+struct SmTime;
+struct GpuTime;
 
 // Addresses. Global, constant and kernel-parameter addresses are host addresses. A shared address
 // is offset + (cluster rank << 24); generic addresses of shared and local memory lie in windows of
@@ -245,7 +249,8 @@ struct Warp {
     std::shared_ptr<WarpClock> clock;             // if races are looked for
     std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
     std::shared_ptr<Turns> turns;
-    uint64_t polls = 0;  // loads that may be polls, failed waits, clock reads
+    std::shared_ptr<WarpTime> timed;  // null without a simulated clock
+    uint64_t polls = 0;               // loads that may be polls, failed waits, clock reads
     Awaited last_poll;
     struct FailedWait {  // by parity, of a phase that has not been seen to end since
         const void* barrier = nullptr;
@@ -300,6 +305,8 @@ struct Cta {
     uint32_t cluster_rank = 0;
     uint32_t live_threads = 0;
     std::vector<std::unique_ptr<Warp>> warps;
+    SmTime* sm = nullptr;  // where it runs; null without a simulated clock
+    GpuTime* gpu = nullptr;
 
     // Shared memory, indexed by shared offset (so 0..0x3ff are not used). `shadow` has one byte per
     // byte.
@@ -388,6 +395,8 @@ struct Machine {
     bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
     uint64_t steps = 0;                   // warp instructions so far
     WaitQueue sleepers;                   // nanosleep
+    Timing* timing = nullptr;             // the simulated clock, if there is one
+    bool leaves_out_products = false;     // of matrices: only time is asked for
 
     // What a check found that execution does not depend on: thrown, or collected. `text` makes the
     // message; `other` is the instruction besides the one that runs, if there is one; `fill` says
@@ -405,17 +414,20 @@ struct Machine {
     void report(Finding finding);
     // Work that completes later, at a moment that the seed chooses. Operations with the same
     // non-zero key complete in the order in which they were enqueued; key 0 has no order.
-    // `complete` may throw Fault and may enqueue more.
+    // `complete` may throw Fault and may enqueue more. at: the moment on the simulated clock, which
+    // asks for none where there is none.
     void enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
-                       std::function<void()> complete);
+                       std::function<void()> complete, int64_t at = 0);
     // A fresh key, never equal to another one.
     uint64_t new_order_key() { return ++last_order_key; }
     void wake(WaitQueue& queue);
     // Something changed that others may wait for: memory, a barrier's phase.
     void note_progress() { ++progress; }
-    uint64_t now_ns() const;  // %globaltimer
-    Where here() const;       // the instruction that runs or completes
-    Place place() const;      // the same
+    uint64_t now_ns() const;             // %globaltimer
+    uint64_t now_cycles(Warp& w) const;  // %clock64
+    bool is_running(const Warp& w) const { return running == &w; }
+    Where here() const;   // the instruction that runs or completes
+    Place place() const;  // the same
 
  protected:
     friend struct Warp;

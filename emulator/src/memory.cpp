@@ -21,7 +21,9 @@ void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, 
     if (other)
         throw Fault(FaultKind::launch,
                     "memory region '" + name + "' overlaps '" + other->name + "'");
-    regions_[address] = {address, size, writable, name, {}};
+    constexpr uint64_t device_page = 2 << 20;
+    regions_[address] = {address, size, writable, name, {}, -1, next_device_address_};
+    next_device_address_ += (size + device_page - 1) / device_page * device_page;
     ++version_;
 }
 
@@ -34,6 +36,11 @@ void RegionTable::remove(uint64_t address) {
     if (!discard(address))
         throw Fault(FaultKind::launch,
                     format("no memory region starts at 0x%llx", (unsigned long long)address));
+}
+
+void RegionTable::set_home(uint64_t address, int rank) {
+    auto found = regions_.find(address);
+    if (found != regions_.end()) found->second.home = rank;
 }
 
 void RegionTable::name(uint64_t address, NamedArray array) {

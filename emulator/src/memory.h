@@ -18,6 +18,9 @@ struct Region {
     bool writable = true;
     std::string name;
     NameMap names;  // of arrays inside, by offset
+    int home = -1;  // rank whose memory it is; -1: the one that has this table
+    // Where a GPU would have it, so that simulated time does not depend on the host's addresses.
+    uint64_t device_address = 0;
 };
 
 class RegionTable {
@@ -25,7 +28,8 @@ class RegionTable {
     // Throws Fault when the region overlaps another one or is not there.
     void add(uint64_t address, uint64_t size, const std::string& name, bool writable);
     void remove(uint64_t address);
-    bool discard(uint64_t address);  // the same; false if no region starts there
+    bool discard(uint64_t address);             // the same; false if no region starts there
+    void set_home(uint64_t address, int rank);  // of the region that starts there
     const Region* find(uint64_t address) const;
     const Region* find(uint64_t address, uint64_t bytes) const;  // that has all of them
     // Names an array inside the region that starts at `address`.
@@ -37,6 +41,7 @@ class RegionTable {
 
  private:
     std::map<uint64_t, Region> regions_;
+    uint64_t next_device_address_ = 1ull << 40;
     uint64_t version_ = 1;
 };
 

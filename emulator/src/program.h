@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "op_cost.h"
+
 namespace deep_moe::emulator {
 
 struct Warp;
@@ -217,6 +219,7 @@ struct Program {
     std::shared_ptr<const std::vector<std::string>> lines;  // the PTX text
     std::vector<Op> ops;
     std::vector<OpInfo> infos;
+    std::vector<OpCost> costs;  // on a simulated clock
     std::deque<std::vector<Operand>> operand_lists;
     std::vector<SourceLine> source_lines;
     std::vector<Constant> constants;

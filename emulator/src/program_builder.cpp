@@ -93,6 +93,8 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     for (Op& op : p.ops) {
         if (op.guard != Guard::always) op.guard_offset = registers_[op.guard_offset].offset;
     }
+    for (size_t i = 0; i < p.ops.size(); ++i) p.costs[i].touches = touched_registers(p.ops[i]);
+    find_chains();
     p.register_bytes = uint32_t(align_up(high_water_, 64));
     return std::move(program_);
 }
@@ -339,6 +341,7 @@ void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
     stored.operands = list.data();
     stored.num_operands = uint16_t(list.size());
     program_->infos.push_back({statement.line, statement.source});
+    program_->costs.emplace_back();
     traffic_.push_back({use, reads, writes});
     if (use == RegisterUse::select) {  // d, a, b, p
         traffic_.back().reads.clear();
@@ -472,6 +475,37 @@ void ProgramBuilder::resolve_branches() {
         for (size_t statement : table_statements_[i])
             program_->branch_tables[i].push_back(
                 ranges_[table_ranges_[i]].statement_ops[statement]);
+    }
+}
+
+// How long the longest chain of dependent instructions of each basic block is, compared with the
+// number of its instructions: a compiler puts independent ones between those that wait.
+void ProgramBuilder::find_chains() {
+    auto& ops = program_->ops;
+    auto& costs = program_->costs;
+    std::map<int, uint32_t> ready;  // by register, in quarters of instructions
+    for (size_t begin = 0, end; begin < ops.size(); begin = end) {
+        uint32_t issued = 0, longest = 0;
+        ready.clear();
+        for (end = begin; end < ops.size() && (end == begin || !ops[end].leader); ++end) {
+            const RegisterTraffic& traffic = traffic_[end];
+            const auto own = uint32_t(costs[end].work & 0xffff);
+            uint32_t start = 0;
+            const auto needs = [&](int r) {
+                const auto found = ready.find(r);
+                if (found != ready.end()) start = std::max(start, found->second);
+            };
+            for (int r : traffic.reads) needs(r);
+            if (traffic.guard >= 0) needs(traffic.guard);
+            for (int r : traffic.writes) ready[r] = start + own;
+            issued += own;
+            longest = std::max(longest, start + own);
+        }
+        if (!issued) continue;
+        for (size_t i = begin; i < end; ++i) {
+            const auto own = uint32_t(costs[i].work & 0xffff);
+            costs[i].depth = uint16_t((own * longest + issued / 2) / issued);
+        }
     }
 }
 

@@ -83,6 +83,7 @@ class ProgramBuilder {
     void lay_out_shared();
     void resolve_branches();
     void find_leaders();
+    void find_chains();
     void allocate_registers(const FunctionRange& range);
 
     const ParsedModule& module_;

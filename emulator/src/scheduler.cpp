@@ -8,6 +8,7 @@
 #include "engine.h"
 #include "race_detector.h"
 #include "register_watch.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 
@@ -222,10 +223,33 @@ uint64_t Engine::random() {
 }
 
 uint64_t Machine::now_ns() const {
+    if (timing) return virtual_ns + uint64_t(timing->now) / 1000;
     return real_clock ? host_ns() : virtual_ns;
 }
 
+uint64_t Machine::now_cycles(Warp& w) const {
+    return timing ? timing->cycles_of(w) : steps;
+}
+
+// The end of a nanosleep on the simulated clock.
+void Engine::wake_at(Warp& w, uint64_t deadline) {
+    const auto end = [this, &w, deadline] {
+        const auto unblock = [deadline](Group& g) {
+            if (g.blocked && g.deadline && g.deadline <= deadline) g.blocked = false;
+        };
+        unblock(w.current);
+        for (Group& g : w.others) unblock(g);
+        if (w.live) timing->wake(w);
+    };
+    timing->enqueue({"nanosleep", where_of(w), end, true}, 0,
+                    timing->now + Picoseconds(deadline - now_ns()) * 1000);
+}
+
 void Engine::make_ready(Warp& w) {
+    if (timing) {
+        if (w.live) timing->wake(w);
+        return;
+    }
     if (w.turns->ready || !w.live) return;
     w.turns->ready = true;
     ready.push_back(&w);
@@ -243,9 +267,15 @@ void Machine::wake(WaitQueue& queue) {
 }
 
 void Machine::enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
-                            std::function<void()> complete) {
+                            std::function<void()> complete, int64_t at) {
     Engine& engine = engine_of(*this);
     AsyncOperation operation{kind, where_of(issuer), std::move(complete)};
+    if (timing) {
+        constexpr double other_cycles = 100;
+        timing->enqueue(std::move(operation), order_key,
+                        at ? at : timing->soon(issuer, other_cycles));
+        return;
+    }
     if (order_key) {
         auto found = engine.async_by_key.find(order_key);
         if (found != engine.async_by_key.end()) {
@@ -271,7 +301,12 @@ bool Engine::complete_one_async() {
         async_queues[pick] = std::move(async_queues.back());
         async_queues.pop_back();
     }
-    note_progress();
+    complete(operation);
+    return true;
+}
+
+void Engine::complete(AsyncOperation& operation) {
+    if (!operation.is_timer) note_progress();
     completing = &operation;
     try {
         operation.complete();
@@ -283,7 +318,6 @@ bool Engine::complete_one_async() {
         throw;
     }
     completing = nullptr;
-    return true;
 }
 
 Where Machine::here() const {
@@ -311,8 +345,10 @@ void Machine::report(Finding finding) {
     throw fault;
 }
 
+template <bool is_timed>
 void Engine::run_warp(Warp& w, uint64_t budget) {
     const Op* ops = w.program->ops.data();
+    const OpCost* costs = w.program->costs.data();
     bool lowest_first = true;
     const auto choose_group = [this](Warp& warp, bool at_random) {
         return emulator::choose_group(warp, at_random, [this] { return random(); });
@@ -325,7 +361,7 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
     auto account = [&] {
         steps += executed;
         lane_steps += lanes;
-        if (!real_clock) virtual_ns += executed;
+        if (!real_clock && !is_timed) virtual_ns += executed;
     };
     try {
         while (executed < budget) {
@@ -338,6 +374,10 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
                     choose_group(w, false);
                     if (g.pc != before) continue;
                 }
+            }
+            const OpCost& cost = costs[g.pc];
+            if constexpr (is_timed) {
+                if (!timing->begin(w, op, cost)) break;
             }
             ++executed;
             uint32_t exec = g.lanes;
@@ -357,12 +397,19 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
                 if (met == Met::wait) {
                     if (choose_group(w, !lowest_first)) continue;
                     account();
+                    if constexpr (is_timed) timing->block(w);
                     return;
                 }
                 if (races && w.exec == w.live) races->meet_lanes(w);
             }
             lanes += uint64_t(__builtin_popcount(w.exec));
+            if constexpr (is_timed) {
+                if (cost.kind != OpKind::plain) timing->before(w, op, cost);
+            }
             Flow flow = op.body(w, op);
+            if constexpr (is_timed) {
+                if (cost.kind != OpKind::plain) timing->after(w, op, cost, flow);
+            }
             switch (flow) {
                 case Flow::next:
                     g.token = 0;
@@ -372,6 +419,7 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
                     if (!w.current.lanes) {  // they have exited
                         if (!w.live || !choose_group(w, !lowest_first)) {
                             account();
+                            if constexpr (is_timed) timing->block(w);
                             return;
                         }
                     }
@@ -380,10 +428,12 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
                     g.blocked = true;
                     if (choose_group(w, !lowest_first)) break;
                     account();
+                    if constexpr (is_timed) timing->block(w);
                     return;
                 case Flow::yield:
                     g.token = 0;
                     ++g.pc;
+                    if (is_timed) break;
                     account();
                     make_ready(w);
                     return;
@@ -394,7 +444,10 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
         rethrow(fault, where_of(w), "\n" + describe(where_of(w), fault.lane));
     }
     account();
-    make_ready(w);
+    if constexpr (is_timed)
+        timing->requeue(w);
+    else
+        make_ready(w);
 }
 
 // Nothing is ready: lets time pass until the next deadline. False when there is none.
@@ -502,6 +555,105 @@ std::string Engine::describe_running() const {
     return running || completing ? context() : "";
 }
 
+// Whatever comes first on the simulated clock. Waits with a time limit that nobody ends are looked
+// at now and then, and when nothing else is left.
+void Engine::run_timed(const std::function<bool()>& keep_going) {
+    constexpr uint64_t rounds_between_looks = 4096, look_ns = 50'000'000;  // at the host's clock
+    constexpr uint64_t most_instructions = 1 << 14;                        // of a warp in a row
+    constexpr Picoseconds limits_step = 200'000'000, idle_step = 20'000'000'000;
+    timing->start_run();
+    for (auto& grid : grids) admit_ctas(*grid);
+    uint64_t rounds = 0, next_look_ns = steady_ns() + look_ns, seen_progress = progress;
+    Picoseconds next_limits = limits_step, changed = 0;
+    uint64_t leap_ns = idle_step / 1000, leapt_ns = 0;
+    for (;;) {
+        if (keep_going && ++rounds % rounds_between_looks == 0 && steady_ns() >= next_look_ns) {
+            if (!keep_going()) throw Fault(FaultKind::internal, "stopped by the caller");
+            next_look_ns = steady_ns() + look_ns;
+        }
+        if (!timing->has_events() || timing->next_event() >= next_limits) {
+            const bool is_idle = !timing->has_events();
+            if (is_idle) {
+                const bool all_done = std::all_of(grids.begin(), grids.end(),
+                                                  [](const auto& g) { return g->has_ended(); });
+                if (all_done) break;
+            }
+            if (!wake_overdue(is_idle) && is_idle)
+                throw Fault(FaultKind::deadlock,
+                            deadlock_report("every warp waits and nothing is pending"));
+            next_limits = std::max(next_limits, timing->now) + limits_step;
+            if (progress != seen_progress) {
+                seen_progress = progress;
+                changed = timing->now;
+                leap_ns = idle_step / 1000, leapt_ns = 0;
+            } else if (timing->now - changed > idle_step) {
+                // Warps poll for what nobody does: their time limits come sooner.
+                if (stall.empty())
+                    stall = deadlock_report("nothing changed for 20 ms of simulated time");
+                leapt_ns += leap_ns;
+                if (leapt_ns > deadlock_ns)
+                    throw Fault(FaultKind::deadlock,
+                                deadlock_report("warps poll, but nothing changed for over an hour "
+                                                "of simulated time"));
+                virtual_ns += leap_ns;
+                leap_ns = std::min(leap_ns * 2, max_leap_ns);
+            }
+            if (is_idle) continue;
+        }
+        timing->tick();
+        const Timing::Event event = timing->take_event();
+        if (event.operation) {
+            const std::unique_ptr<AsyncOperation> operation(event.operation);
+            complete(*operation);
+            continue;
+        }
+        if (!event.warp || !event.warp->live) continue;
+        Warp& w = *event.warp;
+        Cta& cta = *w.cta;
+        running = &w;
+        run_warp<true>(w, most_instructions);
+        if (!w.live && cta.live_threads == 0) {
+            try {
+                retire_cta(cta);
+            } catch (const Fault& fault) {
+                rethrow(fault, where_of(w), "\n" + describe(where_of(w), -1));
+            }
+        }
+        running = nullptr;
+    }
+    virtual_ns += uint64_t(timing->last) / 1000;
+    timing->now = 0;
+    reset();
+}
+
+// Ends waits whose time limit has come; `at_once`: nothing else happens any more, so that the
+// next limit comes now. False if no warp has one.
+bool Engine::wake_overdue(bool at_once) {
+    uint64_t first = UINT64_MAX;
+    const auto each_blocked = [&](const auto& see) {
+        for (const auto& grid : grids)
+            for (const auto& cta : grid->ctas) {
+                if (!cta || !cta->live_threads) continue;
+                for (const auto& w : cta->warps) {
+                    if (!w->live) continue;
+                    if (w->current.blocked && w->current.deadline) see(*w, w->current);
+                    for (Group& g : w->others)
+                        if (g.blocked && g.deadline) see(*w, g);
+                }
+            }
+    };
+    each_blocked([&](Warp&, const Group& g) { first = std::min(first, g.deadline); });
+    if (first == UINT64_MAX) return false;
+    if (at_once && first > now_ns()) timing->now += Picoseconds(first - now_ns()) * 1000;
+    const uint64_t due = now_ns();
+    each_blocked([&](Warp& w, Group& g) {
+        if (g.deadline > due) return;
+        g.blocked = false;
+        timing->wake(w);
+    });
+    return true;
+}
+
 void Engine::run(const std::function<bool()>& keep_going) {
     random_state = seed * 0x9E3779B97F4A7C15ull + 0x1234567890ABCDEFull;
     for (int i = 0; i < 8; ++i) random();
@@ -510,6 +662,7 @@ void Engine::run(const std::function<bool()>& keep_going) {
     stall.clear();
     victims_run = false;
     pick_victim();
+    if (timing) return run_timed(keep_going);
     for (auto& grid : grids) admit_ctas(*grid);
 
     uint64_t seen_progress = progress, idle_quanta = 0, leap_ns = 1000, last_change_ns = now_ns();
@@ -572,7 +725,7 @@ void Engine::run(const std::function<bool()>& keep_going) {
         uint64_t polls = w.polls;
         Cta& cta = *w.cta;
         running = &w;
-        run_warp(w, budget);
+        run_warp<false>(w, budget);
         if (!w.live && cta.live_threads == 0) {
             try {
                 retire_cta(cta);

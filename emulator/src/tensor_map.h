@@ -2,6 +2,7 @@
 // that it describes: tile load (global to shared memory) and tile store.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -196,6 +197,19 @@ struct TensorMap {
                 std::memcpy(shared.write(swizzled(swizzle, base + 16 * chunk), step), row + offset,
                             step);
             }
+        });
+    }
+
+    // `each(address, bytes)` of the part of each row of the box that lies inside of the tensor.
+    template <class Each>
+    void for_each_run(const int32_t* coordinates, Each each) const {
+        const int64_t first = int64_t(coordinates[0]) * element_bits() / 8;
+        const int64_t end = int64_t(dims[0] * element_bits() / 8);
+        const int64_t low = first < 0 ? 0 : first,
+                      high = std::min(first + int64_t(row_bytes()), end);
+        if (low >= high) return;
+        for_each_box_row(coordinates, [&](uint32_t, bool inside, uint64_t row_address) {
+            if (inside) each(row_address + uint64_t(low), uint64_t(high - low));
         });
     }
 

@@ -170,7 +170,9 @@ Flow Warp::block(WaitQueue& queue, const char* text, uint64_t a, uint64_t b, uin
     current.wait = {text, a, b, {}};
     current.deadline = deadline;
     queue.warps.push_back(this);
-    if (deadline) {
+    if (machine->timing) {
+        if (&queue == &machine->sleepers) engine_of(*machine).wake_at(*this, deadline);
+    } else if (deadline) {
         engine_of(*machine).timers.emplace(deadline, this);
         Turns::Naps& naps = turns->naps;
         if (naps.progress != machine->progress) naps.count = 0;

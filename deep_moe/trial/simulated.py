@@ -1,0 +1,118 @@
+"""A call of the layer on a chip that need not be there: how long it takes on the emulator's clock.
+
+Weights are zero here and products left out, since hardly a decision of the kernel depends on
+values. Pages that hold only zeros take no memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deep_moe.emulator import Chip, LaunchTime, Machine
+from deep_moe.fused.emulated_ranks import EmulatedRanks
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets.config import MegaMoEConfig
+from deep_moe.weights.transform import empty_weights_for_mega_moe
+
+from .calls import fill_inputs
+from .real_size import rank_tokens
+from .trace import RankTrace, record
+
+
+@dataclass(frozen=True)
+class SimulatedCall:
+    """A call of all ranks on a chip's clock.
+
+    launches: each rank's kernel. config: of the kernel. traces: what each rank recorded, if that
+    was asked for.
+    """
+
+    chip: Chip
+    launches: tuple[LaunchTime, ...]
+    config: MegaMoEConfig
+    traces: tuple[RankTrace, ...] = ()
+
+    @property
+    def kernel_us(self) -> float:
+        """The slowest rank's kernel."""
+        return max(launch.ns for launch in self.launches) / 1e3
+
+    @property
+    def us(self) -> float:
+        """What events around the call see."""
+        return self.kernel_us + self.chip.value("launch_ns") / 1e3
+
+
+def simulate_call(
+    shape: MoEShape,
+    counts: Sequence[int],
+    chip: Chip,
+    *,
+    seed: int = 0,
+    routing: str = "uniform",
+    num_warmup: int = 0,
+    traced: bool = False,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> SimulatedCall:
+    """One call after `num_warmup` others of the same tokens, on all SMs of the chip.
+
+    counts: each rank's tokens, made up as `benchmarks.mega_moe` does. traced: record it. options:
+    keyword arguments of `EmulatedRanks.call`.
+    """
+    device = torch.device("cpu")
+    machines: list[Machine] = []
+    options = {
+        "arch": chip.arch,
+        "num_sms": int(chip.value("num_sms")),
+        "checked": False,
+        "chip": chip,
+        "products": False,
+        "progress": progress,
+        **options,
+    }
+    form = empty_weights_for_mega_moe(
+        shape.num_experts_per_rank + shape.num_shared_experts,
+        shape.hidden,
+        shape.intermediate_hidden,
+        arch=chip.arch,
+        device="meta",
+        weights=shape.weights,
+        token_format=shape.token_format,
+    )
+    with EmulatedRanks(shape.num_ranks, **shape.buffer_arguments) as ranks:
+        weights = [
+            form.with_tensors([_untouched_zeros(tensor) for tensor in form.tensors])
+            for _ in ranks.buffers
+        ]
+        ys = [torch.zeros(count, shape.hidden, dtype=torch.bfloat16) for count in counts]
+
+        def call(**more: Any) -> None:
+            for buffer, count in zip(ranks.buffers, counts, strict=True):
+                fill_inputs(buffer, rank_tokens(shape, count, buffer.rank, seed, device, routing))
+            ranks.call(ys, weights, **options, **more)
+
+        for _ in range(num_warmup):
+            call()
+        if traced:
+            with record(*ranks.buffers) as recorders:
+                for recorder in recorders:
+                    recorder.is_timed = True
+                call(observe=machines.append)
+                traces = tuple(recorder.collect() for recorder in recorders)
+        else:
+            traces = ()
+            call(observe=machines.append)
+        _, plan = list(ranks.buffers[0].caches.plans.items())[-1]
+    (machine,) = machines
+    return SimulatedCall(chip, tuple(machine.launch_times), plan.config, traces)
+
+
+def _untouched_zeros(form: torch.Tensor) -> torch.Tensor:
+    """A tensor of this form whose pages the system has not given yet."""
+    return torch.from_numpy(np.zeros(form.nbytes, np.uint8)).view(form.dtype).view(form.shape)

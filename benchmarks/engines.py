@@ -1,16 +1,18 @@
-"""Times a layer of MXFP4 experts as engines run it on Hopper, beside ours.
+"""Times a layer of experts in four bits as engines run it on Hopper, beside ours.
 
     python -m benchmarks.engines --ranks 1 --json engines-1.json
+    python -m benchmarks.engines --ranks 1 --weights nvfp4 --json engines-nvfp4.json
     python -m benchmarks.engines --ranks 2 --json engines-2.json
     python -m benchmarks.engines --show engines-1.json engines-2.json --markdown engines.md
 
 One rank holds all experts of a layer: no expert parallelism. With more, each holds its part and has
 tokens of its own. A path begins with BF16 tokens and with what the router chose, and ends with the
-tokens' sums: ours is `prepare_inputs` and the fused call, with tokens in E4M3 and, on Hopper, once
-more in BF16; an engine's is vLLM's modular kernel around one of its kernels (vllm_layer.py), its
-all-gather and reduce-scatter included. vLLM must be importable, a folder on PYTHONPATH is enough;
-without it, and of kernels that need a package which is not there, or another GPU, the report says
-why they are absent. Nothing is fetched. README.md says what to put there.
+tokens' sums. Ours is `prepare_inputs` and the fused call: MXFP4 weights beside tokens in E4M3 and,
+on Hopper, once more beside BF16, other weights beside the tokens that go with them. An engine's is
+vLLM's modular kernel around one of its kernels (vllm_layer.py), its all-gather and reduce-scatter
+included. vLLM must be importable, a folder on PYTHONPATH is enough; without it, and of kernels that
+need a package which is not there, or another GPU, the report says why they are absent. Nothing is
+fetched. README.md says what to put there.
 
 For every number of tokens each path is called first, and some of its tokens are compared: ours with
 the reference and its intervals, all with the sums in FP64 of unrounded BF16 tokens and the weights'
@@ -49,13 +51,13 @@ from deep_moe.targets import target_of_device
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
 from deep_moe.trial.timing import TimedLayer, machine
-from deep_moe.weights import default_token_format, weight_format
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format, weight_format
 from deep_moe.weights.layers import one_expert
 
 from .all_to_all import over_ranks, run_timed
 from .mega_moe import MODELS, SIZES, TOKENS, model_name, run_on_gpus
 from .problem import checked_sample, rank_weights
-from .vllm_layer import BACKENDS, Backend, VllmLayer, vllm_config, vllm_groups
+from .vllm_layer import BACKENDS, CHECKPOINTS, Backend, VllmLayer, vllm_config, vllm_groups
 
 OURS = "deep_moe"
 # Of the angle to the unrounded layer's result, by how a path multiplies tokens. Rounding an
@@ -76,6 +78,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=sorted(PRESETS), default=list(MODELS))
+    parser.add_argument(
+        "--weights",
+        choices=[name for name in CHECKPOINTS if name in WEIGHTS],
+        default=DEFAULT_WEIGHTS,
+    )
     for option, field in SIZES.items():
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
@@ -101,7 +108,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.markdown and not arguments.show:
         parser.error("--markdown needs --show")
     # Of `model_name`, for all results alike.
-    arguments.weights, arguments.token_format = "mxfp4", None
+    arguments.token_format = None
     arguments.pool_tokens, arguments.shared_experts = None, 0
     return arguments
 
@@ -218,6 +225,7 @@ def model_results(
         ranks=num_ranks,
         max_tokens=max(arguments.tokens),
         pool_tokens=DEFAULT_POOL_TOKENS,
+        weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
     )
     layer = rank_weights(shape, rank, arguments.seed, device)

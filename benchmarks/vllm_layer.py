@@ -1,10 +1,10 @@
-"""vLLM's own kernels for MXFP4 experts, made and called by vLLM's own classes: what an engine runs
-on Hopper where deep_moe does not."""
+"""vLLM's own kernels for experts in four bits, made and called by vLLM's own classes: what an
+engine runs on Hopper where deep_moe does not."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,20 @@ from deep_moe.trial.synthetic import Layer
 class Backend:
     """A kernel. option: vLLM's `moe_backend` that chooses it. tokens: as they are multiplied.
     package: what it needs beside vLLM. is_declared: it multiplies such tokens if the checkpoint
-    says so."""
+    says so. weights: formats that it is for."""
 
     option: str
     label: str
     tokens: str = "bf16"
     package: str | None = None
     is_declared: bool = False
+    weights: tuple[str, ...] = ("mxfp4",)
 
 
+_FOUR_BITS = ("mxfp4", "nvfp4", "int4")
 BACKENDS = {
-    "marlin": Backend("marlin", "vLLM's Marlin"),
-    "humming": Backend("humming", "Humming", package="humming"),
+    "marlin": Backend("marlin", "vLLM's Marlin", weights=_FOUR_BITS),
+    "humming": Backend("humming", "Humming", package="humming", weights=_FOUR_BITS),
     "humming_fp8": Backend("humming", "Humming", "fp8", "humming", is_declared=True),
     "triton": Backend("triton_unfused", "vLLM's Triton"),
     "cutlass": Backend("flashinfer_cutlass", "FlashInfer's CUTLASS", package="flashinfer"),
@@ -101,8 +103,8 @@ class VllmLayer:
     """One rank's part of a layer that vLLM runs by one of its kernels. With several ranks, vLLM
     gathers all ranks' tokens before it, and adds and scatters the results behind it.
 
-    layer: weights of the rank's own experts, in MXFP4. Must be made inside `vllm_groups`. Raises
-    AbsentError if vLLM does not have the kernel here.
+    layer: weights of the rank's own experts, in the format of `shape`, one of CHECKPOINTS. Must be
+    made inside `vllm_groups`. Raises AbsentError if vLLM does not have the kernel here.
     """
 
     def __init__(
@@ -113,13 +115,13 @@ class VllmLayer:
         clamp: float | None,
         device: torch.device,
     ) -> None:
+        if shape.weights not in backend.weights:
+            raise AbsentError(f"it is timed with {', '.join(backend.weights)} weights only")
         require(backend)
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-        from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
-        # It is asked of a model's config, of which there is none here.
-        mxfp4._user_moe_activation_override = lambda: None
+        checkpoint = CHECKPOINTS[shape.weights]
         _require_workspace(device)
         rank, num_ranks = dist.get_rank(), shape.num_ranks
         self.max_tokens = shape.num_max_tokens_per_rank
@@ -132,23 +134,16 @@ class VllmLayer:
                     hidden_size=shape.hidden,
                     intermediate_size=shape.intermediate_hidden,
                     params_dtype=torch.bfloat16,
-                    quant_config=_quantization(backend),
+                    quant_config=checkpoint.quantization(backend),
                     swiglu_limit=clamp,
                     prefix="model.layers.0.mlp.experts",
                 )
                 self.experts = runner.routed_experts
-                self._load(layer)
+                for name, tensor in checkpoint.tensors(layer).items():
+                    getattr(self.experts, name).data.copy_(tensor)
+                self.experts.quant_method.process_weights_after_loading(self.experts)
         except (ImportError, NotImplementedError, ValueError) as error:
             raise AbsentError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-
-    def _load(self, layer: Layer) -> None:
-        for name, (values, scales) in (("w13", layer.l1), ("w2", layer.l2)):
-            width = values.shape[2] // 16  # a scale for 32 values, two of which are a byte
-            bytes_of_scales = unpack_ue8m0(scales)[..., :width]
-            for suffix, tensor in (("weight", values), ("weight_scale", bytes_of_scales)):
-                param = getattr(self.experts, f"{name}_{suffix}")
-                param.data.copy_(tensor.view(torch.uint8))
-        self.experts.quant_method.process_weights_after_loading(self.experts)
 
     @contextmanager
     def step(self, tokens_of_ranks: list[int]) -> Iterator[None]:
@@ -178,10 +173,22 @@ class VllmLayer:
         return y
 
 
-def _quantization(backend: Backend) -> Any:
-    """What a checkpoint says of its experts."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """How vLLM takes weights of a format. quantization: what a checkpoint says of its experts.
+    tensors: a layer's, by the names of vLLM's parameters."""
+
+    quantization: Callable[[Backend], Any]
+    tensors: Callable[[Layer], dict[str, torch.Tensor]]
+
+
+def _mxfp4(backend: Backend) -> Any:
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp4
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config, Mxfp4MoEMethod
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic
+
+    # It is asked of a model's config, of which there is none here.
+    mxfp4._user_moe_activation_override = lambda: None
 
     class Config(Mxfp4Config):
         def _make_moe_method(self, moe: Any) -> Any:
@@ -189,6 +196,72 @@ def _quantization(backend: Backend) -> Any:
             return Mxfp4MoEMethod(moe, kMxfp8Dynamic if backend.is_declared else None)
 
     return Config()
+
+
+def _mxfp4_tensors(layer: Layer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, own in (("w13", layer.l1), ("w2", layer.l2)):
+        width = own.weight.shape[2] // 16  # a scale for 32 values, two of which are a byte
+        tensors[f"{name}_weight"] = own.weight.view(torch.uint8)
+        tensors[f"{name}_weight_scale"] = unpack_ue8m0(own.sf)[..., :width].view(torch.uint8)
+    return tensors
+
+
+def _nvfp4(backend: Backend) -> Any:
+    """As ModelOpt writes them, beside BF16 tokens: Hopper has no products of NVFP4."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    return ModelOptNvFp4Config("W4A16_NVFP4", is_checkpoint_nvfp4_serialized=True)
+
+
+def _nvfp4_tensors(layer: Layer) -> dict[str, torch.Tensor]:
+    """vLLM has one factor for gate and up: what up's is larger by, the second linear layer gets,
+    which is the same as long as nothing is clamped."""
+    assert layer.l1.global_sf is not None and layer.l2.global_sf is not None  # noqa: PT018
+    gate, up = layer.l1.global_sf.unbind(1)
+    return {
+        "w13_weight": layer.l1.weight.view(torch.uint8),
+        "w13_weight_scale": layer.l1.sf,
+        "w13_weight_scale_2": torch.stack([gate, gate], 1),
+        "w2_weight": layer.l2.weight.view(torch.uint8),
+        "w2_weight_scale": layer.l2.sf,
+        "w2_weight_scale_2": layer.l2.global_sf[:, 0] * (up / gate),
+    }
+
+
+INT4_GROUP = 32
+
+
+def _int4(backend: Backend) -> Any:
+    """As compressed-tensors writes them."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": {**weights, "group_size": INT4_GROUP}}
+    return compressed_tensors.CompressedTensorsConfig.from_config(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {**group, "input_activations": None}},
+            "ignore": [],
+        }
+    )
+
+
+def _int4_tensors(layer: Layer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, own in (("w13", layer.l1), ("w2", layer.l2)):
+        # Two codes are a byte, the even one in the low half: eight of them are a word as theirs.
+        tensors[f"{name}_weight_packed"] = own.weight.contiguous().view(torch.int32)
+        tensors[f"{name}_weight_scale"] = own.sf
+    return tensors
+
+
+CHECKPOINTS = {
+    "mxfp4": Checkpoint(_mxfp4, _mxfp4_tensors),
+    "nvfp4": Checkpoint(_nvfp4, _nvfp4_tensors),
+    "int4": Checkpoint(_int4, _int4_tensors),
+}
 
 
 def _require_workspace(device: torch.device) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.engines import parse_arguments, run_rank
+from benchmarks.vllm_layer import BACKENDS, AbsentError, VllmLayer, vllm_config, vllm_groups
 from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.trial.rank_processes import run_on_ranks
+from deep_moe.trial.synthetic import Layer
+from deep_moe.weights.layers import LayerWeights
 from deep_moe.weights.mxfp4.quantizing import dequantize_mxfp4
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
@@ -128,3 +132,65 @@ def test_vllm_runs_the_layer_that_is_timed(tmp_path: Path, num_ranks: int) -> No
         assert result["failed"] == {}
         assert result["paths"]["marlin"]["distance"] < 1e-4
         assert set(result["paths"]) == {"deep_moe", "marlin", "triton"}
+
+
+E, H, I = 2, 256, 128  # noqa: E741
+
+
+def drawn(weights: str, num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
+    """Codes of four bits, and scales."""
+    packed = torch.randint(-128, 128, (E, num_rows, num_columns // 2), dtype=torch.int8)
+    if weights == "int4":
+        return LayerWeights(packed, torch.rand(E, num_rows, num_columns // 32).bfloat16() + 1)
+    sf = (torch.rand(E, num_rows, num_columns // 16) + 1).to(torch.float8_e4m3fn)
+    return LayerWeights(packed, sf, torch.tensor([[0.5, 0.75]] * E)[:, :num_matrices])
+
+
+def _take(device: torch.device, weights: str) -> None:
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as wna16,
+    )
+
+    def marlin(backend: Any) -> Any:
+        return lambda **_: (backend, MarlinExperts)
+
+    modelopt.select_nvfp4_moe_backend = marlin(NvFp4MoeBackend.MARLIN)
+    wna16.select_wna16_moe_backend = marlin(WNA16MoEBackend.MARLIN)
+    for method in (modelopt.ModelOptNvFp4FusedMoE, wna16.CompressedTensorsWNA16MoEMethod):
+        method.process_weights_after_loading = lambda *_: None
+    shape: Any = SimpleNamespace(
+        weights=weights,
+        num_ranks=1,
+        num_experts=E,
+        num_topk=1,
+        hidden=H,
+        intermediate_hidden=I,
+        num_max_tokens_per_rank=8,
+    )
+    layer = Layer(drawn(weights, 2 * I, H, 2), drawn(weights, H, I, 1))
+    with vllm_groups(vllm_config(0, 1, 8), 0, 1, 0, "gloo"):
+        with pytest.raises(AbsentError, match="it is timed with mxfp4 weights only"):
+            VllmLayer(BACKENDS["triton"], shape, layer, 10.0, device)
+        loaded = VllmLayer(BACKENDS["marlin"], shape, layer, 10.0, device).experts
+    assert loaded.swiglu_limit == 10.0
+    if weights == "int4":
+        # The code of column k of a row: bits 4 (k % 8) and up of word k / 8, plus 8.
+        words = loaded.w13_weight_packed[1, 3].tolist()
+        codes = layer.l1.weight.view(torch.uint8)[1, 3].tolist()
+        for k in (0, 1, 5, 6, 100, H - 1):
+            assert words[k // 8] >> 4 * (k % 8) & 15 == codes[k // 2] >> 4 * (k % 2) & 15
+        assert torch.equal(loaded.w2_weight_scale, layer.l2.sf)
+        return
+    assert torch.equal(loaded.w2_weight.view(torch.int8), layer.l2.weight)
+    assert torch.equal(loaded.w13_weight_scale.float(), layer.l1.sf.float())
+    assert loaded.w13_weight_scale_2.tolist() == [[0.5, 0.5]] * E
+    assert loaded.w2_weight_scale_2.tolist() == [0.5 * 0.75 / 0.5] * E
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "int4"])
+def test_vllm_takes_weights_of_other_formats(weights: str) -> None:
+    run_on_ranks(_take, 1, "cpu", weights)

@@ -20,7 +20,7 @@ from .findings import Finding, decode_finding
 from .launch_times import KINDS, LaunchTime, WarpWait, decode_launch_times
 from .library import interruptible_run, load
 
-Size = int | tuple[int, ...]  # what is left out is 1
+Size = tuple[int, int, int]
 # What an argument of the library may be; whether a launch fits a GPU is looked at there.
 MAX_U32, MAX_U63 = 2**32 - 1, 2**63 - 1
 MAX_RANK = 2**16 - 1
@@ -475,10 +475,9 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _size(name: str, size: Any) -> ctypes.Array[ctypes.c_uint32]:
-    sizes = tuple(size) if isinstance(size, Iterable) else (size,)
-    if not 1 <= len(sizes) <= 3:
-        raise LaunchError(f"{name} must be one to three sizes, x, y and z, not {size!r}")
-    sizes += (1,) * (3 - len(sizes))
+    sizes = tuple(size) if isinstance(size, Iterable) else ()
+    if len(sizes) != 3:
+        raise LaunchError(f"{name} must be three sizes (x, y, z), not {size!r}")
     return (ctypes.c_uint32 * 3)(
         *(_whole(f"{name}[{i}]", value, 0, MAX_U32) for i, value in enumerate(sizes))
     )

@@ -178,7 +178,7 @@ def check_index_ranges(shape: MoEShape, *, l2_rows_per_expert: int) -> None:
         "the pool's padded scale columns": shape.num_padded_sf_pool_tokens,
         "rows that a rank may receive, with their padding": shape.most_pool_tokens,
         "num_max_tokens_per_rank * num_topk": shape.num_max_tokens_per_rank * shape.num_topk,
-        "rows of the Linear1 weights": shape.num_local_experts * 2 * shape.intermediate_hidden,
+        "rows of the Linear1 weights": shape.num_local_experts * shape.num_l1_rows,
         "rows of the Linear2 weights": shape.num_local_experts * l2_rows_per_expert,
     }
     for what, size in sizes.items():
@@ -213,7 +213,11 @@ def choose_blocks(
         + (", one word of scales" if tokens.has_scales else ""),
     )
     num_l1_n_blocks = choose(
-        "num_l1_n_blocks", 2 * shape.intermediate_hidden // block_n, "2 * intermediate / block_n"
+        "num_l1_n_blocks",
+        ceil_div(shape.num_l1_rows, block_n),
+        "2 * intermediate / block_n"
+        if shape.has_gate
+        else "intermediate / block_n, rounded up: there is no gate",
     )
     choose("num_l2_n_blocks", ceil_div(shape.hidden, block_n), "hidden / block_n, rounded up")
     choose("num_l1_k_blocks", shape.hidden // block_k, "hidden / block_k")
@@ -437,7 +441,7 @@ def choose_stages(
 
 def _problem(shape: MoEShape) -> dict[str, int | str | bool]:
     """What shared memory depends on beside the chosen fields."""
-    names = ("num_experts", "hidden", "weights", "biases", "token_format")
+    names = ("num_experts", "hidden", "weights", "biases", "token_format", "has_gate")
     return {name: getattr(shape, name) for name in names}
 
 

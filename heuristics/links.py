@@ -67,7 +67,7 @@ def link_loads(shape: MoEShape, num_tokens: int, rates: ChipRates) -> tuple[Link
 
 def _call_seconds(shape: MoEShape, num_tokens: int, rates: ChipRates) -> float:
     """Products or weights, whatever takes longer."""
-    weights_per_expert = 3 * shape.hidden * shape.intermediate_hidden
+    weights_per_expert = shape.num_weights_per_expert
     num_rows = num_tokens * (shape.num_topk + shape.num_shared_experts)
     expected = float(shape.expected_tokens_per_expert(num_tokens))
     num_read = shape.num_experts_per_rank * (1 - math.exp(-expected)) + shape.num_shared_experts

@@ -70,6 +70,9 @@ class MoEShape:
     token_format: of the caller's tokens, "mxfp8", "fp8_128" or "fp8_token", with hidden a multiple
         of 128, or "bf16"; which of them go with the weights, depends on the target. By default what
         the weights' format says, "mxfp8" or, with bf16, "bf16".
+    has_gate: whether Linear1 has rows of gate above those of up, or up alone: as the activation of
+        the call says (`choose_config`). Buffers are the same for both. Without, there are no
+        biases.
 
     >>> shape = MoEShape(num_ranks=8, num_experts=256, num_topk=8, hidden=7168,
     ...                  intermediate_hidden=2048, num_max_tokens_per_rank=256)
@@ -88,6 +91,7 @@ class MoEShape:
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
     token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
+    has_gate: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         token_format = default_token_format(self.weights, self.token_format)
@@ -112,8 +116,14 @@ class MoEShape:
         for name, words in allowed.items():
             if name != "num_pool_tokens" or self.num_pool_tokens is not None:
                 require_int(name, getattr(self, name), words)
-        if not isinstance(self.biases, bool):
-            raise TypeError(f"biases must be a bool; got {self.biases!r}")
+        for name in ("biases", "has_gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool; got {getattr(self, name)!r}")
+        if self.biases and not self.has_gate:
+            raise ValueError(
+                "biases must be False with an activation without a gate, for which there are none; "
+                "got True"
+            )
 
         def check(name: str, valid: bool, rule: str | None = None) -> None:
             if not valid:
@@ -181,13 +191,38 @@ class MoEShape:
         >>> sorted(MoEShape(2, 8, 2, 256, 128, 16).buffer_arguments)[:4]
         ['biases', 'hidden', 'intermediate_hidden', 'num_experts']
         """
-        names = (one.name for one in fields(self) if one.name != "num_ranks")
+        names = (one.name for one in fields(self) if one.name not in ("num_ranks", "has_gate"))
         return {name: getattr(self, name) for name in names}
 
     @property
     def tokens(self) -> TokenFormat:
         """What tokens and Linear1's output are."""
         return token_format(self.token_format)
+
+    def with_gate(self, has_gate: bool) -> MoEShape:
+        """The same layer for an activation with or without a gate."""
+        return self if has_gate is self.has_gate else replace(self, has_gate=has_gate)
+
+    @property
+    def num_l1_matrices(self) -> int:
+        """Matrices of `intermediate_hidden` rows, one below the other, in Linear1's weights: gate
+        and up, or up alone."""
+        return 2 if self.has_gate else 1
+
+    @property
+    def num_l1_rows(self) -> int:
+        """Rows of Linear1's weights.
+
+        >>> shape = MoEShape(8, 512, 22, 1024, 2688, 256, has_gate=False)
+        >>> shape.num_l1_rows, shape.with_gate(True).num_l1_rows
+        (2688, 5376)
+        """
+        return self.num_l1_matrices * self.intermediate_hidden
+
+    @property
+    def num_weights_per_expert(self) -> int:
+        """Values in the weights of both layers."""
+        return self.hidden * (self.num_l1_rows + self.intermediate_hidden)
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -307,6 +342,7 @@ class MoEShape:
 
     @property
     def num_l2_mask_words(self) -> int:
-        """64-bit words that hold one bit per Linear1 n-block (2*intermediate_hidden/128)."""
+        """64-bit words that hold one bit per Linear1 n-block, of which there are at most
+        2*intermediate_hidden/128."""
         num_l1_n_blocks = 2 * self.padded.intermediate_hidden // 128
         return -(-num_l1_n_blocks // 64)

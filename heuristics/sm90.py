@@ -422,6 +422,7 @@ def smem_layout(config: ConfigFields, kind: WeightKind) -> Layout:
         weight_block_bytes=kind.block_bytes,
         has_row_factors=kind.has_row_factors,
         has_biases=bool(config["biases"]),
+        has_gate=bool(config["has_gate"]),
         cluster_size=int(config["cluster_size"]),
         has_block_scales=kind.has_block_scales,
         tokens=token_format(str(config["token_format"])),

@@ -127,6 +127,7 @@ def sm90_smem_layout(
     has_block_scales: bool,
     tokens: TokenFormat,
     has_biases: bool = False,
+    has_gate: bool = True,
     cluster_size: int = 1,
 ) -> Layout:
     """The SM90 kernel's. Five stages of the widest tile fit beside tokens of hidden 7168.
@@ -179,7 +180,9 @@ def sm90_smem_layout(
     claims = ("claimed_blocks", "u32", (num_block_slots,), "what the cluster's first CTA claimed")
     token_scales = ("token_scales", "f32", (num_stages, block_m), "of the stage's tokens")
     has_factors = tokens.has_scales and not tokens.promotes_scales
-    maxima = ("amax_exchange", "u32", (2, block_m), "largest magnitudes, between math warps")
+    # Without a gate, the values of a token and a warpgroup have a scale of their own.
+    num_maxima = block_m if has_gate else 2 * block_m
+    maxima = ("amax_exchange", "u32", (2, num_maxima), "largest magnitudes, between math warps")
     for name, dtype, dims, purpose in (
         *(rescaling if has_factors else ()),
         *([weight_scales] if has_block_scales else []),

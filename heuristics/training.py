@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from deep_moe.activations import Activation, Swiglu
+from deep_moe.activations import Activation, activation_of
 
 from .segments import align_up
 
@@ -117,7 +117,7 @@ class GatherRowsConfig(TrainingConfig):
 @dataclass(frozen=True)
 class ActivateRowsConfig(TrainingConfig):
     step: ClassVar[str] = "activate_rows"
-    applied: Activation = field(default_factory=Swiglu)
+    applied: Activation = field(default_factory=activation_of)
     has_biases: bool = False
     rounds_to_mxfp8: bool = False
 
@@ -129,7 +129,7 @@ class ActivateRowsConfig(TrainingConfig):
 @dataclass(frozen=True)
 class ActivateRowsBackwardConfig(TrainingConfig):
     step: ClassVar[str] = "activate_rows_backward"
-    applied: Activation = field(default_factory=Swiglu)
+    applied: Activation = field(default_factory=activation_of)
     has_biases: bool = False
 
     @property

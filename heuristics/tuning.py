@@ -63,6 +63,7 @@ class TunedLayerKey:
     num_pool_tokens: int | None = None  # of a bounded pool
     biases: bool = False
     num_shared_experts: int = 0
+    has_gate: bool = True
 
     @classmethod
     def of(cls, shape: MoEShape, *, device: str, arch: str, num_sms: int) -> TunedLayerKey:
@@ -78,6 +79,7 @@ class TunedLayerKey:
             num_pool_tokens=shape.num_pool_tokens,
             biases=shape.biases,
             num_shared_experts=shape.num_shared_experts,
+            has_gate=shape.has_gate,
         )
 
     @property
@@ -99,6 +101,7 @@ class TunedLayerKey:
             and self.token_format == other.token_format
             and self.biases == other.biases
             and self.num_shared_experts == other.num_shared_experts
+            and self.has_gate == other.has_gate
         )
 
     def tokens_per_expert(self, num_tokens: int) -> float:
@@ -299,7 +302,7 @@ class Tuning:
                 f"formula: no layer with {key.num_experts_per_rank} experts per rank"
                 f"{f' and {key.num_shared_experts} shared' if key.num_shared_experts else ''} of "
                 f"{key.hidden} x {key.intermediate_hidden} in {key.weights} x {key.token_format}"
-                f"{' with biases' if key.biases else ''}"
+                f"{' with biases' if key.biases else ''}{'' if key.has_gate else ' without a gate'}"
                 f" has been measured on {self.device} with {key.num_sms} SMs"
             )
         measurement = self.measurement(key, num_tokens)
@@ -431,7 +434,10 @@ def _layer(record: Any) -> TunedLayer:
         field.name: _take(record, field.name, str if field.type == "str" else int)
         for field in fields(TunedLayerKey)
         if field.name
-        not in ("weights", "token_format", "num_pool_tokens", "biases", "num_shared_experts")
+        not in (
+            *("weights", "token_format", "num_pool_tokens", "biases", "num_shared_experts"),
+            "has_gate",
+        )
     }
     if "weights" in record:  # tables of one format only do not say which
         key["weights"] = _take(record, "weights", str)
@@ -446,6 +452,8 @@ def _layer(record: Any) -> TunedLayer:
         key["biases"] = _take(record, "biases", bool)
     if "num_shared_experts" in record:  # older tables have none
         key["num_shared_experts"] = _take(record, "num_shared_experts", int)
+    if "has_gate" in record:  # older tables are of layers with one
+        key["has_gate"] = _take(record, "has_gate", bool)
     small = {name: key[name] for name in LAYER_FIELDS if key[name] < 1}
     if small:
         raise ValueError(f"{', '.join(LAYER_FIELDS)} must be positive; got {small}")

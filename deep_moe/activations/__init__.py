@@ -1,24 +1,42 @@
 """What comes between the two linear layers, by name. A call takes a name, or one of these objects
 with parameters of its own: `activation=deep_moe.activations.Situ(beta=3.0)`.
+
+A value of this axis is a folder here: all that is known of it, an `Activation`. The kernels' side
+of it is the folder of the same name in include/deep_moe/activations. For a new one, write both, and
+import its class below.
 """
 
 from __future__ import annotations
 
+import importlib
 from functools import lru_cache
 
-from .activation import Activation, positive_float
-from .situ import Situ
-from .swiglu import Swiglu
-from .swiglu_oai import SwigluOai
+from deep_moe.axes import further_values
 
-__all__ = ["Activation", "Situ", "Swiglu", "SwigluOai"]
+from .activation import Activation as Activation
+from .activation import GatedActivation as GatedActivation
+from .activation import positive_float
+from .gelu_tanh import GeluTanh as GeluTanh
+from .relu2 import Relu2 as Relu2
+from .situ import Situ as Situ
+from .swiglu import Swiglu as Swiglu
+from .swiglu_oai import SwigluOai as SwigluOai
+from .swiglu_step import SwigluStep as SwigluStep
 
-# For a new one, write its file here and include/deep_moe/activations/<name>.cuh.
-ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Swiglu, SwigluOai, Situ)}
+for _name in further_values(__name__, __path__):
+    _kind = importlib.import_module(f"{__name__}.{_name}").ACTIVATION
+    globals()[_kind.__name__] = _kind
+
+ACTIVATIONS: dict[str, type[Activation]] = {
+    kind.name: kind
+    for kind in tuple(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Activation) and hasattr(kind, "name")
+}
 DEFAULT_ACTIVATION = Swiglu.name
 
 _CLASSES = tuple(ACTIVATIONS.values())
 _NAMES = ", ".join(map(repr, ACTIVATIONS))
+__all__ = ["Activation", "GatedActivation", *(kind.__name__ for kind in _CLASSES)]
 
 
 def activation_of(
@@ -56,6 +74,12 @@ def activation_of(
             )
         clamp = positive_float("activation_clamp", clamp, or_none=True, or_infinite=True)
     return _of_name(activation, clamp)
+
+
+def has_gate(activation: str | Activation) -> bool:
+    """Whether Linear1 has rows of gate for it. True of what `activation_of` refuses."""
+    kind = ACTIVATIONS.get(activation) if isinstance(activation, str) else activation
+    return getattr(kind, "has_gate", True)
 
 
 @lru_cache(maxsize=256)

@@ -8,38 +8,57 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 LOWEST_OF_SILU = -1.2784645427610738  # where x / (1 + e^-x) is lowest
 MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal positive numbers
+ALPHAS, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 
 @dataclass(frozen=True)
 class Activation(ABC):
-    """A product of a function of gate and one of up, with parameters that are compiled in: positive
-    numbers, rounded to float32, as the kernel has them.
+    """A function of Linear1's output, with parameters that are compiled in: positive numbers,
+    rounded to float32, as the kernel has them. What has a gate is a `GatedActivation`.
 
     Attributes:
-        name: in calls, of the header in include/deep_moe/activations, and of this object's file.
-        struct: in that header.
+        name: in calls, and of its folders here and in include/deep_moe/activations.
+        struct: in that folder's activation.cuh.
+        has_gate: whether Linear1 has rows of gate above those of up. Without, it has those of up
+            alone.
         clamp_parameter: which of the parameters `activation_clamp` sets.
         error_units: how far off the kernel's value may be, in halves of FP32's last place: so many,
-            and so many more for every unit by which slope * gate is below zero.
+            and so many more for every unit by which the sigmoid's argument is below zero.
+        attributes: for each parameter the names that it has in models and their configs.
     """
 
     name: ClassVar[str]
     struct: ClassVar[str]
+    has_gate: ClassVar[bool] = False
     clamp_parameter: ClassVar[str | None] = None
     error_units: ClassVar[tuple[float, float]]
+    attributes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = positive_float(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def exact_cases(cls) -> tuple[Self, ...]:
+        """For fuzzing: those whose results are exact for the layers of trial/synthetic.py, where
+        sums of gate are 0 or 32 and more, and sums of up are whole numbers."""
+        return ()
+
+    @classmethod
+    def rounded_cases(cls) -> tuple[Self, ...]:
+        """For fuzzing: those that leave no result exact."""
+        return ()
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -47,9 +66,56 @@ class Activation(ABC):
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
-    def slope(self) -> float:
-        """Of gate in the argument of the sigmoid."""
-        return 1.0
+    def num_l1_matrices(self) -> int:
+        """Matrices of I rows, one below the other, in Linear1's weights."""
+        return 2 if self.has_gate else 1
+
+    @abstractmethod
+    def up_factor(self, up: torch.Tensor) -> torch.Tensor:
+        """The function of up. It never falls.
+
+        Args:
+            up: float64, of any shape.
+        """
+
+    def of_linear1(self, rows: torch.Tensor) -> torch.Tensor:
+        """What comes of Linear1's output, [..., I], in the tensor's own precision. NaN stays NaN.
+
+        Args:
+            rows: [..., 2*I], gate before up, or without a gate [..., I].
+        """
+        return self.up_factor(rows)
+
+    def to_dict(self) -> dict[str, str | float]:
+        """Name and parameters, as configs report them.
+
+        Examples:
+            >>> from deep_moe.activations import Situ
+            >>> Situ().to_dict()
+            {'activation': 'situ', 'activation_beta': 4.0, 'activation_linear_beta': 25.0}
+        """
+        named = {f"activation_{name}": value for name, value in self.parameters.items()}
+        return {"activation": self.name, **named}
+
+
+@dataclass(frozen=True)
+class GatedActivation(Activation):
+    """A product of a function of gate and one of up. Training has those whose slopes are here."""
+
+    has_gate: ClassVar[bool] = True
+
+    @classmethod
+    def training_cases(cls) -> tuple[Self, ...]:
+        """For fuzzing of the differentiable layer, with bounds below what sums get to."""
+        return ()
+
+    def sigmoid_argument(self, gate: torch.Tensor) -> torch.Tensor:
+        """What the sigmoid in `gate_factor` is of. It never falls.
+
+        Args:
+            gate: float64, of any shape.
+        """
+        return gate
 
     @property
     @abstractmethod
@@ -62,14 +128,6 @@ class Activation(ABC):
 
         Args:
             gate: float64, of any shape.
-        """
-
-    @abstractmethod
-    def up_factor(self, up: torch.Tensor) -> torch.Tensor:
-        """The function of up. It never falls.
-
-        Args:
-            up: float64, of any shape.
         """
 
     @abstractmethod
@@ -92,22 +150,19 @@ class Activation(ABC):
         """In the tensors' own precision. NaN stays NaN."""
         return self.gate_factor(gate) * self.up_factor(up)
 
-    def to_dict(self) -> dict[str, str | float]:
-        """Name and parameters, as configs report them.
-
-        Examples:
-            >>> from deep_moe.activations import Situ
-            >>> Situ().to_dict()
-            {'activation': 'situ', 'activation_beta': 4.0, 'activation_linear_beta': 25.0}
-        """
-        named = {f"activation_{name}": value for name, value in self.parameters.items()}
-        return {"activation": self.name, **named}
+    def of_linear1(self, rows: torch.Tensor) -> torch.Tensor:
+        return self(*rows.chunk(2, dim=-1))
 
 
 def sigmoid_linear_slope(x: torch.Tensor, slope: float) -> torch.Tensor:
     """The derivative of x / (1 + e^(-slope*x))."""
     sigma = 1 / (1 + (-slope * x).exp())
     return sigma * (1 + slope * x * (1 - sigma))
+
+
+def clamped_slope(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """The derivative of x within +-limit: 1, and 0 beyond."""
+    return x.new_ones(x.shape).masked_fill(x.abs() > limit, 0.0)
 
 
 def positive_float(

@@ -166,6 +166,7 @@ def load_experts(
             device=device,
             weights=form.weights,
             token_format=token_format,
+            has_gate=len(matrices[0]) > 2,
         )
         for local, expert in enumerate(matrices):
             tensors.read(expert, raw)
@@ -354,9 +355,16 @@ def _checked(layer: int, weights: tuple[LayerTensors, LayerTensors], naming: Exp
             f"{naming.suffixes}"
         )
     try:
-        return weight_format(form.weights).check(l1, l2)[0]
+        sizes = weight_format(form.weights).check(l1, l2)
     except (TypeError, ValueError) as error:
         raise type(error)(f"layers[{layer}]: {error}") from error
+    if sizes.has_gate is not (naming.gate is not None):
+        rows = "2*I rows in l1" if naming.gate is not None else "I rows in l1, without a gate"
+        raise ValueError(
+            f"layers[{layer}] must have {rows} for a naming with gate {naming.gate!r}; got "
+            f"{tuple(l1.weight.shape)} beside {tuple(l2.weight.shape)}"
+        )
+    return sizes.num_experts
 
 
 def _expert_tensors(

@@ -59,8 +59,8 @@ def trial_bytes(shape: MoEShape, tokens: Sequence[int]) -> int:
     from deep_moe.weights import weight_format
 
     bits_per_value = weight_format(shape.weights).bits_per_value
-    per_expert = 2 * 3 * shape.hidden * shape.intermediate_hidden * bits_per_value // 8
-    linear1 = 2 * shape.hidden * shape.intermediate_hidden
+    per_expert = 2 * shape.num_weights_per_expert * bits_per_value // 8
+    linear1 = shape.hidden * shape.num_l1_rows
     return shape.num_experts * per_expert + 4 * linear1 + 4 * sum(tokens) * shape.hidden
 
 

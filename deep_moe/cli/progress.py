@@ -19,7 +19,7 @@ _SAID_FROM_SECONDS = 60
 
 def say_how_long(shape: MoEShape, num_tokens: int) -> None:
     """Where the emulator takes more than a minute. num_tokens: of all ranks and calls."""
-    per_expert = 3 * shape.hidden * shape.intermediate_hidden
+    per_expert = shape.num_weights_per_expert
     num_weights = (shape.num_experts + shape.num_shared_experts) * per_expert
     seconds = num_weights * _SECONDS_PER_WEIGHT
     seconds += num_tokens * shape.num_slots * per_expert * _SECONDS_PER_PRODUCT

@@ -456,7 +456,7 @@ def _make_args(
 ) -> CppStruct:
     """weights: of both layers, each with its scales."""
     target_weights = config.target_weights
-    expected = target_weights.tensors(buffer.shape.padded)
+    expected = target_weights.tensors(buffer.shape.with_gate(config.has_gate).padded)
     for tensor, (name, (dtype, shape)) in zip(weights, expected.items(), strict=True):
         check_tensor(name, tensor, dtype, shape, buffer.device)
     w1, sf1, w2, sf2 = weights

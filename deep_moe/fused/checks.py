@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from deep_moe.activations import has_gate
 from deep_moe.biases.per_expert import bias_blocks
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.weights.layers import MegaMoEWeights
 
 if TYPE_CHECKING:
+    from deep_moe.activations import Activation
     from deep_moe.heuristics.shape import MoEShape
 
     from .buffer import SymmBuffer
@@ -70,8 +72,10 @@ WEIGHTS_WORDS = "MegaMoEWeights, as transform_weights_for_mega_moe returns them"
 NAMES_OF_LAYERS = {"l1_weights": "weights.l1", "l2_weights": "weights.l2"}
 
 
-def check_weights(weights: MegaMoEWeights, shape: MoEShape, kernel: str) -> None:
-    """Raise unless weights are laid out for calls of a shape with the kernel."""
+def check_weights(
+    weights: MegaMoEWeights, shape: MoEShape, kernel: str, activation: str | Activation
+) -> None:
+    """Raise unless weights are laid out for calls of a shape with the kernel and the activation."""
     if type(weights) is not MegaMoEWeights:
         require_type("weights", weights, MegaMoEWeights, WEIGHTS_WORDS)
     if (
@@ -82,6 +86,11 @@ def check_weights(weights: MegaMoEWeights, shape: MoEShape, kernel: str) -> None
         raise ValueError(
             f"weights must be {shape.weights} weights beside {shape.token_format} tokens for "
             f"{kernel}, as the call's sizes and arch say; got {weights.words}"
+        )
+    if weights.has_gate is not has_gate(activation):
+        rows = "no rows of gate" if weights.has_gate else "rows of gate above those of up"
+        raise ValueError(
+            f"weights must have {rows} in l1 for activation {activation!r}; got {weights.words}"
         )
 
 

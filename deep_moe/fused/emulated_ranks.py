@@ -143,7 +143,7 @@ class EmulatedRanks:
             launches = []
             for rank in taking_part:
                 with named_as(_names_of(rank)):
-                    check_weights(weights[rank], self.shape, kernel)
+                    check_weights(weights[rank], self.shape, kernel, activation)
                     launches.append(
                         prepare_launch(
                             ys[rank],

@@ -105,7 +105,7 @@ def mega_moe(
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
     arch = options.get("arch")
     target = sym_buffer.target if arch is None else target_of(arch)
-    check_weights(weights, sym_buffer.shape, target.kernel)
+    check_weights(weights, sym_buffer.shape, target.kernel, activation)
     try:
         call_with_layers(
             "mega_moe",

@@ -313,7 +313,7 @@ class GroupedExperts:
         """
         self._work_space.raise_if_unusable()
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
-        check_weights(weights, self.shape, self._kernel)
+        check_weights(weights, self.shape, self._kernel, self._activation)
         is_given = out is not None
         if out is None:
             out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)

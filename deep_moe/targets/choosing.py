@@ -69,6 +69,7 @@ def choose_config(
             "be one more than combine adds up; got True"
         )
     chosen_activation = activation_of(activation, activation_clamp)
+    shape = shape.with_gate(chosen_activation.has_gate)
     overrides = _checked_overrides(overrides, target.overridable)
     if num_sms is None:
         num_sms = target.default_num_sms

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from deep_moe.activations import Activation, Swiglu
+from deep_moe.activations import Activation, activation_of
 from deep_moe.heuristics.segments import Layout, align_up
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout, work_space_layout
@@ -93,7 +93,7 @@ class MegaMoEConfig:
     num_combine_chunks: int
 
     # rendered as types
-    activation: Activation = field(default=Swiglu(), kw_only=True)
+    activation: Activation = field(default=activation_of(), kw_only=True)
     target: Target = field(kw_only=True)
     weights: str = field(kw_only=True)
     biases: bool = field(default=False, kw_only=True)
@@ -145,6 +145,11 @@ class MegaMoEConfig:
         return MoEShape(**{**values, "hidden": self.output_hidden})
 
     @property
+    def has_gate(self) -> bool:
+        """Whether Linear1 has rows of gate beside those of up."""
+        return self.activation.has_gate
+
+    @property
     def tokens(self) -> TokenFormat:
         """What tokens and Linear1's output are."""
         return self.shape.tokens
@@ -161,7 +166,7 @@ class MegaMoEConfig:
     def smem_layout(self) -> Layout:
         """Segments of a CTA's shared memory, rendered as `Config::Smem`."""
         policies: dict[str, str | bool] = {
-            name: getattr(self, name) for name in ("weights", "biases", "token_format")
+            name: getattr(self, name) for name in ("weights", "biases", "token_format", "has_gate")
         }
         return self.target.smem_layout({**self.kernel_fields(), **policies})
 

@@ -98,7 +98,7 @@ class TargetWeights(ABC):
         )
 
     @abstractmethod
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         """Give back what `transform` was given, after a check of the tensors' forms."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from deep_moe.activations import Activation
+from deep_moe.activations import GatedActivation
 
 from .products import expert_sums, grouped_product, grouped_weight_gradient
 from .rows import Rows, aligned
@@ -84,7 +84,7 @@ class Experts:
 
     weights: Weights
     biases: Biases | None
-    activation: Activation
+    activation: GatedActivation
     precision: Precision
     steps: Steps
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from deep_moe.activations import Activation, activation_of
+from deep_moe.activations import Activation
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
@@ -15,7 +15,7 @@ from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
-from .operators import encode_activation, moe_op
+from .operators import encode_activation, gated_activation_of, moe_op
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +103,7 @@ def moe(
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
     require_type("recompute", recompute, bool, "a bool")
     require_type("keep_received", keep_received, bool, "a bool")
-    kind = activation_of(activation, activation_clamp)
+    kind = gated_activation_of(activation, activation_clamp)
     parameters = (w1, w3, w2, b1, b3, b2)
     options = (encode_activation(kind), precision, arch)
     if group is not None:

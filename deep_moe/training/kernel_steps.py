@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from deep_moe import jit
-from deep_moe.activations import Activation
+from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.fused.gpu import Gpu
 from deep_moe.heuristics.training import (
@@ -120,7 +120,7 @@ class KernelSteps:
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
@@ -152,7 +152,7 @@ class KernelSteps:
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         d_activated: torch.Tensor,

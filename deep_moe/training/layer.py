@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deep_moe.activations import Activation, activation_of
+from deep_moe.activations import Activation
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.shape import require_int
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
 from .functional import moe
+from .operators import gated_activation_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,7 +90,7 @@ class MoELayer(nn.Module):
         self.num_experts = num_experts
         self.precision: Precision = precision
         self.recompute = recompute
-        self.activation = activation_of(activation, activation_clamp)
+        self.activation = gated_activation_of(activation, activation_clamp)
         self.arch = arch
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received

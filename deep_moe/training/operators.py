@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deep_moe.activations import ACTIVATIONS, Activation
+from deep_moe.activations import ACTIVATIONS, Activation, GatedActivation, activation_of
 from deep_moe.heuristics.training import num_padded_rows
 from deep_moe.tensor_memory import check_memory
 
@@ -41,6 +41,17 @@ moe_op = torch.ops.deep_moe.moe.default
 _moe_backward_op = torch.ops.deep_moe.moe_backward.default
 
 
+def gated_activation_of(activation: str | Activation, clamp: float | None) -> GatedActivation:
+    """As `activation_of`, or a ValueError for one without a gate, which no step here takes."""
+    found = activation_of(activation, clamp)
+    if not isinstance(found, GatedActivation):
+        raise ValueError(
+            f"activation must be one with a gate, for the differentiable layer has w1 and w3; got "
+            f"{activation!r}"
+        )
+    return found
+
+
 def encode_activation(activation: Activation) -> str:
     """For an operator: name and parameters, bit for bit.
 
@@ -52,10 +63,12 @@ def encode_activation(activation: Activation) -> str:
 
 
 @lru_cache(maxsize=256)
-def decode_activation(text: str) -> Activation:
+def decode_activation(text: str) -> GatedActivation:
     """The inverse."""
     name, *values = text.split()
-    return ACTIVATIONS[name](*map(float.fromhex, values))
+    activation = ACTIVATIONS[name](*map(float.fromhex, values))
+    assert isinstance(activation, GatedActivation)
+    return activation
 
 
 def experts_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deep_moe.activations import Activation
+from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
 from deep_moe.heuristics.training import ROW_ALIGNMENT, num_padded_rows
 
@@ -52,7 +52,7 @@ class PlainSteps:
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
@@ -67,7 +67,7 @@ class PlainSteps:
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         d_activated: torch.Tensor,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from deep_moe.activations import Activation
+from deep_moe.activations import GatedActivation
 
 from .rows import Rows
 
@@ -45,7 +45,7 @@ class Steps(Protocol):
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
@@ -59,7 +59,7 @@ class Steps(Protocol):
         gate: torch.Tensor,
         up: torch.Tensor,
         biases: Biases | None,
-        activation: Activation,
+        activation: GatedActivation,
         rows: Rows,
         *,
         d_activated: torch.Tensor,

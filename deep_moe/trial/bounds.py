@@ -30,7 +30,12 @@ from typing import NamedTuple
 
 import torch
 
-from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.activations import (
+    DEFAULT_ACTIVATION,
+    Activation,
+    GatedActivation,
+    activation_of,
+)
 from deep_moe.formats.block_scaled import (
     GROUP_SIZE,
     quantize_e4m3_groups,
@@ -225,7 +230,7 @@ def expert_bounds(
     takes them."""
     sums, errors = sums_with_errors(
         tokens,
-        numerics.weights(l1_weights, 2),
+        numerics.weights(l1_weights, activation.num_l1_matrices),
         sum_bits,
         numerics.sum_block,
         numerics.sum_products,
@@ -235,20 +240,11 @@ def expert_bounds(
     if biases is not None:
         sums, errors = _with_bias(sums, errors, biases[0])
         outer_weights, weights = weights, torch.ones_like(weights)
-    gate, up = round_to_bf16(sums).float().chunk(2, dim=1)
-    activated = activation(gate, up) * weights.unsqueeze(1)
+    activated = activation.of_linear1(round_to_bf16(sums).float()) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
 
-    (gate_low, up_low), (gate_high, up_high) = (
-        round_to_bf16(end).double().chunk(2, dim=1) for end in (sums - errors, sums + errors)
-    )
-    ends = _quantized_ends(
-        activated_ends(
-            Interval(gate_low, gate_high), Interval(up_low, up_high), weights, activation
-        ),
-        weights,
-        numerics,
-    )
+    rows = Interval(*(round_to_bf16(end).double() for end in (sums - errors, sums + errors)))
+    ends = _quantized_ends(activated_ends(rows, weights, activation), weights, numerics)
     dense = numerics.weights(l2_weights, 1)
     sums, errors = sums_with_errors(
         quantized,
@@ -364,10 +360,18 @@ def sums_with_errors(
     return torch.cat(sums), torch.cat(errors)
 
 
-def activated_ends(
-    gate: Interval, up: Interval, weights: torch.Tensor, activation: Activation
-) -> Interval:
-    """activation(gate, up) * weight in float64, [n, I], and what the kernel may make of it."""
+def activated_ends(rows: Interval, weights: torch.Tensor, activation: Activation) -> Interval:
+    """Of Linear1's output, float64 [n, 2*I] or without a gate [n, I], what activation and routing
+    weight make of it, [n, I], and what the kernel may."""
+    units, units_per_size = activation.error_units
+    if not isinstance(activation, GatedActivation):
+        corners = torch.stack(
+            [activation.up_factor(end) * weights.double().unsqueeze(1) for end in rows]
+        )
+        error = corners.abs().amax(dim=0) * (units * _FP32_HALF_UNIT)
+        return Interval(corners.amin(dim=0) - error, corners.amax(dim=0) + error)
+    (gate_low, up_low), (gate_high, up_high) = (end.chunk(2, dim=1) for end in rows)
+    gate, up = Interval(gate_low, gate_high), Interval(up_low, up_high)
     at_ends = [activation.gate_factor(end) for end in gate]
     where = gate.low.new_full((1,), activation.lowest_gate)
     holds_lowest = (gate.low < where) & (gate.high > where)
@@ -376,8 +380,7 @@ def activated_ends(
     high = torch.maximum(*at_ends)
     factors = [activation.up_factor(end) * weights.double().unsqueeze(1) for end in up]
     corners = torch.stack([end * factor for end in (low, high) for factor in factors])
-    below_zero = (-activation.slope * gate.low).clamp(min=0)
-    units, units_per_size = activation.error_units
+    below_zero = (-activation.sigmoid_argument(gate.low)).clamp(min=0)
     largest = corners.abs().amax(dim=0)
     error = largest * ((units + units_per_size * below_zero) * _FP32_HALF_UNIT)
     largest_factor = torch.maximum(*(factor.abs() for factor in factors))

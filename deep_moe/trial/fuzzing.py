@@ -18,15 +18,16 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.activations import ACTIVATIONS
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.segments import align_up, ceil_div
 from deep_moe.targets import TARGETS, TargetWeights, target_of
 
 from .bounds import Bounds, reference_bounds
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 ARCHS = tuple(TARGETS)
 CASES_PER_KERNEL = 4  # one after the other, so that a compilation serves several
-CASES_PER_ROUND = 152  # of each architecture: pairs need 128 at most, the rest is by chance
 CASES_PER_GRID_KERNEL = 56
 NUM_KERNEL_AXES = 8  # the first ones, which the grid has all combinations of
 NUM_CALLS = 2
@@ -60,8 +60,11 @@ _SHAPES = (
     (3, 12, 3, 128, 128),
     (1, 3, 3, 128, 1152),
 )
-# With a bound at which sigmoid is 1, below what gate and up of an exact layer get to.
-EXACT_ACTIVATIONS = (Swiglu(), Swiglu(24.0), SwigluOai(limit=24.0))
+EXACT_ACTIVATIONS = tuple(case for kind in ACTIVATIONS.values() for case in kind.exact_cases())
+ALL_ACTIVATIONS = (
+    *EXACT_ACTIVATIONS,
+    *(case for kind in ACTIVATIONS.values() for case in kind.rounded_cases()),
+)
 NUMS_SHARED = (0, 1, 3)
 BESIDE = " x "  # between a format of weights and one of tokens
 SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
@@ -81,8 +84,8 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "shared experts": NUMS_SHARED,
         "tile": tuple(range(min(len(own.fuzz_tiles) for own in weights))),
         "turns": tuple(_TURNS),
-        "biases": ("none", "both layers"),
-        "activation": (*EXACT_ACTIVATIONS, Situ()),
+        "biases": ("none", "both layers"),  # without a gate there are none
+        "activation": ALL_ACTIVATIONS,
         "y": ("written", "added to"),
         # Chunks of a token in combine: the last one may be shorter.
         "chunks": ("chosen", "of several sizes"),
@@ -137,10 +140,9 @@ class Case(Protocol):
 @dataclass(frozen=True)
 class FuzzCase:
     """Two calls of all ranks on inputs whose sums are exact. Of the fused call; for another path,
-    derive from it: path, axes_of, num_held and cases_per_round say which cases there are."""
+    derive from it: path, axes_of and num_held say which cases there are."""
 
     path: ClassVar[str] = "fused"
-    cases_per_round: ClassVar[int] = CASES_PER_ROUND  # a multiple of CASES_PER_KERNEL
     num_held: ClassVar[int] = 11  # the first axes, which are compiled in
 
     number: int
@@ -152,17 +154,27 @@ class FuzzCase:
         return axes(arch)
 
     @classmethod
+    @cache
+    def cases_per_round(cls) -> int:
+        """Of each architecture."""
+        return max(
+            rows_of_a_round(tuple(map(len, cls.axes_of(arch).values())), cls.num_held)
+            for arch in ARCHS
+        )
+
+    @classmethod
     def of(cls, number: int) -> Self:
         """The case with this number: CASES_PER_KERNEL of one kernel follow each other. With each
         kernel architectures take turns, and each goes through its rounds."""
         kernel_idx, case_idx = divmod(number, CASES_PER_KERNEL)
         idx, arch_idx = divmod(kernel_idx, len(ARCHS))
         arch = ARCHS[arch_idx]
-        round_idx, row_idx = divmod(idx * CASES_PER_KERNEL + case_idx, cls.cases_per_round)
+        num_cases = cls.cases_per_round()
+        round_idx, row_idx = divmod(idx * CASES_PER_KERNEL + case_idx, num_cases)
         of_arch = cls.axes_of(arch)
         rows = pairwise(
             tuple(map(len, of_arch.values())),
-            cls.cases_per_round,
+            num_cases,
             seed=round_idx * len(ARCHS) + arch_idx,
             num_held=cls.num_held,
             hold=CASES_PER_KERNEL,
@@ -199,9 +211,15 @@ class FuzzCase:
             num_pool_tokens=self.values["pool"],
             weights=self._formats[0],
             token_format=self._formats[1],
-            biases=self.values["biases"] == "both layers",
+            biases=self.has_gate and self.values["biases"] == "both layers",
+            has_gate=self.has_gate,
             num_shared_experts=self.values.get("shared experts", 0),
         )
+
+    @property
+    def has_gate(self) -> bool:
+        has_gate: bool = self.values["activation"].has_gate
+        return has_gate
 
     @property
     def target_weights(self) -> TargetWeights:
@@ -376,6 +394,18 @@ class Coverage:
     def num_all_pairs(self) -> int:
         """That there are, for the paths and architectures that had a case."""
         return sum(self._num_pairs.values())
+
+
+def rows_of_a_round(sizes: Sequence[int], num_held: int) -> int:
+    """So many that every two values meet, and some by chance: half as many again as the largest
+    two axes need whose values stay for CASES_PER_KERNEL rows, or those of which only one does.
+
+    >>> rows_of_a_round((5, 2, 7, 3, 6), num_held=3)
+    212
+    """
+    *_, second, first = sorted(sizes[:num_held])
+    least = max(CASES_PER_KERNEL * second * first, first * max(sizes[num_held:]))
+    return align_up(ceil_div(3 * least, 2), CASES_PER_KERNEL)
 
 
 @lru_cache(maxsize=64)

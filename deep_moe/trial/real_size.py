@@ -36,7 +36,7 @@ def expert_layer(
     def linear(num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
         return weights.random(num_rows, num_columns, device, generator, scale_block, num_matrices)
 
-    l1 = linear(2 * shape.intermediate_hidden, shape.hidden, 2)
+    l1 = linear(shape.num_l1_rows, shape.hidden, shape.num_l1_matrices)
     return Layer(l1, linear(shape.hidden, shape.intermediate_hidden, 1))
 
 

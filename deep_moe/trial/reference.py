@@ -159,12 +159,13 @@ def expert_output(
     biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
     Linear1's output is quantized as for weight 1.
     """
-    accumulator = tokens @ numerics.weights(l1_weights, 2).T  # [n, 2*I]
+    # [n, 2*I], or [n, I] without a gate
+    accumulator = tokens @ numerics.weights(l1_weights, activation.num_l1_matrices).T
     if biases is not None:
         accumulator += biases[0]
-    gate, up = round_to_bf16(accumulator).float().chunk(2, dim=1)
+    rows = round_to_bf16(accumulator).float()
     inner_weights = weights if biases is None else torch.ones_like(weights)
-    activated = activation(gate, up) * inner_weights.unsqueeze(1)
+    activated = activation.of_linear1(rows) * inner_weights.unsqueeze(1)
     quantized = numerics.requantize(activated, inner_weights)
     accumulator = quantized @ numerics.weights(l2_weights, 1).T
     if biases is not None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from deep_moe.activations import Situ
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.formats.block_scaled import pack_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
@@ -23,7 +22,14 @@ from deep_moe.tokens import token_format
 
 from .bounds import Bounds, reference_bounds
 from .calls import RankOutput, model_inputs
-from .fuzzing import BESIDE, EXACT_ACTIVATIONS, SMALL_POOL, FuzzCase, axes
+from .fuzzing import (
+    ALL_ACTIVATIONS,
+    BESIDE,
+    EXACT_ACTIVATIONS,
+    SMALL_POOL,
+    FuzzCase,
+    axes,
+)
 from .reference import reference_mega_moe
 from .split_calls import RankExperts, all_to_all_sizes, received_rows
 from .synthetic import Layer, Tokens
@@ -49,7 +55,7 @@ def split_axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "tile": fused["tile"],
         "turns": fused["turns"],
         "biases": fused["biases"],
-        "activation": (*EXACT_ACTIVATIONS, Situ()),
+        "activation": ALL_ACTIVATIONS,
         "placement": PLACEMENTS,
         # Of dispatch and combine, each: one that sends and receives, or two.
         "kernels": ("one", "two"),
@@ -71,7 +77,6 @@ class SplitCase(FuzzCase):
     """Two calls of all ranks: tokens of both are quantized by the dispatch."""
 
     path: ClassVar[str] = "split"
-    cases_per_round: ClassVar[int] = 200
     num_held: ClassVar[int] = 12
 
     @staticmethod

@@ -7,6 +7,7 @@ reference bit for bit:
 
 - tokens are 0, 1 or 2 and each row of gate or up holds 8 weights up to 2 in size, so |sum| <= 32;
 - gate weights are not negative and carry a scale of 32: SiLU of 0 is 0, of 32 and more itself;
+- without a gate rows are those of up, and the square of their sum is as large as a product above;
 - routing weights are powers of two; down-projection weights are at most 3 in size and used in up to
   5461 columns, so that all of them times 32 * 32 stay below 2^24.
 
@@ -164,7 +165,7 @@ def random_layer(
         ]
         return LayerWeights(*map(torch.stack, zip(*experts, strict=True)))
 
-    l1 = linear(2 * shape.intermediate_hidden, shape.hidden, 2)
+    l1 = linear(shape.num_l1_rows, shape.hidden, shape.num_l1_matrices)
     l2 = linear(shape.hidden, shape.intermediate_hidden, 1)
     if not shape.biases:
         return Layer(l1, l2, shape.num_shared_experts)
@@ -213,7 +214,8 @@ def exact_layer(
     bounds = (_EXACT_BOUNDS_WITH_BIASES if shape.biases else _EXACT_BOUNDS)[sum_bits]
     generator = torch.Generator().manual_seed(seed)
     num_experts, hidden = shape.num_experts + shape.num_shared_experts, shape.hidden
-    num_rows = 2 * shape.intermediate_hidden
+    num_rows = shape.num_l1_rows
+    num_gate_rows = shape.intermediate_hidden if shape.has_gate else 0
 
     def places(shape: tuple[int, ...], count: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator).topk(count, dim=-1).indices
@@ -223,7 +225,7 @@ def exact_layer(
     sizes = torch.randint(1, bounds.max_l1_weight + 1, used.shape, generator=generator)
     l1.scatter_(-1, used, sizes.float())
     signs = torch.randint(0, 2, l1.shape, generator=generator) * 2 - 1
-    l1[:, shape.intermediate_hidden :] *= signs[:, shape.intermediate_hidden :]
+    l1[:, num_gate_rows:] *= signs[:, num_gate_rows:]
 
     l2_shape = (num_experts, hidden, shape.intermediate_hidden)
     l2 = torch.randint(-3, 4, l2_shape, generator=generator).float()
@@ -233,9 +235,10 @@ def exact_layer(
     else:
         used = places(l2_shape, min(bounds.num_l2_weights, shape.intermediate_hidden))
         l2 = torch.zeros(l2_shape).scatter_(-1, used, l2.gather(-1, used))
-    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block, num_matrices=2)
+    l1, l1_sf = _scale_groups(l1, _WEIGHT_SCALES, generator, scale_block, shape.num_l1_matrices)
     l2, l2_sf = _scale_groups(l2, _WEIGHT_SCALES, generator, scale_block)
-    l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
+    if shape.has_gate:
+        l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
     l1_weights, l2_weights = (
         weights.of_codes(codes, sf, scale_block) for codes, sf in ((l1, l1_sf), (l2, l2_sf))

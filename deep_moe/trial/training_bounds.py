@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.activations import Activation
+from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
 
 _HALF_BF16_UNIT = 2.0**-8  # of a number, at most
@@ -89,7 +89,7 @@ class Ball:
 class Formula:
     """What a call computes. rounds_rows: rows between ranks are rounded once more."""
 
-    activation: Activation
+    activation: GatedActivation
     is_mxfp8: bool
     rounds_rows: bool
 
@@ -195,7 +195,7 @@ def _slots_of(
     up = (inputs @ up_weights).rounded() + expert.up_bias
     activation = formula.activation
     units, units_below_zero = activation.error_units
-    below_zero = activation.slope * (gate.radius - gate.center).clamp(min=0)
+    below_zero = (-activation.sigmoid_argument(gate.center - gate.radius)).clamp(min=0)
     gate_factor = _through(activation.gate_factor, gate)
     off = (units + units_below_zero * below_zero) * _HALF_FP32_UNIT
     gate_factor = gate_factor.wider(gate_factor.most * off)

@@ -16,17 +16,16 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.activations import ACTIVATIONS, GatedActivation
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
 from deep_moe.training.functional import moe
 
-from .fuzzing import ARCHS, CASES_PER_KERNEL, pairwise
+from .fuzzing import ARCHS, CASES_PER_KERNEL, pairwise, rows_of_a_round
 from .training_bounds import Formula, bounds_of_layer
 
-CASES_PER_ROUND = 108
 MAX_TOKENS = 24  # of a rank
 _NUM_HELD = 7  # the first axes, which are compiled in
 _WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
@@ -43,7 +42,12 @@ AXES: dict[str, tuple[Any, ...]] = {
     "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
     "precision": ("bf16", "mxfp8"),
     "w1 and w3": ("apart", "in one"),
-    "activation": (Swiglu(), Swiglu(0.75), SwigluOai(limit=1.5), Situ(beta=1.0, linear_beta=2.0)),
+    "activation": tuple(
+        case
+        for kind in ACTIVATIONS.values()
+        if issubclass(kind, GatedActivation)
+        for case in kind.training_cases()
+    ),
     "biases": (None, torch.float32, torch.bfloat16),
     # So far all is compiled in.
     "kept": ("as usual", "nothing", "received tokens", "received tokens only"),
@@ -53,6 +57,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gates": ("numbers", "some zero", "all zero"),
     "schedule": SCHEDULES,
 }
+_SIZES = tuple(map(len, AXES.values()))
+CASES_PER_ROUND = rows_of_a_round(_SIZES, _NUM_HELD)
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,8 @@ class TrainingCase:
     def of(cls, number: int) -> TrainingCase:
         """The case with this number; they go through rounds, as in fuzzing.py."""
         round_idx, row_idx = divmod(number, CASES_PER_ROUND)
-        sizes = tuple(map(len, AXES.values()))
         how = {"seed": round_idx, "num_held": _NUM_HELD, "hold": CASES_PER_KERNEL}
-        row = pairwise(sizes, CASES_PER_ROUND, **how)[row_idx]
+        row = pairwise(_SIZES, CASES_PER_ROUND, **how)[row_idx]
         pairs = zip(AXES.items(), row, strict=True)
         return cls(number, {axis: values[i] for (axis, values), i in pairs})
 

@@ -11,7 +11,7 @@ import torch
 from deep_moe.formats.sizes import SIZE_UNIT
 
 if TYPE_CHECKING:
-    from .layers import LayerWeights
+    from .layers import LayerWeights, WeightSizes
 
 _NAN_BYTE = 255  # of UE8M0
 
@@ -23,12 +23,17 @@ def check_layers(
     values_per_byte: int,
     check_dtypes: Callable[[str, LayerWeights], None],
     check_scales: Callable[[str, torch.Tensor, tuple[int, int, int], int], None],
-) -> tuple[int, int, int]:
-    """(experts, hidden, intermediate) of weights [E, 2*I, H] and [E, H, I], so many values in a
+) -> WeightSizes:
+    """Sizes of weights [E, 2*I, H], or without a gate [E, I, H], and [E, H, I], so many values in a
     byte. check_dtypes and check_scales are told the layer's name; the latter its (E, N, K), too,
     and how many matrices these rows are."""
+    from .layers import WeightSizes
+
     per_byte = "" if values_per_byte == 1 else f"/{values_per_byte}"
-    l1_axes, l2_axes = f"[E, 2*I, H{per_byte}]", f"[E, H, I{per_byte}]"
+    l2_axes = f"[E, H, I{per_byte}]"
+    has_gate = not _has_rows_of_up_alone(l1.weight, l2.weight, values_per_byte)
+    num_l1_matrices = 2 if has_gate else 1
+    l1_axes = f"[E, {'2*I' if has_gate else 'I'}, H{per_byte}]"
 
     def check_layer(
         name: str, layer: LayerWeights, axes: str, num_matrices: int
@@ -45,9 +50,9 @@ def check_layers(
             _check_global_scales(f"{name}[2]", layer.global_sf, (sizes[0], num_matrices))
         return sizes
 
-    num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, 2)
+    num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, num_l1_matrices)
     check_layer("l2_weights", l2, l2_axes, 1)
-    intermediate = num_l1_rows // 2
+    intermediate = num_l1_rows // num_l1_matrices
     expected = (num_experts, hidden, intermediate // values_per_byte)
     if tuple(l2.weight.shape) != expected:
         raise ValueError(
@@ -61,7 +66,12 @@ def check_layers(
                     f"{layer_name}[{i}] must be on {l1.weight.device} like l1_weights[0]; "
                     f"got {tensor.device}"
                 )
-    return num_experts, hidden, intermediate
+    return WeightSizes(num_experts, hidden, intermediate, has_gate)
+
+
+def _has_rows_of_up_alone(l1: torch.Tensor, l2: torch.Tensor, values_per_byte: int) -> bool:
+    """Whether Linear1 has as many rows as Linear2 has columns."""
+    return l1.dim() == l2.dim() == 3 and l1.shape[1] == l2.shape[2] * values_per_byte
 
 
 def _check_global_scales(name: str, global_sf: torch.Tensor, expected: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.shape import MoEShape
 
-    from .layers import LayerTensors, LayerWeights
+    from .layers import LayerTensors, LayerWeights, WeightSizes
 
 
 class WeightFormat(ABC):
@@ -35,26 +35,27 @@ class WeightFormat(ABC):
         return None
 
     @abstractmethod
-    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
-        """(experts, hidden, intermediate) of a layer, or an error that names the tensor. Does not
-        look at values."""
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> WeightSizes:
+        """Sizes of a layer, or an error that names the tensor. Does not look at values."""
 
     @abstractmethod
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Raise ValueError if checked weights hold what stands for no number."""
 
     @abstractmethod
-    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
-        """Checked weights with zeros up to multiples of 128, as new tensors."""
+    def padded(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        """Checked weights of `shape` with zeros up to multiples of 128, as new tensors."""
 
     @abstractmethod
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
-        """The inverse, to the sizes of `shape`. Copies."""
+        """The inverse. Copies."""
 
-    # Of the following, num_matrices: one below the other, 2 of Linear1, whose blocks of scales
-    # begin anew at the first row of up.
+    # Of the following, num_matrices: one below the other, 2 of Linear1 with a gate, whose blocks of
+    # scales begin anew at the first row of up.
 
     @abstractmethod
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:

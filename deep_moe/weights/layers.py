@@ -63,6 +63,15 @@ class KernelLayer(NamedTuple):
     sf: torch.Tensor
 
 
+class WeightSizes(NamedTuple):
+    """Of the weights of both layers: local experts, H, I, and whether Linear1 has rows of gate."""
+
+    num_experts: int
+    hidden: int
+    intermediate_hidden: int
+    has_gate: bool = True
+
+
 class ExpertWeights(NamedTuple):
     """Both linear layers of the local experts, l1 and l2, as checkpoints have them."""
 
@@ -87,6 +96,7 @@ class MegaMoEWeights:
             in front, which may be permuted in place.
         weights: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
         token_format: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
+        has_gate: whether l1 has rows of gate above those of up.
 
     Examples:
         >>> from deep_moe import empty_weights_for_mega_moe
@@ -100,6 +110,7 @@ class MegaMoEWeights:
     weights: str
     token_format: str
     kernel: str
+    has_gate: bool = True
 
     def __iter__(self) -> Iterator[KernelLayer]:
         """Both layers: `l1, l2 = weights`."""
@@ -115,6 +126,7 @@ class MegaMoEWeights:
         """What they are, for errors."""
         return (
             f"{self.weights} weights beside {self.token_format} tokens, laid out for {self.kernel}"
+            f"{'' if self.has_gate else ', without a gate'}"
         )
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> MegaMoEWeights:
@@ -137,11 +149,15 @@ class MegaMoEWeights:
         return self.with_tensors([tensor[one] for tensor in self.tensors])
 
 
-def _flattened(weights: MegaMoEWeights) -> tuple[list[torch.Tensor], tuple[str, str, str]]:
-    return list(weights.tensors), (weights.weights, weights.token_format, weights.kernel)
+_Form = tuple[str, str, str, bool]
 
 
-def _unflattened(tensors: Iterable[torch.Tensor], form: tuple[str, str, str]) -> MegaMoEWeights:
+def _flattened(weights: MegaMoEWeights) -> tuple[list[torch.Tensor], _Form]:
+    form = (weights.weights, weights.token_format, weights.kernel, weights.has_gate)
+    return list(weights.tensors), form
+
+
+def _unflattened(tensors: Iterable[torch.Tensor], form: _Form) -> MegaMoEWeights:
     w1, sf1, w2, sf2 = tensors
     return MegaMoEWeights(KernelLayer(w1, sf1), KernelLayer(w2, sf2), *form)
 
@@ -202,22 +218,16 @@ def detached(layer: _Layer) -> _Layer:
 
 
 def shape_of_weights(
-    num_experts: int,
-    hidden: int,
-    intermediate_hidden: int,
-    weights: str = DEFAULT_WEIGHTS,
-    token_format: str | None = None,
+    sizes: WeightSizes, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
 ) -> MoEShape:
     """A shape whose one rank has these weights."""
     return MoEShape(
         num_ranks=1,
-        num_experts=num_experts,
         num_topk=1,
-        hidden=hidden,
-        intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=1,
         weights=weights,
         token_format=default_token_format(weights, token_format),
+        **sizes._asdict(),
     )
 
 

@@ -22,6 +22,7 @@ from .layers import (
     LayerWeights,
     MegaMoEWeights,
     Pair,
+    WeightSizes,
     check_form,
     check_memory_of,
     detached,
@@ -46,7 +47,8 @@ def transform_weights_for_mega_moe(
     """Lay out weights for the kernel, once, after loading. The sources may then be freed.
 
     Args:
-        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1.
+        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1. For an
+            activation without a gate (values [E, I, H], scales).
         l2_weights: (values [E, H, I], scales).
         arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
         weights: their format.
@@ -97,7 +99,7 @@ def transform_weights_for_mega_moe(
     check_memory_of({"l1_weights": l1, "l2_weights": l2})
     device = l1.weight.device
     target, on_target = _target_weights(arch, device, weights, token_format)
-    shape = shape_of_weights(*sizes, weights, on_target.token_format)
+    shape = shape_of_weights(sizes, weights, on_target.token_format)
     if out is None:
         out = _empty_weights(target, on_target, shape, device)
     else:
@@ -105,7 +107,7 @@ def transform_weights_for_mega_moe(
     source.check_values("l1_weights", l1)
     source.check_values("l2_weights", l2)
     if shape.padded is not shape:
-        l1, l2 = source.padded(l1, l2)
+        l1, l2 = source.padded(l1, l2, shape)
     if not requantize:
         on_target.transform(l1, l2, out)
         return out
@@ -123,6 +125,7 @@ def empty_weights_for_mega_moe(
     device: torch.device | str = "cpu",
     weights: str = DEFAULT_WEIGHTS,
     token_format: str | None = None,
+    has_gate: bool = True,
 ) -> MegaMoEWeights:
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
     local experts, for its `out`.
@@ -135,12 +138,12 @@ def empty_weights_for_mega_moe(
         device: where the tensors are put.
         weights: the format of the weights.
         token_format: that of the tokens; by default the one that goes with the weights.
+        has_gate: whether Linear1 has rows of gate above those of up, 2*I in all.
     """
     device = torch.device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
-    shape = shape_of_weights(
-        num_experts, hidden, intermediate_hidden, weights, on_target.token_format
-    )
+    sizes = WeightSizes(num_experts, hidden, intermediate_hidden, has_gate)
+    shape = shape_of_weights(sizes, weights, on_target.token_format)
     return _empty_weights(target, on_target, shape, device)
 
 
@@ -153,6 +156,7 @@ def inverse_transform_weights(
     token_format: str | None = None,
     hidden: int | None = None,
     intermediate_hidden: int | None = None,
+    has_gate: bool = True,
 ) -> ExpertWeights:
     """Give back what `transform_weights_for_mega_moe` was given, as new tensors: of fp8, with int32
     scales, four UE8M0 bytes in each, or for sm_90a with float32 scales for 128 x 128 values. Of
@@ -166,6 +170,7 @@ def inverse_transform_weights(
         token_format: that of the tokens; by default the one that goes with the weights.
         hidden: H, where it is no multiple of 128 and so was padded.
         intermediate_hidden: I, where it is no multiple of 128 and so was padded.
+        has_gate: whether Linear1 has rows of gate above those of up.
 
     Raises TypeError or ValueError if they have not the form that it makes.
     """
@@ -173,20 +178,15 @@ def inverse_transform_weights(
     l1 = detached(kernel_layer("l1_weights", l1_weights))
     l2 = detached(kernel_layer("l2_weights", l2_weights))
     _, on_target = _target_weights(arch, l1.weight.device, weights, token_format)
-    padded = on_target.inverse(l1, l2)
+    padded = on_target.inverse(l1, l2, has_gate)
     if hidden is None and intermediate_hidden is None:
         return padded
-    num_experts, padded_hidden, padded_intermediate = source.check(*padded)
-    shape = shape_of_weights(
-        num_experts,
-        padded_hidden if hidden is None else hidden,
-        padded_intermediate if intermediate_hidden is None else intermediate_hidden,
-        weights,
-    )
-    for name, allowed in (
-        ("hidden", padded_hidden),
-        ("intermediate_hidden", padded_intermediate),
-    ):
+    sizes = source.check(*padded)
+    given = {"hidden": hidden, "intermediate_hidden": intermediate_hidden}
+    own = {name: size for name, size in given.items() if size is not None}
+    shape = shape_of_weights(sizes._replace(**own), weights)
+    for name in given:
+        allowed = getattr(sizes, name)
         if getattr(shape.padded, name) != allowed:
             raise ValueError(
                 f"{name} must become {allowed} when it is padded, as the weights were; "
@@ -217,6 +217,7 @@ def _empty_weights(
         on_target.weights,
         on_target.token_format,
         target.kernel,
+        shape.has_gate,
     )
 
 
@@ -233,9 +234,12 @@ def _check_out(
             "out must be MegaMoEWeights, as empty_weights_for_mega_moe makes them; "
             f"got {type(out).__name__}"
         )
-    form = (on_target.weights, on_target.token_format, target.kernel)
-    if (out.weights, out.token_format, out.kernel) != form:
-        raise ValueError(f"out must be for {form[0]} x {form[1]} on {form[2]}; got {out.words}")
+    form = (on_target.weights, on_target.token_format, target.kernel, shape.has_gate)
+    if (out.weights, out.token_format, out.kernel, out.has_gate) != form:
+        gate = "" if shape.has_gate else ", without a gate"
+        raise ValueError(
+            f"out must be for {form[0]} x {form[1]} on {form[2]}{gate}; got {out.words}"
+        )
     check_form({"out.l1": out.l1, "out.l2": out.l2}, on_target.tensors(shape.padded))
     device = sources[0][0].device
     written = {

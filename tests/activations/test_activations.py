@@ -12,10 +12,15 @@ import torch
 from deep_moe.activations import (
     ACTIVATIONS,
     Activation,
+    GatedActivation,
+    GeluTanh,
+    Relu2,
     Situ,
     Swiglu,
     SwigluOai,
+    SwigluStep,
     activation_of,
+    has_gate,
 )
 
 HEADERS = Path(__file__).parents[2] / "include/deep_moe/activations"
@@ -25,6 +30,15 @@ def test_names_give_the_defaults() -> None:
     assert activation_of() == activation_of("swiglu") == Swiglu(math.inf)
     assert activation_of("swiglu_oai") == SwigluOai(alpha=1.702, limit=7.0)
     assert activation_of("situ") == Situ(beta=4.0, linear_beta=25.0)
+    assert activation_of("swiglu_step") == SwigluStep(limit=7.0)
+    assert activation_of("gelu_tanh") == GeluTanh()
+    assert activation_of("relu2") == Relu2()
+
+
+def test_only_relu2_has_no_gate() -> None:
+    assert [name for name in ACTIVATIONS if not has_gate(name)] == ["relu2"]
+    assert not has_gate(Relu2())
+    assert has_gate(GeluTanh())
 
 
 def test_objects_are_taken_as_they_are() -> None:
@@ -36,15 +50,17 @@ def test_a_clamp_is_the_parameter_that_bounds() -> None:
     assert activation_of("swiglu", 7) == Swiglu(7.0)
     assert activation_of("swiglu", math.inf) == Swiglu()
     assert activation_of("swiglu_oai", 5) == SwigluOai(limit=5.0)
+    assert activation_of("swiglu_step", 16) == SwigluStep(16.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("gelu",), ValueError, "activation must be one of 'swiglu', 'swiglu_oai', 'situ'; got 'g"),
-        ((None,), TypeError, "activation must be 'swiglu', .* got NoneType"),
-        ((["swiglu"],), TypeError, "activation must be 'swiglu', .* got list"),
-        ((Swiglu,), TypeError, "object of deep_moe.activations: Swiglu, SwigluOai, Situ; got ABC"),
+        (("gelu",), ValueError, "must be one of 'gelu_tanh', 'relu2', 'situ', 'swiglu', .* got 'g"),
+        ((None,), TypeError, "activation must be 'gelu_tanh', .* got NoneType"),
+        ((["swiglu"],), TypeError, "activation must be 'gelu_tanh', .* got list"),
+        ((Swiglu,), TypeError, "object of deep_moe.activations: GeluTanh, Relu2, .* got ABC"),
+        (("relu2", 7.0), ValueError, "activation_clamp must be None with activation 'relu2'"),
         (("situ", 7.0), ValueError, "activation_clamp must be None with activation 'situ'.*got 7"),
         ((Swiglu(), 7.0), ValueError, r"activation_clamp must be None beside Swiglu\(clamp=inf\)"),
         (("swiglu", 0.0), ValueError, "activation_clamp must be None or a positive number.* got 0"),
@@ -100,8 +116,11 @@ def test_activations_are_values() -> None:
 
 @pytest.mark.parametrize("kind", ACTIVATIONS.values())
 def test_every_activation_has_its_header(kind: type[Activation]) -> None:
-    header = (HEADERS / f"{kind.name}.cuh").read_text()
+    header = (HEADERS / kind.name / "activation.cuh").read_text()
     assert f"struct {kind.struct} {{" in header
+    assert f"has_gate = {'true' if kind.has_gate else 'false'};" in header
+    assert kind.has_gate is issubclass(kind, GatedActivation)
+    assert kind.attributes.keys() == (kind().parameters.keys())
     assert all(f"Parameters::{name};" in header for name in kind().parameters)
     assert kind.clamp_parameter in (None, *kind().parameters)
 
@@ -125,11 +144,25 @@ def test_formulas() -> None:
         * sigmoid(1.5 * tensors(0.5, -1.5, 7.0, -30.0))
         * (tensors(3.0, -2.0, -7.0, 7.0) + 1),
         Situ(4, 25): 4 * torch.tanh(gate / 4) * sigmoid(gate) * 25 * torch.tanh(up / 25),
+        SwigluStep(3): (gate * sigmoid(gate)).clamp(max=3) * tensors(3.0, -2.0, -3.0, 3.0),
     }
     for activation, values in expected.items():
         torch.testing.assert_close(activation(gate, up), values, rtol=1e-14, atol=0)
         single = activation(gate.float(), up.float())
         torch.testing.assert_close(single.double(), values, rtol=2e-6, atol=1e-18)
+
+
+def test_gelu_is_that_of_torch() -> None:
+    gate, up = torch.linspace(-4, 12, 4001, dtype=torch.float64), tensors(-1.5)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(GeluTanh()(gate, up), expected, rtol=1e-10, atol=1e-15)
+
+
+def test_without_a_gate_rows_are_those_of_up() -> None:
+    rows = tensors(-3.0, -0.0, 0.5, 7.0)
+    assert Relu2().of_linear1(rows).tolist() == [0.0, 0.0, 0.25, 49.0]
+    pair = torch.stack([rows, rows.flip(0)])
+    assert torch.equal(Swiglu().of_linear1(pair.flatten()), Swiglu()(*pair))
 
 
 def test_extremes() -> None:
@@ -152,10 +185,13 @@ def test_extremes() -> None:
         SwigluOai(alpha=50.0, limit=0.01),
         Situ(),
         *(Situ(beta=beta) for beta in (1e-30, 1e-3, 0.1, 1.0, 1e4, 1e38)),
+        GeluTanh(),
+        SwigluStep(),
+        SwigluStep(0.1),
     ],
     ids=str,
 )
-def test_the_lowest_gate_is_the_lowest_and_the_only_turn(activation: Activation) -> None:
+def test_the_lowest_gate_is_the_lowest_and_the_only_turn(activation: GatedActivation) -> None:
     where = activation.lowest_gate
     sizes = torch.logspace(-40, 3, 20001, dtype=torch.float64)
     gates = torch.cat([-sizes.flip(0), sizes])
@@ -170,7 +206,8 @@ def test_the_lowest_gate_is_the_lowest_and_the_only_turn(activation: Activation)
 
 
 def test_nan_stays_nan() -> None:
-    for activation in (Swiglu(), Swiglu(1), SwigluOai(), Situ()):
+    assert Relu2().of_linear1(tensors(math.nan)).isnan().all()
+    for activation in (Swiglu(), Swiglu(1), SwigluOai(), Situ(), GeluTanh(), SwigluStep()):
         result = activation(tensors(math.nan, 1.0), tensors(1.0, math.nan))
         assert result.isnan().all()
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import deep_moe
 from deep_moe.checkpoint import experts, load_experts, save_experts, saving
 from deep_moe.checkpoint.files import INDEX_NAME
+from deep_moe.checkpoint.namings import NAMINGS
 from deep_moe.errors import CheckpointError
 
 from .test_formats import make
@@ -246,10 +247,26 @@ def test_fp8_with_scales_in_words(tmp_path: Path) -> None:
         ({}, "layers must have at least one layer"),
         ({-1: layer(0)}, "layers must be at least 0; got -1"),
         ({0: [(t.half(), t) for t, _ in layer(0)]}, "layers must have weights in mxfp4, fp8, bf16"),
-        ({0: (layer(0)[0], layer(0)[0])}, r"layers\[0\]: l2_weights"),
+        ({0: (layer(0)[0], layer(0)[0])}, r"layers\[0\] must have 2\*I rows in l1 for a naming"),
     ],
 )
 def test_refusals(tmp_path: Path, layers: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         save_experts(tmp_path / "new", layers)
     assert not (tmp_path / "new").exists()
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    """What is saved under names without a gate is loaded again, and laid out."""
+    l1, l2 = (deep_moe.quantize_mxfp8(torch.randn(2, *size)) for size in ((160, 256), (256, 160)))
+    save_experts(tmp_path, {0: (l1, l2)}, naming=NAMINGS["nemotron"])
+    loaded = load_experts(tmp_path, 0, naming=NAMINGS["nemotron"])
+    assert torch.equal(loaded.l1.weight, l1[0])
+    weights = load_experts(
+        tmp_path, 0, naming=NAMINGS["nemotron"], transformed=True, arch="sm_100a"
+    )
+    expected = deep_moe.transform_weights_for_mega_moe(l1, l2, "sm_100a", weights="fp8")
+    assert not weights.has_gate
+    assert all(map(torch.equal, weights.tensors, expected.tensors))
+    with pytest.raises(ValueError, match=r"layers\[0\] must have 2\*I rows in l1 for a naming"):
+        save_experts(tmp_path / "other", {0: (l1, l2)})

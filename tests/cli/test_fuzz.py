@@ -118,7 +118,7 @@ def cases_until_all_pairs_have_met(arch: str) -> int:
 def test_a_round_passes_in_which_all_pairs_meet(arch: str) -> None:
     """As far as the case with which the last two have met: the rest of a round is by chance."""
     count = cases_until_all_pairs_have_met(arch)
-    assert count <= fuzzing.CASES_PER_ROUND
+    assert count <= fuzzing.FuzzCase.cases_per_round()
     result = CliRunner().invoke(app, [*FUSED, "--count", str(count), "--arch", arch])
     assert result.exit_code == 0, result.output
     num_pairs, num_all = re.search(r"(\d+) of (\d+) pairs", result.output).groups()

@@ -27,9 +27,7 @@ def launch(machine: Machine, count: np.ndarray, body: str = COUNT, **options) ->
         ({"grid": (1, 65536, 1)}, "grid size 65536 in dimension 1; at most 65535"),
         ({"grid": (1, 1, -1)}, r"grid\[2\] must be 0 to 4294967295, not -1"),
         ({"grid": (0, 1, 1)}, "a size is zero"),
-        ({"grid": ()}, r"grid must be one to three sizes, x, y and z, not \(\)"),
-        ({"grid": (1, 1, 1, 1)}, "grid must be one to three sizes, x, y and z"),
-        ({"grid": "8"}, r"grid\[0\] must be a whole number, not '8'"),
+        ({"grid": (1, 1)}, r"grid must be three sizes \(x, y, z\), not \(1, 1\)"),
         ({"grid": (1.5, 1, 1)}, r"grid\[0\] must be a whole number, not 1.5"),
         ({"block": (2**32 + 1, 1, 1)}, r"block\[0\] must be 0 to 4294967295"),
         ({"block": (65536, 65536, 1)}, "block size 65536 in dimension 0; at most 1024"),
@@ -59,16 +57,6 @@ def test_a_launch_that_cannot_be_is_refused_and_not_queued(options: dict, messag
     launch(machine, count)
     machine.run()
     assert count[0] == 1
-
-
-@pytest.mark.parametrize(("grid", "num_ctas"), [(3, 3), ((3,), 3), ((3, 2), 6), ((3, 2, 2), 12)])
-def test_sizes_that_are_left_out_are_one(grid, num_ctas):
-    count = np.zeros(1, np.uint32)
-    machine = Machine()
-    machine.add_array(count, "count")
-    launch(machine, count, grid=grid, block=1)
-    machine.run()
-    assert count[0] == num_ctas
 
 
 @pytest.mark.parametrize(

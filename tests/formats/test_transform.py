@@ -259,8 +259,9 @@ class TestRefusals:
 
     def test_layers_that_do_not_go_together(self, weights):
         l1, _ = weights
-        with pytest.raises(ValueError, match=r"l2_weights\[0\] must have shape .*\(3, 384, 128\)"):
-            transform_weights_for_mega_moe(l1, random_layer(HIDDEN, 2 * INTERMEDIATE))
+        words = r"l2_weights\[0\] must have shape .*\(3, 384, 128\)"
+        with pytest.raises(ValueError, match=words):  # with twice I columns it had no gate
+            transform_weights_for_mega_moe(l1, random_layer(HIDDEN, 3 * INTERMEDIATE))
         with pytest.raises(ValueError, match=r"l2_weights\[0\] must have shape"):
             transform_weights_for_mega_moe(l1, random_layer(HIDDEN, INTERMEDIATE, num_experts=2))
 

@@ -165,9 +165,13 @@ def test_statistics(example, stats: object, error: type[Exception], message: str
     [
         ({"recipe": (1, 1, 128)}, ValueError, r"recipe must be \(1, 1, 32\).*got \(1, 1, 128\)"),
         ({"recipe": "111"}, TypeError, "recipe must be a tuple"),
-        ({"activation": "gelu"}, ValueError, "activation must be one of 'swiglu', .*; got 'gelu'"),
-        ({"activation": None}, TypeError, "activation must be 'swiglu', .* got NoneType"),
-        ({"activation": Swiglu}, TypeError, "activation must be 'swiglu', .* object of"),
+        (
+            {"activation": "gelu"},
+            ValueError,
+            "activation must be one of 'gelu_tanh', .*; got 'gelu'",
+        ),
+        ({"activation": None}, TypeError, "activation must be 'gelu_tanh', .* got NoneType"),
+        ({"activation": Swiglu}, TypeError, "activation must be 'gelu_tanh', .* object of"),
         (
             {"activation": "situ", "activation_clamp": 7.0},
             ValueError,

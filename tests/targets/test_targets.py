@@ -15,6 +15,7 @@ import torch
 
 import deep_moe.targets
 from deep_moe import jit
+from deep_moe.activations import ACTIVATIONS
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cpp_structs import member_names
 from deep_moe.jit.kernel_args import kernel_args
@@ -123,6 +124,31 @@ def test_only_its_folder_and_what_stands_above_the_calls_names_a_format() -> Non
         )
     }
     assert naming == {"deep_moe/fused/mega_moe.py"}  # what `fp8_fp4_mega_moe` takes
+
+
+def test_only_its_folder_and_what_stands_above_the_calls_names_an_activation() -> None:
+    """The default is `DEFAULT_ACTIVATION`. Adapters translate names of others."""
+    words = {*ACTIVATIONS, *(kind.__name__ for kind in ACTIVATIONS.values())}
+    folders = ("heuristics", "jit", *(f"deep_moe/{name}" for name in (*BELOW_THE_CALLS, "split")))
+    naming = {
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and node.value in words)
+        or (isinstance(node, ast.alias) and node.name in words)
+    }
+    own = {f"deep_moe/activations/{name}/__init__.py" for name in ACTIVATIONS}
+    registered = "deep_moe/activations/__init__.py"
+    assert naming - own == {registered, "heuristics/presets.py"}
+    headers = (ROOT / "include/deep_moe").rglob("*.cuh")
+    pattern = re.compile(rf"\b({'|'.join(kind.struct for kind in ACTIVATIONS.values())})\b")
+    in_code = {
+        str(path.relative_to(ROOT / "include/deep_moe"))
+        for path in headers
+        if any(pattern.search(line.partition("//")[0]) for line in path.read_text().splitlines())
+    }
+    assert in_code == {f"activations/{name}/activation.cuh" for name in ACTIVATIONS}
 
 
 @pytest.mark.parametrize("name", TARGETS)

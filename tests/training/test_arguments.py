@@ -52,6 +52,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ("precision", "fp8", ValueError, "precision must be 'bf16' or 'mxfp8'; got 'fp8'"),
         ("precision", "mxfp8", ValueError, "hidden must be a multiple of 32 with precision"),
         ("activation", "gelu", ValueError, "activation must be one of"),
+        ("activation", "relu2", ValueError, "activation must be one with a gate.*got .relu2."),
         ("arch", "sm_70", ValueError, "sm_70"),
         ("recompute", "yes", TypeError, "recompute must be a bool; got str"),
         ("keep_received", 1, TypeError, "keep_received must be a bool; got int"),

@@ -75,7 +75,8 @@ def judged_layer(
     applied = Swiglu() if clamp is None else Swiglu(clamp)
     if activation is not None:
         applied = activation
-    shape = MoEShape(num_ranks, num_experts, num_topk, hidden, intermediate, _MAX_TOKENS)
+    sizes = (num_ranks, num_experts, num_topk, hidden, intermediate, _MAX_TOKENS)
+    shape = MoEShape(*sizes, has_gate=applied.has_gate)
     layer = random_layer(shape, seed=number)
     inputs = [
         random_tokens(shape, choose.randint(1, _MAX_TOKENS), seed=number + rank * 1_000_003)

@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.activations import (
+    Activation,
+    GatedActivation,
+    GeluTanh,
+    Relu2,
+    Situ,
+    Swiglu,
+    SwigluOai,
+    SwigluStep,
+)
 from deep_moe.formats.block_scaled import (
     dequantize_e2m1_ue8m0,
     quantize_e2m1_ue8m0,
@@ -101,7 +110,10 @@ def test_random_layers_of_the_emulated_kernel_are_right(arch: str, hopper: bool)
     assert (seen.num_different > 0) is hopper
 
 
-OTHER_ACTIVATIONS = (SwigluOai(), SwigluOai(alpha=5.0, limit=0.7), Situ(), Situ(0.6, 0.9))
+OTHER_ACTIVATIONS = (
+    *(SwigluOai(), SwigluOai(alpha=5.0, limit=0.7), Situ(), Situ(0.6, 0.9)),
+    *(GeluTanh(), SwigluStep(), SwigluStep(0.7), Relu2()),
+)
 
 
 @pytest.mark.slow
@@ -133,17 +145,22 @@ def test_ends_hold_the_formula_everywhere_between_and_the_approximations_round_i
     width = torch.exp2(-torch.rand(4096, generator=generator) * 20).double()
     width[:1024] = 0
     weight = torch.rand(4096, generator=generator) - 0.5
-    gates = Interval((gate - width).unsqueeze(1), (gate + width).unsqueeze(1))
-    ups = Interval((up - width / 2).unsqueeze(1), (up + width / 2).unsqueeze(1))
-    ends = activated_ends(gates, ups, weight, activation)
-    for gate_part, up_part in itertools.product(torch.linspace(-1, 1, 21), (-0.5, 0.0, 0.5)):
-        inside_gate, inside_up = gate + gate_part * width, up + up_part * width
-        exact = (activation(inside_gate, inside_up) * weight.double()).unsqueeze(1)
+    rows, widths = (
+        torch.stack([*(own[0],) * activation.has_gate, own[1]], dim=1)
+        for own in ((gate, up), (width, width / 2))
+    )
+    ends = activated_ends(Interval(rows - widths, rows + widths), weight, activation)
+    for gate_part, up_part in itertools.product(torch.linspace(-1, 1, 21), (-1.0, 0.0, 1.0)):
+        parts = torch.stack([*(gate_part,) * activation.has_gate, torch.tensor(up_part)])
+        exact = activation.of_linear1(rows + parts * widths) * weight.double().unsqueeze(1)
         assert ((ends.low <= exact) & (exact <= ends.high)).all()
-    single = (activation(gate[:1024].float(), up[:1024].float()) * weight[:1024]).double()
+    single = activation.of_linear1(rows[:1024].float()) * weight[:1024].unsqueeze(1)
+    single = single.double()[:, 0]
     low, high = ends.low[:1024, 0], ends.high[:1024, 0]
     assert ((low <= single) & (single <= high)).all()
-    is_near_zero = gate[:1024] > -10 / activation.slope
+    is_near_zero = torch.ones(1024, dtype=torch.bool)
+    if isinstance(activation, GatedActivation):
+        is_near_zero = activation.sigmoid_argument(gate[:1024]) > -10
     assert ((high - low)[is_near_zero] <= 2e-5 * single[is_near_zero].abs() + 1e-30).all()
 
 
@@ -157,6 +174,8 @@ def test_ends_hold_the_formula_everywhere_between_and_the_approximations_round_i
         (SwigluOai(), Swiglu(7.0)),
         (Situ(), Situ(beta=3.0)),
         (Situ(linear_beta=3.0), Situ(linear_beta=4.0)),
+        (GeluTanh(), SwigluOai(alpha=1.702, limit=100.0)),
+        (SwigluStep(1.5), Swiglu(1.5)),
     ],
     ids=str,
 )

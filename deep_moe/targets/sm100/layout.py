@@ -1,19 +1,24 @@
 """How weights lie for the SM100 kernel: the rows of gate and up alternate in runs of 8, so that a
 tile of the accumulator holds matching pairs, and scales, in words of four UE8M0 bytes [E, N,
 K/128], lie MN-major with the rows of each 128 in the order that one `tcgen05.cp` spreads over
-tensor memory."""
+tensor memory.
+
+Without a gate, runs of 16 of the first and the second half of each 128 rows of Linear1 alternate,
+so that an epilogue warp has 16 neighbours of either half."""
 
 from __future__ import annotations
 
 import torch
 
 from deep_moe.heuristics.shape import MoEShape
+from deep_moe.weights import DEFAULT_WEIGHTS
 from deep_moe.weights.layers import (
     ExpertWeights,
     KernelLayer,
     LayerWeights,
     MegaMoEWeights,
     TensorForms,
+    WeightSizes,
     axis_sizes,
     check_form,
     contiguous_copy,
@@ -21,6 +26,7 @@ from deep_moe.weights.layers import (
 )
 
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
+UP_RUN = 16  # without a gate: of the first half of 128, then of the second
 SF_BLOCK = 128  # rows whose scales are permuted among themselves
 
 
@@ -39,6 +45,23 @@ def separate_gate_up(rows: torch.Tensor) -> torch.Tensor:
     return contiguous_copy(runs).reshape(rows.shape)
 
 
+def interleave_l1(rows: torch.Tensor, out: torch.Tensor, has_gate: bool) -> torch.Tensor:
+    """Linear1's rows [E, N, ...] in the order of the kernel, in contiguous `out`."""
+    if has_gate:
+        return interleave_gate_up(rows, out)
+    halves = rows.unflatten(1, (-1, 2, SF_BLOCK // 2 // UP_RUN, UP_RUN))
+    out.unflatten(1, (-1, SF_BLOCK // 2 // UP_RUN, 2, UP_RUN)).copy_(halves.transpose(2, 3))
+    return out
+
+
+def separate_l1(rows: torch.Tensor, has_gate: bool) -> torch.Tensor:
+    """The inverse of `interleave_l1`. A copy."""
+    if has_gate:
+        return separate_gate_up(rows)
+    runs = rows.unflatten(1, (-1, SF_BLOCK // 2 // UP_RUN, 2, UP_RUN)).transpose(2, 3)
+    return contiguous_copy(runs).reshape(rows.shape)
+
+
 def permute_sf_rows(sf: torch.Tensor) -> torch.Tensor:
     """Scales [E, N, W] to MN-major [E, W, N], where row r of each 128 goes to (r%32)*4 + r/32."""
     blocks = sf.transpose(1, 2).unflatten(2, (sf.shape[1] // SF_BLOCK, 4, 32))
@@ -53,23 +76,39 @@ def restore_sf_rows(sf: torch.Tensor) -> torch.Tensor:
 
 def transform_scaled(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
     """Interleave and permute, as above. Scales: int32 [E, N, K/128]."""
-    interleave_gate_up(l1.weight, out.l1.weight)
+    interleave_l1(l1.weight, out.l1.weight, out.has_gate)
     l1_sf = torch.empty(l1.sf.shape, dtype=l1.sf.dtype, device=l1.sf.device)
-    out.l1.sf.copy_(permute_sf_rows(interleave_gate_up(l1.sf, l1_sf)))
+    out.l1.sf.copy_(permute_sf_rows(interleave_l1(l1.sf, l1_sf, out.has_gate)))
     out.l2.weight.copy_(l2.weight)
     out.l2.sf.copy_(permute_sf_rows(l2.sf))
 
 
-def inverse_scaled(
-    l1: KernelLayer, l2: KernelLayer, *, dtype: torch.dtype, values_per_byte: int
-) -> ExpertWeights:
-    axes = "[E, 2*I, H]" if values_per_byte == 1 else f"[E, 2*I, H/{values_per_byte}]"
+def transformed_shape(
+    l1: KernelLayer, has_gate: bool, *, weights: str = DEFAULT_WEIGHTS, values_per_byte: int
+) -> MoEShape:
+    """Whose first layer this is, once it is laid out."""
+    num_l1_matrices = 2 if has_gate else 1
+    per_byte = "" if values_per_byte == 1 else f"/{values_per_byte}"
+    axes = f"[E, {'2*I' if has_gate else 'I'}, H{per_byte}]"
     num_experts, num_l1_rows, num_bytes = axis_sizes("l1_weights[0]", l1.weight, axes)
-    shape = shape_of_weights(num_experts, values_per_byte * num_bytes, num_l1_rows // 2)
+    return shape_of_weights(
+        WeightSizes(
+            num_experts, values_per_byte * num_bytes, num_l1_rows // num_l1_matrices, has_gate
+        ),
+        weights,
+    )
+
+
+def inverse_scaled(
+    l1: KernelLayer, l2: KernelLayer, has_gate: bool, *, dtype: torch.dtype, values_per_byte: int
+) -> ExpertWeights:
+    shape = transformed_shape(l1, has_gate, values_per_byte=values_per_byte)
     expected = scaled_tensors(shape, dtype=dtype, values_per_byte=values_per_byte)
     check_form({"l1_weights": l1, "l2_weights": l2}, expected)
     return ExpertWeights(
-        LayerWeights(separate_gate_up(l1.weight), separate_gate_up(restore_sf_rows(l1.sf))),
+        LayerWeights(
+            separate_l1(l1.weight, has_gate), separate_l1(restore_sf_rows(l1.sf), has_gate)
+        ),
         LayerWeights(contiguous_copy(l2.weight), restore_sf_rows(l2.sf)),
     )
 
@@ -78,8 +117,8 @@ def scaled_tensors(shape: MoEShape, *, dtype: torch.dtype, values_per_byte: int)
     num_experts, hidden = shape.num_local_experts, shape.hidden
     intermediate = shape.intermediate_hidden
     return {
-        "l1_weights[0]": (dtype, (num_experts, 2 * intermediate, hidden // values_per_byte)),
-        "l1_weights[1]": (torch.int32, (num_experts, hidden // 128, 2 * intermediate)),
+        "l1_weights[0]": (dtype, (num_experts, shape.num_l1_rows, hidden // values_per_byte)),
+        "l1_weights[1]": (torch.int32, (num_experts, hidden // 128, shape.num_l1_rows)),
         "l2_weights[0]": (dtype, (num_experts, hidden, intermediate // values_per_byte)),
         "l2_weights[1]": (torch.int32, (num_experts, intermediate // 128, hidden)),
     }

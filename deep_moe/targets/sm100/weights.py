@@ -42,10 +42,12 @@ class Sm100Weights(TargetWeights):
     def values_per_byte(self) -> int:
         return 8 // self.data_type.bits
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         from .layout import inverse_scaled
 
-        return inverse_scaled(l1, l2, dtype=self.dtype, values_per_byte=self.values_per_byte)
+        return inverse_scaled(
+            l1, l2, has_gate, dtype=self.dtype, values_per_byte=self.values_per_byte
+        )
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         from .layout import scaled_tensors
@@ -116,7 +118,8 @@ def sm100_tensor_maps(
     tokens = config.tokens
     data_type = token_data_type(tokens)
     tokens_box = (config.block_k, half_m)
-    # Half of block_n: a pair of gate and up gives one value. A row is as long as its swizzle.
+    # Half of block_n: a pair of gate and up gives one value; without a gate, blocks are stored by
+    # halves. A row is as long as its swizzle.
     output_box = (config.block_n // 2, config.store_block_m)
     output_swizzle = Swizzle.of_row_bytes(tokens.num_bytes(config.block_n // 2))
     maps = {

@@ -44,32 +44,41 @@ class Sm90Weights(TargetWeights):
         return Operands(maps, sm90_weight_pointers(l1, l2))
 
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
-        from .rows import bf16_slot_order, e4m3_slot_order
+        from .rows import RowsOf, bf16_slot_order, e4m3_slot_order
 
         slot_order = bf16_slot_order if self.keeps_k_order else e4m3_slot_order
-        return slot_order(num_rows, is_l1=is_l1)
+        return slot_order(num_rows, RowsOf.GATE_AND_UP if is_l1 else RowsOf.OUTPUT)
 
     def block_dims(self, shape: MoEShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Experts, n-blocks and k-blocks of both layers."""
         num_experts = shape.num_local_experts
-        num_l1_n_blocks = 2 * shape.intermediate_hidden // BLOCK_N
+        num_l1_n_blocks = ceil_div(shape.num_l1_rows, BLOCK_N)
         num_l2_n_blocks = ceil_div(shape.hidden, BLOCK_N)
         return (
             (num_experts, num_l1_n_blocks, shape.hidden // self.block_k),
             (num_experts, num_l2_n_blocks, shape.intermediate_hidden // self.block_k),
         )
 
-    def checked_shape(self, l1: KernelLayer, l2: KernelLayer, *, unit: str = "bytes") -> MoEShape:
+    def checked_shape(
+        self, l1: KernelLayer, l2: KernelLayer, *, has_gate: bool, unit: str = "bytes"
+    ) -> MoEShape:
         """Whose weights these are, once `transform` has laid them out, or an error. unit: what
         blocks consist of, in errors."""
-        from deep_moe.weights.layers import axis_sizes, check_form, shape_of_weights
+        from deep_moe.weights.layers import (
+            WeightSizes,
+            axis_sizes,
+            check_form,
+            shape_of_weights,
+        )
 
         axes = f"[E, n-blocks, k-blocks, {unit}]"
         num_experts, num_n_blocks, num_k_blocks, _ = axis_sizes("l1_weights[0]", l1.weight, axes)
+        intermediate = num_n_blocks * BLOCK_N // 2
+        if not has_gate:  # the last block may be half full
+            *_, num_l2_k_blocks, _ = axis_sizes("l2_weights[0]", l2.weight, axes)
+            intermediate = num_l2_k_blocks * self.block_k
         shape = shape_of_weights(
-            num_experts,
-            num_k_blocks * self.block_k,
-            num_n_blocks * BLOCK_N // 2,
+            WeightSizes(num_experts, num_k_blocks * self.block_k, intermediate, has_gate),
             self.weights,
             self.token_format,
         )

@@ -14,7 +14,7 @@ from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..checks import check_layers
 from ..format import WeightFormat
-from ..layers import LayerTensors, LayerWeights
+from ..layers import LayerTensors, LayerWeights, WeightSizes
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -29,7 +29,7 @@ class Bf16(WeightFormat):
     def layer_of(self, weight: torch.Tensor) -> LayerWeights:
         return LayerWeights(weight, no_scales(weight))
 
-    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> WeightSizes:
         return check_layers(
             l1, l2, values_per_byte=1, check_dtypes=_check_dtypes, check_scales=_check_scales
         )
@@ -37,9 +37,11 @@ class Bf16(WeightFormat):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Nothing to refuse: NaN and infinity are values of the format."""
 
-    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
+    def padded(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
         return (
-            LayerWeights(padded_values(l1.weight, 2), l1.sf),
+            LayerWeights(padded_values(l1.weight, shape.num_l1_matrices), l1.sf),
             LayerWeights(padded_values(l2.weight, 1), l2.sf),
         )
 
@@ -48,7 +50,7 @@ class Bf16(WeightFormat):
     ) -> tuple[LayerWeights, LayerWeights]:
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
         return (
-            LayerWeights(cut_values(l1.weight, 2, intermediate, hidden), l1.sf),
+            LayerWeights(cut_values(l1.weight, shape.num_l1_matrices, intermediate, hidden), l1.sf),
             LayerWeights(cut_values(l2.weight, 1, hidden, intermediate), l2.sf),
         )
 

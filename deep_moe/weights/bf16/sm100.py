@@ -29,28 +29,20 @@ class Sm100Bf16(Sm100Weights):
         return torch.bfloat16
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        from deep_moe.targets.sm100.layout import interleave_gate_up
+        from deep_moe.targets.sm100.layout import interleave_l1
 
-        interleave_gate_up(l1.weight, out.l1.weight)
+        interleave_l1(l1.weight, out.l1.weight, out.has_gate)
         out.l2.weight.copy_(l2.weight)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
-        from deep_moe.targets.sm100.layout import separate_gate_up
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+        from deep_moe.targets.sm100.layout import separate_l1, transformed_shape
 
-        from ..layers import (
-            ExpertWeights,
-            LayerWeights,
-            axis_sizes,
-            check_form,
-            contiguous_copy,
-            shape_of_weights,
-        )
+        from ..layers import ExpertWeights, LayerWeights, check_form, contiguous_copy
         from .format import no_scales
 
-        num_experts, num_l1_rows, hidden = axis_sizes("l1_weights[0]", l1.weight, "[E, 2*I, H]")
-        shape = shape_of_weights(num_experts, hidden, num_l1_rows // 2, self.weights)
+        shape = transformed_shape(l1, has_gate, weights=self.weights, values_per_byte=1)
         check_form({"l1_weights": l1, "l2_weights": l2}, self.tensors(shape))
-        w1, w2 = separate_gate_up(l1.weight), contiguous_copy(l2.weight)
+        w1, w2 = separate_l1(l1.weight, has_gate), contiguous_copy(l2.weight)
         return ExpertWeights(LayerWeights(w1, no_scales(w1)), LayerWeights(w2, no_scales(w2)))
 
     def tensors(self, shape: MoEShape) -> TensorForms:
@@ -60,7 +52,7 @@ class Sm100Bf16(Sm100Weights):
         intermediate = shape.intermediate_hidden
         none = (torch.float32, (num_experts, 0))
         return {
-            "l1_weights[0]": (torch.bfloat16, (num_experts, 2 * intermediate, hidden)),
+            "l1_weights[0]": (torch.bfloat16, (num_experts, shape.num_l1_rows, hidden)),
             "l1_weights[1]": none,
             "l2_weights[0]": (torch.bfloat16, (num_experts, hidden, intermediate)),
             "l2_weights[1]": none,

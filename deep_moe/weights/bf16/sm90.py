@@ -53,27 +53,35 @@ class Sm90Bf16(Sm90Weights):
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from deep_moe.targets.sm90.plain_blocks import lay_out_expert
+        from deep_moe.targets.sm90.rows import RowsOf
 
-        for layer, to in ((l1, out.l1), (l2, out.l2)):
+        rows_of_l1 = RowsOf.linear1(out.has_gate)
+        for layer, to, rows_of in ((l1, out.l1, rows_of_l1), (l2, out.l2, RowsOf.OUTPUT)):
             for own, place in zip(layer.weight, to.weight, strict=True):
-                lay_out_expert(own, place, is_l1=layer is l1)
+                lay_out_expert(own, place, rows_of)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         from deep_moe.targets.sm90.plain_blocks import read_expert
+        from deep_moe.targets.sm90.rows import RowsOf
 
         from ..layers import ExpertWeights, LayerWeights
         from .format import no_scales
 
-        shape = self.checked_shape(l1, l2, unit="values")
+        shape = self.checked_shape(l1, l2, has_gate=has_gate, unit="values")
 
-        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(
+            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
+        ) -> LayerWeights:
             weight = layer.weight.new_empty((shape.num_experts, num_rows, num_columns))
             for own, out in zip(layer.weight, weight, strict=True):
-                read_expert(own, out, is_l1=layer is l1)
+                read_expert(own, out, rows_of)
             return LayerWeights(weight, no_scales(weight))
 
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+        return ExpertWeights(
+            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
+            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        )
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch

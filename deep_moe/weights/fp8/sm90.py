@@ -76,39 +76,48 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
         l1_moved: Moved | None,
         l2_moved: Moved | None,
     ) -> None:
+        from deep_moe.targets.sm90.rows import RowsOf
+
         from ..layers import KernelLayer
         from .requantizing import with_block_scales
         from .sm90_blocks import lay_out_expert
 
         for expert_idx in range(l1.weight.shape[0]):
             own_out = out.expert(expert_idx)
-            for name, layer, to, moved in (
-                ("l1_weights", l1, own_out.l1, l1_moved),
-                ("l2_weights", l2, own_out.l2, l2_moved),
+            for name, layer, to, moved, rows_of in (
+                ("l1_weights", l1, own_out.l1, l1_moved, RowsOf.linear1(out.has_gate)),
+                ("l2_weights", l2, own_out.l2, l2_moved, RowsOf.OUTPUT),
             ):
                 one = with_block_scales(name, layer, expert_idx, moved)
                 place = KernelLayer(to.weight[0], to.sf[0])
-                lay_out_expert(one, place, is_l1=layer is l1)
+                lay_out_expert(one, place, rows_of)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+        from deep_moe.targets.sm90.rows import RowsOf
+
         from ..layers import ExpertWeights, KernelLayer, LayerWeights
         from .format import BLOCK
         from .sm90_blocks import read_expert
 
-        shape = self.checked_shape(l1, l2)
+        shape = self.checked_shape(l1, l2, has_gate=has_gate)
 
-        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(
+            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
+        ) -> LayerWeights:
             num_experts = shape.num_experts
             made = LayerWeights(
                 layer.weight.new_empty((num_experts, num_rows, num_columns)),
                 layer.sf.new_empty((num_experts, num_rows // BLOCK, num_columns // BLOCK)),
             )
             for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
-                read_expert(KernelLayer(*own), LayerWeights(*out), is_l1=layer is l1)
+                read_expert(KernelLayer(*own), LayerWeights(*out), rows_of)
             return made
 
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+        return ExpertWeights(
+            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
+            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        )
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
@@ -197,39 +206,45 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
         l2_moved: Moved | None,
     ) -> None:
         from deep_moe.targets.sm90.plain_blocks import lay_out_expert, lay_out_factors
+        from deep_moe.targets.sm90.rows import RowsOf
 
         from .requantizing import with_row_scales
 
         for expert_idx in range(l1.weight.shape[0]):
             own_out = out.expert(expert_idx)
-            for name, layer, to, moved in (
-                ("l1_weights", l1, own_out.l1, l1_moved),
-                ("l2_weights", l2, own_out.l2, l2_moved),
+            for name, layer, to, moved, rows_of in (
+                ("l1_weights", l1, own_out.l1, l1_moved, RowsOf.linear1(out.has_gate)),
+                ("l2_weights", l2, own_out.l2, l2_moved, RowsOf.OUTPUT),
             ):
                 one = with_row_scales(name, layer, expert_idx, moved)
-                lay_out_expert(one.weight, to.weight[0], is_l1=layer is l1)
-                lay_out_factors(one.sf, to.sf[0], is_l1=layer is l1)
+                lay_out_expert(one.weight, to.weight[0], rows_of)
+                lay_out_factors(one.sf, to.sf[0], rows_of)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         from deep_moe.targets.sm90.plain_blocks import read_expert, read_factors
+        from deep_moe.targets.sm90.rows import RowsOf
 
         from ..layers import ExpertWeights, LayerWeights
 
-        shape = self.checked_shape(l1, l2)
+        shape = self.checked_shape(l1, l2, has_gate=has_gate)
 
-        def read(layer: KernelLayer, num_rows: int, num_columns: int) -> LayerWeights:
+        def read(
+            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
+        ) -> LayerWeights:
             made = LayerWeights(
                 layer.weight.new_empty((shape.num_experts, num_rows, num_columns)),
                 layer.sf.new_empty((shape.num_experts, num_rows)),
             )
             for expert_idx in range(shape.num_experts):
-                is_l1 = layer is l1
-                read_expert(layer.weight[expert_idx], made.weight[expert_idx], is_l1=is_l1)
-                read_factors(layer.sf[expert_idx], made.sf[expert_idx], is_l1=is_l1)
+                read_expert(layer.weight[expert_idx], made.weight[expert_idx], rows_of)
+                read_factors(layer.sf[expert_idx], made.sf[expert_idx], rows_of)
             return made
 
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+        return ExpertWeights(
+            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
+            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        )
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         """Blocks, and a factor for each row."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, e4m3_rows_by_slot, swizzled
+from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, RowsOf, e4m3_rows_by_slot, swizzled
 
 from ..layers import KernelLayer, LayerWeights
 
@@ -27,7 +27,7 @@ BLOCK_BYTES = BLOCK_N * BLOCK_K
 NUM_SCALES = 4  # of a block
 
 
-def lay_out_expert(layer: LayerWeights, out: KernelLayer, *, is_l1: bool) -> None:
+def lay_out_expert(layer: LayerWeights, out: KernelLayer, rows_of: RowsOf) -> None:
     """One expert, E4M3 [N, K] with float32 scales [N/128, K/128], into E4M3 [n-blocks, k-blocks,
     32768] and float32 [n-blocks, k-blocks, 4]."""
     num_rows = layer.weight.shape[0]
@@ -35,18 +35,18 @@ def lay_out_expert(layer: LayerWeights, out: KernelLayer, *, is_l1: bool) -> Non
         _blocks(out.weight)[-1:, 1] = 0
         out.sf[-1] = 0
     rows = layer.weight.contiguous().view(torch.uint8)
-    for own, blocks in _parts(rows, _blocks(out.weight), is_l1=is_l1):
+    for own, blocks in _parts(rows, _blocks(out.weight), rows_of):
         blocks.copy_(swizzled(own))
-    for own, scales in _scales(layer.sf, out.sf, is_l1=is_l1):
+    for own, scales in _scales(layer.sf, out.sf, rows_of):
         scales.copy_(own)
 
 
-def read_expert(layer: KernelLayer, out: LayerWeights, *, is_l1: bool) -> None:
+def read_expert(layer: KernelLayer, out: LayerWeights, rows_of: RowsOf) -> None:
     """The inverse."""
     rows = out.weight.view(torch.uint8)
-    for own, blocks in _parts(rows, _blocks(layer.weight), is_l1=is_l1):
+    for own, blocks in _parts(rows, _blocks(layer.weight), rows_of):
         own.copy_(swizzled(blocks.reshape(own.shape)))
-    for own, scales in _scales(out.sf, layer.sf, is_l1=is_l1):
+    for own, scales in _scales(out.sf, layer.sf, rows_of):
         own.copy_(scales)
 
 
@@ -57,7 +57,7 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(
-    rows: torch.Tensor, blocks: torch.Tensor, *, is_l1: bool
+    rows: torch.Tensor, blocks: torch.Tensor, rows_of: RowsOf
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of the n-blocks with the rows of both warpgroups, and of one with the first's alone: views
     [n, g, k-block, b, w, h, r / 2, r % 2, j, k half, q, byte] of rows [N, K] and of their blocks.
@@ -67,7 +67,7 @@ def _parts(
         if first == last:
             continue
         of_rows = rows[first * BLOCK_N : (last * BLOCK_N if num_parts == 2 else None)]
-        by_slot = e4m3_rows_by_slot(of_rows, num_parts, is_l1).unflatten(4, (2, 2))
+        by_slot = e4m3_rows_by_slot(of_rows, num_parts, rows_of).unflatten(4, (2, 2))
         values = by_slot.unflatten(-1, (-1, 4, 4, 2, 4))  # k-block, q, j, k half, byte
         #        n  g  w  r/2 r%2 b  h  k-block q  j  half byte
         #        0  1  2  3   4   5  6  7       8  9  10   11
@@ -76,12 +76,16 @@ def _parts(
 
 
 def _scales(
-    sf: torch.Tensor, scales: torch.Tensor, *, is_l1: bool
+    sf: torch.Tensor, scales: torch.Tensor, rows_of: RowsOf
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of scales [N/128, K/128], and of where each goes, [n, k-block]."""
     by_part = scales.unflatten(-1, (2, 2))  # n, k-block, g, h
     num_values = sf.shape[0] // 2
     for g in range(2):
         for h in range(2):
-            own = sf[h * num_values : (h + 1) * num_values] if is_l1 else sf[g::2]
+            own = (
+                sf[h * num_values : (h + 1) * num_values]
+                if rows_of is RowsOf.GATE_AND_UP
+                else sf[g::2]
+            )
             yield own, by_part[: own.shape[0], :, g, h]

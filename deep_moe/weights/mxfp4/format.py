@@ -21,7 +21,7 @@ from deep_moe.formats.sizes import K_BLOCK, SCALE_GROUP
 
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
-from ..layers import LayerTensors, LayerWeights
+from ..layers import LayerTensors, LayerWeights, WeightSizes
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -37,7 +37,7 @@ class Mxfp4(WeightFormat):
     bits_per_value = 4
     bytes_per_value = 17 / 32
 
-    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> WeightSizes:
         return check_layers(
             l1,
             l2,
@@ -49,14 +49,19 @@ class Mxfp4(WeightFormat):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         check_no_nan_scale(name, layer.sf)
 
-    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, 2), _padded(l2, 1)
+    def padded(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
 
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
+        return (
+            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
+            _cut(l2, 1, hidden, intermediate),
+        )
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer

@@ -72,18 +72,22 @@ class Sm90Mxfp4(Sm90Weights):
         return sm90_e5m2_blocks
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        self.blocks.shuffle_layer(*l1, out.l1, name="l1_weights", is_l1=True)
-        self.blocks.shuffle_layer(*l2, out.l2, name="l2_weights", is_l1=False)
+        from deep_moe.targets.sm90.rows import RowsOf
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+        rows_of_l1 = RowsOf.linear1(out.has_gate)
+        self.blocks.shuffle_layer(*l1, out.l1, name="l1_weights", rows_of=rows_of_l1)
+        self.blocks.shuffle_layer(*l2, out.l2, name="l2_weights", rows_of=RowsOf.OUTPUT)
+
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+        from deep_moe.targets.sm90.rows import RowsOf
+
         from ..layers import ExpertWeights, LayerWeights
 
-        shape = self.checked_shape(l1, l2)
-        num_l1_rows, num_l2_rows = 2 * shape.intermediate_hidden, shape.hidden
-        unshuffle = self.blocks.unshuffle_layer
+        shape = self.checked_shape(l1, l2, has_gate=has_gate)
+        unshuffle, rows_of_l1 = self.blocks.unshuffle_layer, RowsOf.linear1(has_gate)
         return ExpertWeights(
-            LayerWeights(*unshuffle(*l1, num_rows=num_l1_rows, is_l1=True)),
-            LayerWeights(*unshuffle(*l2, num_rows=num_l2_rows, is_l1=False)),
+            LayerWeights(*unshuffle(*l1, num_rows=shape.num_l1_rows, rows_of=rows_of_l1)),
+            LayerWeights(*unshuffle(*l2, num_rows=shape.hidden, rows_of=RowsOf.OUTPUT)),
         )
 
     def tensors(self, shape: MoEShape) -> TensorForms:

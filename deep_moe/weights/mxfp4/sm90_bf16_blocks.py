@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, bf16_rows_by_slot
+from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, RowsOf, bf16_rows_by_slot
 
 from .sm90_e5m2_blocks import Tensors, is_zero_group, swap_bits
 
@@ -54,7 +54,7 @@ _CPU_K_BLOCKS = 28
 
 
 def shuffle_layer(
-    weight: torch.Tensor, sf: torch.Tensor, out: Tensors, *, name: str, is_l1: bool
+    weight: torch.Tensor, sf: torch.Tensor, out: Tensors, *, name: str, rows_of: RowsOf
 ) -> None:
     """Packed E2M1 [E, N, K/2] with scales [E, N, K/128], none of them NaN, into `out`: (blocks int8
     [E, n-blocks, k-blocks, 8704], factors float32 [E, n-blocks, 256]), both contiguous.
@@ -70,7 +70,9 @@ def shuffle_layer(
         if weight.shape[1] % BLOCK_N:
             _parts(blocks[-1])[:, 1] = 0
             factors[-1, PART_N:] = 0
-        for section in _sections((words, multipliers, row_factors), blocks, factors, is_l1=is_l1):
+        for section in _sections(
+            (words, multipliers, row_factors), blocks, factors, rows_of=rows_of
+        ):
             section.factor_slots.copy_(section.factors)
             section.multiplier_slots.copy_(section.multipliers)
             for n, k in section.steps():
@@ -78,7 +80,7 @@ def shuffle_layer(
 
 
 def unshuffle_layer(
-    blocks: torch.Tensor, factors: torch.Tensor, *, num_rows: int, is_l1: bool
+    blocks: torch.Tensor, factors: torch.Tensor, *, num_rows: int, rows_of: RowsOf
 ) -> Tensors:
     """The inverse: packed E2M1 [E, N, K/2] and scales int32 [E, N, K/128]. The scale of a group of
     zeros may have changed."""
@@ -93,7 +95,7 @@ def unshuffle_layer(
         scales = sf[expert_idx].view(torch.uint8)
         row_factors = factors.new_empty(num_rows)
         for section in _sections(
-            (words, scales, row_factors), blocks[expert_idx], factors[expert_idx], is_l1=is_l1
+            (words, scales, row_factors), blocks[expert_idx], factors[expert_idx], rows_of=rows_of
         ):
             section.factors.copy_(section.factor_slots)
             section.multipliers.copy_(section.multiplier_slots)
@@ -165,7 +167,7 @@ def _sections(
     blocks: torch.Tensor,
     factors: torch.Tensor,
     *,
-    is_l1: bool,
+    rows_of: RowsOf,
 ) -> Iterator[_Section]:
     """rows: int64 words [N, K/16], uint8 multipliers [N, K/32], float32 factors [N] of an
     expert."""
@@ -178,7 +180,7 @@ def _sections(
 
     def section(of_rows: slice, n: slice, num_parts: int) -> _Section:
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            return bf16_rows_by_slot(tensor[of_rows], num_parts, is_l1)  # [n, g, w, r, b, h, ...]
+            return bf16_rows_by_slot(tensor[of_rows], num_parts, rows_of)  # [n, g, w, r, b, h, ...]
 
         return _Section(
             own(words.unflatten(-1, (-1, _WORDS_PER_K))).permute(0, 6, 1, 4, 2, 3, 5, 7),

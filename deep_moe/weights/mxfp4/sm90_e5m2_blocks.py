@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, by_slot, e4m3_rows_by_slot
+from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, RowsOf, by_slot, e4m3_rows_by_slot
 
 BLOCK_K = 128
 BLOCK_BYTES = 17408
@@ -56,7 +56,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 def shuffle_layer(
-    weight: torch.Tensor, sf: torch.Tensor, out: Tensors, *, name: str, is_l1: bool
+    weight: torch.Tensor, sf: torch.Tensor, out: Tensors, *, name: str, rows_of: RowsOf
 ) -> None:
     """Packed E2M1 [E, N, K/2] with scales [E, N, K/128], none of them NaN, into `out`: (blocks int8
     [E, n-blocks, k-blocks, 17408], factors float32 [E, n-blocks, 256]), both contiguous.
@@ -72,7 +72,7 @@ def shuffle_layer(
         if weight.shape[1] % BLOCK_N:
             _parts(blocks[-1])[:, 1] = 0
             factors[-1, PART_N:] = 0
-        for section in _sections((words, shifts, row_factors), blocks, factors, is_l1=is_l1):
+        for section in _sections((words, shifts, row_factors), blocks, factors, rows_of=rows_of):
             section.factor_slots.copy_(section.factors)
             for n in section.n_steps():
                 _fill_shifts(section.shift_units[n], section.shifts[n])
@@ -81,7 +81,7 @@ def shuffle_layer(
 
 
 def unshuffle_layer(
-    blocks: torch.Tensor, factors: torch.Tensor, *, num_rows: int, is_l1: bool
+    blocks: torch.Tensor, factors: torch.Tensor, *, num_rows: int, rows_of: RowsOf
 ) -> Tensors:
     """The inverse: packed E2M1 [E, N, K/2] and scales int32 [E, N, K/128]. The scale of a group of
     zeros may have changed."""
@@ -93,7 +93,7 @@ def unshuffle_layer(
         scales = sf[expert_idx].view(torch.uint8)
         row_factors = factors.new_empty(num_rows)
         for section in _sections(
-            (words, scales, row_factors), blocks[expert_idx], factors[expert_idx], is_l1=is_l1
+            (words, scales, row_factors), blocks[expert_idx], factors[expert_idx], rows_of=rows_of
         ):
             section.factors.copy_(section.factor_slots)
             for n in section.n_steps():
@@ -185,7 +185,7 @@ def _sections(
     blocks: torch.Tensor,
     factors: torch.Tensor,
     *,
-    is_l1: bool,
+    rows_of: RowsOf,
 ) -> Iterator[_Section]:
     """rows: int32 words [N, K/8], uint8 shifts [N, K/32], float32 factors [N] of an expert."""
     num_full, num_rest = divmod(rows[0].shape[0], BLOCK_N)
@@ -196,7 +196,7 @@ def _sections(
 
     def section(of_rows: slice, n: slice, num_parts: int) -> _Section:
         words, shifts, row_factors = (
-            e4m3_rows_by_slot(own[of_rows], num_parts, is_l1) for own in rows
+            e4m3_rows_by_slot(own[of_rows], num_parts, rows_of) for own in rows
         )
         return _Section(
             words,

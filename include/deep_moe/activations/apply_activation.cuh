@@ -1,9 +1,9 @@
 // What all activations have in common: how they are applied to FP32 accumulators of Linear1.
 //
-// An activation is a struct `Config::Activation` with `static float apply(float gate, float up)`
-// and, for training, `static ActivationFactors factors(float gate, float up)`: its two factors with
-// their derivatives. One per file of this folder. Its parameters and `fast_math` are compile-time
-// constants.
+// An activation is a struct `Config::Activation`, in a folder of its name here. Its parameters and
+// `fast_math` are compile-time constants. If it `has_gate`, `static float apply(float gate, float
+// up)` is its value and, for training, `static ActivationFactors factors(float gate, float up)` its
+// two factors with their derivatives. Else it is `static float apply(float up)`.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -20,6 +20,16 @@ __device__ __forceinline__ float apply_activation(float gate, float up, float to
     gate = __uint_as_float(rounded << 16);
     up = __uint_as_float(rounded & 0xffff0000u);
     return Config::Activation::apply(gate, up) * topk_weight;  //~ activation_applied
+}
+
+// The same without a gate, of two rows.
+template <class Config>
+__device__ __forceinline__ float2 apply_activation_to_two(float first, float second,
+                                                          float topk_weight) {
+    const uint32_t rounded = ptx::cvt_rn_bf16x2_f32(second, first);  //~ up_rounded
+    first = Config::Activation::apply(__uint_as_float(rounded << 16)) * topk_weight;
+    second = Config::Activation::apply(__uint_as_float(rounded & 0xffff0000u)) * topk_weight;
+    return {first, second};  //~ ungated_applied
 }
 
 }  // namespace deep_moe

@@ -28,15 +28,21 @@ __device__ __forceinline__ float exponential(float x) {
     }
 }
 
-// x / (1 + e^(-slope*x)). Both forms give -0 for very negative x and x for very large x.
+// x * sigmoid(t), given -t.
 template <bool fast>
-__device__ __forceinline__ float sigmoid_linear(float x, float slope) {
-    const float denominator = 1.0f + exponential<fast>(-slope * x);
+__device__ __forceinline__ float times_sigmoid(float x, float minus_t) {
+    const float denominator = 1.0f + exponential<fast>(minus_t);
     if constexpr (fast) {
         return x * ptx::rcp_approx_ftz(denominator);
     } else {
         return x / denominator;
     }
+}
+
+// x / (1 + e^(-slope*x)). Both forms give -0 for very negative x and x for very large x.
+template <bool fast>
+__device__ __forceinline__ float sigmoid_linear(float x, float slope) {
+    return times_sigmoid<fast>(x, -slope * x);
 }
 
 // 1 / (1 + e^-x).

@@ -15,7 +15,8 @@ namespace deep_moe {
 template <class Config, Phase phase>
 struct Linear;
 
-// hidden -> gate and up, interleaved: 2 * intermediate_hidden rows of weights.
+// hidden -> gate and up, interleaved: 2 * intermediate_hidden rows of weights. For an activation
+// without a gate, up alone: intermediate_hidden rows.
 template <class Config>
 struct Linear<Config, Phase::linear1> {
     static constexpr uint32_t num_k_blocks = Config::num_l1_k_blocks;

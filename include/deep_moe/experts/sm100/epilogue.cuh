@@ -55,7 +55,8 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
         //~ block_arrived
         const bool arrived =
-            (epilogue_warp_idx != 0 || wait_for_dispatch(local, block, waiter)) &&
+            (epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) ||
+             wait_for_dispatch(local, block, waiter)) &&
             waiter.warp_mbarrier(WaitSite::accumulator_full,
                                  smem.tmem_full_barriers(accumulators.stage), accumulators.parity);
         if (!all_arrived(arrived)) return;

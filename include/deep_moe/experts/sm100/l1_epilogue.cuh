@@ -6,6 +6,10 @@
 // a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
 // warps the 32 that share a scale.
 //
+// Without a gate the block's 128 rows are as many values, in two halves. Of each of its quadrant's
+// 32 rows a warp has 16 of the first half in the first 16, and 16 of the second: so a half is
+// stored as the whole block is with a gate.
+//
 // Rows of a stored tile behind the last valid token are zero or leftovers of the accumulator. They
 // lie in the block's own padding, which nothing that matters reads.
 #pragma once
@@ -48,23 +52,39 @@ __device__ __forceinline__ void find_maxima(ActivatedAtom& atom) {
     }
 }
 
+// half: of the block's values, without a gate.
 template <class Config>
 __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
                                                         uint32_t token, float2 topk_weights,
-                                                        const RowBiases& biases) {
+                                                        const RowBiases& biases, uint32_t half) {
     using Biases = typename Config::Biases;
-    float rows[2][4];
-    accumulator.load(token, rows);
     ActivatedAtom atom;
+    if constexpr (Config::Activation::has_gate) {
+        float rows[2][4];
+        accumulator.load(token, rows);
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const float (&bias)[2] = biases.values[i];
-        atom.values[i][0] = apply_activation<Config>(Biases::linear1(rows[i][0], 1.0f, bias[0]),
-                                                     Biases::linear1(rows[i][2], 1.0f, bias[1]),
-                                                     Biases::linear1_weight(topk_weights.x));
-        atom.values[i][1] = apply_activation<Config>(Biases::linear1(rows[i][1], 1.0f, bias[0]),
-                                                     Biases::linear1(rows[i][3], 1.0f, bias[1]),
-                                                     Biases::linear1_weight(topk_weights.y));
+        for (uint32_t i = 0; i < 2; ++i) {
+            const float (&bias)[2] = biases.values[i];
+            atom.values[i][0] = apply_activation<Config>(Biases::linear1(rows[i][0], 1.0f, bias[0]),
+                                                         Biases::linear1(rows[i][2], 1.0f, bias[1]),
+                                                         Biases::linear1_weight(topk_weights.x));
+            atom.values[i][1] = apply_activation<Config>(Biases::linear1(rows[i][1], 1.0f, bias[0]),
+                                                         Biases::linear1(rows[i][3], 1.0f, bias[1]),
+                                                         Biases::linear1_weight(topk_weights.y));
+        }
+    } else {
+        float rows[1][4];
+        accumulator.load_half(token, half, rows);
+        const float (&bias)[2] = biases.values[half];
+#pragma unroll
+        for (uint32_t t = 0; t < 2; ++t) {
+            const float2 activated = apply_activation_to_two<Config>(
+                Biases::linear1(rows[0][t], 1.0f, bias[0]),
+                Biases::linear1(rows[0][2 + t], 1.0f, bias[1]),
+                Biases::linear1_weight(t == 0 ? topk_weights.x : topk_weights.y));
+            atom.values[0][t] = activated.x;
+            atom.values[1][t] = activated.y;
+        }
     }
     if constexpr (Config::Weights::has_scales) find_maxima(atom);
     return atom;
@@ -93,6 +113,9 @@ class L1Epilogue {
     using Smem = SharedMemory<Config>;
     using Warp = EpilogueWarp<Config>;
     static constexpr bool has_scales = Config::Weights::has_scales;
+    // Of a block's values, as many as half of its rows are stored together.
+    static constexpr uint32_t num_parts = Config::Activation::has_gate ? 1 : 2;
+    static constexpr uint32_t values_per_part = Config::block_n / 2;
     static_assert(Smem::l1_output_tile_bytes % (has_scales ? 512 : 1024) == 0,
                   "a tile is whole patterns of the swizzle");
 
@@ -101,17 +124,36 @@ class L1Epilogue {
                           const Warp& warp)
         : args_(args), smem_(smem), local_(local), warp_(warp) {}
 
+    // Whether a block has no values: that of a CTA behind an odd last one. Nobody waits for it, so
+    // it must not read what belongs to its tokens, which may be over before it is done.
+    static __device__ bool is_idle(const Block& block) {
+        constexpr uint32_t num_n_blocks = Linear<Config, Phase::linear1>::num_n_blocks;
+        return num_n_blocks % Config::cluster_size != 0 && block.phase == Phase::linear1 &&
+               block.n_block_idx == num_n_blocks;  //~ l1_idle
+    }
+
     // All epilogue warps.
     __device__ void run(const Block& block, const Accumulator& accumulator,
                         const RowBiases& biases) const {
+        if (is_idle(block)) {
+            accumulator.release();
+            return;
+        }
         const uint32_t num_tiles = warp_.num_tiles(block);
         if (num_tiles == 0) accumulator.release();
-        for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
-            const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
-            ActivatedAtom atoms[Warp::atoms_per_tile];
-            compute_tile(block, accumulator, token, biases, atoms);  //~ l1_computed
-            if (tile_idx + 1 == num_tiles) accumulator.release();    //~ l1_released
-            store_tile(block, token, tile_idx % Smem::num_store_slots, atoms);
+#pragma unroll 1  // each part is long
+        for (uint32_t part_idx = 0; part_idx < num_parts; ++part_idx) {
+            for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
+                const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+                ActivatedAtom atoms[Warp::atoms_per_tile];
+                //~ l1_computed
+                compute_tile(block, accumulator, token, biases, part_idx, atoms);
+                if (part_idx + 1 == num_parts && tile_idx + 1 == num_tiles) {
+                    accumulator.release();  //~ l1_released
+                }
+                const uint32_t slot = (part_idx * num_tiles + tile_idx) % Smem::num_store_slots;
+                store_tile(block, token, slot, num_parts * block.n_block_idx + part_idx, atoms);
+            }
         }
         publish(block);
     }
@@ -121,7 +163,7 @@ class L1Epilogue {
 
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                                 const RowBiases& biases,
+                                 const RowBiases& biases, uint32_t part_idx,
                                  ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const float* topk_weights =
             local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
@@ -134,7 +176,8 @@ class L1Epilogue {
                     weights = *reinterpret_cast<const float2*>(topk_weights + offset +
                                                                2 * (warp_.lane_idx % 4));
                 }
-                atoms[i] = activated_atom<Config>(accumulator, token + offset, weights, biases);
+                atoms[i] =
+                    activated_atom<Config>(accumulator, token + offset, weights, biases, part_idx);
             } else {
                 atoms[i] = {};
             }
@@ -148,7 +191,9 @@ class L1Epilogue {
         }
     }
 
+    // output_idx: which part of all the layer's output.
     __device__ void store_tile(const Block& block, uint32_t token, uint32_t slot,
+                               uint32_t output_idx,
                                const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const uint32_t staging = smem_.l1_output(slot, warp_.warpgroup_idx());
 
@@ -159,7 +204,7 @@ class L1Epilogue {
         __syncwarp();
         warp_.sync_warpgroup();  //~ l1_maxima_there
         if constexpr (has_scales) {
-            quantize_tile(block, token, staging, atoms);
+            quantize_tile(block, token, staging, output_idx, atoms);
         } else {
             round_tile(staging, atoms);
         }
@@ -169,7 +214,7 @@ class L1Epilogue {
         warp_.sync_warpgroup();               //~ l1_tile_written
         if (issues_stores()) {
             ptx::cp_async_bulk_tensor_2d_global_shared(
-                &args_.l1_output, staging, block.n_block_idx * (Config::block_n / 2),
+                &args_.l1_output, staging, output_idx * values_per_part,
                 PoolRing<Config>::first_row(block.pool_block_idx) + token);
             ptx::cp_async_bulk_commit_group();
         }
@@ -178,6 +223,7 @@ class L1Epilogue {
 
     // Into the staging tile in E4M3, and the scales to the pool.
     __device__ void quantize_tile(const Block& block, uint32_t token, uint32_t staging,
+                                  uint32_t output_idx,
                                   const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
         const uint32_t neighbour = smem_.amax_exchange(warp_.warp_idx ^ 1);  //~ l1_neighbour
 #pragma unroll
@@ -193,7 +239,7 @@ class L1Epilogue {
                 swizzle_64b(staging + row * Smem::l1_output_row_bytes + warp_.quadrant() * 16),
                 quantize_atom(atoms[i], e4m3_factor(amax[0], scale_bytes[0]),
                               e4m3_factor(amax[1], scale_bytes[1])));
-            store_scales(block, token + offset, scale_bytes);
+            store_scales(block, token + offset, output_idx, scale_bytes);
         }
     }
 
@@ -214,10 +260,10 @@ class L1Epilogue {
 
     // Scales of 8 tokens: a byte each of the scale word that four neighbouring groups share. Both
     // warps of a group know them, the even one writes.
-    __device__ void store_scales(const Block& block, uint32_t token,
+    __device__ void store_scales(const Block& block, uint32_t token, uint32_t output_idx,
                                  const uint32_t (&scale_bytes)[2]) const {
         if (warp_.warp_idx % 2 != 0 || warp_.lane_idx >= 4) return;
-        const uint32_t group_idx = block.n_block_idx * 2 + warp_.quadrant() / 2;
+        const uint32_t group_idx = output_idx * 2 + warp_.quadrant() / 2;
 #pragma unroll
         for (uint32_t t = 0; t < 2; ++t) {
             const uint32_t row = token + 2 * warp_.lane_idx + t;

@@ -26,7 +26,7 @@ class SharedMemory {
     static constexpr uint32_t weight_tile_loaded_bytes =
         Config::Weights::loaded_bytes(Smem::weights_stride);
     static constexpr uint32_t num_store_slots = 2;
-    // Gate and up merged, in the format of the tokens.
+    // Gate and up merged, or without a gate half of a block's values, in the format of the tokens.
     static constexpr uint32_t l1_output_row_bytes =
         Config::block_n / 2 * (Config::Weights::has_scales ? sizeof(uint8_t) : sizeof(uint16_t));
     static constexpr uint32_t l1_output_tile_bytes = Config::store_block_m * l1_output_row_bytes;

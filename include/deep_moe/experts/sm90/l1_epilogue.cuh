@@ -5,6 +5,9 @@
 // A thread's rows are gate and up of two neighbouring values, in its own registers. A token's 128
 // values are spread over all math warps: their maximum is found in shared memory.
 //
+// Without a gate each row is a value: a block has 128 values of a token for each warpgroup, and two
+// scales. The second warpgroup of an odd last block has none.
+//
 // Linear2 reads its k in the order of its weights (weights/mxfp4/sm90_e5m2_decode.cuh): byte 32*j +
 // 16*h + 4*q + b of 128 holds value 32*q + 8*j + 4*h + b. The rows of Linear1's weights are ordered
 // so that a warp has 16 consecutive bytes of a token.
@@ -35,8 +38,14 @@ namespace deep_moe::sm90 {
 template <class Config>
 __device__ __forceinline__ void clear_maxima(const SharedMemory<Config>& smem,
                                              const MathThread<Config>& thread, uint32_t turn) {
-    if (thread.thread_idx < Config::block_m) {
-        ptx::st_shared_u32(smem.amax_exchange(turn, thread.thread_idx), 0);
+    if constexpr (Config::Activation::has_gate) {
+        if (thread.thread_idx < Config::block_m) {
+            ptx::st_shared_u32(smem.amax_exchange(turn, thread.thread_idx), 0);
+        }
+    } else {
+        for (uint32_t i = thread.thread_idx; i < 2 * Config::block_m; i += thread.num_threads) {
+            ptx::st_shared_u32(smem.amax_exchange(turn, i), 0);
+        }
     }
 }
 
@@ -47,6 +56,9 @@ class L1Epilogue {
     using Thread = MathThread<Config>;
     using Biases = typename Config::Biases;
     static constexpr bool has_scales = Config::Weights::has_token_scales;
+    static constexpr bool has_gate = Config::Activation::has_gate;
+    static constexpr uint32_t num_values = has_gate ? 2 : 4;  // of a token, in a thread
+    static constexpr uint32_t values_per_k_block = 128;
 
  public:
     __device__ L1Epilogue(const Smem& smem, const SymmBuffer<Config>& local, const Thread& thread,
@@ -78,9 +90,19 @@ class L1Epilogue {
 
  private:
     // Overwrites accumulators by values: register 2*j + p of half b is value b of token
-    // 8*j + first_token() + p.
+    // 8*j + first_token() + p; without a gate register 4*j + 2*h + p value (b, h).
     __device__ __forceinline__ void activate(const RowValues& factors, const RowValues& biases,
                                              Accumulators<num_rows>& values) const {
+        if constexpr (has_gate) {
+            merge_gate_and_up(factors, biases, values);
+        } else {
+            activate_rows(factors, biases, values);
+        }
+    }
+
+    __device__ __forceinline__ void merge_gate_and_up(const RowValues& factors,
+                                                      const RowValues& biases,
+                                                      Accumulators<num_rows>& values) const {
         for_each_8_rows<num_rows>([&](uint32_t j) {
             const float2 factor = token_factors(j);
             float2 weight{};
@@ -102,6 +124,31 @@ class L1Epilogue {
         });
     }
 
+    __device__ __forceinline__ void activate_rows(const RowValues& factors, const RowValues& biases,
+                                                  Accumulators<num_rows>& values) const {
+        for_each_8_rows<num_rows>([&](uint32_t j) {
+            const float2 factor = token_factors(j);
+            float2 weight{};
+            if constexpr (!Biases::exist) weight = load_pair(smem_.topk_weights(slot_), j);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const uint32_t b = i / 2;
+                const bool is_second = i % 2 != 0;  // of the two tokens
+                float& low = values[b][4 * j + is_second];
+                float& high = values[b][4 * j + 2 + is_second];
+                const float of_token = is_second ? factor.y : factor.x;
+                const float (&row)[2] = factors.values[b];
+                const float (&bias)[2] = biases.values[b];
+                const float2 activated = apply_activation_to_two<Config>(
+                    Biases::linear1(low, row[0] * of_token, bias[0]),
+                    Biases::linear1(high, row[1] * of_token, bias[1]),
+                    Biases::linear1_weight(is_second ? weight.y : weight.x));
+                low = activated.x;
+                high = activated.y;
+            }
+        });
+    }
+
     // The largest magnitude of each token, into shared memory. A lane begins with those of its two
     // values of num_rows / 4 tokens. In each step two lanes split the tokens between them: one
     // keeps the first half, the other the second. So the 8 lanes of a token's rows do not all have
@@ -111,7 +158,12 @@ class L1Epilogue {
         uint32_t maxima[num_tokens];
 #pragma unroll
         for (uint32_t i = 0; i < num_tokens; ++i) {
-            maxima[i] = max(magnitude_bits(values[0][i]), magnitude_bits(values[1][i]));
+            const uint32_t first = num_values * (i / 2) + i % 2;
+            maxima[i] = max(magnitude_bits(values[0][first]), magnitude_bits(values[1][first]));
+            if constexpr (!has_gate) {
+                maxima[i] = max(maxima[i], max(magnitude_bits(values[0][first + 2]),
+                                               magnitude_bits(values[1][first + 2])));
+            }
         }
         merge_maxima<num_tokens, warp_size / 2>(maxima, 0);
     }
@@ -125,9 +177,9 @@ class L1Epilogue {
 #pragma unroll
             for (uint32_t k = 0; k < num_tokens; ++k) {
                 const uint32_t i = first + k;
-                ptx::red_max_shared(
-                    smem_.amax_exchange(turn_, i / 2 * 8 + thread_.first_token() + i % 2),
-                    maxima[k]);
+                ptx::red_max_shared(smem_.amax_exchange(turn_, first_maximum() + i / 2 * 8 +
+                                                                   thread_.first_token() + i % 2),
+                                    maxima[k]);
             }
         } else if constexpr (num_tokens % 2 == 0) {
             constexpr uint32_t num_kept = num_tokens / 2;
@@ -151,9 +203,20 @@ class L1Epilogue {
     // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
     // by. The publication covers the flag, too.
     __device__ void choose_scales(const BlockHeader& block) const {
-        const uint32_t row = thread_.thread_idx;
-        if (row >= block.num_valid_rows) return;
-        const uint32_t amax = ptx::ld_shared_u32(smem_.amax_exchange(turn_, row));
+        if constexpr (has_gate) {
+            if (thread_.thread_idx < block.num_valid_rows) choose_scale(block, thread_.thread_idx);
+        } else {
+            if (!has_values(block)) return;
+            for (uint32_t row = thread_.warpgroup_thread_idx(); row < block.num_valid_rows;
+                 row += Thread::warpgroup_threads) {
+                choose_scale(block, row);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void choose_scale(const BlockHeader& block, uint32_t row) const {
+        const uint32_t maximum = smem_.amax_exchange(turn_, first_maximum() + row);
+        const uint32_t amax = ptx::ld_shared_u32(maximum);
         float weight = 0.0f;
         if constexpr (!Biases::exist) {
             weight = ptx::ld_shared_f32(smem_.topk_weights(slot_) + row * sizeof(float));
@@ -164,45 +227,49 @@ class L1Epilogue {
             ptx::red_or_relaxed_gpu(local_.l1_arrival_count(block.pool_block_idx),
                                     SymmBuffer<Config>::has_own_scales);  //~ own_scale_told
         }
-        ptx::st_shared_u32(smem_.amax_exchange(turn_, row),
-                           __float_as_uint(e4m3_factor(amax, byte)));
-        *local_.l2_token_sf(block.n_block_idx,
+        ptx::st_shared_u32(maximum, __float_as_uint(e4m3_factor(amax, byte)));
+        *local_.l2_token_sf(k_block_idx(block),
                             PoolRing<Config>::first_row(block.pool_block_idx) + row) = byte << 23;
     }
 
     // Two neighbouring lanes (of rows 2*i and 2*i + 1) hold four consecutive bytes of two tokens:
-    // each puts together those of one and stores them. The eight lanes of a token have 16 bytes.
+    // each puts together those of one and stores them. The eight lanes of a token have 16 bytes,
+    // without a gate for each h.
     __device__ __forceinline__ void store_tokens(const BlockHeader& block,
                                                  const Accumulators<num_rows>& values) const {
+        if (!has_values(block)) return;
         const uint32_t is_odd = thread_.row() % 2;
         const uint32_t selectors = is_odd ? 0x3276 : 0x5410;
         constexpr uint32_t lane_of_next_row = 4;
         const uint32_t first = thread_.first_token() + is_odd;
         uint8_t* const token =
             local_.l2_tokens(PoolRing<Config>::first_row(block.pool_block_idx) + first) +
-            block.n_block_idx * (Config::block_n / 2) + byte_idx();
+            k_block_idx(block) * values_per_k_block + byte_idx();
         for_each_8_rows<num_rows>([&](uint32_t j) {
-            const float2 factor = load_pair(smem_.amax_exchange(turn_, 0), j);
-            const uint32_t mine =
-                ptx::cvt_rn_satfinite_e4m3x2_f32(values[1][2 * j] * factor.x,
-                                                 values[0][2 * j] * factor.x) |
-                static_cast<uint32_t>(ptx::cvt_rn_satfinite_e4m3x2_f32(
-                    values[1][2 * j + 1] * factor.y, values[0][2 * j + 1] * factor.y))
-                    << 16;
-            const uint32_t other = __shfl_xor_sync(full_warp, mine, lane_of_next_row);
-            if (8 * j + first < block.num_valid_rows) {
-                *reinterpret_cast<uint32_t*>(token + 8 * j * Config::intermediate_hidden) =
-                    ptx::prmt(mine, other, selectors);
+            const float2 factor = load_pair(smem_.amax_exchange(turn_, first_maximum()), j);
+#pragma unroll
+            for (uint32_t h = 0; h < num_values / 2; ++h) {
+                const uint32_t i = num_values * j + 2 * h;
+                const uint32_t mine = ptx::cvt_rn_satfinite_e4m3x2_f32(values[1][i] * factor.x,
+                                                                       values[0][i] * factor.x) |
+                                      static_cast<uint32_t>(ptx::cvt_rn_satfinite_e4m3x2_f32(
+                                          values[1][i + 1] * factor.y, values[0][i + 1] * factor.y))
+                                          << 16;
+                const uint32_t other = __shfl_xor_sync(full_warp, mine, lane_of_next_row);
+                if (8 * j + first < block.num_valid_rows) {
+                    uint8_t* const place = token + 8 * j * Config::intermediate_hidden + 16 * h;
+                    *reinterpret_cast<uint32_t*>(place) = ptx::prmt(mine, other, selectors);
+                }
             }
         });
     }
 
-    // The 8 lanes of a token have 16 neighbouring values, two each.
+    // The 8 lanes of a token have 16 neighbouring values, two each; without a gate for each h.
     __device__ __forceinline__ void store_bf16_tokens(const BlockHeader& block,
                                                       const Accumulators<num_rows>& values) const {
+        if (!has_values(block)) return;
         const uint32_t first = thread_.first_token();
-        const uint32_t value_idx = block.n_block_idx * (Config::block_n / 2) +
-                                   (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 +
+        const uint32_t value_idx = k_block_idx(block) * values_per_k_block + first_of_warp() +
                                    2 * thread_.row();  //~ bf16_place
         uint8_t* const token =
             local_.l2_tokens(PoolRing<Config>::first_row(block.pool_block_idx) + first) +
@@ -211,8 +278,13 @@ class L1Epilogue {
 #pragma unroll
             for (uint32_t p = 0; p < 2; ++p) {
                 if (8 * j + first + p >= block.num_valid_rows) continue;
-                *reinterpret_cast<uint32_t*>(token + (8 * j + p) * Config::Symm::l2_tokens_stride) =
-                    ptx::cvt_rn_bf16x2_f32(values[1][2 * j + p], values[0][2 * j + p]);
+                uint8_t* const place = token + (8 * j + p) * Config::Symm::l2_tokens_stride;
+#pragma unroll
+                for (uint32_t h = 0; h < num_values / 2; ++h) {
+                    const uint32_t i = num_values * j + 2 * h + p;
+                    *reinterpret_cast<uint32_t*>(place + 16 * h * sizeof(uint16_t)) =
+                        ptx::cvt_rn_bf16x2_f32(values[1][i], values[0][i]);
+                }
             }
         });
     }
@@ -227,9 +299,27 @@ class L1Epilogue {
     }
 
     // Where, in the order of k, the four values stand that this lane and its neighbour have: each
-    // warp has 16 bytes of the 128.
-    __device__ uint32_t byte_idx() const {
-        return (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16 + thread_.row() / 2 * 4;
+    // warp has 16 bytes of the 128, without a gate 32.
+    __device__ uint32_t byte_idx() const { return first_of_warp() + thread_.row() / 2 * 4; }
+
+    // Of a token's 128 values, the first one of this warp's.
+    __device__ uint32_t first_of_warp() const {
+        return has_gate ? (4 * thread_.warpgroup_idx() + thread_.warp_idx()) * 16
+                        : thread_.warp_idx() * 32;
+    }
+
+    // Which 128 of a token's values this warpgroup has some of, and whether there are so many.
+    __device__ uint32_t k_block_idx(const BlockHeader& block) const {
+        return has_gate ? block.n_block_idx : 2 * block.n_block_idx + thread_.warpgroup_idx();
+    }
+    __device__ bool has_values(const BlockHeader& block) const {
+        constexpr uint32_t num_k_blocks = Config::intermediate_hidden / values_per_k_block;
+        return has_gate || num_k_blocks % 2 == 0 || k_block_idx(block) < num_k_blocks;  //~ up_rest
+    }
+
+    // Of those that the warpgroup exchanges: without a gate it has some of its own.
+    __device__ uint32_t first_maximum() const {
+        return has_gate ? 0 : thread_.warpgroup_idx() * Config::block_m;
     }
 
     // Two floats of `vector`: of tokens 8*j + first_token() and the next.

@@ -66,8 +66,8 @@ class SharedMemory {
         static_assert(all_are<uint32_t, typename Smem::changes_of_scale_element>);
         return base_ + Smem::changes_of_scale_offset + stage * Smem::changes_of_scale_stride;
     }
-    // u32 [2][block_m]: bits of each token's largest magnitude, later the float that its values are
-    // multiplied by. Blocks take turns.
+    // u32 [2][block_m], without a gate [2][2 * block_m], for each warpgroup: bits of each token's
+    // largest magnitude, later the float that its values are multiplied by. Blocks take turns.
     __device__ uint32_t amax_exchange(uint32_t turn, uint32_t row) const {
         static_assert(all_are<uint32_t, typename Smem::amax_exchange_element>);
         return base_ + Smem::amax_exchange_offset +

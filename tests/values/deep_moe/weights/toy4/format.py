@@ -16,7 +16,7 @@ from deep_moe.formats.scale_blocks import cut_values, padded_values
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.weights.checks import check_layers
 from deep_moe.weights.format import WeightFormat
-from deep_moe.weights.layers import LayerTensors, LayerWeights
+from deep_moe.weights.layers import LayerTensors, LayerWeights, WeightSizes
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
@@ -31,7 +31,7 @@ class Toy4(WeightFormat):
     bits_per_value = 4
     bytes_per_value = 1 / 2
 
-    def check(self, l1: LayerWeights, l2: LayerWeights) -> tuple[int, int, int]:
+    def check(self, l1: LayerWeights, l2: LayerWeights) -> WeightSizes:
         return check_layers(
             l1,
             l2,
@@ -44,14 +44,19 @@ class Toy4(WeightFormat):
         if not bool((layer.sf > 0).all()):
             raise ValueError(f"{name}: factors must be positive")
 
-    def padded(self, l1: LayerWeights, l2: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, 2), _padded(l2, 1)
+    def padded(
+        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
+    ) -> tuple[LayerWeights, LayerWeights]:
+        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
 
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return _cut(l1, 2, intermediate, hidden), _cut(l2, 1, hidden, intermediate)
+        return (
+            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
+            _cut(l2, 1, hidden, intermediate),
+        )
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer

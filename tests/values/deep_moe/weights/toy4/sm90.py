@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.targets.sm90.rows import RowsOf
     from deep_moe.weights.layers import (
         ExpertWeights,
         KernelLayer,
@@ -48,31 +49,40 @@ class Sm90Toy4(Sm90Weights):
     )
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
-        for own, laid_out, is_l1 in ((l1, out.l1, True), (l2, out.l2, False)):
+        from deep_moe.targets.sm90.rows import RowsOf
+
+        rows_of_l1 = RowsOf.linear1(out.has_gate)
+        for own, laid_out, rows_of in ((l1, out.l1, rows_of_l1), (l2, out.l2, RowsOf.OUTPUT)):
             for tensor in laid_out:
                 tensor.zero_()
-            for rows, slots in _views(own, laid_out, is_l1):
+            for rows, slots in _views(own, laid_out, rows_of):
                 slots.copy_(rows)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer) -> ExpertWeights:
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         import torch
 
+        from deep_moe.targets.sm90.rows import RowsOf
         from deep_moe.weights.layers import ExpertWeights, LayerWeights
 
-        shape = self.checked_shape(l1, l2)
+        shape = self.checked_shape(l1, l2, has_gate=has_gate)
         hidden, intermediate = shape.hidden, shape.intermediate_hidden
 
-        def read(layer: KernelLayer, num_rows: int, num_values: int) -> LayerWeights:
+        def read(
+            layer: KernelLayer, num_rows: int, num_values: int, rows_of: RowsOf
+        ) -> LayerWeights:
             size = (shape.num_experts, num_rows)
             made = LayerWeights(
                 layer.weight.new_empty((*size, num_values // 4), dtype=torch.int16),
                 layer.sf.new_empty(size),
             )
-            for rows, slots in _views(made, layer, layer is l1):
+            for rows, slots in _views(made, layer, rows_of):
                 rows.copy_(slots)
             return made
 
-        return ExpertWeights(read(l1, 2 * intermediate, hidden), read(l2, hidden, intermediate))
+        return ExpertWeights(
+            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
+            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        )
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
@@ -98,7 +108,7 @@ KERNELS = (Sm90Toy4(),)
 
 
 def _views(
-    own: LayerWeights, laid_out: KernelLayer, is_l1: bool
+    own: LayerWeights, laid_out: KernelLayer, rows_of: RowsOf
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of the same shape of what is the same, in the order of rows, and as it is laid out: of
     the n-blocks with the rows of both warpgroups, and of one with the first's alone."""
@@ -112,10 +122,10 @@ def _views(
             if first == last:
                 continue
             rows = slice(first * BLOCK_N, last * BLOCK_N)
-            pairs = bf16_rows_by_slot(weight[rows].view(torch.uint8), num_parts, is_l1)
+            pairs = bf16_rows_by_slot(weight[rows].view(torch.uint8), num_parts, rows_of)
             #        n, g, w, r, b, h, then bytes of a row: k-block, product, k + 8, q
             pairs = pairs.unflatten(-1, (-1, 4, 2, 4)).permute(0, 6, 1, 4, 2, 3, 9, 7, 8, 5)
             of_blocks = blocks[first:last].unflatten(-1, (2, 2, 4, 8, 4, 4, 2, 2))
             yield pairs, of_blocks[:, :, :num_parts]
-            of_rows = bf16_rows_by_slot(sf[rows], num_parts, is_l1).permute(0, 1, 4, 2, 5, 3)
+            of_rows = bf16_rows_by_slot(sf[rows], num_parts, rows_of).permute(0, 1, 4, 2, 5, 3)
             yield of_rows, factors[first:last].unflatten(-1, (2, 2, 4, 2, 8))[:, :num_parts]

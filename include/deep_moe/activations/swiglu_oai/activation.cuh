@@ -9,6 +9,7 @@ namespace deep_moe {
 
 template <class Parameters, bool fast_math>
 struct SwigluOai {
+    static constexpr bool has_gate = true;
     static constexpr float alpha = Parameters::alpha;
     static constexpr float limit = Parameters::limit;
     static_assert(alpha > 0.0f && limit > 0.0f, "alpha and limit must be positive");

@@ -9,6 +9,7 @@ namespace deep_moe {
 
 template <class Parameters, bool fast_math>
 struct Swiglu {
+    static constexpr bool has_gate = true;
     static constexpr float clamp = Parameters::clamp;
     static_assert(clamp > 0.0f, "clamp must be positive; +inf means none");
 

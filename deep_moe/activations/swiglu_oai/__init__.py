@@ -1,18 +1,26 @@
-"""The SwiGLU of gpt-oss."""
+"""The SwiGLU of gpt-oss and MiniMax-M3."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .activation import LOWEST_OF_SILU, Activation, sigmoid_linear_slope
+from ..activation import (
+    ALPHAS,
+    LIMITS,
+    LOWEST_OF_SILU,
+    GatedActivation,
+    clamped_slope,
+    sigmoid_linear_slope,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class SwigluOai(Activation):
+class SwigluOai(GatedActivation):
     """gate * sigmoid(alpha * gate) * (up + 1).
 
     Args:
@@ -23,6 +31,7 @@ class SwigluOai(Activation):
     name: ClassVar[str] = "swiglu_oai"
     struct: ClassVar[str] = "SwigluOai"
     clamp_parameter: ClassVar[str | None] = "limit"
+    attributes: ClassVar[Mapping[str, tuple[str, ...]]] = {"alpha": ALPHAS, "limit": LIMITS}
 
     # Swiglu's, the sum of up and 1, and the product of alpha and gate.
     error_units: ClassVar[tuple[float, float]] = (13.0, 3.0)
@@ -30,9 +39,16 @@ class SwigluOai(Activation):
     alpha: float = 1.702
     limit: float = 7.0
 
-    @property
-    def slope(self) -> float:
-        return self.alpha
+    @classmethod
+    def exact_cases(cls) -> tuple[SwigluOai, ...]:
+        return (cls(limit=24.0),)
+
+    @classmethod
+    def training_cases(cls) -> tuple[SwigluOai, ...]:
+        return (cls(limit=1.5),)
+
+    def sigmoid_argument(self, gate: torch.Tensor) -> torch.Tensor:
+        return self.alpha * gate
 
     @property
     def lowest_gate(self) -> float:
@@ -50,4 +66,4 @@ class SwigluOai(Activation):
         return slope.masked_fill(gate > self.limit, 0.0)
 
     def up_slope(self, up: torch.Tensor) -> torch.Tensor:
-        return up.new_ones(up.shape).masked_fill(up.abs() > self.limit, 0.0)
+        return clamped_slope(up, self.limit)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .activation import LOWEST_OF_SILU, Activation, positive_float, sigmoid_linear_slope
+from ..activation import (
+    LIMITS,
+    LOWEST_OF_SILU,
+    GatedActivation,
+    clamped_slope,
+    positive_float,
+    sigmoid_linear_slope,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Swiglu(Activation):
+class Swiglu(GatedActivation):
     """silu(gate) * up.
 
     Args:
@@ -24,6 +32,7 @@ class Swiglu(Activation):
     name: ClassVar[str] = "swiglu"
     struct: ClassVar[str] = "Swiglu"
     clamp_parameter: ClassVar[str | None] = "clamp"
+    attributes: ClassVar[Mapping[str, tuple[str, ...]]] = {"clamp": LIMITS}
 
     # ex2.approx may be off by 2 units in the last place and rcp.approx by 1, and there are six more
     # roundings, that of the exponent's argument in proportion to it.
@@ -34,6 +43,14 @@ class Swiglu(Activation):
     def __post_init__(self) -> None:
         clamp = positive_float("clamp", self.clamp, or_infinite=True)
         object.__setattr__(self, "clamp", clamp)
+
+    @classmethod
+    def exact_cases(cls) -> tuple[Swiglu, ...]:
+        return cls(), cls(24.0)
+
+    @classmethod
+    def training_cases(cls) -> tuple[Swiglu, ...]:
+        return cls(), cls(0.75)
 
     @property
     def lowest_gate(self) -> float:
@@ -51,4 +68,4 @@ class Swiglu(Activation):
         return slope.masked_fill(gate > self.clamp, 0.0)
 
     def up_slope(self, up: torch.Tensor) -> torch.Tensor:
-        return up.new_ones(up.shape).masked_fill(up.abs() > self.clamp, 0.0)
+        return clamped_slope(up, self.clamp)

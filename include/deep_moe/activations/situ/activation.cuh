@@ -8,6 +8,7 @@ namespace deep_moe {
 
 template <class Parameters, bool fast_math>
 struct Situ {
+    static constexpr bool has_gate = true;
     static constexpr float beta = Parameters::beta;
     static constexpr float linear_beta = Parameters::linear_beta;
     static_assert(beta > 0.0f && linear_beta > 0.0f, "beta and linear_beta must be positive");

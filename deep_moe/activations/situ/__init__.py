@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from .activation import LOWEST_OF_SILU, Activation
+from ..activation import LOWEST_OF_SILU, GatedActivation
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Situ(Activation):
+class Situ(GatedActivation):
     """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta).
 
     Args:
@@ -24,6 +25,10 @@ class Situ(Activation):
 
     name: ClassVar[str] = "situ"
     struct: ClassVar[str] = "Situ"
+    attributes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "beta": ("gate_softcap", "mlp_gate_softcap"),
+        "linear_beta": ("up_softcap", "mlp_up_softcap"),
+    }
 
     # Swiglu's, and for each bound 32: where tanh changes over to exponentials, at a quarter of the
     # bound, 1 - 2 / (1 + e^2t) has cancelled two bits, which makes 20 of their errors; the series
@@ -32,6 +37,14 @@ class Situ(Activation):
 
     beta: float = 4.0
     linear_beta: float = 25.0
+
+    @classmethod
+    def rounded_cases(cls) -> tuple[Situ, ...]:
+        return (cls(),)
+
+    @classmethod
+    def training_cases(cls) -> tuple[Situ, ...]:
+        return (cls(beta=1.0, linear_beta=2.0),)
 
     @property
     def lowest_gate(self) -> float:

@@ -62,16 +62,16 @@ class OccupiedMemory:
     def __init__(self, extents: Iterable[Extent]) -> None:
         self.extents = [extent for extent in extents if extent.begin < extent.end]
         # Beginnings and ends in turn, of extents that do not touch.
-        self._bounds: list[int] = []
+        self.bounds: list[int] = []
         for _, begin, end in sorted(self.extents, key=lambda extent: extent.begin):
-            if self._bounds and begin <= self._bounds[-1]:
-                self._bounds[-1] = max(end, self._bounds[-1])
+            if self.bounds and begin <= self.bounds[-1]:
+                self.bounds[-1] = max(end, self.bounds[-1])
             else:
-                self._bounds += [begin, end]
+                self.bounds += [begin, end]
 
     def refuse(self, name: str, begin: int, num_bytes: int) -> None:
         """Raise if an output of that name lies here. Every call asks."""
-        bounds = self._bounds
+        bounds = self.bounds
         i = bisect_right(bounds, begin)
         if i & 1 or (i < len(bounds) and bounds[i] < begin + num_bytes):
             self._raise(name, begin, begin + num_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from deep_moe.targets import EMULATED, Target
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 from .call_plan import CallCaches
-from .checks import Y_BYTES, refuse_gradients
+from .checks import STATISTICS_BYTES, Y_BYTES, refuse_gradients
 from .gpu import gpu_of
 from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
@@ -92,6 +92,7 @@ class SymmBuffer(RankBuffer):
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.y_row_bytes = Y_BYTES * shape.hidden
+        self.statistics_bytes = STATISTICS_BYTES * shape.num_experts_per_rank
         self.caches = CallCaches()
         # While calls are recorded: see deep_moe/trial/trace.py.
         self.recorder: Recorder | None = None
@@ -121,7 +122,7 @@ class SymmBuffer(RankBuffer):
     def num_ranks(self) -> int:
         return self.shape.num_ranks
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """What calls run on, where they say nothing."""
         return EMULATED if self.gpu is None else self.gpu.target

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -36,7 +37,6 @@ from .bounded_cache import BoundedCache
 from .checks import (
     BIAS_NAMES,
     STATISTICS,
-    STATISTICS_BYTES,
     WEIGHT_NAMES,
     Y_ALIGNMENT,
     Y_BYTES,
@@ -80,6 +80,8 @@ class CallCaches:
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
         self.known_tensors: BoundedCache[int, KnownTensors] = BoundedCache(_MAX_LAYERS)
         self.known_forms: BoundedCache[tuple[int, ...], KnownForms] = BoundedCache(_MAX_LAYERS)
+        # Statistics whose storage was looked at, and where they were.
+        self.known_stats: tuple[Callable[[], Any], int] = (lambda: None, 0)
         self._config_numbers: dict[MegaMoEConfig, int] = {}
         self._numbers = count()
 
@@ -215,11 +217,15 @@ def prepare_call(
     # As check_memory, for a contiguous tensor.
     if y.untyped_storage().nbytes() < y_bytes + Y_BYTES * y.storage_offset():
         check_memory("y", y)
-    occupied.refuse("y", y_address, y_bytes)
+    bounds = occupied.bounds
+    i = bisect_right(bounds, y_address)  # as occupied.refuse, which takes longer
+    if i & 1 or (i < len(bounds) and bounds[i] < y_address + y_bytes):
+        occupied.refuse("y", y_address, y_bytes)
     if stats is None:
         args.cumulative_local_expert_recv_stats = 0
     else:
-        args.cumulative_local_expert_recv_stats = _address_of(stats, y_address, y_bytes, occupied)
+        y_extent = (y_address, y_address + y_bytes)
+        args.cumulative_local_expert_recv_stats = _address_of(stats, y_extent, buffer, occupied)
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
@@ -232,14 +238,18 @@ def prepare_call(
     return plan, args
 
 
-def _address_of(stats: torch.Tensor, y_address: int, y_bytes: int, occupied: OccupiedMemory) -> int:
+def _address_of(
+    stats: torch.Tensor, y_extent: tuple[int, int], buffer: SymmBuffer, occupied: OccupiedMemory
+) -> int:
     """Of the statistics, which no other memory of the call may be."""
-    address, num_bytes = stats.data_ptr(), stats.nbytes
-    # As check_memory, for a contiguous tensor.
-    if stats.untyped_storage().nbytes() < num_bytes + STATISTICS_BYTES * stats.storage_offset():
+    address, num_bytes = stats.data_ptr(), buffer.statistics_bytes
+    # Most calls have those of the call before; a freed storage has another address.
+    known, known_address = buffer.caches.known_stats
+    if known() is not stats or known_address != address:
         check_memory(STATISTICS, stats)
+        buffer.caches.known_stats = (weakref.ref(stats), address)
     occupied.refuse(STATISTICS, address, num_bytes)
-    if y_address < address + num_bytes and address < y_address + y_bytes:
+    if y_extent[0] < address + num_bytes and address < y_extent[1]:
         raise ValueError(f"{STATISTICS} must not share memory with y; got a view of it")
     return address
 

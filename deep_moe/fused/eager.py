@@ -6,10 +6,13 @@ there, only 4 us sooner.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import has_torch_function
+
+if TYPE_CHECKING:
+    from deep_moe.weights.layers import MegaMoEWeights
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -30,16 +33,25 @@ _is_tracing = _private("_is_tracing")  # torch.jit.trace
 _can_ask = None not in (_num_dispatch_modes, _transform_level, _is_profiling, _is_tracing)
 
 
-def is_seen_by_nobody(tensors: tuple[torch.Tensor, ...]) -> bool:
+def is_seen_by_nobody(
+    tensors: tuple[torch.Tensor, ...], weights: MegaMoEWeights | None = None
+) -> bool:
     """False if in doubt: the operator is always right.
 
-    tensors: of the call. Autograd has nothing to see: who wants a gradient is refused before, and
-    weights that happen to require one change nothing.
+    tensors, weights: of the call. Autograd has nothing to see: who wants a gradient is refused
+    before, and weights that happen to require one change nothing.
     """
     # In this order because a compiler follows the first, and then nothing else here.
     if torch.compiler.is_compiling() or not _can_ask:
         return False
-    return _PLAIN_TYPES.issuperset(map(type, tensors)) and not (
+    if weights is not None and not weights.are_plain:
+        return False
+    # Most calls have one beside the weights.
+    if type(tensors[0]) not in _PLAIN_TYPES or (
+        len(tensors) > 1 and not _PLAIN_TYPES.issuperset(map(type, tensors))
+    ):
+        return False
+    return not (
         has_torch_function(tensors)  # true for any tensors within a function mode
         or _num_dispatch_modes()  # type: ignore[misc]
         or _is_profiling()  # type: ignore[misc]

@@ -120,6 +120,7 @@ def mega_moe(
             l1_bias,
             l2_bias,
             options,
+            weights,
         )
     except (TypeError, ValueError) as error:
         rename_argument(error, NAMES_OF_LAYERS)
@@ -200,19 +201,23 @@ def call_with_layers(
     l1_bias: torch.Tensor | None,
     l2_bias: torch.Tensor | None,
     options: CallOptions,
+    weights: MegaMoEWeights | None = None,
 ) -> None:
-    """What the function of that name does, whose weights are of the buffer's formats."""
+    """What the function of that name does, whose weights are of the buffer's formats. weights:
+    whose layers they are, if that is known."""
     is_direct = False
-    if (
+    if weights is not None or (
         isinstance(l1_weights, tuple)
         and isinstance(l2_weights, tuple)
         and len(l1_weights) == len(l2_weights) == 2
     ):
-        tensors: tuple[torch.Tensor, ...] = (y, *l1_weights, *l2_weights)
+        tensors: tuple[torch.Tensor, ...] = (y,)
+        if weights is None:
+            tensors = (y, *l1_weights, *l2_weights)
         if stats is not None or l1_bias is not None or l2_bias is not None:
             others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
             tensors = (*tensors, *others)
-        is_direct = is_seen_by_nobody(tensors)
+        is_direct = is_seen_by_nobody(tensors, weights)
     if not is_direct:  # otherwise they are tensors
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -120,6 +121,15 @@ class MegaMoEWeights:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, in the order in which operators take them."""
         return (*self.l1, *self.l2)
+
+    @cached_property
+    def are_plain(self) -> bool:
+        """Whether both layers are pairs of tensors of PyTorch's own types. Every call asks."""
+        plain = (torch.Tensor, torch.nn.Parameter)
+        layers = (self.l1, self.l2)
+        return all(isinstance(own, tuple) and len(own) == 2 for own in layers) and all(
+            type(tensor) in plain for tensor in self.tensors
+        )
 
     @property
     def words(self) -> str:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .training.layer import MoELayer
     from .weights.layers import MegaMoEWeights
     from .weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
+    from .weights.nvfp4.quantizing import dequantize_nvfp4, quantize_nvfp4
     from .weights.transform import (
         empty_weights_for_mega_moe,
         inverse_transform_weights,
@@ -101,6 +102,7 @@ _MODULES = {
     "compile_ahead": "fused.compiling_kernels",
     "dequantize_mxfp4": "weights.mxfp4.quantizing",
     "dequantize_mxfp8": "formats.mx",
+    "dequantize_nvfp4": "weights.nvfp4.quantizing",
     "empty_weights_for_mega_moe": "weights.transform",
     "fp8_fp4_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
@@ -114,6 +116,7 @@ _MODULES = {
     "prepare_inputs": "fused.input_preparation",
     "quantize_mxfp4": "weights.mxfp4.quantizing",
     "quantize_mxfp8": "formats.mx",
+    "quantize_nvfp4": "weights.nvfp4.quantizing",
     "transform_biases_for_mega_moe": "biases.per_expert",
     "transform_weights_for_mega_moe": "weights.transform",
 }
@@ -157,6 +160,7 @@ __all__ = [
     "compile_ahead",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
+    "dequantize_nvfp4",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
@@ -171,6 +175,7 @@ __all__ = [
     "prepare_inputs",
     "quantize_mxfp4",
     "quantize_mxfp8",
+    "quantize_nvfp4",
     "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.sizes import SIZE_UNIT
-from deep_moe.weights import WEIGHTS, folder_module
+from deep_moe.weights import WEIGHTS, optional_module
 from deep_moe.weights.layers import LayerWeights
 from deep_moe.weights.stored_form import StoredForm, Tensors
 
@@ -22,7 +22,10 @@ FOREIGN = {
 }
 
 FORMS: tuple[type[StoredForm], ...] = tuple(
-    form for name in WEIGHTS for form in folder_module(name, "checkpoint").FORMS
+    form
+    for module in (optional_module(name, "checkpoint") for name in WEIGHTS)
+    if module is not None
+    for form in module.FORMS
 )
 
 

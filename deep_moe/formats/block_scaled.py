@@ -95,6 +95,11 @@ def quantize_e2m1_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError("x must be finite, E2M1 holds no NaN and no infinity; got such a value")
     sf = _scale_bytes(groups, exponent_of_max=2, mantissa_of_max=0x400000)
     scaled = (groups * _power_of_two(254 - sf).unsqueeze(-1)).reshape(x.shape)
+    return pack_e2m1_codes(nearest_e2m1_codes(scaled)), pack_ue8m0_groups(sf)
+
+
+def nearest_e2m1_codes(scaled: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, uint8, of the E2M1 numbers nearest to finite values."""
     magnitude = scaled.abs()
     # Halfway between two codes the even one wins, hence the mixture of > and >=.
     code = (magnitude > 0.25).to(torch.uint8)
@@ -102,8 +107,7 @@ def quantize_e2m1_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         code += magnitude > threshold
     for threshold in (0.75, 1.75, 3.5):
         code += magnitude >= threshold
-    code += scaled.signbit().to(torch.uint8) * 8
-    return pack_e2m1_codes(code), pack_ue8m0_groups(sf)
+    return code + scaled.signbit().to(torch.uint8) * 8
 
 
 def dequantize_e2m1_ue8m0(

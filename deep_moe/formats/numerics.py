@@ -45,7 +45,8 @@ class Numerics:
     hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
     the reference keeps all. sum_products: that one instruction adds to a sum.
     multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is
-    rounded to FP32.
+    rounded to FP32. rounds_row_factors: whether the sum of a row is multiplied in FP32 by a factor
+    that is no power of two.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -56,6 +57,7 @@ class Numerics:
     sum_block: int | None = None
     sum_products: int = GROUP_SIZE
     multiplies_block_scales: bool = False
+    rounds_row_factors: bool = False
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
@@ -129,6 +131,14 @@ def sm90_numerics(weights: Dequantize) -> Numerics:
     return Numerics(fold_token_scales, weights, SM90_SCALE_BLOCK, sm90_scale_bytes, HOPPER_SUM_BITS)
 
 
-def bf16_numerics(weights: Dequantize) -> Numerics:
+def bf16_numerics(weights: Dequantize, *, rounds_row_factors: bool = False) -> Numerics:
     """Of products of BF16, which have no scales."""
-    return Numerics(lambda x, _: x.double(), weights, None, None, FP32_SUM_BITS, sum_products=16)
+    return Numerics(
+        lambda x, _: x.double(),
+        weights,
+        None,
+        None,
+        FP32_SUM_BITS,
+        sum_products=16,
+        rounds_row_factors=rounds_row_factors,
+    )

@@ -183,7 +183,7 @@ def get_symm_buffer_for_mega_moe(
         hidden: values of a token, a multiple of 32. y is of this size, and so are `x` and `x_sf`,
             which are views of longer rows unless hidden is a multiple of 128.
         intermediate_hidden: rows of gate, and of up: a multiple of 32.
-        weights: their format, "mxfp4", "fp8" or "bf16".
+        weights: their format, one of those of `transform_weights_for_mega_moe`.
         num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
             slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
             tensors; `num_experts` is without them.
@@ -196,7 +196,7 @@ def get_symm_buffer_for_mega_moe(
             in an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32
             scale of any size for 128 values, or "fp8_token", with one for all values, with fp8
             weights on sm_90a, where hidden is a multiple of 128; or "bf16", the default with bf16
-            weights, and on sm_90a with mxfp4 ones.
+            and nvfp4 weights, and on sm_90a with mxfp4 ones.
         device: where the calls run. A CPU runs them in the emulator, with memory that the processes
             of the group share. By default the current GPU for a group with NCCL and, if there is a
             GPU, for None; otherwise the CPU.

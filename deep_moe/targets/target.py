@@ -20,7 +20,7 @@ from deep_moe.weights import (
     WEIGHTS,
     check_weights_name,
     default_token_format,
-    folder_module,
+    optional_module,
 )
 
 if TYPE_CHECKING:
@@ -48,12 +48,8 @@ def token_data_type(tokens: TokenFormat) -> DataType:
 
 def kernels_of(weights: str, kernel: str) -> tuple[TargetWeights, ...]:
     """What targets of a kernel do with weights of a format; empty where it does not take them."""
-    try:
-        return folder_module(weights, kernel).KERNELS
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.endswith(f".{kernel}"):
-            raise
-        return ()
+    module = optional_module(weights, kernel)
+    return () if module is None else module.KERNELS
 
 
 class Operands(NamedTuple):

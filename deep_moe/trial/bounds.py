@@ -228,14 +228,8 @@ def expert_bounds(
 ) -> SlotBounds:
     """Of one expert on float64 tokens [n, H] with routing weights [n]. biases: as the reference
     takes them."""
-    sums, errors = sums_with_errors(
-        tokens,
-        numerics.weights(l1_weights, activation.num_l1_matrices),
-        sum_bits,
-        numerics.sum_block,
-        numerics.sum_products,
-        numerics.multiplies_block_scales,
-    )
+    dense = numerics.weights(l1_weights, activation.num_l1_matrices)
+    sums, errors = _sums_of(tokens, dense, sum_bits, numerics)
     outer_weights = None
     if biases is not None:
         sums, errors = _with_bias(sums, errors, biases[0])
@@ -246,14 +240,7 @@ def expert_bounds(
     rows = Interval(*(round_to_bf16(end).double() for end in (sums - errors, sums + errors)))
     ends = _quantized_ends(activated_ends(rows, weights, activation), weights, numerics)
     dense = numerics.weights(l2_weights, 1)
-    sums, errors = sums_with_errors(
-        quantized,
-        dense,
-        sum_bits,
-        numerics.sum_block,
-        numerics.sum_products,
-        numerics.multiplies_block_scales,
-    )
+    sums, errors = _sums_of(quantized, dense, sum_bits, numerics)
     down, up_moves, squares = _moves(quantized, ends, dense)
     y = sums
     if biases is not None and outer_weights is not None:
@@ -298,6 +285,23 @@ def _with_bias(
     """Sums float64 [n, R] and how far off they may be, when a bias [R] has been added in FP32."""
     sums = sums + bias
     return sums, errors + _FP32_HALF_UNIT * (sums.abs() + errors)
+
+
+def _sums_of(
+    values: torch.Tensor, weights: torch.Tensor, sum_bits: int, numerics: Numerics
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sums_with_errors`, and the rounding of their product with a factor of the row."""
+    sums, errors = sums_with_errors(
+        values,
+        weights,
+        sum_bits,
+        numerics.sum_block,
+        numerics.sum_products,
+        numerics.multiplies_block_scales,
+    )
+    if numerics.rounds_row_factors:
+        errors = errors + _FP32_HALF_UNIT * (sums.abs() + errors)
+    return sums, errors
 
 
 def sums_with_errors(

@@ -60,6 +60,11 @@ _SHAPES = (
     (3, 12, 3, 128, 128),
     (1, 3, 3, 128, 1152),
 )
+# Of each architecture. The longest axes that a kernel is compiled for are formats and shapes: all
+# of their pairs, and some kernels by chance.
+CASES_PER_ROUND = CASES_PER_KERNEL * (
+    len(_SHAPES) * max(len(target.weights) for target in TARGETS.values()) + 8
+)
 EXACT_ACTIVATIONS = tuple(case for kind in ACTIVATIONS.values() for case in kind.exact_cases())
 ALL_ACTIVATIONS = (
     *EXACT_ACTIVATIONS,

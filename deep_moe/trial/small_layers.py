@@ -90,6 +90,7 @@ def _cases() -> Iterator[Case]:
     )
     yield fused("sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", **_WIDE)
     yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
+    yield fused("sm_90a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
     yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(
         "sm_100a", "bf16 x bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED

@@ -240,9 +240,8 @@ def exact_layer(
     if shape.has_gate:
         l1_sf[:, : l1_sf.shape[1] // 2] += _UE8M0_OF_32 - _UE8M0_OF_ONE
     weights = weight_format(shape.weights)
-    l1_weights, l2_weights = (
-        weights.of_codes(codes, sf, scale_block) for codes, sf in ((l1, l1_sf), (l2, l2_sf))
-    )
+    l1_weights = weights.of_codes(l1, l1_sf, scale_block, num_matrices=shape.num_l1_matrices)
+    l2_weights = weights.of_codes(l2, l2_sf, scale_block)
     if not shape.biases:
         return Layer(l1_weights, l2_weights, shape.num_shared_experts)
     most = bounds.max_l1_bias

@@ -26,14 +26,9 @@ if TYPE_CHECKING:
 
     from .format import WeightFormat
 
-WeightsName = Literal["mxfp4", "fp8", "bf16"]
+WeightsName = Literal["mxfp4", "fp8", "bf16", "nvfp4"]
 WEIGHTS: tuple[str, ...] = (*get_args(WeightsName), *further_values(__name__, __path__))
 DEFAULT_WEIGHTS = "mxfp4"
-
-# Of formats that there is no kernel for, why.
-_WITHOUT_KERNEL = {
-    "nvfp4": "its scales, E4M3 per 16 values, are applied by no kernel here",
-}
 
 
 def check_weights_name(name: object, known: Iterable[str] = WEIGHTS, where: str = "") -> None:
@@ -42,8 +37,7 @@ def check_weights_name(name: object, known: Iterable[str] = WEIGHTS, where: str 
     if not isinstance(name, str):
         raise TypeError(f"weights must be {allowed}; got {name!r}")
     if name not in known:
-        reason = f": {_WITHOUT_KERNEL[name]}" if name in _WITHOUT_KERNEL else ""
-        raise ValueError(f"weights must be {allowed}; got {name!r}{reason}")
+        raise ValueError(f"weights must be {allowed}; got {name!r}")
 
 
 def weight_format(name: str) -> WeightFormat:
@@ -78,3 +72,13 @@ def folder_module(weights: str, name: str | None = None) -> ModuleType:
     """A module of the format's folder, or the folder itself."""
     package = f"{__name__}.{weights}"
     return importlib.import_module(package if name is None else f"{package}.{name}")
+
+
+def optional_module(weights: str, name: str) -> ModuleType | None:
+    """A module of the format's folder, None if it has none of this name."""
+    try:
+        return folder_module(weights, name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.endswith(f".{name}"):
+            raise
+        return None

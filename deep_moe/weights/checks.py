@@ -47,7 +47,7 @@ def check_layers(
             )
         check_scales(f"{name}[1]", layer.sf, sizes, num_matrices)
         if layer.global_sf is not None:
-            _check_global_scales(f"{name}[2]", layer.global_sf, (sizes[0], num_matrices))
+            _check_global_form(f"{name}[2]", layer.global_sf, (sizes[0], num_matrices))
         return sizes
 
     num_experts, num_l1_rows, hidden = check_layer("l1_weights", l1, l1_axes, num_l1_matrices)
@@ -74,7 +74,7 @@ def _has_rows_of_up_alone(l1: torch.Tensor, l2: torch.Tensor, values_per_byte: i
     return l1.dim() == l2.dim() == 3 and l1.shape[1] == l2.shape[2] * values_per_byte
 
 
-def _check_global_scales(name: str, global_sf: torch.Tensor, expected: tuple[int, int]) -> None:
+def _check_global_form(name: str, global_sf: torch.Tensor, expected: tuple[int, int]) -> None:
     if global_sf.dtype != torch.float32:
         raise TypeError(f"{name} must be float32; got {global_sf.dtype}")
     if tuple(global_sf.shape) != expected:
@@ -98,6 +98,17 @@ def _sizes(
             f"got {tuple(weight.shape)}"
         )
     return num_experts, num_rows, num_values
+
+
+def check_global_scales(name: str, global_sf: torch.Tensor) -> None:
+    """Raise unless scales of matrices [E, matrices] are numbers of at least 0."""
+    wrong = ~((global_sf >= 0) & global_sf.isfinite())
+    if bool(wrong.any()):
+        expert_idx, matrix = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expert {expert_idx}, matrix {matrix} must have a scale that is a number of "
+            f"at least 0; got {global_sf[expert_idx, matrix].item()}"
+        )
 
 
 def check_no_nan_scale(name: str, sf: torch.Tensor) -> None:

@@ -87,6 +87,7 @@ class WeightFormat(ABC):
         codes: torch.Tensor,
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         """Weights whose values are `codes` [..., N, K], which the format holds, times 2^(byte -
         127), uint8, one for each `scale_block` of them."""

@@ -47,9 +47,10 @@ def transform_weights_for_mega_moe(
     """Lay out weights for the kernel, once, after loading. The sources may then be freed.
 
     Args:
-        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1. For an
-            activation without a gate (values [E, I, H], scales).
-        l2_weights: (values [E, H, I], scales).
+        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1, and a third
+            tensor where matrices have scales of their own. For an activation without a gate (values
+            [E, I, H], ...).
+        l2_weights: (values [E, H, I], scales), likewise.
         arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
         weights: their format.
 
@@ -64,6 +65,8 @@ def transform_weights_for_mega_moe(
               [E, 1]: beside "fp8_token" tokens on sm_90a any positive numbers.
             - "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What
               is returned are pairs as of all formats, with an empty tensor in place of scales.
+            - "nvfp4": int8 or uint8 [E, N, K/2], as of "mxfp4", float8_e4m3fn scales [E, N, K/16],
+              and float32 scales of matrices, which multiply, [E, 2] of gate and up, and [E, 1].
         token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and
             "fp8"; "fp8_128" and "fp8_token" with "fp8" on sm_90a; "bf16", the default with "bf16",
             and with "mxfp4" on sm_90a.

@@ -10,6 +10,9 @@ import torch
 
 import deep_moe
 from deep_moe.compat import deep_ep, deep_gemm
+from deep_moe.targets import target_of
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights
 from tests.pairs import formats
 
 # Of all layers here.
@@ -39,11 +42,9 @@ def source_weights(weights: str) -> tuple[Any, Any]:
     l1, l2 = bf16(E, 2 * I, H), bf16(E, H, I)
     if weights == "bf16":
         return l1, l2
-    if weights == "fp8":
-        return tuple(
-            (w.to(torch.float8_e4m3fn), torch.ones(E, w.shape[1] // 128, 1)) for w in (l1, l2)
-        )
-    return deep_moe.quantize_mxfp4(l1), deep_moe.quantize_mxfp4(l2)
+    quantize = weight_format(weights).quantize
+    block = next(own for own in target_of("sm_90a").weights if own.weights == weights).scale_block
+    return quantize(l1.float(), block, 2), quantize(l2.float(), block, 1)
 
 
 def transformed(pair: str, arch: str = "sm_90a") -> deep_moe.MegaMoEWeights:
@@ -245,9 +246,9 @@ def inverse_transform_biases() -> Call:
 
 
 def dequantize(quantize: Callable[..., Any], function: Callable[..., Any]) -> Call:
-    values, sf = quantize(torch.ones(E, 8, H))
-    first, *_ = inspect.signature(function).parameters
-    return function, {first: values, "sf": sf, "dtype": torch.float32}
+    *names, _ = inspect.signature(function).parameters
+    given = dict(zip(names, quantize(torch.ones(E, 8, H)), strict=True))
+    return function, {**given, "dtype": torch.float32}
 
 
 def deep_ep_buffer() -> deep_ep.Buffer:
@@ -340,13 +341,16 @@ CALLS: dict[str, Callable[[], Call]] = {
     "transform_weights_for_mega_moe, fp8": lambda: transform_weights("fp8"),
     "transform_weights_for_mega_moe, bf16": lambda: transform_weights("bf16"),
     "transform_weights_for_mega_moe, mxfp4 x bf16": lambda: transform_weights("mxfp4 x bf16"),
+    "transform_weights_for_mega_moe, nvfp4": lambda: transform_weights("nvfp4"),
     "inverse_transform_weights": inverse_transform_weights,
     "transform_biases_for_mega_moe": transform_biases,
     "inverse_transform_biases": inverse_transform_biases,
     "quantize_mxfp4": lambda: (deep_moe.quantize_mxfp4, {"x": bf16(E, 8, H)}),
     "quantize_mxfp8": lambda: (deep_moe.quantize_mxfp8, {"x": bf16(8, H)}),
+    "quantize_nvfp4": lambda: (deep_moe.quantize_nvfp4, {"x": bf16(E, 8, H), "num_matrices": 2}),
     "dequantize_mxfp4": lambda: dequantize(deep_moe.quantize_mxfp4, deep_moe.dequantize_mxfp4),
     "dequantize_mxfp8": lambda: dequantize(deep_moe.quantize_mxfp8, deep_moe.dequantize_mxfp8),
+    "dequantize_nvfp4": lambda: dequantize(deep_moe.quantize_nvfp4, deep_moe.dequantize_nvfp4),
     "deep_ep.Buffer.low_latency_dispatch": deep_ep_dispatch,
     "deep_ep.Buffer.low_latency_combine": deep_ep_combine,
     "deep_gemm.fp8_fp4_mega_moe": lambda: deep_gemm_call("fp8_fp4_mega_moe", "fp8xfp4", "mxfp4"),
@@ -486,7 +490,7 @@ def tensors_of(arguments: Arguments) -> Iterator[tuple[tuple[Any, ...], torch.Te
     def within(way: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield way, value
-        elif type(value) in (tuple, list) or hasattr(value, "_fields"):
+        elif type(value) in (tuple, list, LayerWeights) or hasattr(value, "_fields"):
             for place, item in enumerate(value):
                 yield from within((*way, place), item)
         elif isinstance(value, deep_moe.MegaMoEWeights):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deep_moe
+from deep_moe.weights.layers import LayerWeights
 
 from .public_calls import CALLS, H, T, bf16, tensors_of
 
@@ -29,7 +30,8 @@ def replaced(value: Any, way: Way, item: Any) -> Any:
         return replace(value, **{place: replaced(getattr(value, place), tuple(rest), item)})
     items = list(value)
     items[place] = replaced(items[place], tuple(rest), item)
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    is_of_fields = hasattr(value, "_fields") or isinstance(value, LayerWeights)
+    return type(value)(*items) if is_of_fields else type(value)(items)
 
 
 def freed(tensor: torch.Tensor, num_bytes: int = 0) -> torch.Tensor:

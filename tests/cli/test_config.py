@@ -114,7 +114,7 @@ def test_weights_reach_the_config():
     segments = [row["name"] for row in explained(*sm90)["smem_map"]]
     assert "weight_scales" in segments
     assert "row_factors" not in segments
-    assert run_config("--weights", "nvfp4").exit_code == 2
+    assert run_config("--weights", "nvfp3").exit_code == 2
 
 
 def test_a_clamp_reaches_the_config():

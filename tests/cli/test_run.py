@@ -137,7 +137,7 @@ def test_biases(kind: str, arch: str):
 
 
 def test_weights_that_there_are_not():
-    result = invoke(*TINY, "--weights", "nvfp4")
+    result = invoke(*TINY, "--weights", "nvfp3")
     assert result.exit_code == 2
     assert "--weights must be one of mxfp4, fp8, bf16; got" in " ".join(result.output.split())
 

@@ -59,7 +59,7 @@ def decoded(part: torch.Tensor, thread: int, b: int, product: int) -> torch.Tens
             for v in range(2):
                 lower, upper = selectors >> 8 * v & 3, selectors >> 8 * v + 4 & 3
                 codes[h, c, v] = UPPER_BYTES[upper] << 8 | LOWER_BYTES[lower]
-        byte = int(part[4096 + thread // 4 * 8 + product // 2 * 4 + 2 * b + h])
+        byte = int(part[4096 + thread // 4 * 8 + 4 * b + product // 2 * 2 + h])
         multipliers[h] = 2.0 ** (byte - 127)
     values = codes.to(torch.int16).view(torch.bfloat16) * multipliers.bfloat16()
     return values.double()

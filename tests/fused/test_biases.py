@@ -34,7 +34,7 @@ def buffer_of(shape: Any) -> deep_moe.SymmBuffer:
     )
 
 
-@pytest.mark.parametrize("pair", ["mxfp4", "fp8", "bf16", "mxfp4 x bf16"])
+@pytest.mark.parametrize("pair", ["mxfp4", "fp8", "bf16", "mxfp4 x bf16", "nvfp4"])
 @pytest.mark.parametrize("how", ["function", "operator"])
 def test_they_are_added(pair: str, how: str) -> None:
     shape = dataclasses.replace(BIASED, **formats(pair))

@@ -32,6 +32,7 @@ MAX_TOKENS = 8192
         ("sm_90a", "fp8", 18),
         ("sm_90a", "bf16", 29),
         ("sm_90a", "mxfp4 x bf16", 21),
+        ("sm_90a", "nvfp4", 21),
         ("sm_100a", "mxfp4", 7),
     ],
     everyday=[("sm_90a", "mxfp4", 23), ("sm_100a", "mxfp4", 7)],

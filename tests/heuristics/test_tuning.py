@@ -423,7 +423,7 @@ class TestFile:
         del document["layers"][0]["weights"]
         (layer,) = parse_table(json.dumps(document), "a table").layers
         assert layer.key == dataclasses.replace(table.layers[0].key, weights="mxfp4")
-        document["layers"][0]["weights"] = "nvfp4"
+        document["layers"][0]["weights"] = "nvfp3"
         with pytest.raises(ValueError, match="tuning table, a table: weights must be one of mxfp4"):
             parse_table(json.dumps(document), "a table")
 

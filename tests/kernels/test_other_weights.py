@@ -18,6 +18,7 @@ KERNELS = (
     ("sm_90a", "fp8"),
     ("sm_90a", "bf16"),
     ("sm_90a", "mxfp4 x bf16"),
+    ("sm_90a", "nvfp4"),
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
 )

@@ -586,6 +586,12 @@ SM90_MUTATIONS = (
             ("values_of_the_upper_row", "bf16_upper_selectors", "second >> 16", "second"),
         )
     ),
+    M(
+        "nvfp4_scale_of_the_product_before",
+        replaced("nvfp4_scale", "i % 2 == 0 ? 0x4140 : 0x4342", "0x4140"),
+        "result",
+        weights="nvfp4",
+    ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- clusters
     IN_CLUSTERS(

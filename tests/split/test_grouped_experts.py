@@ -304,7 +304,7 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
     [
         ({"hidden": 320}, "hidden must be a positive multiple of 128"),
         ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
-        ({"weights": "nvfp4"}, "weights must be one of"),
+        ({"weights": "nvfp3"}, "weights must be one of"),
         ({"token_format": "fp8_128"}, "token_format must be 'mxfp8' or .*no powers of two"),
         ({"token_format": "bf16"}, "token_format must be .*quantized when they are dispatched"),
         ({"token_format": "fp7"}, "got 'fp7'"),

@@ -169,7 +169,7 @@ def test_more_domains_than_slots(run_ranks, exact_sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp8", "bf16", "mxfp4 x bf16"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16", "mxfp4 x bf16", "nvfp4"])
 def test_other_formats_and_biases(run_ranks, weights) -> None:
     """Two domains of one rank each."""
     shape = MoEShape(2, 6, 2, 256, 128, 9, **formats(weights), biases=weights != "fp8")

@@ -72,9 +72,6 @@ def test_a_devices_target(monkeypatch: pytest.MonkeyPatch, capability, name) -> 
 def test_a_format_that_a_target_does_not_have_is_refused_with_both_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = "weights must be one of mxfp4, fp8, bf16 on sm_90a; got "
-    with pytest.raises(ValueError, match=f"{words}'nvfp4': its scales, E4M3 per 16 values"):
-        target_of("sm_90a").weights_of("nvfp4")
     monkeypatch.setitem(vars(SM90A), "weights", (Sm90Mxfp4(),))
     fp8 = dataclasses.replace(SHAPE, **formats("fp8"))
     with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
@@ -82,7 +79,7 @@ def test_a_format_that_a_target_does_not_have_is_refused_with_both_names(
     with pytest.raises(ValueError, match="weights must be one of mxfp4 on sm_90a; got 'fp8'"):
         deep_moe.empty_weights_for_mega_moe(4, 256, 128, arch="sm_90a", weights="fp8")
     assert choose_config(fp8, 4, arch="sm_100a").target_weights.weights == "fp8"
-    with pytest.raises(ValueError, match="weights must be one of mxfp4, fp8, bf16; got 'bf17'"):
+    with pytest.raises(ValueError, match=r"weights must be one of mxfp4, .*; got 'bf17'"):
         dataclasses.replace(SHAPE, weights="bf17")
 
 

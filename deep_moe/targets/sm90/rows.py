@@ -30,6 +30,11 @@ class RowsOf(Enum):
     def linear1(cls, has_gate: bool) -> RowsOf:
         return cls.GATE_AND_UP if has_gate else cls.UP
 
+    @property
+    def num_matrices(self) -> int:
+        """One below the other."""
+        return 2 if self is RowsOf.GATE_AND_UP else 1
+
 
 BLOCK_N = 256  # rows of a block
 PART_N = BLOCK_N // 2  # of a warpgroup

@@ -81,6 +81,7 @@ class Bf16(WeightFormat):
         codes: torch.Tensor,
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         scales = ue8m0_to_float(scale_bytes, torch.float32)
         return self.quantize(codes * over_values(scales, scale_block, *codes.shape[-2:]))

@@ -137,6 +137,7 @@ class Fp8(WeightFormat):
         codes: torch.Tensor,
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         return LayerWeights(codes.to(torch.float8_e4m3fn), _in_usual_form(scale_bytes, scale_block))
 

@@ -103,6 +103,7 @@ class Mxfp4(WeightFormat):
         codes: torch.Tensor,
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = SCALE_GROUP,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         return LayerWeights(pack_e2m1_values(codes), pack_ue8m0_groups(scale_bytes))
 

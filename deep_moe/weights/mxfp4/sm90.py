@@ -5,13 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import (
-    FURTHER_TILE_COST,
-    SPARED_TILES,
-    TILE_ROWS_PER_UNIT,
-    TILES,
-    WeightKind,
-)
+from deep_moe.heuristics.sm90 import SPARED_TILES, TILES, WeightKind
+from deep_moe.targets.sm90.decoded import Sm90DecodedWeights, bf16_decoded_kind, decoded_costs
 from deep_moe.targets.sm90.weights import Sm90Weights
 
 if TYPE_CHECKING:
@@ -19,34 +14,9 @@ if TYPE_CHECKING:
 
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
 
     from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
-
-
-def decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded.
-
-    >>> decoded_costs(150)
-    (2.0, 1.2)
-    """
-    cost = 1 + rows / TILE_ROWS_PER_UNIT
-    return cost, FURTHER_TILE_COST * cost
-
-
-def bf16_decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
-    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
-
-    >>> bf16_decoded_costs(150)
-    (3.0, 2.2)
-    """
-    first, further = decoded_costs(rows)
-    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
-
-
-# With 168 rows ptxas has too few registers to overlap the products with anything else, though not
-# with 176.
-BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
 
 
 class Sm90Mxfp4(Sm90Weights):
@@ -112,25 +82,16 @@ class Sm90Mxfp4(Sm90Weights):
         return sm90_numerics(FORMAT.dequantize)
 
 
-class Sm90Mxfp4Bf16(Sm90Mxfp4):
-    token_format = "bf16"
+class Sm90Mxfp4Bf16(Sm90DecodedWeights):
+    weights = "mxfp4"
     policy = "Mxfp4Bf16Weights"
-    kind = WeightKind(
-        8704, True, False, False, BF16_DECODED_TILES, bf16_decoded_costs, spared_tiles=SPARED_TILES
-    )
-    # The same kinds, CTAs by themselves, and in clusters that share weights.
-    fuzz_tiles = (
-        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
-        {"block_m": 176, "num_stages": 3},
-        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
-        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
-    )
+    kind = bf16_decoded_kind(8704)
 
     @property
-    def blocks(self) -> ModuleType:
-        from . import sm90_bf16_blocks
+    def blocks(self) -> DecodedBlocks:
+        from .sm90_bf16_blocks import BLOCKS
 
-        return sm90_bf16_blocks
+        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

@@ -24,11 +24,12 @@ Linear2, rows of zeros fill the last block where hidden is an odd multiple of 12
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from deep_moe.targets.sm90.decoded_blocks import swap_bits
 from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, RowsOf, by_slot, e4m3_rows_by_slot
 
 BLOCK_K = 128
@@ -275,13 +276,3 @@ def _quad_units(quads: torch.Tensor) -> torch.Tensor:
     """A view of them as a section's shift_units."""
     units = quads.view(*quads.shape[:2], 32, -1).view(torch.complex128)
     return units.permute(0, 3, 1, 2)
-
-
-def swap_bits(words: torch.Tensor, swaps: Iterable[tuple[int, int]]) -> None:
-    """For each (distance, bits), exchange those bits with the ones `distance` higher, in place."""
-    differences = torch.empty_like(words)
-    for distance, bits in swaps:
-        torch.bitwise_right_shift(words, distance, out=differences)
-        differences.bitwise_xor_(words).bitwise_and_(bits)
-        words.bitwise_xor_(differences)
-        words.bitwise_xor_(differences.bitwise_left_shift_(distance))

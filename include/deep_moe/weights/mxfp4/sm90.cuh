@@ -4,8 +4,8 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/dispatch/plain_pull_policy.cuh"
 #include "deep_moe/dispatch/sm90_pull_policy.cuh"
+#include "deep_moe/experts/sm90/bf16_decoder.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/weights/mxfp4/sm90_bf16_decode.cuh"
 #include "deep_moe/weights/mxfp4/sm90_e5m2_decode.cuh"
@@ -26,19 +26,6 @@ struct Mxfp4Weights {
     using PullPolicy = sm90::PullPolicy<Config>;
 };
 
-struct Mxfp4Bf16Weights {
-    static constexpr uint32_t block_bytes = 2 * Bf16Decoder::part_bytes;
-    // A factor for each row; what its groups of 32 differ in lies in the block.
-    static constexpr bool has_row_factors = true;
-    static constexpr bool has_block_scales = false;
-    // Nor has Linear1's output.
-    static constexpr bool has_token_scales = false;
-    static constexpr bool promotes_token_scales = false;
-
-    template <class Config>
-    using MainLoop = sm90::MainLoop<Config, Bf16Decoder>;
-    template <class Config>
-    using PullPolicy = PlainPullPolicy<Config>;
-};
+using Mxfp4Bf16Weights = Bf16DecodedWeights<Bf16Decoder>;
 
 }  // namespace deep_moe::sm90

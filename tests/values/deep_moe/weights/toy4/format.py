@@ -91,6 +91,7 @@ class Toy4(WeightFormat):
         codes: torch.Tensor,
         scale_bytes: torch.Tensor,
         scale_block: tuple[int, int] = ROW,
+        num_matrices: int = 1,
     ) -> LayerWeights:
         return _packed(codes, ue8m0_to_float(scale_bytes, torch.float32).squeeze(-1))
 

@@ -1,0 +1,121 @@
+"""Weights that the SM90 kernel decodes to BF16 beside BF16 tokens, of any format: their tensors,
+and what tiles cost."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from deep_moe.heuristics.sm90 import (
+    BLOCK_N,
+    FURTHER_TILE_COST,
+    SPARED_TILES,
+    TILE_ROWS_PER_UNIT,
+    TILES,
+    WeightKind,
+)
+
+from .weights import Sm90Weights
+
+if TYPE_CHECKING:
+    from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.weights.layers import (
+        ExpertWeights,
+        KernelLayer,
+        LayerWeights,
+        MegaMoEWeights,
+        TensorForms,
+    )
+
+    from .decoded_blocks import DecodedBlocks
+
+
+def decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded.
+
+    >>> decoded_costs(150)
+    (2.0, 1.2)
+    """
+    cost = 1 + rows / TILE_ROWS_PER_UNIT
+    return cost, FURTHER_TILE_COST * cost
+
+
+def bf16_decoded_costs(rows: float) -> tuple[float, float]:
+    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
+    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
+
+    >>> bf16_decoded_costs(150)
+    (3.0, 2.2)
+    """
+    first, further = decoded_costs(rows)
+    return first + rows / TILE_ROWS_PER_UNIT, further + rows / TILE_ROWS_PER_UNIT
+
+
+# With 168 rows ptxas has too few registers to overlap the products with anything else, though not
+# with 176.
+BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
+
+
+def bf16_decoded_kind(block_bytes: int) -> WeightKind:
+    """Of weights that are decoded to BF16."""
+    return WeightKind(
+        block_bytes,
+        True,
+        False,
+        False,
+        BF16_DECODED_TILES,
+        bf16_decoded_costs,
+        spared_tiles=SPARED_TILES,
+    )
+
+
+class Sm90DecodedWeights(Sm90Weights):
+    """kind: by `bf16_decoded_kind`, with the bytes of `blocks`."""
+
+    token_format = "bf16"
+    # Few stages, for a small case never comes round the ring of the default. The three kinds of
+    # main loop: products in pairs, one by one, and a loop for each size of m-block. CTAs by
+    # themselves, and in clusters that share weights.
+    fuzz_tiles = (
+        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
+        {"block_m": 176, "num_stages": 3},
+        {"block_m": 128, "block_m_step": 32, "num_stages": 2},
+        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+    )
+
+    @property
+    @abstractmethod
+    def blocks(self) -> DecodedBlocks:
+        """The layout."""
+
+    def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        from .rows import RowsOf
+
+        rows_of_l1 = RowsOf.linear1(out.has_gate)
+        self.blocks.lay_out(l1, out.l1, name="l1_weights", rows_of=rows_of_l1)
+        self.blocks.lay_out(l2, out.l2, name="l2_weights", rows_of=RowsOf.OUTPUT)
+
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+        from deep_moe.weights.layers import ExpertWeights, LayerWeights
+
+        from .rows import RowsOf
+
+        shape = self.checked_shape(l1, l2, has_gate=has_gate)
+        read, rows_of_l1 = self.blocks.read, RowsOf.linear1(has_gate)
+        return ExpertWeights(
+            LayerWeights(*read(l1, num_rows=shape.num_l1_rows, rows_of=rows_of_l1)),
+            LayerWeights(*read(l2, num_rows=shape.hidden, rows_of=RowsOf.OUTPUT)),
+        )
+
+    def tensors(self, shape: MoEShape) -> TensorForms:
+        """Blocks, and a factor for each row."""
+        import torch
+
+        l1, l2 = self.block_dims(shape)
+        block_bytes = self.blocks.block_bytes
+        return {
+            "l1_weights[0]": (torch.int8, (*l1, block_bytes)),
+            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
+            "l2_weights[0]": (torch.int8, (*l2, block_bytes)),
+            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
+        }

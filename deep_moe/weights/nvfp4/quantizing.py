@@ -1,0 +1,67 @@
+"""Quantizing whole tensors of weights to NVFP4, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.formats.mx import by_matrix
+from deep_moe.tensor_memory import check_dense, check_memory
+
+from ..layers import LayerWeights
+from ..quantizing import check_matrices
+from .format import FORMAT
+
+
+def quantize_nvfp4(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
+    """Quantize weights `x` [..., N, K] to the tensors that `transform_weights_for_mega_moe` takes:
+    packed E2M1 int8 [..., N, K/2], two values per byte, E4M3 scales float8_e4m3fn [..., N, K/16],
+    and float32 scales of matrices [..., num_matrices].
+
+    Args:
+        x: bfloat16, float16 or float32, finite, K a multiple of 32, the dimension that is summed
+            over: [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for
+            Linear2.
+        num_matrices: one below the other in N, 2 for Linear1. Each has a scale of its own: its
+            largest magnitude / 2688. The scale of 16 values is their largest magnitude / 6 in units
+            of that, rounded to E4M3. Values are rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4,
+            6 and their negatives in units of both, ties to even.
+
+    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which E2M1
+    does not hold.
+
+    Examples:
+        >>> layer = quantize_nvfp4(torch.full((2, 32), 0.75))
+        >>> [tuple(tensor.shape) for tensor in layer], dequantize_nvfp4(*layer)[0, 0].item()
+        ([(2, 16), (2, 2), (1,)], 0.75)
+    """
+    check_matrices(x, num_matrices)
+    return LayerWeights(
+        *by_matrix(lambda own: FORMAT.quantize(own, num_matrices=num_matrices), x=x)
+    )
+
+
+def dequantize_nvfp4(
+    packed: torch.Tensor,
+    sf: torch.Tensor,
+    global_sf: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The weights [..., N, K] that the tensors of `quantize_nvfp4` stand for, rounded once.
+
+    Args:
+        packed: int8 or uint8 [..., N, K/2], two E2M1 values in each byte.
+        sf: float8_e4m3fn [..., N, K/16].
+        global_sf: float32 [..., matrices], of so many matrices one below the other.
+        dtype: of the result.
+    """
+    if not isinstance(global_sf, torch.Tensor):
+        raise TypeError(f"global_sf must be a tensor; got {type(global_sf).__name__}")
+    check_dense("global_sf", global_sf)
+    check_memory("global_sf", global_sf)
+
+    def of_matrices(*own: torch.Tensor) -> tuple[torch.Tensor]:
+        layer = (*own[:2], own[2].squeeze(-1))
+        return (FORMAT.dequantize(layer, layer[2].shape[0]).to(dtype),)
+
+    of_rows = global_sf.unsqueeze(-1)
+    return by_matrix(of_matrices, packed=packed, sf=sf, global_sf=of_rows)[0]

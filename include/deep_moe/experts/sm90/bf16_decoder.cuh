@@ -1,0 +1,59 @@
+// What weights that are decoded to BF16 beside BF16 tokens have in common, whatever their format.
+//
+// A weight block is 256 rows x 64 k as the host laid it out (deep_moe/targets/sm90/decoded_blocks
+// .py): for each of the two math warpgroups its values, then what multiplies them, a group along k
+// after the other. A thread has 4 rows, and of each 16 along k the four that a product takes from
+// it.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/plain_pull_policy.cuh"
+#include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/ptx/wgmma.cuh"
+
+namespace deep_moe::sm90 {
+
+// value_bits: of a weight. multiplier_bytes: of each row, of a block's multipliers.
+template <uint32_t value_bits, uint32_t multiplier_bytes>
+struct Bf16DecoderBase {
+    static constexpr uint32_t num_rows = 128;  // of one warpgroup
+    static constexpr uint32_t block_k = 64;
+    static constexpr uint32_t value_bytes = num_rows * block_k * value_bits / 8;
+    static constexpr uint32_t part_bytes = value_bytes + num_rows * multiplier_bytes;
+    // Of a thread's 4 rows. The four threads of a row have the same.
+    static constexpr uint32_t thread_multiplier_bytes = 4 * multiplier_bytes;
+
+    static constexpr uint32_t mmas_per_row_half = 4;
+    static constexpr uint32_t mmas_per_unit = 16 / value_bits;  // whose weights are 16 bytes
+    using Fragment = uint32_t[4];
+
+    static __device__ __forceinline__ uint32_t multipliers_at(uint32_t part, uint32_t thread_idx) {
+        return part + value_bytes + thread_idx / 4 * thread_multiplier_bytes;
+    }
+
+    template <uint32_t num_accumulators>
+    static __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
+                                                    const Fragment& fragment, uint64_t tokens) {
+        ptx::wgmma_m64k16_f32_bf16_bf16(accumulators, fragment, tokens);
+    }
+};
+
+// The policy of such weights.
+template <class Decoder>
+struct Bf16DecodedWeights {
+    static constexpr uint32_t block_bytes = 2 * Decoder::part_bytes;
+    // A factor for each row; what its groups differ in lies in the block.
+    static constexpr bool has_row_factors = true;
+    static constexpr bool has_block_scales = false;
+    // Nor has Linear1's output.
+    static constexpr bool has_token_scales = false;
+    static constexpr bool promotes_token_scales = false;
+
+    template <class Config>
+    using MainLoop = sm90::MainLoop<Config, Decoder>;
+    template <class Config>
+    using PullPolicy = PlainPullPolicy<Config>;
+};
+
+}  // namespace deep_moe::sm90

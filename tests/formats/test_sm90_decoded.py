@@ -1,0 +1,153 @@
+"""Weights that SM90 decodes to BF16 for BF16 tokens: every weight exact, decoded as the kernel does
+it, and at its place. Those of MXFP4 stand in test_sm90_mxfp4_bf16.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deep_moe.targets import target_of
+from deep_moe.weights import weight_format
+from deep_moe.weights.layers import LayerWeights, MegaMoEWeights, one_expert
+from deep_moe.weights.transform import (
+    empty_weights_for_mega_moe,
+    inverse_transform_weights,
+    transform_weights_for_mega_moe,
+)
+
+from .test_sm90_mxfp4_bf16 import LOWER_BYTES, UPPER_BYTES
+
+HIDDEN, INTERMEDIATE = 384, 256  # an odd number of 128 rows in Linear2
+
+
+def bf16(bits: int) -> float:
+    return torch.tensor(bits - (bits >> 15 << 16), dtype=torch.int16).view(torch.bfloat16).item()
+
+
+def word_at(part: bytes, start: int) -> int:
+    return int.from_bytes(part[start : start + 4], "little")
+
+
+def e2m1_values(word: int, h: int) -> list[float]:
+    """A row's four values of a product, 2^-126 times as large, in the order of their columns."""
+    made = []
+    for c in range(2):
+        selectors = word >> (16 * h + 2 * c) & 0x3333
+        for v in range(2):
+            lower, upper = selectors >> 8 * v & 3, selectors >> 8 * v + 4 & 3
+            made.append(bf16(UPPER_BYTES[upper] << 8 | LOWER_BYTES[lower]))
+    return made
+
+
+def nvfp4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
+    word = word_at(part, 2048 * b + 16 * thread + 4 * product)
+    byte = part[4096 + thread // 4 * 16 + 8 * b + 2 * product + h]
+    multiplier = bf16(0x7000 + 16 * byte)
+    return [value * multiplier for value in e2m1_values(word, h)]
+
+
+# What the kernel makes of a row's values of a product, before the row's factor: of a warpgroup's
+# part, a thread of it, its row half, the product and the row in it.
+DECODED: dict[str, Callable[[bytes, int, int, int, int], list[float]]] = {"nvfp4": nvfp4_values}
+each_format = pytest.mark.parametrize("weights", DECODED)
+
+
+def any_layer(weights: str, num_experts: int = 2) -> tuple[LayerWeights, LayerWeights]:
+    """Of all codes and scales that the format's `random` draws."""
+    made = weight_format(weights)
+    block = target_of("sm_90a").weights_of(weights, "bf16").scale_block
+    generator = torch.Generator().manual_seed(3)
+
+    def layer(num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
+        experts = [
+            made.random(num_rows, num_columns, torch.device("cpu"), generator, block, num_matrices)
+            for _ in range(num_experts)
+        ]
+        return LayerWeights(*map(torch.cat, zip(*experts, strict=True)))
+
+    return layer(2 * INTERMEDIATE, HIDDEN, 2), layer(HIDDEN, INTERMEDIATE, 1)
+
+
+def transform(weights: str, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeights:
+    return transform_weights_for_mega_moe(l1, l2, "sm_90a", weights=weights, token_format="bf16")
+
+
+@each_format
+@pytest.mark.parametrize("is_l1", [True, False], ids=["l1", "l2"])
+def test_every_value_decodes_exactly_at_its_place(weights: str, is_l1: bool) -> None:
+    layer = any_layer(weights, num_experts=1)
+    numerics = target_of("sm_90a").weights_of(weights, "bf16").numerics
+    expected = numerics.weights(one_expert(layer[0 if is_l1 else 1], 0), 2 if is_l1 else 1)
+    made = transform(weights, *layer)
+    blocks, factors = made.l1 if is_l1 else made.l2
+    assert blocks.shape[:3] == (1, 2, 6 if is_l1 else 4)
+    assert factors.shape == (1, 2, 256)
+    part_bytes = blocks.shape[3] // 2
+    seen = set()
+    for n in range(2):
+        for slot in range(0, 256, 16):  # of rows (b, h) of 8 lanes' four
+            g, b, w = slot // 128, slot // 64 % 2, slot // 16 % 4
+            for r in range(8):
+                if is_l1:
+                    value = 128 * n + 64 * g + 16 * w + 2 * r + b
+                    rows = [value, value + INTERMEDIATE]
+                else:
+                    first = 256 * n + 128 * g + 32 * w + 4 * r + 2 * b
+                    rows = [first, first + 1]
+                own_factors = factors[0, n, [slot + r, slot + 8 + r]].double()
+                if rows[1] >= expected.shape[0]:
+                    assert own_factors.tolist() == [0, 0]
+                    continue
+                seen.update(rows)
+                for k_block in range(blocks.shape[2]):
+                    part = bytes(blocks[0, n, k_block].view(torch.uint8).tolist())
+                    part = part[g * part_bytes :][:part_bytes]
+                    q, product = (r + k_block) % 4, (r // 4 + k_block) % 4
+                    first = 64 * k_block + 16 * product + 2 * q
+                    for h in range(2):
+                        values = DECODED[weights](part, 32 * w + 4 * r + q, b, product, h)
+                        wanted = expected[rows[h]][[first, first + 1, first + 8, first + 9]]
+                        result = torch.tensor(values, dtype=torch.float64) * own_factors[h]
+                        assert torch.equal(result, wanted)
+    assert seen == set(range(expected.shape[0]))
+
+
+@each_format
+def test_the_inverse_gives_the_input_back(weights: str) -> None:
+    layer = any_layer(weights)
+    made = transform(weights, *layer)
+    restored = inverse_transform_weights(*made, "sm_90a", weights=weights, token_format="bf16")
+    for before, after in zip(layer, restored, strict=True):
+        for own, result in zip(before, after, strict=True):
+            assert own.dtype == result.dtype
+            assert torch.equal(own.view(torch.uint8), result.view(torch.uint8))
+
+
+@each_format
+def test_expert_by_expert(weights: str) -> None:
+    layer = any_layer(weights)
+    whole = transform(weights, *layer)
+    out = empty_weights_for_mega_moe(
+        2, HIDDEN, INTERMEDIATE, arch="sm_90a", weights=weights, token_format="bf16"
+    )
+    for i in range(2):
+        transform_weights_for_mega_moe(
+            *(LayerWeights(*(tensor[i : i + 1] for tensor in own)) for own in layer),
+            "sm_90a",
+            weights=weights,
+            token_format="bf16",
+            out=out.expert(i),
+        )
+    assert all(map(torch.equal, out.tensors, whole.tensors))
+
+
+@pytest.mark.gpu
+@each_format
+def test_gpu_gives_what_the_cpu_gives(weights: str) -> None:
+    layer = any_layer(weights)
+    on_gpu = [LayerWeights(*(tensor.cuda() for tensor in own)) for own in layer]
+    expected, result = transform(weights, *layer), transform(weights, *on_gpu)
+    for a, b in zip(expected.tensors, result.tensors, strict=True):
+        assert torch.equal(a, b.cpu())

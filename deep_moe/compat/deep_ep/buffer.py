@@ -16,6 +16,7 @@ from deep_moe.heuristics.shape import MAX_TOPK, require_int
 from deep_moe.split.handle import Dispatched, DispatchHandle, Progress
 from deep_moe.split.kernels import Launch
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.tensor_memory import check_memory
 
 from .utils import EventHandle, EventOverlap
 
@@ -69,11 +70,12 @@ def _in_slots_of(dispatched_idx: torch.Tensor, topk_idx: Any, topk_weights: Any)
     combine to refuse."""
     if topk_idx is dispatched_idx:
         return topk_idx, topk_weights
-    for tensor in (topk_idx, topk_weights):
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if not isinstance(tensor, torch.Tensor) or tensor.shape != dispatched_idx.shape:
             return topk_idx, topk_weights
         if tensor.device != dispatched_idx.device:
             return topk_idx, topk_weights
+        check_memory(name, tensor)
     if topk_idx.dtype != dispatched_idx.dtype or topk_weights.dtype != torch.float32:
         return topk_idx, topk_weights
     # [tokens, slot of combine, slot of dispatch]

@@ -343,7 +343,7 @@ class TwoLevelMoE:
         arguments = self._arguments(given_options("call", options))
         arch = arguments.get("arch")
         target = self._buffer.target if arch is None else target_of(arch)
-        check_weights(weights, self._buffer.shape, target.kernel)
+        check_weights(weights, self._buffer.shape, target.kernel, activation)
         stats, checked = cumulative_local_expert_recv_stats, is_checked(arguments, self.device)
         self._check(x, topk_idx, topk_weights, weights, stats, out, checked)
 

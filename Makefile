@@ -36,10 +36,15 @@ SERVING := build/serving
 test-serving: emulator-library $(SERVING)/.ready
 	PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/python -m pytest tests/serving
 
-$(SERVING)/.ready: tests/serving/requirements.txt $(READY)
-	@rm -rf $(SERVING)
-	@$(call visibly,the engines, $(BIN)/python -m pip install --quiet --no-deps \
-		--target $(SERVING) -r tests/serving/requirements.txt)
+# Checkpoints that ModelOpt and compressed-tensors write themselves.
+EXPORTERS := build/exporters
+test-exporters: $(EXPORTERS)/.ready
+	PYTHONPATH=$(CURDIR)/$(EXPORTERS) $(BIN)/python -m pytest tests/exporters
+
+build/%/.ready: tests/%/requirements.txt $(READY)
+	@rm -rf build/$*
+	@$(call visibly,packages for tests/$*, $(BIN)/python -m pip install --quiet --no-deps \
+		--target build/$* -r tests/$*/requirements.txt)
 	@touch $@
 
 # The emulator under AddressSanitizer and UndefinedBehaviorSanitizer, ten minutes of drawn PTX.

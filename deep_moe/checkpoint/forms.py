@@ -34,17 +34,15 @@ def form_of(layer: LayerWeights) -> type[StoredForm] | None:
     return next((form for form in FORMS if form.holds(layer)), None)
 
 
-def form_like(tensors: Tensors) -> type[StoredForm] | None:
-    """The form that has such tensors of a matrix, by their types."""
-    return next(
-        (
-            form
-            for form in FORMS
-            if form.dtypes.keys() == tensors.keys()
-            and all(tensors[key].dtype in own for key, own in form.dtypes.items())
-        ),
-        None,
-    )
+def form_like(tensors: Tensors, first: type[StoredForm]) -> type[StoredForm] | None:
+    """The form that has such tensors of a matrix, by their types; `first`, if it is one of them."""
+
+    def has(form: type[StoredForm]) -> bool:
+        return form.dtypes.keys() == tensors.keys() and all(
+            tensors[key].dtype in own for key, own in form.dtypes.items()
+        )
+
+    return next((form for form in (first, *FORMS) if has(form)), None)
 
 
 def check_sizes(intermediate: int, hidden: int) -> None:

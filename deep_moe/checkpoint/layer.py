@@ -127,10 +127,10 @@ class Layer(ABC):
         self.check_complete(count, source)
         self.files.guard(self.beginnings)
         self.form, (num_rows, num_columns) = self._form_of(form, first)
-        if declared is not None and not is_plain:
-            declared.check(self._labels(first)["weight"], self.form, self.suffixes)
-        self._check_accounted(self.own_names(), self.modules(), self.bias)
         self.sizes = num_rows, num_columns * self.form.values_per_element
+        if declared is not None and not is_plain:
+            declared.check(self._labels(first)["weight"], self.form, self.suffixes, self.sizes)
+        self._check_accounted(self.own_names(), self.modules(), self.bias)
         check_sizes(*self.sizes)
         if first.interleaved and self.form.rows_of_scale > 1:
             raise CheckpointError(
@@ -285,7 +285,7 @@ class Layer(ABC):
         self._check_accounted((n for n in self.files.file_of if n.startswith(start)), modules)
         whole = replace(matrices[0], part=None)
         headers = self._headers(whole)
-        form = form_like(headers)
+        form = form_like(headers, type(self.form))
         own = None if form is None else self._form_of(form, whole)[0]
         if own != self.form:
             got = "something else" if own is None else own.weights

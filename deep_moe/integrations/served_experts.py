@@ -35,6 +35,7 @@ from deep_moe.weights.transform import (
     transform_weights_for_mega_moe,
 )
 
+from .engine_form import LAYERS, EngineForm
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
 from .switch import ON, SM100_VARIABLE, read_sm100
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
     from deep_moe.activations import Activation
     from deep_moe.fused.buffer import SymmBuffer
+
+_NUM_L1_MATRICES = 2  # gate and up
 
 # Of all models of this process: a draft model's layers of the same sizes take the same buffer.
 buffers = SharedBuffers()
@@ -58,6 +61,8 @@ class ServedExperts:
     group: of the ranks that the experts are spread over, None for one rank.
     max_tokens_per_rank: most tokens of one call.
     arch: a target's name; None for that of `device`.
+    form: how the engine keeps the weights that `load` is given; None: as checkpoints of MXFP4, FP8
+        with scales of blocks, and BF16 have them.
 
     Making one is a meeting of all ranks, and so is `load`, where `agree` says. Raises
     UnsupportedError for sizes that the kernel does not take, before ranks meet.
@@ -71,15 +76,17 @@ class ServedExperts:
         device: torch.device,
         max_tokens_per_rank: int,
         arch: str | None = None,
+        form: EngineForm | None = None,
     ) -> None:
         num_ranks = 1 if group is None else group.size()
-        check_sizes(sizes, num_ranks, max_tokens_per_rank, arch, device)
+        check_sizes(sizes, num_ranks, max_tokens_per_rank, arch, device, form)
         self.sizes = sizes
         self.activation = activation
         self.group = group
         self.device = device
         self.max_tokens_per_rank = max_tokens_per_rank
         self.arch = arch
+        self.form = form
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
         self.biases: MegaMoEBiases | None = None
@@ -92,17 +99,19 @@ class ServedExperts:
         biases: Pair | None = None,
         *,
         is_interleaved: bool = False,
+        are_made_up: bool = False,
     ) -> None:
         """Lay out weights as checkpoints have them, gate rows before up rows, expert by expert.
 
         The first time this makes tensors; later it writes into the same ones, on the current
         stream, so that graphs that were captured see the new weights.
 
-        l1, l2: (values, scales). MXFP4: packed in bytes [E, N, K/2], with a UE8M0 byte or a power
-        of two in float32 for each 32 values. FP8: float8_e4m3fn [E, N, K], float32 scales. BF16:
-        values alone, bfloat16 [E, N, K].
+        l1, l2: with a form, its tensors in their order. Else (values, scales). MXFP4: packed in
+        bytes [E, N, K/2], with a UE8M0 byte or a power of two in float32 for each 32 values. FP8:
+        float8_e4m3fn [E, N, K], float32 scales. BF16: values alone, bfloat16 [E, N, K].
         biases: of both layers, bfloat16 or float32 [E, N], if the sizes say that there are some.
         is_interleaved: rows of gate and up alternate in l1 and its biases.
+        are_made_up: weights were not loaded, so that they need not be numbers; with a form only.
 
         Raises UnsupportedError for weights that the kernel cannot take, the first time; later
         DeepMoEError, as the weights that were there are gone: so are calls until others are loaded.
@@ -126,8 +135,8 @@ class ServedExperts:
         for i in range(self.num_local_experts):
             try:
                 transform_weights_for_mega_moe(
-                    self._one("l1", l1, i, is_interleaved=is_interleaved),
-                    self._one("l2", l2, i),
+                    self._one("l1", l1, i, is_interleaved=is_interleaved, are_made_up=are_made_up),
+                    self._one("l2", l2, i, are_made_up=are_made_up),
                     self.arch,
                     weights=self.sizes.weights,
                     token_format=self.sizes.token_format,
@@ -212,10 +221,14 @@ class ServedExperts:
         expert_idx: int,
         *,
         is_interleaved: bool = False,
+        are_made_up: bool = False,
     ) -> LayerWeights:
         """One expert's, as `transform_weights_for_mega_moe` takes them."""
         one = slice(expert_idx, expert_idx + 1)
         tensors = [t[one] for t in ((layer,) if isinstance(layer, torch.Tensor) else layer)]
+        if self.form is not None:
+            own, num_matrices = (LAYERS[0], _NUM_L1_MATRICES) if name == "l1" else (LAYERS[1], 1)
+            return self.form.weights_of(own, tensors, num_matrices, are_made_up=are_made_up)
         if is_interleaved:
             tensors[:2] = [gate_before_up(tensor) for tensor in tensors[:2]]
         if len(tensors) == 1:
@@ -317,17 +330,23 @@ def check_sizes(
     max_tokens_per_rank: int,
     arch: str | None,
     device: torch.device,
+    form: EngineForm | None = None,
 ) -> None:
     """Raise UnsupportedError for sizes that there is no kernel for; and in FP8 for those that are
     no multiples of 128: stacked, gate and up may have a block of 128 rows in common.
 
-    arch: a target's name, None for that of `device`.
+    arch: a target's name, None for that of `device`. form: of weights, as `ServedExperts` has it.
     """
+    if form is None:
+        rows = K_BLOCK if sizes.weights == "fp8" else 1
+    else:
+        rows = form.rows_of_scale
     for name in ("hidden", "intermediate_hidden"):
         size = getattr(sizes, name)
-        if sizes.weights == "fp8" and size % K_BLOCK:
+        if size % rows:
             raise UnsupportedError(
-                f"{name} must be a multiple of {K_BLOCK} with fp8 weights; got {size}"
+                f"{name} must be a multiple of {rows} with {sizes.weights} weights, of which "
+                f"{rows} rows share scales; got {size}"
             )
     try:
         shape = MoEShape(

@@ -23,6 +23,7 @@ from .written import (
     Written,
     compressed,
     fp8_blocks,
+    fp8_whole,
     int4,
     modelopt,
     mxfp8,
@@ -38,6 +39,12 @@ PARTS = {
 NAME = f"model.layers.{LAYER}.mlp.experts.{{expert}}.{{part}}_proj"
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+def per_row(rows: int, columns: int, dtype: torch.dtype = torch.float32, dims: int = 2) -> Written:
+    if dims == 1:
+        return fp8_whole(rows, columns, (rows,), modelopt("FP8_PER_CHANNEL_PER_TOKEN"), dtype)
+    return fp8_whole(rows, columns, (rows, 1), compressed(**FLOAT8, strategy="channel"), dtype)
 
 
 # Formats, and who writes them.
@@ -61,6 +68,14 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written]]] = {
         "fp8",
         partial(mxfp8, suffix=".weight_scale_inv", config={"quant_method": "mxfp8"}),
     ),
+    "fp8 per row": ("fp8", per_row),
+    "fp8 per row, bf16": ("fp8", partial(per_row, dtype=torch.bfloat16)),
+    "fp8 per row modelopt": ("fp8", partial(per_row, dims=1)),
+    "fp8 per matrix": (
+        "fp8",
+        partial(fp8_whole, shape=(1,), config=compressed(**FLOAT8, strategy="tensor")),
+    ),
+    "fp8 per matrix modelopt": ("fp8", partial(fp8_whole, shape=(), config=modelopt("FP8"))),
     "fp8 blocks modelopt": ("fp8", partial(fp8_blocks, is_modelopt=True)),
     "fp8 blocks compressed-tensors": ("fp8", partial(fp8_blocks, is_modelopt=False)),
 }

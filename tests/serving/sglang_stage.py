@@ -18,6 +18,7 @@ PACKAGES = (
     "sglang.srt.layers",
     "sglang.srt.layers.moe",
     "sglang.srt.layers.moe.fused_moe_triton",
+    "sglang.srt.layers.quantization",
     "sglang.srt.eplb",
     "sglang.srt.managers",
     "sglang.srt.managers.scheduler_components",
@@ -49,7 +50,6 @@ UNREAD = (
     "sglang.srt.layers.quantization.fp8",
     "sglang.srt.layers.quantization.fp8_utils",
     "sglang.srt.layers.quantization.minimax_m3_nvfp4",
-    "sglang.srt.layers.quantization.modelopt_quant",
     "sglang.srt.layers.quantization.unquant",
     "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph",
     "sglang.srt.model_loader.weight_utils",
@@ -105,6 +105,21 @@ class Loader:
         for module in model.modules():
             if getattr(module, "quant_method", None) is not None:
                 module.quant_method.process_weights_after_loading(module)
+
+
+class Nvfp4:
+    """SGLang's method of NVFP4 where whole layers are given to one kernel."""
+
+    def __init__(self) -> None:
+        # By the name that its loaders ask for.
+        type(self).__name__ = "ModelOptNvFp4FusedMoEMethod"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self._build_mega_moe_weights(layer)
+
+    def _build_mega_moe_weights(self, layer: Any) -> None:
+        """Hooks stand around it."""
+        _never()
 
 
 class Answer(SimpleNamespace):
@@ -175,7 +190,7 @@ def set_up(group: Any, max_tokens: int) -> Any:
         get_parallel=lambda: parallel,
         get_resources=lambda: resources,
         get_exec=lambda: SimpleNamespace(moe=moe),
-        get_model=lambda: SimpleNamespace(weight_cache_mode="off"),
+        get_model=lambda: SimpleNamespace(weight_cache_mode="off", load_format="auto"),
     )
     stand_in("sglang.srt.managers.io_struct", **{f"{name}ReqOutput": Answer for name in ANSWERED})
     stand_in(
@@ -190,6 +205,7 @@ def set_up(group: Any, max_tokens: int) -> Any:
     )
     for name in UNREAD:
         stand_in(name)
+    stand_in("sglang.srt.layers.quantization.modelopt_quant", ModelOptNvFp4FusedMoEMethod=Nvfp4)
     importlib.import_module("sglang.srt.layers.moe.mega_moe_sm90")
     return importlib.import_module("sglang.srt.layers.moe.mega_moe")
 

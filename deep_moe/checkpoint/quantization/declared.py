@@ -33,9 +33,12 @@ class Declared:
         if self.refusal is not None:
             raise CheckpointError(f"{name}: {self.words}: {self.refusal}")
 
-    def check(self, name: str, form: StoredForm, suffixes: Mapping[str, str]) -> None:
+    def check(
+        self, name: str, form: StoredForm, suffixes: Mapping[str, str], size: tuple[int, int]
+    ) -> None:
         """Raise CheckpointError unless weights, whose tensors are of a form and have such suffixes,
-        are what is said of them. name: of their tensor."""
+        are what is said of them. name: of their tensor. size: rows and columns, for a block may be
+        the whole matrix."""
         self.refuse(name)
         if form.weights not in self.weights:
             raise CheckpointError(
@@ -43,7 +46,8 @@ class Declared:
                 f"is {form.weights}"
             )
         block = form.scale_block
-        if self.blocks and block is not None and block not in self.blocks:
+        allowed_blocks = {_cut(allowed, size) for allowed in self.blocks}
+        if self.blocks and block is not None and _cut(block, size) not in allowed_blocks:
             allowed = " or ".join(map(block_words, self.blocks))
             raise CheckpointError(
                 f"{name} must have a scale for {allowed}, as {self.words}; it has one for "
@@ -64,6 +68,11 @@ class Quantization(ABC):
     def of(self, module: str) -> Declared | None:
         """What is said of a module, by its name in the files; None, if nothing, or that its weights
         are not quantized."""
+
+
+def _cut(block: Block, size: tuple[int, int]) -> Block:
+    (rows, columns), (num_rows, num_columns) = block, size
+    return min(rows, num_rows), min(columns, num_columns)
 
 
 def block_words(block: Block) -> str:

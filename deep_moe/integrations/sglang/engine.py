@@ -36,6 +36,13 @@ def is_megamoe() -> bool:
     return bool(get_moe_a2a_backend().is_megamoe())
 
 
+def is_dummy() -> bool:
+    """Whether SGLang was asked to make weights up."""
+    from sglang.srt.runtime_context import get_model
+
+    return getattr(get_model(), "load_format", None) == "dummy"
+
+
 def is_elastic() -> bool:
     """Whether ranks may fail and come, with their experts."""
     from sglang.srt.runtime_context import get_exec

@@ -97,6 +97,11 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     return None
 
 
+def build_nvfp4(original: Callable[..., Any], method: Any, experts: Any) -> Any:
+    """The same, where SGLang's method of NVFP4 lays weights out for its own kernel."""
+    return build(lambda own: original(method, own), experts)
+
+
 def is_ready(original: Callable[..., bool], experts: Any) -> bool:
     return served_of(experts) is not None or original(experts)
 
@@ -155,9 +160,11 @@ def run(
 
 
 _MEGA_MOE = "sglang.srt.layers.moe.mega_moe"
+_NVFP4_METHOD = "sglang.srt.layers.quantization.modelopt_quant.ModelOptNvFp4FusedMoEMethod"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MEGA_MOE}.build_mega_moe_experts_weights": build,
     f"{_MEGA_MOE}_sm90.build_sm90_mega_moe_experts_weights": build,
+    f"{_NVFP4_METHOD}._build_mega_moe_weights": build_nvfp4,
     f"{_MEGA_MOE}.is_mega_moe_experts_ready": is_ready,
     f"{_MEGA_MOE}.should_use_mega_moe": should_use_mega_moe,
     f"{_MEGA_MOE}.should_fuse_mega_moe_shared_experts": should_fuse_shared_experts,
@@ -195,12 +202,18 @@ def _taken_over(experts: Any) -> ServedExperts:
         activation = Swiglu(math.inf if config.swiglu_limit is None else config.swiglu_limit)
     except (TypeError, ValueError) as error:
         raise UnsupportedError(str(error)) from None
-    w13, w13_scale, w2, w2_scale = (getattr(experts, name).data for name in loading.TENSORS)
+    form = loading.form_of(experts)
+    tensors = [getattr(experts, name).data for name in loading.tensors_of(experts)]
+    l1, l2 = tuple(tensors[: len(tensors) // 2]), tuple(tensors[len(tensors) // 2 :])
+    w13 = l1[0]
     is_packed = w13.dtype in _PACKED
     if not is_packed and w13.dtype != torch.float8_e4m3fn:
         raise UnsupportedError(f"weights of {w13.dtype} are not supported")
     arch = arch_on(w13.device, _emulated_arch)
-    weights = "mxfp4" if is_packed else "fp8"
+    if form is None:
+        weights = "mxfp4" if is_packed else "fp8"
+    else:
+        weights = form.weights
     group = engine.expert_group()
     served = ServedExperts(
         LayerSizes(
@@ -217,9 +230,10 @@ def _taken_over(experts: Any) -> ServedExperts:
         w13.device,
         engine.max_tokens_per_rank(),
         arch,
+        form,
     )
-    loading.require_all(experts)
-    served.load((w13, w13_scale), (w2, w2_scale))
+    is_loaded = loading.require_all(experts)
+    served.load(l1, l2, are_made_up=engine.is_dummy() and not is_loaded)
     return served
 
 

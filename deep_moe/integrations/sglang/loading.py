@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..completeness import LoadedParts, shards_of
+from ..engine_form import EngineForm, of_format
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts
 from . import engine
@@ -22,8 +23,14 @@ from .replacement import Replacement
 
 logger = logging.getLogger("sglang.deep_moe")
 
-# A layer's, in the order of `ServedExperts.tensors`.
+# Of MXFP4 and FP8, in the order of `ServedExperts.tensors`.
 TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+
+# Of NVFP4, as ModelOpt writes it.
+NVFP4 = of_format(
+    "nvfp4",
+    {"weight": "_weight", "scale": "_weight_scale", "global_scale": "_weight_scale_2"},
+)
 
 # Of a layer that the kernel runs: its KernelParameters.
 PARAMETERS = "_deep_moe_parameters"
@@ -32,26 +39,41 @@ _HOW_TO_LOAD = "SGLang's update_weights_from_disk, _tensor, _distributed and _ip
 _MOST_LAYERS = 4  # named in one answer
 
 
+def form_of(experts: Any) -> EngineForm | None:
+    """How SGLang keeps a layer's weights. None: as `TENSORS`."""
+    return NVFP4 if NVFP4.tensors[2] in experts._parameters else None
+
+
+def tensors_of(experts: Any) -> tuple[str, ...]:
+    """Names of the parameters that a checkpoint is loaded into."""
+    form = form_of(experts)
+    return TENSORS if form is None else form.tensors
+
+
 def name_of(experts: Any) -> str:
     return f"layer {experts.layer_id}"
 
 
-def require_all(experts: Any) -> None:
+def require_all(experts: Any) -> bool:
     """Raise CheckpointError unless all of a layer was loaded, if SGLang's loaders did it: not for
-    weights that were made up, or came in another way."""
+    weights that were made up, or came in another way. Whether they loaded any."""
     parts: LoadedParts = experts.__dict__.pop(_PARTS, None) or LoadedParts()
-    loaded = [name for name in TENSORS if hasattr(getattr(experts, name), "weight_loader")]
-    if parts.begun(loaded):
+    tensors = tensors_of(experts)
+    loaded = [name for name in tensors if hasattr(getattr(experts, name), "weight_loader")]
+    is_loaded = bool(parts.begun(loaded))
+    if is_loaded:
         parts.require_all(name_of(experts), loaded, engine.expert_ids(experts))
+    return is_loaded
 
 
 def await_replacement(experts: Any, served: ServedExperts) -> None:
     """From now on the layer's parameters, which still have the form in which they were loaded, are
     the kernel's own tensors, and what is loaded replaces weights of `served`."""
-    parameters = {name: getattr(experts, name) for name in TENSORS}
+    parameters = {name: getattr(experts, name) for name in tensors_of(experts)}
     name = name_of(experts)
     experts.__dict__[_REPLACEMENT] = Replacement(name, served, parameters)
-    tensors = dict(zip(TENSORS, served.tensors(), strict=True))
+    names = TENSORS if served.form is None else served.form.kernel_tensors
+    tensors = dict(zip(names, served.tensors(), strict=True))
     experts.__dict__[PARAMETERS] = KernelParameters(name, experts, tensors, _HOW_TO_LOAD)
 
 
@@ -137,7 +159,7 @@ def update_from_tensors(
             f"{prefix}.{name}"
             for prefix, module in updater.get_model().named_modules()
             if _replacement_of(module) is not None
-            for name in TENSORS
+            for name in tensors_of(module)
         }
         for name, _ in named_tensors:
             if name in own:
@@ -195,7 +217,9 @@ def _end_of_update(models: Iterable[Any]) -> str | None:
 
 
 def _tensor_of(experts: Any, param: torch.nn.Parameter) -> str | None:
-    return next((name for name in TENSORS if experts._parameters.get(name) is param), None)
+    return next(
+        (name for name in tensors_of(experts) if experts._parameters.get(name) is param), None
+    )
 
 
 def _replacement_of(module: Any) -> Replacement | None:

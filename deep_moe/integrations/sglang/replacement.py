@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_moe.errors import DeepMoEError
-from deep_moe.weights.layers import Pair
+from deep_moe.weights.layers import LayerTensors
 
 from ..completeness import Part, in_words, layer_of, missing_parts
 from ..served_experts import ServedExperts
@@ -108,16 +108,16 @@ class Replacement:
 
     def _lay_out(self, place: int, new: _NewExpert) -> None:
         try:
-            self._served.replace_expert(place, self._pair(new, "w13"), self._pair(new, "w2"))
+            self._served.replace_expert(place, self._layer(new, "w13"), self._layer(new, "w2"))
         except DeepMoEError as error:
             self.refuse(f"expert {new.expert}: {error}")
 
-    def _pair(self, new: _NewExpert, layer: str) -> Pair | None:
+    def _layer(self, new: _NewExpert, layer: str) -> LayerTensors | None:
         """One layer's values and scales, if they have come."""
-        values, scales = (name for name in self._forms if layer_of(name) == layer)
-        if values not in new.tensors:
+        names = [name for name in self._forms if layer_of(name) == layer]
+        if names[0] not in new.tensors:
             return None
-        return new.tensors[values].data, new.tensors[scales].data
+        return tuple(new.tensors[name].data for name in names)
 
     @staticmethod
     def _like(parameter: torch.nn.Parameter, form: torch.Tensor) -> torch.nn.Parameter:

@@ -9,8 +9,8 @@ are loaded into.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +21,13 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.platforms import current_platform
 
 from deep_moe.errors import DeepMoEError
 
 from ..completeness import ALL_SHARDS, LoadedParts, shards_of
+from ..engine_form import LAYERS, EngineForm
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, Steps, check_step_sizes
@@ -46,6 +42,7 @@ from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
 from .experts import make_kernel
+from .forms import form_of
 from .shares import on_own_share
 from .support import Plan, check_steps, plan_of
 
@@ -56,33 +53,12 @@ if TYPE_CHECKING:
 # vLLM shows the lines of loggers below its own.
 logger = logging.getLogger("vllm.deep_moe")
 
+_DUMMY = "dummy"  # vLLM's load format of weights that are made up
+
 _HOW_TO_LOAD = "vLLM's reload_weights and its weight transfer engines load new ones"
 
 # Of all models of this process, as the buffers of the fused path.
 steps = SharedSteps()
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A format as vLLM's method keeps it. weights: its name, as the kernel takes it. scales: how
-    the tensors of scales are called, if there are some. is_gpt_oss: both layers have biases, and
-    rows of gate and up alternate."""
-
-    weights: str
-    scales: str | None
-    is_gpt_oss: bool = False
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """In the order of `ServedExperts.tensors`."""
-        layers = "w13", "w2"
-        suffixes = ("weight",) if self.scales is None else ("weight", self.scales)
-        names = tuple(f"{layer}_{suffix}" for layer in layers for suffix in suffixes)
-        return (*names, "w13_bias", "w2_bias") if self.is_gpt_oss else names
-
-
-_MXFP4, _FP8 = _Form("mxfp4", "weight_scale"), _Form("fp8", "weight_scale_inv")
-_BF16, _GPT_OSS = _Form("bf16", None), _Form("mxfp4", "weight_scale", is_gpt_oss=True)
 
 
 def install(emulated_arch: str | None) -> None:
@@ -113,16 +89,17 @@ class DeepMoERoutedExperts(RoutedExperts):
         engine = super()._get_quant_method(prefix, quant_config, moe_config)
         self.loaded_parts = LoadedParts()
         try:
-            form = _form_of(engine)
+            form = form_of(engine)
             device = torch.device(current_platform.device_type)
             arch = arch_on(device, self.emulated_arch)
             path = read_path()
             plan = plan_of(
                 self,
                 form.weights,
-                served_token_format(form.weights, read_token_format(), arch, device),
+                form.token_format
+                or served_token_format(form.weights, read_token_format(), arch, device),
                 get_tensor_model_parallel_world_size(),
-                is_gpt_oss=form.is_gpt_oss,
+                is_gpt_oss=form.has_biases,
                 num_pool_tokens=(
                     read_num_pool_tokens()
                     if path == FUSED
@@ -131,7 +108,7 @@ class DeepMoERoutedExperts(RoutedExperts):
                 ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank
-            check_sizes(*own_sizes, arch, device)
+            check_sizes(*own_sizes, arch, device, form)
             if path == LOW_LATENCY:
                 check_steps(self, get_tensor_model_parallel_world_size())
                 check_step_sizes(*own_sizes)
@@ -154,14 +131,15 @@ class DeepMoERoutedExperts(RoutedExperts):
         method = self.quant_method
         if isinstance(method, DeepMoEMethod) and method.parameters is not None:
             method.parameters.refuse_parts(param)
-        result = super().weight_loader(
-            param,
-            loaded_weight,
-            weight_name,
-            shard_id,
-            expert_id,
-            return_success=return_success,
-        )
+        with _engines_own(self):
+            result = super().weight_loader(
+                param,
+                loaded_weight,
+                weight_name,
+                shard_id,
+                expert_id,
+                return_success=return_success,
+            )
         # Models call it by names of their own.
         tensor = next((name for name, own in self._parameters.items() if own is param), None)
         if tensor is None:
@@ -200,7 +178,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self,
         moe: FusedMoEConfig,
         engine: FusedMoEMethodBase,
-        form: _Form,
+        form: EngineForm,
         plan: Plan,
         arch: str | None,
         path: str,
@@ -211,6 +189,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self.plan = plan
         self.arch = arch
         self.is_in_steps = path == LOW_LATENCY
+        self.is_dummy = get_current_vllm_config().load_config.load_format == _DUMMY
         self.served: ServedExperts | None = None
         self.parameters: KernelParameters | None = None  # that are the kernel's own tensors
         self.is_rounded_up = False
@@ -259,33 +238,44 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if self.parameters is not None and not self.parameters.need_all(layer):
             return  # nothing was loaded
         names = self.form.tensors
+        is_new = self.served is None
         first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
         # vLLM itself misses a tensor that no part was loaded of, but not when it loads others.
         begun = layer.loaded_parts.begun(names)
         layer.loaded_parts.require_all(
             layer.layer_name,
-            names if begun and self.served is not None else begun,
+            names if begun and not is_new else begun,
             range(first, first + layer.local_num_experts),
             ", as vLLM places them",
         )
-        given = [getattr(layer, name).data for name in names]
-        biases = None
-        if self.form.is_gpt_oss:
-            *given, first, second = given
-            biases = first, second
-        l1, l2 = (tuple(given[:2]), tuple(given[2:])) if self.form.scales else given
+        l1, l2 = (
+            tuple(getattr(layer, name).data for name in self.form.tensors_of(own)) for own in LAYERS
+        )
+        l1_bias, l2_bias = (
+            (getattr(layer, name).data for name in self.form.biases)
+            if self.form.has_biases
+            else (None, None)
+        )
+        biases = None if l1_bias is None or l2_bias is None else (l1_bias, l2_bias)
         group = get_ep_group().device_group if self.plan.num_ranks > 1 else None
         served = self.served or ServedExperts(
             self.plan.sizes,
             self.plan.activation,
             group,
-            given[0].device,
+            l1[0].device,
             self.plan.max_tokens_per_rank,
             self.arch,
+            self.form,
         )
         reason = None
         try:
-            served.load(l1, l2, biases, is_interleaved=self.form.is_gpt_oss)
+            served.load(
+                l1,
+                l2,
+                biases,
+                is_interleaved=self.form.is_interleaved,
+                are_made_up=self.is_dummy and not begun,
+            )
         except UnsupportedError as error:
             reason = str(error)
         reason = self._first_reason(reason)
@@ -297,7 +287,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if reason is not None:
             self._give_back(layer, reason)
             return
-        tensors = dict(zip(names, served.tensors(), strict=True))
+        tensors = dict(zip(self.form.kernel_tensors, served.tensors(), strict=True))
         self.parameters = KernelParameters(layer.layer_name, layer, tensors, _HOW_TO_LOAD)
         if self.served is not None:
             self._renew()
@@ -378,8 +368,8 @@ class DeepMoEMethod(FusedMoEMethodBase):
         ) -> torch.Tensor:
             return kernel.apply(
                 hidden_states=x,
-                w1=layer.w13_weight,
-                w2=layer.w2_weight,
+                w1=getattr(layer, self.form.tensors_of(LAYERS[0])[0]),
+                w2=getattr(layer, self.form.tensors_of(LAYERS[1])[0]),
                 topk_weights=topk_weights,
                 topk_ids=topk_ids,
                 activation=layer.activation,
@@ -410,26 +400,23 @@ class DeepMoEMethod(FusedMoEMethodBase):
         return run(x, topk_ids, topk_weights)
 
 
+@contextmanager
+def _engines_own(layer: DeepMoERoutedExperts) -> Iterator[None]:
+    """vLLM's loader of a part goes by its own method's class and attributes."""
+    method = layer.quant_method
+    if not isinstance(method, DeepMoEMethod):
+        yield
+        return
+    # Some of vLLM's methods are modules, which would become children of the layer.
+    layer.__dict__["quant_method"] = method.engine
+    try:
+        yield
+    finally:
+        layer.__dict__["quant_method"] = method
+
+
 def log_fallback(layer: str, engine: FusedMoEMethodBase, reason: str) -> None:
     logger.warning("%s: experts run by vLLM (%s): %s", layer, engine.method_name, reason)
-
-
-def _form_of(engine: FusedMoEMethodBase) -> _Form:
-    """The format that a method of vLLM's loads."""
-    if isinstance(engine, Mxfp4MoEMethod):
-        return _MXFP4
-    if isinstance(engine, GptOssMxfp4MoEMethod):
-        return _GPT_OSS
-    if isinstance(engine, UnquantizedFusedMoEMethod):
-        return _BF16
-    if isinstance(engine, Fp8MoEMethod):
-        if engine.weight_scale_refine is not None:
-            raise UnsupportedError("blocks of FP8 weights are cut by tensor parallelism")
-        if engine.weight_block_size != [128, 128]:
-            blocks = engine.weight_block_size or "the whole expert"
-            raise UnsupportedError(f"FP8 weights have a scale for {blocks}, not for [128, 128]")
-        return _FP8
-    raise UnsupportedError(f"weights of {engine.method_name} are not supported")
 
 
 def _check_process() -> None:

@@ -43,7 +43,7 @@ class StoredInt4(StoredForm):
         scale, (num_rows, columns) = tensors["scale"], tensors["weight"].shape
         num_columns = columns * cls.values_per_element
         for group_size in GROUP_SIZES:
-            if tuple(scale.shape) == (num_rows, num_columns // group_size):
+            if tuple(scale.shape) == (num_rows, -(-num_columns // group_size)):
                 return cls(group_size)
         raise CheckpointError(
             f"{names['scale']} must hold one scale per {' or '.join(map(str, GROUP_SIZES))} values "
@@ -80,7 +80,7 @@ class StoredInt4(StoredForm):
             ),
             "scale": Expected(
                 self.dtypes["scale"],
-                (num_rows, num_columns // self.group_size),
+                (num_rows, -(-num_columns // self.group_size)),
                 f"bfloat16, one scale per {self.group_size} values",
             ),
         }
@@ -93,7 +93,7 @@ class StoredInt4(StoredForm):
         device: torch.device,
         num_matrices: int,
     ) -> LayerWeights:
-        size, groups = (num_experts, num_rows), num_columns // self.group_size
+        size, groups = (num_experts, num_rows), -(-num_columns // self.group_size)
         return LayerWeights(
             torch.empty((*size, num_columns // 2), dtype=torch.uint8, device=device),
             torch.empty((*size, groups), dtype=torch.bfloat16, device=device),

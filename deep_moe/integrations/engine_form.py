@@ -1,0 +1,139 @@
+"""`EngineForm`: how an engine keeps the weights of a layer's experts until they are laid out.
+
+An engine loads what checkpoints store, of all local experts in one tensor, with gate above up. So
+what a tensor means is what the format's `StoredForm` says of one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deep_moe.errors import CheckpointError
+from deep_moe.weights import folder_module
+from deep_moe.weights.layers import LayerWeights
+from deep_moe.weights.stored_form import StoredForm, Suffixes
+
+LAYERS = ("w13", "w2")
+
+# In place of scales that were made up: of UE8M0 2^-7, as engines make them up, and of others about
+# as small, so that products of any values are finite.
+_MADE_UP_BYTE, _MADE_UP = 120, 2.0**-7
+
+
+@dataclass(frozen=True)
+class EngineForm:
+    """stored: what the tensors of a matrix are. suffixes: of the parameters' names behind "w13" and
+    "w2", by the keys of `stored`. token_format: of tokens that must go with them, None for what the
+    format says. rows_of_scale: that share scales, so that gate must have a multiple of them.
+    is_interleaved: rows of gate and up alternate. has_biases: in "w13_bias" and "w2_bias"."""
+
+    stored: type[StoredForm]
+    suffixes: Suffixes
+    token_format: str | None = None
+    rows_of_scale: int = 1
+    is_interleaved: bool = False
+    has_biases: bool = False
+
+    @property
+    def weights(self) -> str:
+        """The format's name."""
+        return self.stored.weights
+
+    def tensors_of(self, layer: str) -> tuple[str, ...]:
+        """Names of the parameters that hold a layer's weights, by the order of the keys."""
+        return tuple(layer + suffix for suffix in self.suffixes.values())
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Of both layers, and of biases: what must have been loaded."""
+        of_layers = tuple(name for layer in LAYERS for name in self.tensors_of(layer))
+        return (*of_layers, *self.biases)
+
+    @property
+    def kernel_tensors(self) -> tuple[str, ...]:
+        """Names of those whose memory the kernel's tensors take, in the order of
+        `ServedExperts.tensors`: values and scales of both layers, then biases."""
+        of_layers = tuple(name for layer in LAYERS for name in self.tensors_of(layer)[:2])
+        return (*of_layers, *self.biases)
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the parameters that hold biases."""
+        return tuple(f"{layer}_bias" for layer in LAYERS) if self.has_biases else ()
+
+    def weights_of(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        num_matrices: int,
+        *,
+        are_made_up: bool = False,
+    ) -> LayerWeights:
+        """One expert's weights of a layer, as `transform_weights_for_mega_moe` takes them.
+
+        name: of the layer, for errors. tensors: [1, ...], by the order of the keys. num_matrices:
+        one below the other, 2 with a gate. are_made_up: not loaded from anywhere, so that scales
+        need not be numbers.
+
+        Raises ValueError for what is not of this form.
+        """
+        keys = dict(zip(self.suffixes, tensors, strict=True))
+        if are_made_up:
+            keys = {key: _numbers(key, tensor) for key, tensor in keys.items()}
+        matrices = [self._matrix(keys, i, num_matrices) for i in range(num_matrices)]
+        labels = {key: f"{name}{suffix}" for key, suffix in self.suffixes.items()}
+        try:
+            form = self.stored.of(labels, matrices[0])
+            num_rows = matrices[0]["weight"].shape[0]
+            num_columns = matrices[0]["weight"].shape[1] * form.values_per_element
+            made = form.empty(
+                1, num_matrices * num_rows, num_columns, tensors[0].device, num_matrices
+            )
+            parts = zip(*(own[0].tensor_split(num_matrices) for own in made), strict=True)
+            for matrix, part in zip(matrices, parts, strict=True):
+                plain = form.plain(matrix)
+                form.check(labels, plain, num_rows, num_columns)
+                form.put(labels, plain, LayerWeights(*part))
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        return made
+
+    def _matrix(
+        self, tensors: Mapping[str, torch.Tensor], index: int, num_matrices: int
+    ) -> Mapping[str, torch.Tensor]:
+        """One of an expert's matrices."""
+        own = {}
+        for key, tensor in tensors.items():
+            whole = tensor[0]
+            if num_matrices > 1 and self.is_interleaved:
+                own[key] = whole[index::num_matrices]
+            else:
+                own[key] = whole.tensor_split(num_matrices)[index] if whole.dim() else whole
+        return self.stored.plain(own)
+
+
+def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
+    """The form of a format's tensors that have such suffixes in checkpoints, each with a `.` where
+    the parameters' names have a `_`."""
+    spelled = {key: suffix.replace("_", ".", 1) for key, suffix in suffixes.items()}
+    for stored in folder_module(weights, "checkpoint").FORMS:
+        if spelled in stored.spellings:
+            return EngineForm(stored, suffixes, **more)
+    raise ValueError(f"suffixes must be of a spelling of {weights}; got {spelled}")
+
+
+def _numbers(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Something that stands for numbers, of the same type."""
+    if key == "weight":
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        codes = tensor.view(torch.uint8)
+        return codes.masked_fill(codes & 0x7F == 0x7F, 0).view(tensor.dtype)
+    if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        filled = torch.full_like(tensor.view(torch.uint8), _MADE_UP_BYTE)
+        return filled.view(tensor.dtype)
+    return torch.full(tensor.shape, _MADE_UP, device=tensor.device).to(tensor.dtype)

@@ -1,0 +1,2 @@
+"""Checkpoints that the exporters' own packages write. They are no dependency of the other tests:
+`make test-exporters` fetches them."""

@@ -1,0 +1,332 @@
+"""vLLM's own methods for formats of ModelOpt and compressed-tensors make parameters and load the
+parts of checkpoints; the kernel runs what they mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deep_moe.weights import WEIGHTS
+from deep_moe.weights.layers import LayerWeights
+from tests.checkpoint.written import (
+    Written,
+    compressed,
+    fp8_blocks,
+    fp8_whole,
+    int4,
+    modelopt,
+    mxfp8,
+    nvfp4,
+)
+
+from .test_vllm import (  # noqa: F401
+    EXPERTS,
+    HIDDEN,
+    NAME,
+    TOPK,
+    called_directly,
+    forward,
+    installed,
+    lines,
+    route,
+    tokens,
+    world,
+)
+
+vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+INTERMEDIATE = 128
+DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+def mxfp4_of(rows: int, columns: int) -> Written:
+    """The same bytes that MXFP8's scales have, over codes of four bits."""
+    made = int4(rows, columns, 32, is_twos_complement=True)
+    scales = torch.randint(115, 125, (rows, columns // 32), dtype=torch.uint8)
+    tensors = {".weight_packed": made.tensors[".weight"].view(torch.uint8), ".weight_scale": scales}
+    return Written(tensors, made.values, {})
+
+
+def quant_config(case: str) -> Any:
+    from vllm.model_executor.layers.quantization import modelopt as vllm_modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+
+    _, write, config = CASES[case]
+    if isinstance(config, str):
+        document = write(32, 256).config
+        return getattr(vllm_modelopt, config).from_config(document)
+    style, activations = config
+    document = write(32, 256).config or compressed(**FLOAT8 | {"num_bits": 4}, group_size=32)
+    weights = document["config_groups"]["group_0"]["weights"]
+    weights |= {"symmetric": True, "dynamic": False}
+    if weights.get("group_size") == 32 and weights["type"] == "float":
+        weights |= {"strategy": "group", "scale_dtype": "torch.uint8"}
+    document["config_groups"]["group_0"]["input_activations"] = activations
+    return CompressedTensorsConfig.from_config(document | {"format": style})
+
+
+# Formats, who writes a matrix, and vLLM's config: a class of ModelOpt's, or a format of
+# compressed-tensors with what it says of tokens.
+CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
+    "ModelOptNvFp4FusedMoE": (
+        "nvfp4",
+        lambda *size: nvfp4(*size, is_divided=False, is_static=True),
+        "ModelOptNvFp4Config",
+    ),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": (
+        "nvfp4",
+        lambda *size: nvfp4(*size, is_divided=True),
+        ("nvfp4-pack-quantized", None),
+    ),
+    "CompressedTensorsWNA16MoEMethod": (
+        "int4",
+        lambda *size: int4(*size, 32, is_twos_complement=False),
+        ("pack-quantized", None),
+    ),
+    "CompressedTensorsWNA16MoEMethod, 128": (
+        "int4",
+        lambda *size: int4(*size, 128, is_twos_complement=False),
+        ("pack-quantized", None),
+    ),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", mxfp4_of, ("mxfp4-pack-quantized", None)),
+    "ModelOptMxFp8FusedMoE": (
+        "fp8",
+        lambda *size: mxfp8(*size, ".weight_scale", modelopt("MXFP8", group_size=32)),
+        "ModelOptMxFp8Config",
+    ),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": (
+        "fp8",
+        lambda *size: mxfp8(*size, ".weight_scale", compressed(**FLOAT8, group_size=32)),
+        (
+            "mxfp8-quantized",
+            FLOAT8
+            | {"strategy": "group", "group_size": 32, "dynamic": True}
+            | {"symmetric": True, "scale_dtype": "torch.uint8"},
+        ),
+    ),
+    "CompressedTensorsW8A8Fp8MoEMethod, blocks": (
+        "fp8",
+        lambda *size: fp8_blocks(*size, is_modelopt=False),
+        ("float-quantized", DYNAMIC | {"strategy": "group", "group_size": 128}),
+    ),
+    "CompressedTensorsW8A8Fp8MoEMethod, rows": (
+        "fp8 x fp8_token",
+        lambda rows, columns: fp8_whole(
+            rows, columns, (rows, 1), compressed(**FLOAT8, strategy="channel")
+        ),
+        ("float-quantized", DYNAMIC),
+    ),
+    "CompressedTensorsW8A8Fp8MoEMethod, matrices": (
+        "fp8 x fp8_token",
+        lambda *size: fp8_whole(*size, (1,), compressed(**FLOAT8, strategy="tensor")),
+        ("float-quantized", DYNAMIC | {"strategy": "tensor"}),
+    ),
+    "ModelOptFp8MoEMethod": (
+        "fp8 x fp8_token",
+        lambda *size: fp8_whole(*size, (), modelopt("FP8")),
+        "ModelOptFp8Config",
+    ),
+}
+CASES = {name: case for name, case in CASES.items() if case[0].split(" ")[0] in WEIGHTS}
+
+
+@pytest.fixture
+def some_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has no kernel of its own for some formats on a CPU; it makes parameters all the same."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt as vllm_modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors import (
+        compressed_tensors_moe,
+    )
+
+    def nvfp4_backend(**_: Any) -> Any:
+        return NvFp4MoeBackend.MARLIN, MarlinExperts
+
+    package = compressed_tensors_moe.__name__
+    monkeypatch.setattr(vllm_modelopt, "select_nvfp4_moe_backend", nvfp4_backend)
+    monkeypatch.setattr(
+        f"{package}.compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend", nvfp4_backend
+    )
+    monkeypatch.setattr(
+        f"{package}.compressed_tensors_moe_wna16.select_wna16_moe_backend",
+        lambda **_: (WNA16MoEBackend.HUMMING, None),
+    )
+
+
+def make_runner(case: str) -> Any:
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    return FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=TOPK,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        params_dtype=torch.bfloat16,
+        quant_config=quant_config(case),
+        prefix=NAME,
+        custom_routing_function=route,
+        swiglu_limit=1.0,
+    )
+
+
+def load_parts(runner: Any, parts: dict[tuple[int, str], Written]) -> None:
+    layer = runner.routed_experts
+    for (expert, shard), written in parts.items():
+        for suffix, tensor in written.tensors.items():
+            name = ("w2" if shard == "w2" else "w13") + suffix.replace(".", "_")
+            param = getattr(layer, name)
+            param.weight_loader(param, tensor, f"a.{name}", shard, expert)
+
+
+def source(weights: str, parts: dict[tuple[int, str], Written]) -> tuple[LayerWeights, ...]:
+    """What the parts mean, in the form that `transform_weights_for_mega_moe` takes."""
+    from deep_moe.weights import folder_module
+
+    forms = folder_module(weights.split(" ")[0], "checkpoint").FORMS
+    layers = []
+    for shards in (("w1", "w3"), ("w2",)):
+        rows: list[list[torch.Tensor]] = []
+        for expert in range(EXPERTS):
+            made = []
+            for shard in shards:
+                tensors = parts[expert, shard].tensors
+                form, suffixes = next(
+                    (form, own)
+                    for form in forms
+                    for own in form.spellings
+                    if set(own.values()) <= tensors.keys()
+                    and tensors[own["weight"]].dtype in form.dtypes["weight"]
+                )
+                keyed = form.plain({key: tensors[suffix] for key, suffix in suffixes.items()})
+                found = form.of(suffixes, keyed)
+                keyed = found.plain(keyed)
+                num_rows, num_columns = keyed["weight"].shape
+                num_columns *= found.values_per_element
+                empty = found.empty(1, num_rows, num_columns, torch.device("cpu"), 1)
+                found.put(suffixes, keyed, LayerWeights(*(own[0] for own in empty)))
+                made.append(empty)
+            rows.append([torch.cat(own, dim=1) for own in zip(*made, strict=True)])
+        layers.append(LayerWeights(*(torch.cat(own) for own in zip(*rows, strict=True))))
+    return tuple(layers)
+
+
+def made_parts(case: str, seed: int = 0) -> dict[tuple[int, str], Written]:
+    torch.manual_seed(seed)
+    write = CASES[case][1]
+    sizes = {
+        "w1": (INTERMEDIATE, HIDDEN),
+        "w3": (INTERMEDIATE, HIDDEN),
+        "w2": (HIDDEN, INTERMEDIATE),
+    }
+    return {(e, shard): write(*size) for e in range(EXPERTS) for shard, size in sizes.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_gives_what_the_kernel_gives(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+) -> None:
+    weights = CASES[case][0]
+    arch = "sm_100a" if "Mxf" in case or "MxF" in case else "sm_90a"
+    installed(arch)
+    parts = made_parts(case)
+    x, logits = tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner(case)
+        layer = runner.routed_experts
+        assert type(layer.quant_method.engine).__name__ == case.partition(",")[0]
+        load_parts(runner, parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        result = forward(runner, config, x, logits)
+    expected = called_directly(weights, arch, source(weights, parts), x, logits, limit=1.0)
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights.split(' ')[0]})"]
+    assert result.abs().max() > 0
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_made_up_weights(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+) -> None:
+    """vLLM fills parameters with anything that it likes: scales below zero, bytes of any value."""
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    weights = CASES[case][0]
+    arch = "sm_100a" if "Mxf" in case or "MxF" in case else "sm_90a"
+    installed(arch)
+    x, logits = tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        config.load_config.load_format = "dummy"
+        runner = make_runner(case)
+        layer = runner.routed_experts
+        for name, parameter in layer.named_parameters():
+            initialize_single_dummy_weight(parameter, name=name)
+            if parameter.dtype == torch.int32:  # which vLLM leaves as it was
+                parameter.data.view(torch.uint8).random_(0, 256)
+        layer.quant_method.process_weights_after_loading(layer)
+        result = forward(runner, config, x, logits)
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights.split(' ')[0]})"]
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["ModelOptFp8MoEMethod", "CompressedTensorsW4A4Mxfp4MoEMethod"])
+def test_experts_are_permuted(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    case: str,
+) -> None:
+    """By vLLM's load balancer: scales of matrices, too, go with their experts."""
+    installed("sm_90a")
+    parts = made_parts(case)
+    x, logits = tokens(5)
+    order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
+    with world() as config:
+        runner = make_runner(case)
+        load_parts(runner, parts)
+        layer = runner.routed_experts
+        layer.quant_method.process_weights_after_loading(layer)
+        result = forward(runner, config, x, logits)
+        for tensor in layer.get_expert_weights():
+            tensor.copy_(tensor[order].clone())
+        permuted = forward(runner, config, x, logits[:, order])
+    assert torch.equal(permuted, result)
+
+
+def test_a_layer_that_cannot_be_taken_is_vllms(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    installed("sm_90a")
+    case = "ModelOptFp8MoEMethod"
+    parts = made_parts(case)
+    parts[3, "w3"].tensors[".weight_scale"].fill_(float("nan"))
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        runner = make_runner(case)
+        load_parts(runner, parts)
+        layer = runner.routed_experts
+        engine = layer.quant_method.engine
+        taken = []
+        engine.process_weights_after_loading = taken.append
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.quant_method is engine
+    assert taken == [layer]
+    (line,) = lines(caplog)
+    assert line == (
+        f"{NAME}: experts run by vLLM (ModelOptFp8MoEMethod): expert 3: w13_weight_scale must hold "
+        "positive numbers; got nan in row 0"
+    )

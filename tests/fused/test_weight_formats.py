@@ -106,7 +106,7 @@ def test_weights_of_another_pair_are_refused_by_name(pair: str, other: str) -> N
     shape = dataclasses.replace(SHAPE, **formats(pair))
     words = (
         f"weights must be {shape.weights} weights beside {shape.token_format} tokens for sm90, as "
-        f"the buffer and arch say; got {made.words}"
+        f"the call's sizes and arch say; got {made.words}"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
         deep_moe.mega_moe(y, made, buffer_for(shape), arch=arch)

@@ -9,6 +9,7 @@ import deep_moe
 from deep_moe.formats.scale_blocks import over_values
 from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.targets import choose_config, target_of
+from deep_moe.tokens import token_format
 from deep_moe.trial.synthetic import (
     exact_layer,
     exact_tokens,
@@ -23,7 +24,13 @@ from .layer_case import LayerCase
 
 ARCHS = ("sm_90a", "sm_100a")
 each_arch = pytest.mark.parametrize("arch", ARCHS)
-KERNELS = [(name, pair) for name in ARCHS for pair in usual_pairs(name)]
+# Beside tokens with float scales hidden is a multiple of 128.
+KERNELS = [
+    (name, pair)
+    for name in ARCHS
+    for pair in usual_pairs(name)
+    if not token_format(formats(pair)["token_format"]).has_float_scales
+]
 each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RequantizationWarning,
     )
     from .formats.mx import dequantize_mxfp8, quantize_mxfp8
+    from .formats.nvfp4 import dequantize_nvfp4_tokens, quantize_nvfp4_tokens
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.compiling_kernels import CompilingKernels, compile_ahead
     from .fused.emulated_ranks import EmulatedRanks
@@ -103,6 +104,7 @@ _MODULES = {
     "dequantize_mxfp4": "weights.mxfp4.quantizing",
     "dequantize_mxfp8": "formats.mx",
     "dequantize_nvfp4": "weights.nvfp4.quantizing",
+    "dequantize_nvfp4_tokens": "formats.nvfp4",
     "empty_weights_for_mega_moe": "weights.transform",
     "fp8_fp4_mega_moe": "fused.mega_moe",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
@@ -117,6 +119,7 @@ _MODULES = {
     "quantize_mxfp4": "weights.mxfp4.quantizing",
     "quantize_mxfp8": "formats.mx",
     "quantize_nvfp4": "weights.nvfp4.quantizing",
+    "quantize_nvfp4_tokens": "formats.nvfp4",
     "transform_biases_for_mega_moe": "biases.per_expert",
     "transform_weights_for_mega_moe": "weights.transform",
 }
@@ -161,6 +164,7 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
+    "dequantize_nvfp4_tokens",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
@@ -176,6 +180,7 @@ __all__ = [
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",
+    "quantize_nvfp4_tokens",
     "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]

@@ -206,11 +206,14 @@ def choose_blocks(
     choose = choices.choose
     choose("block_n", block_n, block_n_reason)
     tokens = shape.tokens
+    num_words = tokens.num_scale_words(tokens.block_k)
+    scale_words = {0: "", 1: ", one word of scales"}.get(
+        num_words, f", {num_words} words of scales"
+    )
     block_k = choose(
         "block_k",
         tokens.block_k,
-        f"one 128-byte swizzled row of {tokens.values}"
-        + (", one word of scales" if tokens.has_scales else ""),
+        f"one 128-byte swizzled row of {tokens.values}" + scale_words,
     )
     num_l1_n_blocks = choose(
         "num_l1_n_blocks",
@@ -220,8 +223,12 @@ def choose_blocks(
         else "intermediate / block_n, rounded up: there is no gate",
     )
     choose("num_l2_n_blocks", ceil_div(shape.hidden, block_n), "hidden / block_n, rounded up")
-    choose("num_l1_k_blocks", shape.hidden // block_k, "hidden / block_k")
-    choose("num_l2_k_blocks", shape.intermediate_hidden // block_k, "intermediate / block_k")
+    choose("num_l1_k_blocks", ceil_div(shape.hidden, block_k), "hidden / block_k, rounded up")
+    choose(
+        "num_l2_k_blocks",
+        ceil_div(shape.intermediate_hidden, block_k),
+        "intermediate / block_k, rounded up",
+    )
     choose("num_l2_mask_words", ceil_div(num_l1_n_blocks, 64), "one bit per Linear1 n-block")
 
 

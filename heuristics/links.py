@@ -49,7 +49,7 @@ def link_loads(shape: MoEShape, num_tokens: int, rates: ChipRates) -> tuple[Link
         return ()
     tokens = shape.tokens
     num_away = num_tokens * shape.num_topk * (shape.num_ranks - 1) / shape.num_ranks
-    scale_bytes = 4 * tokens.num_scale_words(shape.hidden)
+    scale_bytes = 4 * tokens.num_row_words(shape.hidden)
     token_bytes = num_away * (tokens.num_bytes(shape.hidden) + scale_bytes)
     result_bytes = num_away * shape.hidden * 2
     seconds = _call_seconds(shape, num_tokens, rates)

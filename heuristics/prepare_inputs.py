@@ -31,14 +31,15 @@ def whole_token_fields(hidden: int) -> dict[str, int]:
 class PrepareInputsConfig:
     """One kernel; equal configs give equal kernels. Sizes are arguments of the launch.
 
-    quantizes: whether tokens become E4M3; else they stay BF16. has_float_scales: with a float32
-    scale for 128 values; else with a UE8M0 scale for 32. has_int32_topk_idx: else int64.
+    quantizes: whether tokens become E4M3 or E2M1; else they stay BF16. has_float_scales: with a
+    float32 scale for 128 values; else with a UE8M0 scale for 32. has_int32_topk_idx: else int64.
     has_bf16_topk_weights: else float32. num_expert_copies: columns of the expert map, 0 for none.
     num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
     8 values in a row of x, if the buffer's rows do not follow each other without gaps;
     num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
     num_token_chunks: of 8 values in a token, where one scale is for all of them: each CTA has one;
-    0 where scales are for fewer.
+    0 where scales are for fewer. packs_e2m1: tokens become E2M1, with an E4M3 scale for 16 values
+    beside that one; has_token_scale: which the caller gives, the same for all tokens.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
@@ -57,6 +58,8 @@ class PrepareInputsConfig:
     num_buffer_row_chunks: int = 0
     num_buffer_row_scales: int = 0
     num_token_chunks: int = 0
+    packs_e2m1: bool = False
+    has_token_scale: bool = False
     num_threads: int = 128
     num_chunks_per_lane: int = CHUNKS_PER_LANE
     arch: str = field(kw_only=True)

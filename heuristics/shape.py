@@ -145,7 +145,7 @@ class MoEShape:
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
             check(name, size > 0 and size % SIZE_UNIT == 0)
-        if self.tokens.has_float_scales:
+        if self.tokens.scale_dtype == "f32":
             rule = f"a multiple of {K_BLOCK} with token_format {self.token_format}"
             check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)

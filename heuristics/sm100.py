@@ -123,8 +123,11 @@ def smem_layout(config: ConfigFields) -> Layout:
 def tmem_layout(config: ConfigFields) -> Layout:
     """Tensor memory of a config, given by its fields."""
     names = ("block_m", "block_n", "num_tmem_stages")
-    has_scales = token_format(str(config["token_format"])).has_scales
-    return sm100_tmem_layout(**{name: int(config[name]) for name in names}, has_scales=has_scales)
+    tokens = token_format(str(config["token_format"]))
+    return sm100_tmem_layout(
+        **{name: int(config[name]) for name in names},
+        num_scale_words=tokens.num_scale_words(tokens.block_k),
+    )
 
 
 def choose_fields(

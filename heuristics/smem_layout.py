@@ -13,6 +13,7 @@ from .segments import Layout, LayoutBuilder, align_up
 
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
 BULK_COPY_ALIGNMENT = 128
+WARP_VALUES = 16  # of Linear1's output that a warp of SM100's epilogue makes of a token
 NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
 
 # To find the most stages that fit, a few layouts are asked for: most of what a config costs. The
@@ -74,20 +75,22 @@ def sm100_smem_layout(
         alignment=SWIZZLE_ALIGNMENT,
     )
     if tokens.has_scales:
+        num_words = tokens.num_scale_words(block_k)
         add(
             "activation_sf",
             "u32",
-            (num_stages, sf_block_m),
+            (num_stages, num_words, sf_block_m),
             "scales of the token tile",
             alignment=BULK_COPY_ALIGNMENT,
         )
         add(
             "weight_sf",
             "u32",
-            (num_stages, block_n),
+            (num_stages, num_words, block_n),
             "scales of the weight rows",
             alignment=BULK_COPY_ALIGNMENT,
         )
+    if tokens.has_scales and tokens.values_per_scale > WARP_VALUES:
         add(
             "amax_exchange",
             "u32",

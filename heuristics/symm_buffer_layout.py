@@ -90,7 +90,9 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     data("input_x", "u8", (max_tokens, row_bytes), f"the caller's tokens, {tokens.values}")
     if tokens.scale_dtype is not None:
         purpose = "their scales" + (", 4 UE8M0 per word" if tokens.rounds_scales else "")
-        num_words = tokens.num_scale_words(hidden)
+        if tokens.has_token_scale:
+            purpose = "their float32 scales, then 4 E4M3 per word"
+        num_words = tokens.num_row_words(hidden)
         data("input_x_sf", tokens.scale_dtype, (max_tokens, num_words), purpose)
     data("input_topk_idx", "i64", (max_tokens, num_topk), "global expert of each slot; -1: unused")
     data("input_topk_weights", "f32", (max_tokens, num_topk), "routing weight of each slot")
@@ -175,6 +177,8 @@ class _Parts(LayoutBuilder):
         if tokens.has_scales:
             dims = (tokens.num_scale_words(hidden), sf_pool_tokens)
             data("l1_token_sf", "u32", dims, "their scales, MN-major")
+        if tokens.has_token_scale:
+            data("l1_token_factors", "f32", (pool_tokens,), "their float32 scales")
         data("l1_topk_weights", "f32", (pool_tokens,), "their routing weights")
         data(
             "l2_tokens",

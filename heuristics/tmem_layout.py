@@ -9,10 +9,10 @@ MIN_COLUMNS = 32
 
 
 def sm100_tmem_layout(
-    *, block_m: int, block_n: int, num_tmem_stages: int, has_scales: bool = True
+    *, block_m: int, block_n: int, num_tmem_stages: int, num_scale_words: int = 1
 ) -> Layout:
     """Accumulators, then, if they have some, the scales of tokens and of weights (a column holds 32
-    scale rows).
+    scale rows), so many words of each row for a k-block.
 
     The allocation is a power of two.
 
@@ -23,10 +23,15 @@ def sm100_tmem_layout(
     accumulator = (num_tmem_stages, block_m)
     results = ("accumulator", accumulator, "f32", "FP32 results, one column per token")
     scales = (
-        ("activation_sf", (align_up(block_m, 128) // 32,), "u32", "scales of tokens"),
-        ("weight_sf", (block_n // 32,), "u32", "scales of weight rows"),
+        (
+            "activation_sf",
+            (num_scale_words, align_up(block_m, 128) // 32),
+            "u32",
+            "scales of tokens",
+        ),
+        ("weight_sf", (num_scale_words, block_n // 32), "u32", "scales of weight rows"),
     )
-    return column_layout((results, *(scales if has_scales else ())))
+    return column_layout((results, *(scales if num_scale_words else ())))
 
 
 class TmemLayout(Layout):

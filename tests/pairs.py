@@ -23,8 +23,9 @@ def usual_pairs(arch: str) -> list[str]:
     tokens are what usually goes with it."""
     names = []
     for own in TARGETS[arch].weights:
-        is_usual = own.token_format == TARGETS[arch].token_formats(own.weights)[0]
-        if is_usual or own.token_format in ("bf16", "fp8_token"):
+        is_usual = own.token_format == default_token_format(own.weights)
+        is_first = own.token_format == TARGETS[arch].token_formats(own.weights)[0]
+        if is_usual or is_first or own.token_format in ("bf16", "fp8_token"):
             names.append(own.weights if is_usual else own.weights + BESIDE + own.token_format)
     return names
 

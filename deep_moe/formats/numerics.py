@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from . import nvfp4
 from .block_scaled import (
     GROUP_SIZE,
     dequantize_e4m3_ue8m0,
+    pack_e2m1_codes,
     quantize_e4m3_groups,
     ue8m0_to_float,
+    unpack_e2m1,
     unpack_ue8m0,
 )
 
@@ -33,20 +36,39 @@ Dequantize = Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class ScaledOutput:
+    """Of which type Linear1's output is, and its scales: values: float64 numbers that blocks,
+    float32 [n, blocks, values], become with bytes of scales [n, blocks], without these. scales:
+    what bytes stand for, float64. has_powers: whether that is powers of two."""
+
+    values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scales: Callable[[torch.Tensor], torch.Tensor]
+    has_powers: bool
+
+
+def _e4m3_values(blocks: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+    return quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)[0].float().double()
+
+
+E4M3_OUTPUT = ScaledOutput(_e4m3_values, ue8m0_to_float, has_powers=True)
+
+
+@dataclass(frozen=True)
 class Numerics:
     """How activations become what the tensor cores multiply.
 
     tokens: a token's E4M3 values [n, H] and packed scales as float64. weights: one expert's
     tensors of a layer, as checkpoints have them, which are so many matrices one below the other, as
     float64 [N, K]. scale_block: how many values of Linear1's output share a scale. scale_bytes:
-    these scales, as UE8M0 bytes [n, blocks], from the blocks' largest magnitudes, float32 [n,
+    these scales, as bytes [n, blocks], from the blocks' largest magnitudes, float32 [n,
     blocks], and the routing weights [n]. A larger magnitude never has a smaller scale. Where both
     are None, Linear1's output is BF16, without scales. sum_bits: what
     hardware keeps of a sum of products, over `sum_block` values along K or, if None, all of them;
     the reference keeps all. sum_products: that one instruction adds to a sum.
     multiplies_block_scales: whether such sums are multiplied by a product of two scales, which is
     rounded to FP32. rounds_row_factors: whether the sum of a row is multiplied in FP32 by a factor
-    that is no power of two.
+    that is no power of two. output: how Linear1's output is scaled. weighs_results: whether
+    routing weights come behind Linear2, in FP32, so that Linear1's output is that of weight 1.
     """
 
     tokens: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,16 +80,18 @@ class Numerics:
     sum_products: int = GROUP_SIZE
     multiplies_block_scales: bool = False
     rounds_row_factors: bool = False
+    output: ScaledOutput = E4M3_OUTPUT
+    weighs_results: bool = False
 
     def requantize(self, activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3 or
-        BF16: float64 [n, I]."""
+        """float32 [n, I] after the activation, with its routing weights [n] in it, through E4M3,
+        E2M1 or BF16: float64 [n, I]."""
         if self.scale_block is None or self.scale_bytes is None:
             return activated.to(torch.bfloat16).double()
         blocks = self.blocks(activated, self.scale_block)
         scale_bytes = self.scale_bytes(blocks.abs().amax(dim=-1), weights)
-        values, _ = quantize_e4m3_groups(blocks, scale_bytes=scale_bytes)
-        scaled = values.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
+        scales = self.output.scales(scale_bytes).unsqueeze(-1)
+        scaled = self.output.values(blocks, scale_bytes) * scales
         return scaled.flatten(-2)[..., : activated.shape[-1]]
 
     @staticmethod
@@ -141,4 +165,34 @@ def bf16_numerics(weights: Dequantize, *, rounds_row_factors: bool = False) -> N
         FP32_SUM_BITS,
         sum_products=16,
         rounds_row_factors=rounds_row_factors,
+    )
+
+
+def _nvfp4_scale_bytes(amax: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+    return nvfp4.group_scale_bytes(amax, torch.full_like(amax, 1 / nvfp4.LINEAR2_SCALE))
+
+
+def _nvfp4_values(blocks: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+    inverse = torch.full_like(blocks[..., 0], 1 / nvfp4.LINEAR2_SCALE)
+    codes = nvfp4.quantize_groups(blocks, scale_bytes, inverse)
+    return unpack_e2m1(pack_e2m1_codes(codes), torch.float64)
+
+
+def _nvfp4_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
+    return nvfp4.e4m3_to_double(scale_bytes) * nvfp4.LINEAR2_SCALE
+
+
+def nvfp4_numerics(weights: Dequantize) -> Numerics:
+    """Of products of E2M1 with E4M3 scales per 16, behind which floats of rows and tokens come."""
+    return Numerics(
+        lambda x, x_sf: nvfp4.dequantize_nvfp4_tokens(x, x_sf, torch.float64),
+        weights,
+        nvfp4.GROUP_SIZE,
+        _nvfp4_scale_bytes,
+        FP32_SUM_BITS,
+        sum_products=64,
+        multiplies_block_scales=True,
+        rounds_row_factors=True,
+        output=ScaledOutput(_nvfp4_values, _nvfp4_scales, has_powers=False),
+        weighs_results=True,
     )

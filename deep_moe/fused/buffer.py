@@ -76,11 +76,12 @@ class SymmBuffer(RankBuffer):
         self.handle = next(_next_handle)
         _open_buffers[self.handle] = self
         padded_x = self._view("input_x", shape.tokens.dtype)
-        self.x = padded_x[:, : shape.hidden]
+        self.x = padded_x[:, : shape.tokens.num_elements(shape.hidden)]
         if shape.tokens.has_scales:
             dtype = shape.tokens.scale_torch_dtype
             assert dtype is not None
-            self.x_sf = self._view("input_x_sf", dtype)
+            padded_sf = self._view("input_x_sf", dtype)
+            self.x_sf = padded_sf[:, : shape.tokens.num_row_words(shape.hidden)]
         else:
             no_scales = (shape.num_max_tokens_per_rank, 0)
             self.x_sf = torch.empty(no_scales, dtype=torch.int32, device=self.x.device)
@@ -88,7 +89,8 @@ class SymmBuffer(RankBuffer):
             # What no caller writes: values that are multiplied by zero must be numbers, and scales
             # behind the last group must not be a token's largest.
             padded_x.view(torch.uint8)[:, shape.tokens.num_bytes(shape.hidden) :] = 0
-            self.x_sf[:, -1:] = 0
+            if shape.tokens.has_scales:
+                padded_sf[:, self.x_sf.shape[1] - 1 :] = 0
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.y_row_bytes = Y_BYTES * shape.hidden

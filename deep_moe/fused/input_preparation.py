@@ -27,7 +27,7 @@ from deep_moe.heuristics.prepare_inputs import (
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
-from deep_moe.targets import EMULATED
+from deep_moe.targets import EMULATED, target_of
 from deep_moe.tensor_memory import check_memory, refuse_shared_memory
 
 from .bounded_cache import BoundedCache
@@ -74,6 +74,7 @@ def prepare_inputs(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     expert_load: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
     arch: str | None = None,
 ) -> None:
     """Fill the first rows of `sym_buffer`'s four views, in one launch on the current stream.
@@ -82,7 +83,7 @@ def prepare_inputs(
         x: bfloat16 [tokens, hidden]; quantized to what the buffer's tokens are: "mxfp8" as
             `deep_moe.quantize_mxfp8` does; "fp8_128", where a scale is a 448th of the largest
             magnitude of its 128 values, but at least 1e-4 / 448; "fp8_token", where it is that of
-            all values; or "bf16", copied.
+            all values; "nvfp4" as `deep_moe.quantize_nvfp4_tokens` does; or "bf16", copied.
         topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
         topk_weights: float32 or bfloat16 [tokens, topk].
         sym_buffer: of `get_symm_buffer_for_mega_moe`; the views of its first rows are written.
@@ -93,6 +94,9 @@ def prepare_inputs(
             nowhere, becomes 2^63 - 1, which the call refuses.
         expert_load: int32 [num_experts]; each place's entry grows by the slots that were sent
             there.
+        token_scale: with "nvfp4", float32, one number: the scale of all tokens, as checkpoints have
+            it ("input_scale"), in place of each token's own. It has to be positive and finite,
+            which nobody looks at.
         arch: a target's name; by default that of the buffer's GPU, sm_100a on a CPU, where the
             kernel runs in the emulator.
 
@@ -102,8 +106,13 @@ def prepare_inputs(
     enabled.
     """
     given: tuple[torch.Tensor, ...] = (x, topk_idx, topk_weights)
-    if token_mask is not None or expert_map is not None or expert_load is not None:
-        optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
+    optional = {
+        "token_mask": token_mask,
+        "expert_map": expert_map,
+        "expert_load": expert_load,
+        "token_scale": token_scale,
+    }
+    if any(tensor is not None for tensor in optional.values()):
         for name, tensor in optional.items():
             if tensor is not None:
                 require_type(name, tensor, torch.Tensor, "a tensor or None")
@@ -137,6 +146,7 @@ def prepare_inputs(
             token_mask,
             expert_map,
             expert_load,
+            token_scale,
         )
 
 
@@ -155,7 +165,8 @@ torch.library.define(
     "deep_moe::prepare_inputs",
     "(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor(a!) input_x, Tensor(b!) input_x_sf, "
     "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str? arch=None, "
-    "Tensor? token_mask=None, Tensor? expert_map=None, Tensor(e!)? expert_load=None) -> ()",
+    "Tensor? token_mask=None, Tensor? expert_map=None, Tensor(e!)? expert_load=None, "
+    "Tensor? token_scale=None) -> ()",
 )
 _prepare_inputs_op = torch.ops.deep_moe.prepare_inputs.default
 
@@ -172,6 +183,7 @@ def _prepare_inputs(
     token_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     expert_load: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
 ) -> None:
     x_address = x.data_ptr()
     key = (
@@ -186,11 +198,13 @@ def _prepare_inputs(
         None if token_mask is None else form(token_mask),
         None if expert_map is None else form(expert_map),
         None if expert_load is None else form(expert_load),
+        None if token_scale is None else form(token_scale),
     )
     plan = _plans.get(key)
     if plan is None:
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
+        check_token_scale(token_scale, input_x)
         config = _config(
             topk_idx.dtype,
             topk_weights.dtype,
@@ -199,13 +213,19 @@ def _prepare_inputs(
             expert_load,
             (input_x, input_x_sf),
             arch,
+            has_token_scale=token_scale is not None,
         )
         plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
     # The kernel reads and writes in no particular order.
     buffer_address = input_x.untyped_storage().data_ptr()
     tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
-    if token_mask is not None or expert_map is not None or expert_load is not None:
-        optional = {"token_mask": token_mask, "expert_map": expert_map, "expert_load": expert_load}
+    optional = {
+        "token_mask": token_mask,
+        "expert_map": expert_map,
+        "expert_load": expert_load,
+        "token_scale": token_scale,
+    }
+    if any(tensor is not None for tensor in optional.values()):
         tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
@@ -228,6 +248,7 @@ def _prepare_inputs(
         input_x_sf.data_ptr(),
         input_topk_idx.data_ptr(),
         input_topk_weights.data_ptr(),
+        0 if token_scale is None else token_scale.data_ptr(),
         0 if token_mask is None else token_mask.data_ptr(),
         0 if expert_map is None else expert_map.data_ptr(),
         0 if expert_load is None else expert_load.data_ptr(),
@@ -282,7 +303,8 @@ def check_inputs(
     if x.ndim != 2:
         raise ValueError(f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}")
     num_tokens = x.shape[0]
-    max_tokens, hidden = input_x.shape
+    max_tokens, num_elements = input_x.shape
+    hidden = num_elements * _values_per_element(input_x)
     device = input_x.device
     check_tensor("x", x, torch.bfloat16, (num_tokens, hidden), device)
     if num_tokens > max_tokens:
@@ -326,10 +348,34 @@ def check_routing(
         check_contiguous("expert_load", expert_load)
 
 
+def check_token_scale(token_scale: torch.Tensor | None, input_x: torch.Tensor) -> None:
+    """Raise if it is there and its form or the buffer's tokens do not allow it."""
+    if token_scale is None:
+        return
+    if _values_per_element(input_x) == 1:
+        raise ValueError(
+            "token_scale must be None for a buffer whose tokens have no E4M3 scales beside one of "
+            "their own; got a tensor"
+        )
+    allowed = () if token_scale.ndim == 0 else (1,)
+    check_tensor("token_scale", token_scale, torch.float32, allowed, input_x.device)
+
+
+def _values_per_element(input_x: torch.Tensor) -> int:
+    return 2 if input_x.dtype == torch.uint8 else 1
+
+
 def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any]:
     """The config's fields that say where rows begin, if not one behind the other, or if it has to
     be known which values a token's scale is for."""
     hidden, row_length = input_x.shape[1], input_x.stride(0)
+    if input_x.dtype == torch.uint8:
+        return {
+            **whole_token_fields(2 * hidden),
+            "num_buffer_row_chunks": 2 * row_length // VALUES_PER_CHUNK,
+            "num_buffer_row_scales": 4 * input_x_sf.stride(0),
+            "packs_e2m1": True,
+        }
     if input_x_sf.dtype == torch.float32:  # hidden is a multiple of 128
         return whole_token_fields(hidden) if input_x_sf.shape[1] == 1 else {}
     has_scales = input_x_sf.shape[1] > 0
@@ -361,6 +407,8 @@ def _config(
     expert_load: torch.Tensor | None,
     rows: tuple[torch.Tensor, torch.Tensor],
     arch: str | None,
+    *,
+    has_token_scale: bool = False,
 ) -> PrepareInputsConfig:
     """rows: a buffer's tokens and their scales."""
     input_x, input_x_sf = rows
@@ -368,7 +416,7 @@ def _config(
     gpu = gpu_of(device)
     own = EMULATED.name if gpu is None else gpu.target.name
     config = PrepareInputsConfig(
-        quantizes=input_x.dtype == torch.float8_e4m3fn,
+        quantizes=input_x.dtype != torch.bfloat16,
         has_float_scales=input_x_sf.dtype == torch.float32,
         has_int32_topk_idx=topk_idx == torch.int32,
         has_bf16_topk_weights=topk_weights == torch.bfloat16,
@@ -376,11 +424,16 @@ def _config(
         num_expert_copies=0 if expert_map is None else expert_map[0].numel(),
         has_int64_expert_map=expert_map is not None and expert_map.dtype == torch.int64,
         has_expert_load=expert_load is not None,
+        has_token_scale=has_token_scale,
         arch=own if arch is None else arch,
         **row_fields(input_x, input_x_sf),
     )
     if config.arch != own and gpu is not None:
         raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
+    if config.packs_e2m1 and not target_of(config.arch).packs_e2m1:
+        raise ValueError(
+            f"arch must be one that rounds to E2M1, as the buffer's tokens are; got {config.arch!r}"
+        )
     return config
 
 

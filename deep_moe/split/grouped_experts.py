@@ -291,13 +291,14 @@ class GroupedExperts:
         l2_bias: torch.Tensor | None = None,
         expected_rows: int | None = None,
     ) -> torch.Tensor:
-        """The experts' outputs, bfloat16, of the shape of x: row by row, without routing weights.
+        """The experts' outputs, bfloat16, for each row of x hidden values, without routing weights.
 
         x: either [local experts, N, hidden], of which expert e has the first expert_count[e] rows
         at x[e], as `LowLatencyAllToAll.dispatch` gives it; or [rows, hidden] with expert_begin,
         where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with
-        token_format "bf16". scales: [.., hidden/128] int32 or float32, or [.., hidden/512] int32,
-        as the format says; None with "bf16".
+        token_format "bf16", or with "nvfp4" uint8 [.., hidden/2]. scales: [.., hidden/128] int32 or
+        float32, [.., hidden/512] int32, or with "nvfp4" [.., 1 + hidden/64] int32, as the format
+        says; None with "bf16".
         weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias: what
         `transform_biases_for_mega_moe` returned, with biases=True.
         expert_count, expert_begin: int32 [local experts], on the device. Experts' rows may lie
@@ -315,16 +316,17 @@ class GroupedExperts:
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
         check_weights(weights, self.shape, self._kernel, self._activation)
         is_given = out is not None
+        out_size = (*x.shape[:-1], self.shape.hidden)
         if out is None:
-            out = torch.empty(x.shape, dtype=torch.bfloat16, device=self.device)
+            out = torch.empty(out_size, dtype=torch.bfloat16, device=self.device)
         else:
             require_type("out", out, torch.Tensor, "a tensor or None")
-            check_tensor("out", out, torch.bfloat16, x.shape, self.device)
+            check_tensor("out", out, torch.bfloat16, out_size, self.device)
             check_contiguous("out", out)
             check_start("out", out, _ALIGNMENT)
             read = {"x": x, "scales": scales, "expert_count": expert_count}
             refuse_shared_memory({"out": out}, {**read, "expert_begin": expert_begin})
-        num_rows = x.numel() // self.shape.hidden
+        num_rows = out.numel() // self.shape.hidden
         if num_rows == 0:
             return out
         with used([self._work_space]):
@@ -422,7 +424,7 @@ class GroupedExperts:
             check_tensor(name, tensor, torch.int32, (num_experts,), device)
             check_contiguous(name, tensor)
         rows = (num_experts, x.shape[1]) if x.ndim == 3 else (x.shape[0],)
-        check_tensor("x", x, self.tokens.dtype, (*rows, hidden), device)
+        check_tensor("x", x, self.tokens.dtype, (*rows, self.tokens.num_elements(hidden)), device)
         check_contiguous("x", x)
         check_start("x", x, _ALIGNMENT)
         self._check_scales(scales, rows, expert_count, expert_begin)
@@ -456,7 +458,7 @@ class GroupedExperts:
                 f"scales must be {dtype} {where}; got torch.float32, which "
                 'token_format="fp8_128_pow2" has, for powers of two, and "fp8_128"'
             )
-        num_words = tokens.num_scale_words(self.shape.hidden)
+        num_words = tokens.num_row_words(self.shape.hidden)
         check_tensor("scales", scales, dtype, (*rows, num_words), self.device)
         check_contiguous("scales", scales)
         if self._checked and dtype is torch.float32 and tokens.rounds_scales:
@@ -591,6 +593,8 @@ def grouped_experts(
         raise TypeError(f"device must not be given, it is that of x; got {options['device']!r}")
     hidden = x.shape[-1] if x.ndim else 0
     num_rows = x.numel() // max(hidden, 1)
+    if x.dtype == torch.uint8:
+        hidden *= 2  # two E2M1 values in each
     if max_rows is None:
         max_rows = max(num_rows, 1)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

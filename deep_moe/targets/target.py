@@ -134,7 +134,8 @@ class Target(ABC):
     was_run: whether the kernel has run on such a GPU, not in the emulator only.
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
     callers may set. tunable: those of them whose best value differs from layer to layer. roles:
-    what the warps do that have dispatch, loader and epilogue registers.
+    what the warps do that have dispatch, loader and epilogue registers. packs_e2m1: whether an
+    instruction rounds to E2M1.
     """
 
     name: str
@@ -153,6 +154,7 @@ class Target(ABC):
     overridable: ClassVar[tuple[str, ...]]
     tunable: ClassVar[tuple[str, ...]]
     roles: ClassVar[tuple[str, str, str]]
+    packs_e2m1: ClassVar[bool] = False
 
     @abstractmethod
     def choose_fields(
@@ -193,12 +195,14 @@ class Target(ABC):
     def weights_of(
         self, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
     ) -> TargetWeights:
-        """What the target does with such weights beside such tokens, by default those that go with
-        the weights, or a ValueError."""
+        """What the target does with such weights beside such tokens, or a ValueError. By default
+        tokens are those that go with the weights or, where it does not take these, its first."""
         names = dict.fromkeys(pair.weights for pair in self.weights)
         check_weights_name(weights, names, f" on {self.name}")
-        token_format = default_token_format(weights, token_format)
         allowed = self.token_formats(weights)
+        if token_format is None:
+            usual = default_token_format(weights)
+            token_format = usual if usual in allowed else allowed[0]
         if token_format not in allowed:
             raise ValueError(
                 f"token_format must be {' or '.join(allowed)} with {weights} weights on "

@@ -22,7 +22,8 @@ class TokenFormat:
     errors name it. value_bits: of a value. values_per_scale: along a token; 0 without scales, or
     with one for the whole token (scales_whole_tokens), however long. scale_dtype: of a word of
     scales, "u32" for UE8M0 bytes, "f32" for numbers. values_per_word: whose scales a word holds.
-    rounds_scales: whether scales are powers of two.
+    rounds_scales: whether scales are powers of two. has_token_scale: whether a float32 of the whole
+    token stands in front of the words, by which all of it is multiplied, too.
     in_products: the name of what the experts' products make of the tokens: this one, or another
     that has the same scales in other words. Only the former can be a symmetric buffer's.
     local_scales: the struct that reads the words, in include/deep_moe/tokens/<name>.
@@ -38,6 +39,7 @@ class TokenFormat:
     values_per_word: int = 0
     rounds_scales: bool = False
     scales_whole_tokens: bool = False
+    has_token_scale: bool = False
 
     @property
     def block_k(self) -> int:
@@ -66,6 +68,19 @@ class TokenFormat:
             -(-num_values // 128) if self.scales_whole_tokens else self.num_scale_words(num_values)
         )
 
+    def num_row_words(self, num_values: int) -> int:
+        """All 32-bit words that a token of so many values has beside them.
+
+        >>> from deep_moe.tokens import token_format
+        >>> token_format("nvfp4").num_scale_words(7168), token_format("nvfp4").num_row_words(7168)
+        (112, 113)
+        """
+        return self.num_scale_words(num_values) + self.has_token_scale
+
+    def num_elements(self, num_values: int) -> int:
+        """Of PyTorch's `dtype`, that hold so many values."""
+        return self.num_bytes(num_values) // self.dtype.itemsize
+
     @property
     def has_scales(self) -> bool:
         return self.values_per_scale > 0 or self.scales_whole_tokens
@@ -83,7 +98,7 @@ class TokenFormat:
     @property
     def is_of_all_to_alls(self) -> bool:
         """Whether the dispatch of the split path carries such tokens."""
-        return not self.scales_whole_tokens
+        return not (self.scales_whole_tokens or self.has_token_scale)
 
     @property
     def packs_scales(self) -> bool:
@@ -100,7 +115,9 @@ class TokenFormat:
         """Of values in PyTorch."""
         import torch
 
-        return torch.bfloat16 if self.values == "bf16" else torch.float8_e4m3fn
+        return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[
+            self.values
+        ]
 
     @property
     def scale_torch_dtype(self) -> torch.dtype | None:

@@ -8,8 +8,9 @@ is done with both ends of what the kernel may have:
    more, and so is a routing weight behind one. Its two ends are rounded to BF16: mostly to one
    number.
 2. The activation of both ends, a little further apart by what its approximations may be off.
-3. Both ends are rounded to E4M3. Where they differ, the value is a candidate: it may be either.
-   Where the block's largest value is near 448 of a scale, the scale is open, too.
+3. Both ends are rounded to E4M3 or E2M1. Where they differ, the value is a candidate: it may be
+   either. Where the block's largest value is near the end of what a scale holds, the scale is open,
+   too.
 4. In Linear2 a candidate moves an output by its step times the weight. All of them together move
    it by no more than the sum of these moves, and by no more than 5 times the root of the sum of
    their squares, since it is by chance to which side a candidate goes. With the error of the sum
@@ -41,7 +42,7 @@ from deep_moe.formats.block_scaled import (
     quantize_e4m3_groups,
     ue8m0_to_float,
 )
-from deep_moe.formats.numerics import Numerics
+from deep_moe.formats.numerics import Numerics, ScaledOutput
 from deep_moe.weights.layers import LayerTensors, Pair, one_expert
 
 from .reference import (
@@ -67,6 +68,7 @@ _FP32_HALF_UNIT = 2.0**-24
 # zero.
 _SIGMOID_FLUSHED_BELOW = -86.0
 _SMALLEST_NORMAL_FP32 = 2.0**-126
+_MAX_OPEN_SCALES = 4  # that are tried one by one
 _MAX_PARTIAL_SUMS = 1 << 24  # held at a time
 
 
@@ -144,7 +146,9 @@ def reference_bounds(
         )
         return _weighted(slots, weights) if weights_in_combine else slots
 
-    return combined_bounds(topk_idx, topk_weights, num_experts, x.shape[1], of_expert, y)
+    return combined_bounds(
+        topk_idx, topk_weights, num_experts, l2_weights[0].shape[1], of_expert, y
+    )
 
 
 def combined_bounds(
@@ -233,6 +237,7 @@ def expert_bounds(
     outer_weights = None
     if biases is not None:
         sums, errors = _with_bias(sums, errors, biases[0])
+    if biases is not None or numerics.weighs_results:
         outer_weights, weights = weights, torch.ones_like(weights)
     activated = activation.of_linear1(round_to_bf16(sums).float()) * weights.unsqueeze(1)
     quantized = numerics.requantize(activated, weights)
@@ -243,10 +248,12 @@ def expert_bounds(
     sums, errors = _sums_of(quantized, dense, sum_bits, numerics)
     down, up_moves, squares = _moves(quantized, ends, dense)
     y = sums
-    if biases is not None and outer_weights is not None:
+    if outer_weights is not None:
         factor = outer_weights.double().unsqueeze(1)
-        y = (sums + biases[1]).float() * outer_weights.float().unsqueeze(1)
-        sums, errors = _with_bias(sums, errors, biases[1])
+        if biases is not None:
+            y = sums + biases[1]
+            sums, errors = _with_bias(sums, errors, biases[1])
+        y = y.float() * outer_weights.float().unsqueeze(1)
         # The product is rounded once more.
         sums, errors = sums * factor, errors * factor.abs() * (1 + _FP32_HALF_UNIT)
         errors += _FP32_HALF_UNIT * sums.abs()
@@ -329,8 +336,9 @@ def sums_with_errors(
     sums are added up in FP32, each addition rounds by up to 2^-24 of the sum so far. A product of
     two scales rounds by up to 2^-24 of itself, and so moves what it multiplies.
     """
-    if sum_block is not None and values.shape[1] % sum_block:  # the kernel's are padded, too
-        missing = (0, -values.shape[1] % sum_block)
+    group = sum_block or num_products
+    if values.shape[1] % group:  # the kernel's are padded, too
+        missing = (0, -values.shape[1] % group)
         values, weights = (torch.nn.functional.pad(each, missing) for each in (values, weights))
     num_groups = values.shape[1] // num_products
     grouped_values = values.unflatten(1, (num_groups, num_products)).transpose(0, 1)
@@ -394,13 +402,16 @@ def activated_ends(rows: Interval, weights: torch.Tensor, activation: Activation
 
 
 def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -> Interval:
-    """Through E4M3 or BF16: float64 [n, I]."""
+    """Through E4M3, E2M1 or BF16: float64 [n, I]."""
     if numerics.scale_block is None or numerics.scale_bytes is None:
         return Interval(round_to_bf16(ends.low).double(), round_to_bf16(ends.high).double())
     low, high = (numerics.blocks(end.float(), numerics.scale_block) for end in ends)
     sizes = torch.maximum(low.abs(), high.abs())
     least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
     candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]
+    if not numerics.output.has_powers:
+        blocks = _ends_of_any_scales(Interval(low, high), *candidates, numerics.output)
+        return Interval(*(end.flatten(1)[:, : ends.low.shape[1]] for end in blocks))
     scale_bytes = torch.maximum(*candidates)
     is_open = (candidates[0] != candidates[1]).unsqueeze(2)
     scales = ue8m0_to_float(scale_bytes).unsqueeze(2)
@@ -414,6 +425,28 @@ def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -
         values = finer.where(is_open & (exact.abs() < _E4M3_SMALLEST_NORMAL), values)
         rounded.append((values * scales).flatten(1)[:, : ends.low.shape[1]])
     return Interval(*rounded)
+
+
+def _ends_of_any_scales(
+    ends: Interval, lowest: torch.Tensor, highest: torch.Tensor, output: ScaledOutput
+) -> Interval:
+    """Blocks [n, blocks, values] with any of the scales between two bytes [n, blocks], float64.
+    Where these are far apart, the block may be zero, and any value off by as much as the largest is
+    by rounding: by less than a quarter of the largest of all."""
+    low, high = ends
+    most = torch.full_like(low, torch.inf, dtype=torch.float64)
+    rounded_low, rounded_high = most, -most
+    for step in range(min(int((highest - lowest).max()), _MAX_OPEN_SCALES - 1) + 1):
+        scale_bytes = torch.minimum(lowest + step, highest).to(torch.uint8)
+        scales = output.scales(scale_bytes).unsqueeze(2)
+        rounded_low = torch.minimum(rounded_low, output.values(low, scale_bytes) * scales)
+        rounded_high = torch.maximum(rounded_high, output.values(high, scale_bytes) * scales)
+    largest = torch.maximum(low.abs(), high.abs()).amax(dim=2, keepdim=True).double()
+    is_far = (highest - lowest >= _MAX_OPEN_SCALES).unsqueeze(2)
+    return Interval(
+        (low - largest / 4).where(is_far, rounded_low),
+        (high + largest / 4).where(is_far, rounded_high),
+    )
 
 
 def _moves(

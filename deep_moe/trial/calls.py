@@ -17,6 +17,7 @@ from deep_moe.biases.per_expert import MegaMoEBiases
 from deep_moe.emulator.machine import Schedule
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
+from deep_moe.formats.nvfp4 import dequantize_nvfp4_tokens, quantize_nvfp4_tokens
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
@@ -126,6 +127,9 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
     codes and scales. BF16 stays as it is."""
     if tokens.x.dtype == torch.bfloat16:
         return tokens.x, tokens
+    if tokens.x.dtype == torch.uint8:
+        x = dequantize_nvfp4_tokens(tokens.x, tokens.x_sf).bfloat16()
+        return x, Tokens(*quantize_nvfp4_tokens(x), tokens.topk_idx, tokens.topk_weights)
     if tokens.x_sf.dtype == torch.float32:
         x = dequantize_e4m3_float(tokens.x, tokens.x_sf).bfloat16()
         quantized = quantize_e4m3_float(x, whole_tokens=tokens.x_sf.shape[1] == 1)
@@ -137,7 +141,7 @@ def model_inputs(tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
 def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str) -> RankLaunch:
     """The launch of `prepare_inputs` for one rank, which that function runs by itself."""
     config = PrepareInputsConfig(
-        quantizes=buffer.x.dtype == torch.float8_e4m3fn,
+        quantizes=buffer.x.dtype != torch.bfloat16,
         has_float_scales=buffer.x_sf.dtype == torch.float32,
         **row_fields(buffer.x, buffer.x_sf),
         arch=arch,

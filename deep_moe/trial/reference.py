@@ -116,7 +116,7 @@ def slot_contributions(
         numerics = EMULATED.weights_of().numerics
     num_tokens, num_topk = topk_idx.shape
     contributions = torch.zeros(
-        (num_tokens, num_topk, x.shape[1]), dtype=torch.bfloat16, device=x.device
+        (num_tokens, num_topk, l2_weights[0].shape[1]), dtype=torch.bfloat16, device=x.device
     )
     for expert_idx in range(l1_weights[0].shape[0]):
         token_idx, slot_idx = (topk_idx == expert_idx).nonzero(as_tuple=True)
@@ -157,19 +157,22 @@ def expert_output(
     """One expert on float64 tokens [n, H] with routing weights [n]: bfloat16 [n, H].
 
     biases: [2*I] and [H]. With them the routing weight comes behind Linear2's, in FP32, and
-    Linear1's output is quantized as for weight 1.
+    Linear1's output is quantized as for weight 1; so it is where numerics weigh results.
     """
+    is_weighed_behind = biases is not None or numerics.weighs_results
     # [n, 2*I], or [n, I] without a gate
     accumulator = tokens @ numerics.weights(l1_weights, activation.num_l1_matrices).T
     if biases is not None:
         accumulator += biases[0]
     rows = round_to_bf16(accumulator).float()
-    inner_weights = weights if biases is None else torch.ones_like(weights)
+    inner_weights = torch.ones_like(weights) if is_weighed_behind else weights
     activated = activation.of_linear1(rows) * inner_weights.unsqueeze(1)
     quantized = numerics.requantize(activated, inner_weights)
     accumulator = quantized @ numerics.weights(l2_weights, 1).T
     if biases is not None:
-        accumulator = (accumulator + biases[1]).float() * weights.float().unsqueeze(1)
+        accumulator = accumulator + biases[1]
+    if is_weighed_behind:
+        accumulator = accumulator.float() * weights.float().unsqueeze(1)
     return round_to_bf16(accumulator)
 
 

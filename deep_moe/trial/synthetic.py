@@ -31,8 +31,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
+from deep_moe.formats import nvfp4
 from deep_moe.formats.block_scaled import (
     E4M3_NAN,
+    pack_e2m1_values,
     pack_ue8m0_groups,
     quantize_e4m3_ue8m0,
     ue8m0_to_float,
@@ -130,8 +132,10 @@ class LayerParts(Protocol):
 class Tokens:
     """What one rank brings to a call."""
 
-    x: torch.Tensor  # float8_e4m3fn or bfloat16 [tokens, hidden]
-    # int32 or float32 [tokens, hidden/128], or one for all [tokens, 1], of bfloat16 [tokens, 0].
+    # float8_e4m3fn or bfloat16 [tokens, hidden], or packed uint8 [tokens, hidden/2].
+    x: torch.Tensor
+    # int32 or float32 [tokens, hidden/128], or one for all [tokens, 1], of bfloat16 [tokens, 0], of
+    # packed values int32 [tokens, 1 + hidden/64].
     x_sf: torch.Tensor
     topk_idx: torch.Tensor  # int64 [tokens, topk]
     topk_weights: torch.Tensor  # float32 [tokens, topk]
@@ -263,6 +267,14 @@ def exact_tokens(
     weights = torch.exp2(exponents.float())
     if not shape.tokens.has_scales:
         return Tokens(*quantize_tokens(x.float(), shape.tokens), topk_idx, weights)
+    if shape.tokens.has_token_scale:
+        codes, sf = _scale_groups(x.float(), _WEIGHT_SCALES, generator, (1, nvfp4.GROUP_SIZE))
+        exponents = torch.randint(-3, 4, (num_tokens, 1), generator=generator)
+        own = torch.exp2(exponents.float())
+        scales = (ue8m0_to_float(sf, torch.float32) / own).to(torch.float8_e4m3fn)
+        words = nvfp4.pack_scale_bytes(scales.view(torch.uint8))
+        x_sf = torch.cat([own.view(torch.int32), words], dim=1)
+        return Tokens(pack_e2m1_values(codes).view(torch.uint8), x_sf, topk_idx, weights)
     if shape.tokens.has_float_scales:
         block = WHOLE_ROW if shape.tokens.scales_whole_tokens else (1, 128)
         codes, sf = _scale_groups(x.float(), _TOKEN_SCALES, generator, block)
@@ -274,6 +286,8 @@ def exact_tokens(
 
 def quantize_tokens(values: torch.Tensor, form: TokenFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` and `x_sf` of a buffer for float32 [tokens, hidden]."""
+    if form.has_token_scale:
+        return nvfp4.quantize_nvfp4_tokens(values)
     if form.has_float_scales:
         return quantize_e4m3_float(values, whole_tokens=form.scales_whole_tokens)
     if form.has_scales:
@@ -295,12 +309,15 @@ def put_nan(tokens: Tokens, num_tokens: int, *, seed: int = 0) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(tokens.num_tokens, generator=generator)[:num_tokens]
     columns = torch.randint(tokens.x.shape[1], rows.shape, generator=generator)
-    x = tokens.x.clone()
-    if x.dtype == torch.bfloat16:
+    x, x_sf = tokens.x.clone(), tokens.x_sf
+    if x.dtype == torch.uint8:  # E2M1 has none: the token's scale is
+        x_sf = x_sf.clone()
+        x_sf[rows, 0] = torch.full(rows.shape, torch.nan).view(torch.int32)
+    elif x.dtype == torch.bfloat16:
         x[rows, columns] = torch.nan
     else:
         x.view(torch.uint8)[rows, columns] = E4M3_NAN
-    return replace(tokens, x=x)
+    return replace(tokens, x=x, x_sf=x_sf)
 
 
 def received(shape: MoEShape, tokens: Sequence[Tokens]) -> torch.Tensor:

@@ -270,8 +270,19 @@ def test_tensor_memory_columns(block_m, num_used, num_allocated):
         "accumulator_column": 0,
         "accumulator_stride": block_m,
         "activation_sf_column": 2 * block_m,
-        "activation_sf_stride": 1,
+        "activation_sf_stride": -(-block_m // 128) * 4,
         "weight_sf_column": num_used - 4,
-        "weight_sf_stride": 1,
+        "weight_sf_stride": 4,
         "num_columns": num_allocated,
     }
+
+
+@pytest.mark.parametrize(("block_m", "num_allocated"), [(16, 64), (96, 256), (192, 512)])
+def test_tensor_memory_of_four_words_of_scales(block_m, num_allocated):
+    """Those of a k-block of packed E2M1 stand side by side."""
+    layout = sm100_tmem_layout(block_m=block_m, block_n=128, num_tmem_stages=2, num_scale_words=4)
+    columns = -(-block_m // 128) * 4
+    assert layout["activation_sf"].shape == (4, columns)
+    assert layout["weight_sf"].offset == 2 * block_m + 4 * columns
+    assert layout.constants()["activation_sf_stride"] == columns
+    assert layout.num_bytes == num_allocated

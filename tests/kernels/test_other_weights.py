@@ -21,6 +21,7 @@ KERNELS = (
     ("sm_90a", "nvfp4"),
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
+    ("sm_100a", "nvfp4 x nvfp4"),
 )
 each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 
@@ -78,6 +79,8 @@ def test_nan_stays_in_its_token(arch: str, weights: str) -> None:
     (clean,) = case.call([tokens])
     if not case.shape.tokens.has_scales:
         tokens.x[7, 100] = torch.nan
+    elif case.shape.tokens.has_token_scale:
+        tokens.x_sf.view(torch.float32)[7, 0] = torch.nan
     else:
         tokens.x.view(torch.uint8)[7, 100] = 0x7F
     (y,) = case.call([tokens])

@@ -10,7 +10,9 @@ from deep_moe import jit
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import choose_config
 from tests.everyday import parametrize
+from tests.pairs import formats
 
+NVFP4 = "nvfp4 x nvfp4"
 TILES = (16, 32, 64, 96, 128, 192)
 # ranks, experts, top-k, hidden, intermediate, clamp, fast math
 PROBLEMS = {
@@ -38,7 +40,7 @@ def check(
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
     shape = MoEShape(
         *(ranks, experts, topk, hidden, intermediate, 1024),
-        weights=weights,
+        **formats(weights),
         biases=biases,
         num_pool_tokens=num_pool_tokens,
     )
@@ -72,13 +74,13 @@ def test_no_spills(block_m: int, problem: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_m", TILES)
-@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+@pytest.mark.parametrize("weights", ["fp8", "bf16", NVFP4])
 def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", NVFP4])
 @pytest.mark.parametrize("block_m", TILES)
 def test_no_spills_with_biases(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
@@ -86,19 +88,19 @@ def test_no_spills_with_biases(block_m: int, weights: str) -> None:
 
 @parametrize(
     ("arch", "weights"),
-    product(("sm_100a", "sm_103a"), ("mxfp4", "bf16")),
-    everyday=[("sm_100a", "mxfp4"), ("sm_103a", "bf16")],
+    product(("sm_100a", "sm_103a"), ("mxfp4", "bf16", NVFP4)),
+    everyday=[("sm_100a", "mxfp4"), ("sm_103a", "bf16"), ("sm_103a", NVFP4)],
 )
 def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
     check(192, PROBLEMS["plain"], weights, arch=arch, num_pool_tokens=12288)
 
 
-def pairs() -> list[tuple[int, str, str]]:
+def cases() -> list[tuple[int, str, str]]:
     """Every tile in half of the problems, every problem with half of the tiles, with weights in
     turn."""
-    formats = ("mxfp4", "fp8", "bf16")
+    pairs = ("mxfp4", "fp8", "bf16", NVFP4)
     return [
-        (block_m, problem, formats[(i + j) // 2 % len(formats)])
+        (block_m, problem, pairs[(i + j) // 2 % len(pairs)])
         for i, block_m in enumerate(TILES)
         for j, problem in enumerate(MORE_PROBLEMS)
         if (i + j) % 2 == 0
@@ -106,6 +108,6 @@ def pairs() -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block_m", "problem", "weights"), pairs())
+@pytest.mark.parametrize(("block_m", "problem", "weights"), cases())
 def test_no_spills_in_more_problems(block_m: int, problem: str, weights: str) -> None:
     check(block_m, MORE_PROBLEMS[problem], weights)

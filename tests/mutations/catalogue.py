@@ -251,7 +251,7 @@ SM100_MUTATIONS = (
         "result",
     ),
     M("weight_expert", replaced("weight_row", "block.expert_idx * num_rows +", ""), "result"),
-    M("weight_k", replaced("weight_tile", "k_block_idx * Config::block_k", "0"), "result"),
+    M("weight_k", replaced("weight_tile", "k_block_idx * k_block_elements<Config>", "0"), "result"),
     M(
         "weight_loader_does_not_drain",
         replaced("weights_drained", "i < Config::num_stages", "i < 0"),
@@ -259,7 +259,7 @@ SM100_MUTATIONS = (
         "accumulator, which the epilogue of both CTAs waits for before it goes on",
     ),
     # ---- MMA
-    M("mma_always_accumulates", replaced("mma", "!is_first || i > 0", "true"), "misuse|result"),
+    M("mma_always_accumulates", replaced("mma", "accumulates", "true"), "misuse|result"),
     M(
         "bf16_mma_overwrites",
         replaced("bf16_mma", "!is_first || i > 0", "i > 0"),
@@ -329,6 +329,68 @@ SM100_MUTATIONS = (
     M("l1_scale_byte", replaced("l1_scale_byte", "group_idx", "(group_idx + 1)"), "result|race"),
     M("l1_swizzle", replaced("swizzle", "0x30", "0x10"), "result|race"),
     M("l1_bf16_swizzle", replaced("bf16_swizzle", "0x70", "0x30"), "result", weights="bf16"),
+    # ---- NVFP4
+    *(
+        M(name, edit, catcher, weights="nvfp4", token_format="nvfp4")
+        for name, edit, catcher in (
+            (
+                "fp4_mma_always_accumulates",
+                replaced("fp4_mma", "accumulates", "true"),
+                "misuse|result",
+            ),
+            ("fp4_scales_of_next_group", replaced("fp4_scale_word", "1 + i", "i"), "result"),
+            (
+                "fp4_token_factor_lost",
+                replaced("fp4_token_factor", "tokens.factors.x * factor[0]", "factor[0]"),
+                "result",
+            ),
+            (
+                "fp4_factors_of_other_rows",
+                replaced("sm100_row_factors", "8 * r", "16 * r"),
+                "result|misuse",
+            ),
+            (
+                "fp4_constant_lost",
+                replaced("fp4_l1_groups", "1.0f / fp4_linear2_scale", "1.0f"),
+                "result",
+            ),
+            ("fp4_bytes_of_other_lanes", replaced("fp4_neighbour", ", 4)", ", 8)"), "result"),
+            ("fp4_swizzle", replaced("fp4_swizzle", "0x10", "0x30"), "result|race"),
+            (
+                "fp4_weight_lost",
+                replaced("fp4_l2_weight", "is_weighed ? result : result * topk_weight", "result"),
+                "result",
+            ),
+        )
+    ),
+    M(
+        "fp4_scale_of_other_token",
+        replaced("fp4_scale_byte", ">> 8 * t", ""),
+        "result",
+        test="test_sm100_nvfp4::test_any_size_of_linear1_output",
+        arguments={"size": 1.0},
+    ),
+    *(
+        M(name, edit, "result", test="test_sm100_nvfp4::test_prepared_tokens")
+        for name, edit in (
+            (
+                "fp4_inverse_of_zero",
+                replaced("fp4_zero_scale", "scale == 0.0f ? 0.0f : rounded", "rounded"),
+            ),
+            (
+                "fp4_scale_of_a_zero_token",
+                replaced(
+                    "fp4_token_scale",
+                    "fmaxf(__uint_as_float(amax_bits), min_fp4_token_amax)",
+                    "__uint_as_float(amax_bits)",
+                ),
+            ),
+            (
+                "fp4_groups_of_eight",
+                replaced("fp4_group", "fp4_group_size / values_per_chunk", "1"),
+            ),
+        )
+    ),
     # ---- Linear2 epilogue
     M("l2_one_row_too_many", replaced("l2_valid_row", ">=", ">"), "race|result|misuse"),
     M("l2_read_before_staged", removed("l2_tile_staged"), "race|misuse"),

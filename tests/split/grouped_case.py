@@ -165,6 +165,9 @@ def random_case(
     if token_format == "bf16":
         x = values.bfloat16()
         return Case(shape, counts, arch, layer, x, torch.empty(len(x), 0, dtype=torch.int32), None)
+    if token_format_of(token_format).has_token_scale:
+        x, x_sf = deep_moe.quantize_nvfp4_tokens(values)
+        return Case(shape, counts, arch, layer, x, x_sf, x_sf)
     if token_format == "mxfp8":
         x, x_sf = quantize_mxfp8(values)
         return Case(shape, counts, arch, layer, x, x_sf, x_sf)
@@ -197,7 +200,7 @@ def run_padded(
     """Of each row that an expert has; the others must stay as they are. own: what computes them."""
     x, scales = case.padded(num_rows)
     count = torch.tensor(case.counts, dtype=torch.int32)
-    out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16)
+    out = torch.full((*x.shape[:-1], case.shape.hidden), UNTOUCHED, dtype=torch.bfloat16)
     experts = own or case.experts(**options)
     assert experts(x, scales, expert_count=count, out=out, **case.weights()) is out
     for part, number in zip(out, case.counts, strict=True):
@@ -211,7 +214,7 @@ def run_behind_each_other(
     """The same of the other layout."""
     x, scales, begin = case.behind_each_other(alignment)
     count = torch.tensor(case.counts, dtype=torch.int32)
-    out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16)
+    out = torch.full((*x.shape[:-1], case.shape.hidden), UNTOUCHED, dtype=torch.bfloat16)
     experts = own or case.experts(**options)
     experts(x, scales, expert_count=count, expert_begin=begin, out=out, **case.weights())
     rows = [

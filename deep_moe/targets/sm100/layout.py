@@ -30,36 +30,49 @@ UP_RUN = 16  # without a gate: of the first half of 128, then of the second
 SF_BLOCK = 128  # rows whose scales are permuted among themselves
 
 
-def interleave_gate_up(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """[E, 2*I, ...] with gate rows before up rows, to runs of 8 in turn, in contiguous `out`."""
-    num_runs = rows.shape[1] // (2 * GATE_UP_RUN)
-    runs = rows.unflatten(1, (2, num_runs, GATE_UP_RUN)).transpose(1, 2)
-    out.unflatten(1, (num_runs, 2, GATE_UP_RUN)).copy_(runs)
+def interleave_gate_up(rows: torch.Tensor, out: torch.Tensor, step: int = 1) -> torch.Tensor:
+    """[E, 2*I, ...] with gate rows before up rows, to runs of 8 in turn, in contiguous `out`. step:
+    a run takes every so manieth row, and those between them come in the runs that follow."""
+    num_groups = rows.shape[1] // (2 * GATE_UP_RUN * step)
+    runs = rows.unflatten(1, (2, num_groups, GATE_UP_RUN, step))
+    further = range(5, runs.dim())
+    out.unflatten(1, (num_groups, step, 2, GATE_UP_RUN)).copy_(
+        runs.permute(0, 2, 4, 1, 3, *further)
+    )
     return out
 
 
-def separate_gate_up(rows: torch.Tensor) -> torch.Tensor:
+def separate_gate_up(rows: torch.Tensor, step: int = 1) -> torch.Tensor:
     """The inverse of `interleave_gate_up`. A copy."""
-    num_runs = rows.shape[1] // (2 * GATE_UP_RUN)
-    runs = rows.unflatten(1, (num_runs, 2, GATE_UP_RUN)).transpose(1, 2)
-    return contiguous_copy(runs).reshape(rows.shape)
+    num_groups = rows.shape[1] // (2 * GATE_UP_RUN * step)
+    runs = rows.unflatten(1, (num_groups, step, 2, GATE_UP_RUN))
+    further = range(5, runs.dim())
+    return contiguous_copy(runs.permute(0, 3, 1, 4, 2, *further)).reshape(rows.shape)
 
 
-def interleave_l1(rows: torch.Tensor, out: torch.Tensor, has_gate: bool) -> torch.Tensor:
-    """Linear1's rows [E, N, ...] in the order of the kernel, in contiguous `out`."""
+def interleave_l1(
+    rows: torch.Tensor, out: torch.Tensor, has_gate: bool, step: int = 1
+) -> torch.Tensor:
+    """Linear1's rows [E, N, ...] in the order of the kernel, in contiguous `out`. step: as in
+    `interleave_gate_up`, within the runs of 16 that there are without a gate."""
     if has_gate:
-        return interleave_gate_up(rows, out)
-    halves = rows.unflatten(1, (-1, 2, SF_BLOCK // 2 // UP_RUN, UP_RUN))
-    out.unflatten(1, (-1, SF_BLOCK // 2 // UP_RUN, 2, UP_RUN)).copy_(halves.transpose(2, 3))
+        return interleave_gate_up(rows, out, step)
+    num_runs = SF_BLOCK // 2 // UP_RUN
+    halves = rows.unflatten(1, (-1, 2, num_runs, UP_RUN // step, step))
+    further = range(6, halves.dim())
+    out.unflatten(1, (-1, num_runs, 2, step, UP_RUN // step)).copy_(
+        halves.permute(0, 1, 3, 2, 5, 4, *further)
+    )
     return out
 
 
-def separate_l1(rows: torch.Tensor, has_gate: bool) -> torch.Tensor:
+def separate_l1(rows: torch.Tensor, has_gate: bool, step: int = 1) -> torch.Tensor:
     """The inverse of `interleave_l1`. A copy."""
     if has_gate:
-        return separate_gate_up(rows)
-    runs = rows.unflatten(1, (-1, SF_BLOCK // 2 // UP_RUN, 2, UP_RUN)).transpose(2, 3)
-    return contiguous_copy(runs).reshape(rows.shape)
+        return separate_gate_up(rows, step)
+    runs = rows.unflatten(1, (-1, SF_BLOCK // 2 // UP_RUN, 2, step, UP_RUN // step))
+    further = range(6, runs.dim())
+    return contiguous_copy(runs.permute(0, 1, 3, 2, 5, 4, *further)).reshape(rows.shape)
 
 
 def permute_sf_rows(sf: torch.Tensor) -> torch.Tensor:

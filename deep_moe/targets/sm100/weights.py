@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 class Sm100Weights(TargetWeights):
-    """data_type: of weights in tensor maps."""
+    """data_type: of weights in tensor maps. values_per_element: of those, where they and tokens are
+    packed. gate_step: of runs of gate and up, see `interleave_gate_up`."""
 
     data_type: ClassVar[DataType]
+    values_per_element: ClassVar[int] = 1
+    gate_step: ClassVar[int] = 1
     # Few stages, for a small case never comes round the ring of the default.
     fuzz_tiles = (
         {"block_m": 16, "num_stages": 5},
@@ -56,7 +59,12 @@ class Sm100Weights(TargetWeights):
 
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         assert isinstance(config, Sm100Config)
-        return Operands(sm100_tensor_maps(config, buffer_address, l1, l2, self.data_type), {})
+        return Operands(
+            sm100_tensor_maps(
+                config, buffer_address, l1, l2, self.data_type, self.values_per_element
+            ),
+            {},
+        )
 
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
         import torch
@@ -66,7 +74,8 @@ class Sm100Weights(TargetWeights):
         rows = torch.arange(num_rows, device="cpu")
         if not is_l1:
             return rows
-        return interleave_gate_up(rows.unsqueeze(0), torch.empty_like(rows).unsqueeze(0))[0]
+        order = torch.empty_like(rows).unsqueeze(0)
+        return interleave_gate_up(rows.unsqueeze(0), order, self.gate_step)[0]
 
 
 def sm100_tensor_maps(
@@ -75,15 +84,20 @@ def sm100_tensor_maps(
     l1_weights: Pair,
     l2_weights: Pair,
     weight_type: DataType,
+    values_per_element: int,
 ) -> dict[str, TensorMapSpec]:
     """A spec for each tensor map of KernelArgs: which tile of what each one copies.
 
     buffer_address: this rank's symmetric buffer. l1_weights, l2_weights: as
-    `transform_weights_for_mega_moe` returns them. weight_type: of the values.
+    `transform_weights_for_mega_moe` returns them. weight_type: of the values. values_per_element:
+    of tokens and weights, where both are packed.
     """
     layout = config.symm_buffer_layout
     half_m = config.block_m // 2  # each CTA of a pair loads half of the tokens
-    sf_box = (-(-config.block_m // 128) * 128, 1)
+    tokens = config.tokens
+    block_k = config.block_k // values_per_element
+    num_words = tokens.num_scale_words(config.block_k)
+    sf_box = (-(-config.block_m // 128) * 128, num_words)
 
     def pool(
         segment_name: str,
@@ -108,19 +122,19 @@ def sm100_tensor_maps(
             weight,
             weight_type,
             name=name,
-            box=(config.block_k, config.block_n),
+            box=(block_k, config.block_n),
             swizzle=Swizzle.B128,
         )
 
     def weight_scales(name: str, sf: torch.Tensor) -> TensorMapSpec:
-        return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=(config.block_n, 1))
+        box = (config.block_n, num_words)
+        return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=box)
 
-    tokens = config.tokens
     data_type = token_data_type(tokens)
-    tokens_box = (config.block_k, half_m)
+    tokens_box = (block_k, half_m)
     # Half of block_n: a pair of gate and up gives one value; without a gate, blocks are stored by
     # halves. A row is as long as its swizzle.
-    output_box = (config.block_n // 2, config.store_block_m)
+    output_box = (config.block_n // 2 // values_per_element, config.store_block_m)
     output_swizzle = Swizzle.of_row_bytes(tokens.num_bytes(config.block_n // 2))
     maps = {
         "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),

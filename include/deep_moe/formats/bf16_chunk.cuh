@@ -40,6 +40,19 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, float factor) {
     return ptx::cvt_rn_satfinite_e4m3x2_f32(high * factor, low * factor);
 }
 
+// Two BF16 values to E2M1. SM100 only.
+__device__ __forceinline__ uint32_t quantize_pair_to_fp4(uint32_t pair, float factor) {
+    const float low = __uint_as_float(pair << 16);
+    const float high = __uint_as_float(pair & 0xffff0000u);
+    return ptx::cvt_rn_satfinite_e2m1x2_f32(high * factor, low * factor);
+}
+
+__device__ __forceinline__ uint32_t quantize_chunk_to_fp4(uint4 chunk, float factor) {
+    return quantize_pair_to_fp4(chunk.x, factor) | quantize_pair_to_fp4(chunk.y, factor) << 8 |
+           quantize_pair_to_fp4(chunk.z, factor) << 16 |
+           quantize_pair_to_fp4(chunk.w, factor) << 24;
+}
+
 __device__ __forceinline__ uint2 quantize_chunk(uint4 chunk, float factor) {
     return {quantize_pair(chunk.x, factor) | quantize_pair(chunk.y, factor) << 16,
             quantize_pair(chunk.z, factor) | quantize_pair(chunk.w, factor) << 16};

@@ -17,6 +17,7 @@
 #include "deep_moe/dispatch/routing.cuh"
 #include "deep_moe/formats/bf16_chunk.cuh"
 #include "deep_moe/formats/float_scale.cuh"
+#include "deep_moe/formats/nvfp4.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
@@ -31,12 +32,13 @@ struct PrepareInputsArgs {
     const void* x;             // bf16 [num_chunks * 8]
     const void* topk_idx;      // i64 or i32 [num_slots]
     const void* topk_weights;  // f32 or bf16 [num_slots]
-    void* input_x;             // e4m3 or bf16 [num_chunks * 8], maybe in longer rows
+    void* input_x;             // e4m3, bf16 or e2m1 [num_chunks * 8], maybe in longer rows
     // ue8m0 [num_chunks / 4], four make a word; or in longer rows; or f32 [num_chunks / 16], or a
-    // token; or null
+    // token; or for each token f32 and e4m3 [hidden / 16]; or null
     void* input_x_sf;
     void* input_topk_idx;       // i64 [num_slots]
     void* input_topk_weights;   // f32 [num_slots]
+    const float* token_scale;   // of all tokens, if Config::has_token_scale
     const uint8_t* token_mask;  // [num_slots / num_topk], 0 or 1
     const void* expert_map;     // i32 or i64 [num_mapped_experts][num_expert_copies]
     int32_t* expert_load;       // [num_experts]
@@ -168,6 +170,15 @@ class WholeTokenChunks {
         __syncthreads();  //~ token_maxima_there
 #pragma unroll
         for (uint32_t warp = 0; warp < num_warps; ++warp) amax_bits = max(amax_bits, maxima[warp]);
+        if constexpr (Config::packs_e2m1) {
+            store_fp4(amax_bits);
+        } else {
+            store_e4m3(amax_bits);
+        }
+    }
+
+ private:
+    __device__ void store_e4m3(uint32_t amax_bits) const {
         const FloatScale<false> token(amax_bits);
         auto* values = static_cast<uint2*>(args_.input_x) + first();
 #pragma unroll
@@ -177,7 +188,38 @@ class WholeTokenChunks {
         if (threadIdx.x == 0) static_cast<float*>(args_.input_x_sf)[blockIdx.x] = token.scale;
     }
 
- private:
+    // Two lanes side by side have the 16 values of a group.
+    __device__ void store_fp4(uint32_t amax_bits) const {
+        const bool is_finite = amax_bits < 0x7f800000u;
+        float scale;
+        if constexpr (Config::has_token_scale) {
+            scale = *args_.token_scale;
+        } else {
+            //~ fp4_token_scale
+            scale = fmaxf(__uint_as_float(amax_bits), min_fp4_token_amax) * (1.0f / fp4_largest);
+        }
+        const float inverse = is_finite ? __frcp_rn(scale) : 0.0f;
+        auto* values = static_cast<uint32_t*>(args_.input_x) +
+                       uint64_t{blockIdx.x} * Config::num_buffer_row_chunks;
+        auto* row = static_cast<uint8_t*>(args_.input_x_sf) +
+                    uint64_t{blockIdx.x} * Config::num_buffer_row_scales;
+        uint8_t* scale_bytes = row + sizeof(float);
+#pragma unroll
+        for (uint32_t i = 0; i < num_chunks; ++i) {
+            const uint32_t group_bits = group_maximum<fp4_group_size / values_per_chunk>(
+                chunk_amax_bits(chunks_[i]));  //~ fp4_group
+            const Fp4Groups group(group_bits, group_bits, inverse);
+            if (!is_valid(i)) continue;
+            values[chunk_idx(i)] = quantize_chunk_to_fp4(chunks_[i], group.factors[0]);
+            if (chunk_idx(i) % 2 == 0) {
+                scale_bytes[chunk_idx(i) / 2] = static_cast<uint8_t>(group.scale_bytes);
+            }
+        }
+        if (threadIdx.x == 0) {
+            *reinterpret_cast<uint32_t*>(row) = is_finite ? __float_as_uint(scale) : 0x7fffffffu;
+        }
+    }
+
     static __device__ uint64_t first() { return uint64_t{blockIdx.x} * Config::num_token_chunks; }
     static __device__ uint32_t chunk_idx(uint32_t i) {
         return threadIdx.x + i * Config::num_threads;

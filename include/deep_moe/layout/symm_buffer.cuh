@@ -134,6 +134,11 @@ class SymmBuffer {
                uint64_t{k_block_idx} * Symm::l1_token_sf_dim1 +
                sf_pool_token_idx;  // [H/128][padded_sf_pool]
     }
+    // Of tokens with a float for all of their values.
+    __device__ float* l1_token_factors(uint32_t pool_token_idx) const {
+        return at<typename Symm::l1_token_factors_element>(Symm::l1_token_factors_offset) +
+               pool_token_idx;  // [pool_tokens]
+    }
     __device__ float* l1_topk_weights(uint32_t pool_token_idx) const {
         return at<typename Symm::l1_topk_weights_element>(Symm::l1_topk_weights_offset) +
                pool_token_idx;  // [pool_tokens]

@@ -20,6 +20,20 @@ __device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f32(float high, floa
     return packed;
 }
 
+// Two floats to E2M1, round to nearest even, magnitudes above 6 become 6, as does NaN; `high` in
+// the upper four of 8 bits. SM100 only.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e2m1x2_f32(float high, float low) {
+    uint32_t packed;
+    asm("{\n"
+        ".reg .b8 pair;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2;\n"
+        "cvt.u32.u8 %0, pair;\n"
+        "}"
+        : "=r"(packed)
+        : "f"(high), "f"(low));
+    return packed;
+}
+
 // Two E4M3 to F16, exactly; the upper byte to the upper half.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t packed) {
     uint32_t halves;

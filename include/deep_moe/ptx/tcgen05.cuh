@@ -59,6 +59,23 @@ __device__ __forceinline__ void tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
         : "memory");
 }
 
+// The same of packed E2M1 with an E4M3 scale for 16 values, K = 64.
+__device__ __forceinline__ void tcgen05_mma_cta_group2_mxf4nvf4_block16(
+    uint32_t d_tmem, uint64_t a_descriptor, uint64_t b_descriptor, uint32_t instruction_descriptor,
+    uint32_t scale_a_tmem, uint32_t scale_b_tmem, bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %6, 0;\n"
+        "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 "
+        "[%0], %1, %2, %3, [%4], [%5], p;\n"
+        "}"
+        :
+        : "r"(d_tmem), "l"(a_descriptor), "l"(b_descriptor), "r"(instruction_descriptor),
+          "r"(scale_a_tmem), "r"(scale_b_tmem), "r"(static_cast<uint32_t>(accumulate))
+        : "memory");
+}
+
 // D (+)= A x B of F16 or BF16, as the descriptor says, K = 16, FP32 accumulation; `accumulate`
 // false overwrites D. One thread of the even CTA.
 __device__ __forceinline__ void tcgen05_mma_cta_group2_f16(uint32_t d_tmem, uint64_t a_descriptor,

@@ -59,7 +59,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         uint32_t num_bytes = smem.activation_tile_bytes;
         if constexpr (has_scales) {
             first_sf =
-                PoolRing<Config>::place_of(block.pool_block_idx) * Config::Smem::activation_sf_dim1;
+                PoolRing<Config>::place_of(block.pool_block_idx) * Config::Smem::activation_sf_dim2;
             num_bytes += Config::Smem::activation_sf_stride;
         }
 
@@ -73,11 +73,12 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 const uint32_t full = even.full_barriers(ring.stage);
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);  //~ token_bytes
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                    smem.activations(ring.stage), tokens, full, k_block_idx * Config::block_k,
-                    first_row);
+                    smem.activations(ring.stage), tokens, full,
+                    k_block_idx * k_block_elements<Config>, first_row);
                 if constexpr (has_scales) {
                     ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                        smem.activation_sf(ring.stage), sf, full, first_sf, k_block_idx);
+                        smem.activation_sf(ring.stage), sf, full, first_sf,
+                        k_block_idx * Config::Weights::scale_words_per_k_block);
                 }
             }
             __syncwarp();

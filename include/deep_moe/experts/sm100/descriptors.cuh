@@ -6,10 +6,12 @@
 
 namespace deep_moe::sm100 {
 
-// One MMA consumes 32 bytes of K: 32 elements of one byte (E2M1 was unpacked by the load) or 16 of
-// BF16. So the next K step starts 32 bytes further inside the same 128-byte row.
+// One MMA consumes 32 bytes of K: 32 elements of one byte (E2M1 was unpacked by the load, for
+// MXFP4), 16 of BF16, or 64 of packed E2M1. So the next K step starts 32 bytes further inside the
+// same 128-byte row.
 constexpr uint32_t mma_k_bytes = 32;
-// A k-block is one 128-byte row of the swizzle, and one 32-bit word of scales.
+// A k-block is one 128-byte row of the swizzle, and one 32-bit word of scales, or four of packed
+// E2M1.
 constexpr uint32_t mmas_per_k_block = 128 / mma_k_bytes;
 // One copy of scales to TMEM moves the words of 128 rows into 4 columns.
 constexpr uint32_t scale_rows_per_copy = 128;
@@ -62,6 +64,18 @@ __device__ __forceinline__ uint32_t instruction_descriptor(uint32_t num_tokens,
     descriptor.a_sf_id_ = scale_idx;
     descriptor.b_sf_id_ = scale_idx;
     return descriptor;
+}
+
+// D[256 weight rows][num_tokens] in FP32 = packed E2M1 weights x packed E2M1 tokens, both K-major,
+// E4M3 scales: of 16 values, so that an MMA takes all four bytes of a scale word.
+__device__ __forceinline__ uint32_t fp4_instruction_descriptor(uint32_t num_tokens) {
+    cute::UMMA::InstrDescriptorBlockScaled descriptor{};
+    descriptor.a_format_ = static_cast<uint16_t>(cute::UMMA::MXF4Format::E2M1);
+    descriptor.b_format_ = static_cast<uint16_t>(cute::UMMA::MXF4Format::E2M1);
+    descriptor.scale_format_ = static_cast<uint16_t>(cute::UMMA::ScaleFormat::UE4M3);
+    descriptor.m_dim_ = 256 >> 4;
+    descriptor.n_dim_ = num_tokens >> 3;
+    return static_cast<uint32_t>(descriptor);
 }
 
 // D[256 weight rows][num_tokens] in FP32 = BF16 weights x BF16 tokens, both K-major.

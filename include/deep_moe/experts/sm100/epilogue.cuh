@@ -10,6 +10,7 @@
 #include "deep_moe/experts/sm100/l1_epilogue.cuh"
 #include "deep_moe/experts/sm100/l2_epilogue.cuh"
 #include "deep_moe/experts/sm100/row_biases.cuh"
+#include "deep_moe/experts/sm100/row_factors.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
@@ -51,6 +52,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         trace.mark(TraceStep::await_block);
         const LinearOf<Config> linear(block.phase);
         const RowBiases biases = load_row_biases(args, linear, block, warp);
+        const RowFactors factors = load_row_factors(args, linear, block, warp);
         // The epilogues read routing weights and destinations, which the commit behind the MMAs
         // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
         //~ block_arrived
@@ -69,9 +71,9 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const Accumulator accumulator{tmem + (first_lane << 16) + column,
                                       smem.of_even_cta().tmem_empty_barriers(accumulators.stage)};
         if (block.phase == Phase::linear1) {
-            l1_epilogue.run(block, accumulator, biases);
+            l1_epilogue.run(block, accumulator, factors, biases);
         } else {
-            l2_epilogue.run(block, accumulator, biases);
+            l2_epilogue.run(block, accumulator, factors, biases);
             if constexpr (PoolRing<Config>::wraps) {
                 // The products are complete, so both CTAs' copies are. Every warp reads where its
                 // rows go; behind the barrier all have.

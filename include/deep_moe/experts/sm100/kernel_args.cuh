@@ -1,5 +1,5 @@
 // What the host hands to the SM100 kernel: tensor maps of all that it multiplies, and of Linear1's
-// output. Maps of scales are zero where there are none.
+// output, and factors of weight rows. Maps of scales, and factors, are zero where there are none.
 #pragma once
 
 #include "deep_moe/layout/kernel_args.cuh"
@@ -16,6 +16,9 @@ struct alignas(64) KernelArgs : deep_moe::KernelArgs {
     TensorMap l2_activation_sf;
     TensorMap l2_weights;
     TensorMap l2_weight_sf;
+    // Those of the first expert, see experts/sm100/row_factors.cuh.
+    const float* l1_row_factors;
+    const float* l2_row_factors;
 };
 
 }  // namespace deep_moe::sm100

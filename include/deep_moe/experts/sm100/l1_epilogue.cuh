@@ -1,10 +1,13 @@
 // From a Linear1 accumulator to Linear2's input: bias, activation, requantization to E4M3 with one
 // scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start. Where tokens
-// have no scales it is rounded to BF16 instead.
+// have no scales it is rounded to BF16 instead, where they are of E2M1, to that, with one scale per
+// 16.
 //
 // The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
-// a value's gate and up in its own registers. A warp makes 16 values per token, two neighbouring
-// warps the 32 that share a scale.
+// a value's gate and up in its own registers. A warp makes 16 values per token, which share a scale
+// if they become E2M1, two neighbouring warps the 32 that share one if they become E4M3. For E2M1
+// the first run of 16 pairs has the even ones, the second the odd ones: so a thread has the two
+// values of a byte.
 //
 // Without a gate the block's 128 rows are as many values, in two halves. Of each of its quadrant's
 // 32 rows a warp has 16 of the first half in the first 16, and 16 of the second: so a half is
@@ -18,7 +21,9 @@
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/row_biases.cuh"
+#include "deep_moe/experts/sm100/row_factors.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/formats/nvfp4.cuh"
 #include "deep_moe/formats/quantize.cuh"
 #include "deep_moe/formats/sm100_scale_layout.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
@@ -35,7 +40,8 @@ namespace deep_moe::sm100 {
 
 // What one thread makes of 8 tokens: two values of each of its two tokens.
 struct ActivatedAtom {
-    float values[2][2];  // [value lane/4 + 8*i of the warp's 16][token 2*(lane%4) + t]
+    // [value lane/4 + 8*i of the warp's 16, or of E2M1 2*(lane/4) + i][token 2*(lane%4) + t]
+    float values[2][2];
     // Per token, if there are scales: bits of the largest magnitude among the warp's 16 values.
     uint32_t amax[2];
 };
@@ -52,10 +58,17 @@ __device__ __forceinline__ void find_maxima(ActivatedAtom& atom) {
     }
 }
 
+// Of each of the thread's two tokens: factor, of what sums are multiplied by, and routing weight.
+struct TokenPair {
+    float2 factors{1.0f, 1.0f};
+    float2 topk_weights{1.0f, 1.0f};
+};
+
 // half: of the block's values, without a gate.
 template <class Config>
 __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
-                                                        uint32_t token, float2 topk_weights,
+                                                        uint32_t token, const TokenPair& tokens,
+                                                        const RowFactors& factors,
                                                         const RowBiases& biases, uint32_t half) {
     using Biases = typename Config::Biases;
     ActivatedAtom atom;
@@ -65,23 +78,29 @@ __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accum
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
             const float (&bias)[2] = biases.values[i];
-            atom.values[i][0] = apply_activation<Config>(Biases::linear1(rows[i][0], 1.0f, bias[0]),
-                                                         Biases::linear1(rows[i][2], 1.0f, bias[1]),
-                                                         Biases::linear1_weight(topk_weights.x));
-            atom.values[i][1] = apply_activation<Config>(Biases::linear1(rows[i][1], 1.0f, bias[0]),
-                                                         Biases::linear1(rows[i][3], 1.0f, bias[1]),
-                                                         Biases::linear1_weight(topk_weights.y));
+            const float (&factor)[2] = factors.values[i];
+            //~ fp4_token_factor
+            atom.values[i][0] = apply_activation<Config>(
+                Biases::linear1(rows[i][0], tokens.factors.x * factor[0], bias[0]),
+                Biases::linear1(rows[i][2], tokens.factors.x * factor[1], bias[1]),
+                Biases::linear1_weight(tokens.topk_weights.x));
+            atom.values[i][1] = apply_activation<Config>(
+                Biases::linear1(rows[i][1], tokens.factors.y * factor[0], bias[0]),
+                Biases::linear1(rows[i][3], tokens.factors.y * factor[1], bias[1]),
+                Biases::linear1_weight(tokens.topk_weights.y));
         }
     } else {
         float rows[1][4];
         accumulator.load_half(token, half, rows);
         const float (&bias)[2] = biases.values[half];
+        const float (&factor)[2] = factors.values[half];
 #pragma unroll
         for (uint32_t t = 0; t < 2; ++t) {
+            const float of_token = t == 0 ? tokens.factors.x : tokens.factors.y;
             const float2 activated = apply_activation_to_two<Config>(
-                Biases::linear1(rows[0][t], 1.0f, bias[0]),
-                Biases::linear1(rows[0][2 + t], 1.0f, bias[1]),
-                Biases::linear1_weight(t == 0 ? topk_weights.x : topk_weights.y));
+                Biases::linear1(rows[0][t], of_token * factor[0], bias[0]),
+                Biases::linear1(rows[0][2 + t], of_token * factor[1], bias[1]),
+                Biases::linear1_weight(t == 0 ? tokens.topk_weights.x : tokens.topk_weights.y));
             atom.values[0][t] = activated.x;
             atom.values[1][t] = activated.y;
         }
@@ -100,7 +119,11 @@ __device__ __forceinline__ uint32_t quantize_atom(const ActivatedAtom& atom, flo
     return low | high << 16;
 }
 
-// The 64-byte and the 128-byte swizzle of tensor copies, on absolute shared-memory addresses.
+// The 32-byte, the 64-byte and the 128-byte swizzle of tensor copies, on absolute shared-memory
+// addresses.
+__device__ __forceinline__ uint32_t swizzle_32b(uint32_t address) {
+    return address ^ ((address >> 3) & 0x10);  //~ fp4_swizzle
+}
 __device__ __forceinline__ uint32_t swizzle_64b(uint32_t address) {
     return address ^ ((address >> 3) & 0x30);  //~ swizzle
 }
@@ -113,10 +136,11 @@ class L1Epilogue {
     using Smem = SharedMemory<Config>;
     using Warp = EpilogueWarp<Config>;
     static constexpr bool has_scales = Config::Weights::has_scales;
+    static constexpr bool is_fp4 = Config::Weights::values_per_element == 2;
     // Of a block's values, as many as half of its rows are stored together.
     static constexpr uint32_t num_parts = Config::Activation::has_gate ? 1 : 2;
     static constexpr uint32_t values_per_part = Config::block_n / 2;
-    static_assert(Smem::l1_output_tile_bytes % (has_scales ? 512 : 1024) == 0,
+    static_assert(Smem::l1_output_tile_bytes % (8 * Smem::l1_output_row_bytes) == 0,
                   "a tile is whole patterns of the swizzle");
 
  public:
@@ -134,7 +158,7 @@ class L1Epilogue {
 
     // All epilogue warps.
     __device__ void run(const Block& block, const Accumulator& accumulator,
-                        const RowBiases& biases) const {
+                        const RowFactors& factors, const RowBiases& biases) const {
         if (is_idle(block)) {
             accumulator.release();
             return;
@@ -147,7 +171,7 @@ class L1Epilogue {
                 const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
                 ActivatedAtom atoms[Warp::atoms_per_tile];
                 //~ l1_computed
-                compute_tile(block, accumulator, token, biases, part_idx, atoms);
+                compute_tile(block, accumulator, token, factors, biases, part_idx, atoms);
                 if (part_idx + 1 == num_parts && tile_idx + 1 == num_tiles) {
                     accumulator.release();  //~ l1_released
                 }
@@ -163,25 +187,29 @@ class L1Epilogue {
 
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                                 const RowBiases& biases, uint32_t part_idx,
+                                 const RowFactors& factors, const RowBiases& biases,
+                                 uint32_t part_idx,
                                  ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
-        const float* topk_weights =
-            local_.l1_topk_weights(PoolRing<Config>::first_row(block.pool_block_idx) + token);
+        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) + token;
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset < block.num_valid_rows) {
-                float2 weights{};
-                if constexpr (!Config::Biases::exist) {
-                    weights = *reinterpret_cast<const float2*>(topk_weights + offset +
-                                                               2 * (warp_.lane_idx % 4));
+                const uint32_t row = first_row + offset + 2 * (warp_.lane_idx % 4);
+                TokenPair tokens;
+                if constexpr (Config::Weights::has_factors) {
+                    tokens.factors = *reinterpret_cast<const float2*>(local_.l1_token_factors(row));
                 }
-                atoms[i] =
-                    activated_atom<Config>(accumulator, token + offset, weights, biases, part_idx);
+                if constexpr (!weighs_behind_linear2<Config>) {
+                    tokens.topk_weights =
+                        *reinterpret_cast<const float2*>(local_.l1_topk_weights(row));
+                }
+                atoms[i] = activated_atom<Config>(accumulator, token + offset, tokens, factors,
+                                                  biases, part_idx);
             } else {
                 atoms[i] = {};
             }
-            if constexpr (has_scales) {
+            if constexpr (has_scales && !is_fp4) {
                 const uint32_t exchange = smem_.amax_exchange(warp_.warp_idx);
                 if (warp_.lane_idx < 4) {
                     ptx::st_shared_v2(exchange + (offset + 2 * warp_.lane_idx) * sizeof(uint32_t),
@@ -203,7 +231,9 @@ class L1Epilogue {
         if (issues_stores()) ptx::cp_async_bulk_wait_group_read<Smem::num_store_slots - 1>();
         __syncwarp();
         warp_.sync_warpgroup();  //~ l1_maxima_there
-        if constexpr (has_scales) {
+        if constexpr (is_fp4) {
+            quantize_tile_to_fp4(block, token, staging, output_idx, atoms);
+        } else if constexpr (has_scales) {
             quantize_tile(block, token, staging, output_idx, atoms);
         } else {
             round_tile(staging, atoms);
@@ -214,7 +244,8 @@ class L1Epilogue {
         warp_.sync_warpgroup();               //~ l1_tile_written
         if (issues_stores()) {
             ptx::cp_async_bulk_tensor_2d_global_shared(
-                &args_.l1_output, staging, output_idx * values_per_part,
+                &args_.l1_output, staging,
+                output_idx * (values_per_part / Config::Weights::values_per_element),
                 PoolRing<Config>::first_row(block.pool_block_idx) + token);
             ptx::cp_async_bulk_commit_group();
         }
@@ -240,6 +271,37 @@ class L1Epilogue {
                 quantize_atom(atoms[i], e4m3_factor(amax[0], scale_bytes[0]),
                               e4m3_factor(amax[1], scale_bytes[1])));
             store_scales(block, token + offset, output_idx, scale_bytes);
+        }
+    }
+
+    // Into the staging tile in E2M1: a warp's 16 values of a token are 8 bytes, of which a thread
+    // has one for each of its two tokens. It gives the one to its neighbour along K, who has the
+    // other half of the same 16 bits, and so has two bytes of one token.
+    __device__ void quantize_tile_to_fp4(const Block& block, uint32_t token, uint32_t staging,
+                                         uint32_t output_idx,
+                                         const ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
+        const uint32_t place = warp_.lane_idx / 4;  // of the thread's byte among 8
+        const bool is_odd = place % 2 != 0;
+#pragma unroll
+        for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
+            const uint32_t offset = i * tokens_per_atom;
+            const float (&values)[2][2] = atoms[i].values;
+            const Fp4Groups groups(atoms[i].amax[0], atoms[i].amax[1],
+                                   1.0f / fp4_linear2_scale);  //~ fp4_l1_groups
+            uint32_t bytes[2];
+#pragma unroll
+            for (uint32_t t = 0; t < 2; ++t) {
+                bytes[t] = ptx::cvt_rn_satfinite_e2m1x2_f32(values[1][t] * groups.factors[t],
+                                                            values[0][t] * groups.factors[t]);
+            }
+            const uint32_t others =
+                __shfl_xor_sync(full_warp, is_odd ? bytes[0] : bytes[1], 4);  //~ fp4_neighbour
+            const uint32_t both = is_odd ? others | bytes[1] << 8 : bytes[0] | others << 8;
+            const uint32_t row = offset + 2 * (warp_.lane_idx % 4) + place % 2;
+            ptx::st_shared_u16(swizzle_32b(staging + row * Smem::l1_output_row_bytes +
+                                           warp_.quadrant() * 8 + place / 2 * 2),
+                               static_cast<uint16_t>(both));
+            store_fp4_scales(block, token + offset, output_idx, groups.scale_bytes);
         }
     }
 
@@ -271,6 +333,21 @@ class L1Epilogue {
             uint32_t* word = local_.l2_token_sf(
                 group_idx / 4, sf_pool_token_idx<Config>(block.pool_block_idx, row));
             reinterpret_cast<uint8_t*>(word)[group_idx % 4] = scale_bytes[t];  //~ l1_scale_byte
+        }
+    }
+
+    // The same of groups of 16, one of each warp: the four of a part share a scale word.
+    __device__ void store_fp4_scales(const Block& block, uint32_t token, uint32_t output_idx,
+                                     uint16_t scale_bytes) const {
+        if (warp_.lane_idx >= 4) return;
+#pragma unroll
+        for (uint32_t t = 0; t < 2; ++t) {
+            const uint32_t row = token + 2 * warp_.lane_idx + t;
+            if (row >= block.num_valid_rows) continue;
+            uint32_t* word = local_.l2_token_sf(
+                output_idx, sf_pool_token_idx<Config>(block.pool_block_idx, row));
+            reinterpret_cast<uint8_t*>(word)[warp_.quadrant()] =
+                static_cast<uint8_t>(scale_bytes >> 8 * t);  //~ fp4_scale_byte
         }
     }
 

@@ -6,7 +6,9 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/epilogue_warp.cuh"
 #include "deep_moe/experts/sm100/row_biases.cuh"
+#include "deep_moe/experts/sm100/row_factors.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/formats/nvfp4.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
 #include "deep_moe/layout/symm_buffer.cuh"
 #include "deep_moe/layout/token_places.cuh"
@@ -34,7 +36,7 @@ class L2Epilogue {
     // All epilogue warps. Afterwards the staging tile may still be read by other warps: whoever
     // writes to it next syncs all epilogue warps first.
     __device__ void run(const Block& block, const Accumulator& accumulator,
-                        const RowBiases& biases) const {
+                        const RowFactors& factors, const RowBiases& biases) const {
         // The CTA behind an odd last n-block only took part in the MMAs.
         const bool exists = block.n_block_idx < Linear<Config, Phase::linear2>::num_n_blocks;
         const uint32_t num_tiles = exists ? warp_.num_tiles(block) : 0;  //~ l2_tiles
@@ -45,7 +47,7 @@ class L2Epilogue {
             find_destinations(block, token, destinations);
             //~ l2_tile_read
             if (tile_idx > 0) warp_.sync_warpgroup();  // the tile before has been read
-            stage_tile(block, accumulator, token, biases);
+            stage_tile(block, accumulator, token, factors, biases);
             if (tile_idx + 1 == num_tiles) accumulator.release();
             warp_.sync_warpgroup();  //~ l2_tile_staged
             write_tile(destinations);
@@ -83,13 +85,13 @@ class L2Epilogue {
     }
 
     __device__ void stage_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                               const RowBiases& biases) const {
+                               const RowFactors& factors, const RowBiases& biases) const {
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset >= block.num_valid_rows) break;
-            float2 weights{};
-            if constexpr (Biases::exist) {
+            float2 weights{1.0f, 1.0f};
+            if constexpr (weighs_behind_linear2<Config>) {
                 weights = load_weights(block, token + offset);  //~ sm100_l2_weights
             }
             float rows[2][4];
@@ -97,10 +99,11 @@ class L2Epilogue {
 #pragma unroll
             for (uint32_t r = 0; r < 4; ++r) {
                 const float bias = biases.values[r / 2][r % 2];
+                const float factor = scaled(factors.values[r / 2][r % 2]);
                 float (&pair)[4] = rows[r / 2];
                 const uint32_t first = r % 2 * 2;
-                pair[first] = Biases::linear2(pair[first], 1.0f, bias, weights.x);
-                pair[first + 1] = Biases::linear2(pair[first + 1], 1.0f, bias, weights.y);
+                pair[first] = weighed(pair[first], factor, bias, weights.x);
+                pair[first + 1] = weighed(pair[first + 1], factor, bias, weights.y);
             }
             // Register pair j holds weight rows 8*j .. 8*j+7 of the warp's 32: one chunk.
             ptx::stmatrix_m8n8_x4_trans_b16(
@@ -111,6 +114,19 @@ class L2Epilogue {
                 ptx::cvt_rn_bf16x2_f32(rows[1][1], rows[1][0]),
                 ptx::cvt_rn_bf16x2_f32(rows[1][3], rows[1][2]));
         }
+    }
+
+    // A weight row's factor times what Linear2's input was divided by.
+    static __device__ __forceinline__ float scaled(float factor) {
+        return Config::Weights::has_factors ? factor * fp4_linear2_scale : 1.0f;
+    }
+
+    // A sum of products as it is stored.
+    static __device__ __forceinline__ float weighed(float sum, float factor, float bias,
+                                                    float topk_weight) {
+        const float result = Biases::linear2(sum, factor, bias, topk_weight);
+        constexpr bool is_weighed = Biases::exist || !weighs_behind_linear2<Config>;
+        return is_weighed ? result : result * topk_weight;  //~ fp4_l2_weight
     }
 
     // Of this thread's two tokens among 8. Behind the last valid one lies padding of the block.

@@ -62,8 +62,9 @@ __device__ __forceinline__ void multiply_bf16_k_block(const StageDescriptors<Con
     }
 }
 
-// One k-block: both operands' scales to TMEM, then one MMA per scale byte. tcgen05 executes one
-// thread's copies and MMAs in the order they are issued. One thread.
+// One k-block: both operands' scales to TMEM, then one MMA per scale byte or, of packed E2M1, per
+// scale word. tcgen05 executes one thread's copies and MMAs in the order they are issued. One
+// thread.
 template <class Config>
 __device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>& first,
                                                  uint32_t stage, uint32_t tmem,
@@ -73,25 +74,41 @@ __device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>&
     const uint32_t token_sf = tmem + Config::Tmem::activation_sf_column;
     const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
     constexpr uint32_t bytes_per_copy = scale_rows_per_copy * sizeof(uint32_t);
+    constexpr uint32_t num_words = Config::Weights::scale_words_per_k_block;
     const uint64_t activation_words =
         advance(first.activation_sf, stage, Smem::activation_sf_stride);
 #pragma unroll
-    for (uint32_t i = 0; i < Smem::activation_sf_dim1 / scale_rows_per_copy; ++i) {
+    for (uint32_t i = 0; i < num_words * Smem::activation_sf_dim2 / scale_rows_per_copy; ++i) {
         ptx::tcgen05_cp_cta_group2_32x128b_warpx4(token_sf + i * scale_columns_per_copy,
                                                   advance(activation_words, i, bytes_per_copy));
     }
-    ptx::tcgen05_cp_cta_group2_32x128b_warpx4(
-        weight_sf, advance(first.weight_sf, stage, Smem::weight_sf_stride));
+    const uint64_t weight_words = advance(first.weight_sf, stage, Smem::weight_sf_stride);
+#pragma unroll
+    for (uint32_t i = 0; i < num_words; ++i) {
+        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf + i * scale_columns_per_copy,
+                                                  advance(weight_words, i, bytes_per_copy));
+    }
 
     const uint64_t weights = advance(first.weights, stage, Smem::weights_stride);
     const uint64_t tokens = advance(first.activations, stage, Smem::activations_stride);
 #pragma unroll
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
-        //~ mma
-        ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
-            accumulator, advance(weights, i, mma_k_bytes), advance(tokens, i, mma_k_bytes),
-            instruction_descriptor<typename Config::Weights>(num_tokens, i), weight_sf, token_sf,
-            !is_first || i > 0);
+        const uint64_t a = advance(weights, i, mma_k_bytes);
+        const uint64_t b = advance(tokens, i, mma_k_bytes);
+        const bool accumulates = !is_first || i > 0;
+        if constexpr (num_words == 1) {
+            //~ mma
+            ptx::tcgen05_mma_cta_group2_mxf8f6f4_block_scale(
+                accumulator, a, b, instruction_descriptor<typename Config::Weights>(num_tokens, i),
+                weight_sf, token_sf, accumulates);
+        } else {
+            static_assert(num_words == mmas_per_k_block, "a word of scales for each MMA");
+            //~ fp4_mma
+            ptx::tcgen05_mma_cta_group2_mxf4nvf4_block16(
+                accumulator, a, b, fp4_instruction_descriptor(num_tokens),
+                weight_sf + i * Config::Tmem::weight_sf_stride,
+                token_sf + i * Config::Tmem::activation_sf_stride, accumulates);
+        }
     }
 }
 

@@ -15,6 +15,18 @@
 
 namespace deep_moe::sm100 {
 
+// Of a k-block along K: elements of tensor maps, which know no values of less than a byte.
+template <class Config>
+inline constexpr uint32_t k_block_elements = Config::block_k / Config::Weights::values_per_element;
+
+// Rows of words that an expert has in the tensor of a layer's scales: those of its k-blocks and, if
+// there are some, the factors of its weight rows.
+template <class Config>
+__device__ __forceinline__ uint32_t num_scale_rows(uint32_t num_k_blocks) {
+    return num_k_blocks * Config::Weights::scale_words_per_k_block +
+           (Config::Weights::has_factors ? 1 : 0);
+}
+
 template <class Config>
 class SharedMemory {
     using Smem = typename Config::Smem;
@@ -26,9 +38,9 @@ class SharedMemory {
     static constexpr uint32_t weight_tile_loaded_bytes =
         Config::Weights::loaded_bytes(Smem::weights_stride);
     static constexpr uint32_t num_store_slots = 2;
-    // Gate and up merged, or without a gate half of a block's values, in the format of the tokens.
-    static constexpr uint32_t l1_output_row_bytes =
-        Config::block_n / 2 * (Config::Weights::has_scales ? sizeof(uint8_t) : sizeof(uint16_t));
+    // Gate and up merged, or without a gate half of a block's values, in the format of the tokens,
+    // whose k-blocks take 128 bytes.
+    static constexpr uint32_t l1_output_row_bytes = Config::block_n / 2 * 128 / Config::block_k;
     static constexpr uint32_t l1_output_tile_bytes = Config::store_block_m * l1_output_row_bytes;
     static constexpr uint32_t l2_output_row_bytes = Config::block_n * 2;  // bf16
     static constexpr uint32_t l2_output_tile_bytes = Config::store_block_m * l2_output_row_bytes;
@@ -62,18 +74,19 @@ class SharedMemory {
         return base_ + Smem::weights_offset + stage * Smem::weights_stride;
     }
     // If there are scales:
-    // Scale words of all tokens of the block, in the order that TMEM wants; the same in both CTAs.
+    // [words of a k-block]: scale words of all tokens of the block, in the order that TMEM wants;
+    // the same in both CTAs.
     __device__ uint32_t activation_sf(uint32_t stage) const {
         static_assert(all_are<uint32_t, typename Smem::activation_sf_element>);
         return base_ + Smem::activation_sf_offset + stage * Smem::activation_sf_stride;
     }
-    // Scale words of this CTA's weight rows, in the order that TMEM wants.
+    // [words of a k-block]: scale words of this CTA's weight rows, in the order that TMEM wants.
     __device__ uint32_t weight_sf(uint32_t stage) const {
         static_assert(all_are<uint32_t, typename Smem::weight_sf_element>);
         return base_ + Smem::weight_sf_offset + stage * Smem::weight_sf_stride;
     }
     // [store_block_m][block_n / 2]: Linear1's output on its way to the pool, in the swizzle of as
-    // many bytes as a row has, 64 of e4m3 or 128 of bf16.
+    // many bytes as a row has, 64 of e4m3, 128 of bf16 or 32 of e2m1.
     __device__ uint32_t l1_output(uint32_t slot, uint32_t warpgroup_idx) const {
         const uint32_t tile_idx = slot * num_epilogue_warpgroups + warpgroup_idx;
         return base_ + Smem::cd_staging_offset + tile_idx * l1_output_tile_bytes;

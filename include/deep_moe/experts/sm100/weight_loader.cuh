@@ -41,11 +41,14 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         [[maybe_unused]] const TensorMap* sf = &linear.weight_sf(args);
         const uint32_t num_k_blocks = linear.num_k_blocks();
         const uint32_t num_rows = linear.num_n_blocks() * Config::block_n;
-        // Weights stack experts along rows, scales along k-blocks. The n-block behind an odd last
-        // one brings rows of the next expert or zeros: its results are not stored.
+        // Weights stack experts along rows, scales along words of k-blocks. The n-block behind an
+        // odd last one brings rows of the next expert or zeros: its results are not stored.
         const uint32_t row_in_expert = block.n_block_idx * Config::block_n;
         const uint32_t first_row = block.expert_idx * num_rows + row_in_expert;  //~ weight_row
-        [[maybe_unused]] const uint32_t first_sf_k_block = block.expert_idx * num_k_blocks;
+        [[maybe_unused]] uint32_t first_sf_row = 0;
+        if constexpr (has_scales) {
+            first_sf_row = block.expert_idx * num_scale_rows<Config>(num_k_blocks);
+        }
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (!waiter.uniform_mbarrier(WaitSite::weight_stage_empty,
@@ -58,12 +61,12 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 if constexpr (has_scales) num_bytes += Config::Smem::weight_sf_stride;
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);
                 ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                    smem.weights(ring.stage), weights, full, k_block_idx * Config::block_k,
+                    smem.weights(ring.stage), weights, full, k_block_idx * k_block_elements<Config>,
                     first_row);  //~ weight_tile
                 if constexpr (has_scales) {
                     ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                         smem.weight_sf(ring.stage), sf, full, row_in_expert,
-                        first_sf_k_block + k_block_idx);
+                        first_sf_row + k_block_idx * Config::Weights::scale_words_per_k_block);
                 }
             }
             __syncwarp();

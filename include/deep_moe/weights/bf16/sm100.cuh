@@ -10,6 +10,8 @@ namespace deep_moe::sm100 {
 struct Bf16Weights {
     // Of weights, tokens, and Linear1's output.
     static constexpr bool has_scales = false;
+    static constexpr bool has_factors = false;
+    static constexpr uint32_t values_per_element = 1;
 
     // What a load counts on its barrier for so many bytes of shared memory.
     static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes; }

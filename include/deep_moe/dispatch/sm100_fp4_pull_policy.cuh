@@ -1,0 +1,36 @@
+// What SM100 does to a token in NVFP4 on its way into the pool: its bytes pass through unchanged,
+// its scale words go to where the scale copies to TMEM want them, and the float of the whole token,
+// which stands in front of them, to where the epilogue multiplies by it.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/pull_tokens.cuh"
+#include "deep_moe/formats/sm100_scale_layout.cuh"
+#include "deep_moe/layout/symm_buffer.cuh"
+#include "deep_moe/math.cuh"
+#include "deep_moe/ptx/warp.cuh"
+
+namespace deep_moe::sm100 {
+
+template <class Config>
+struct Fp4PullPolicy {
+    static constexpr uint32_t num_words = Config::hidden / 64;
+
+    template <class Source>
+    __device__ void store_scales(const SymmBuffer<Config>& local, const Source& source,
+                                 const PulledToken& token) const {
+        const auto words = source.input_x_sf(token.source.token_idx);
+        if (ptx::lane_idx() == 0) {
+            *local.l1_token_factors(token.pool_token_idx) = __uint_as_float(words[0]);
+        }
+        const uint32_t column = sf_pool_token_idx<Config>(token.pool_block_idx, token.row_idx);
+        for (uint32_t i = ptx::lane_idx(); i < num_words; i += warp_size) {
+            *local.l1_token_sf(i, column) = words[1 + i];  //~ fp4_scale_word
+        }
+    }
+
+    __device__ void rewrite_token(const PulledToken&, uint32_t) const {}
+};
+
+}  // namespace deep_moe::sm100

@@ -1,0 +1,25 @@
+// NVFP4 weights on SM100, beside tokens of the same format: E2M1 as it lies in memory, two values
+// in a byte, with an E4M3 scale for 16 of them. Floats of rows and of tokens come behind the
+// products.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/dispatch/sm100_fp4_pull_policy.cuh"
+
+namespace deep_moe::sm100 {
+
+struct Nvfp4Weights {
+    static constexpr bool has_scales = true;
+    static constexpr bool has_factors = true;
+    static constexpr uint32_t scale_words_per_k_block = 4;
+    static constexpr uint32_t values_per_element = 2;
+
+    // What a load counts on its barrier for so many bytes of shared memory.
+    static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes; }
+
+    template <class Config>
+    using PullPolicy = Fp4PullPolicy<Config>;
+};
+
+}  // namespace deep_moe::sm100

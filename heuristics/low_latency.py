@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
@@ -26,6 +27,25 @@ Step = Literal["dispatch", "combine"]
 # Where a token goes: once to each rank of its experts, into staging [source rank][slot]; or to each
 # of its experts, into [local expert][source rank][slot].
 PLACEMENTS = ("ranks", "experts")
+
+
+def check_split_sizes(shape: Any, limits: Mapping[str, tuple[int, int | None, int]]) -> None:
+    """Raise unless a shape's sizes are within limits (least, most, step), its ranks own equally
+    many experts, and there are as many of these as slots."""
+    for name, (least, most, step) in limits.items():
+        allowed = f"a positive multiple of {step}" if most is None else f"{least} to {most}"
+        value = require_int(name, getattr(shape, name), allowed)
+        if value < least or (most is not None and value > most) or value % step:
+            raise ValueError(f"{name} must be {allowed}; got {value}")
+    if shape.num_experts % shape.num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of num_ranks ({shape.num_ranks}); "
+            f"got {shape.num_experts}"
+        )
+    if shape.num_topk > shape.num_experts:
+        raise ValueError(
+            f"num_topk must be at most num_experts ({shape.num_experts}); got {shape.num_topk}"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,20 +81,7 @@ class LowLatencyShape:
             "hidden": (K_BLOCK, None, K_BLOCK),
             "num_max_tokens_per_rank": (1, MAX_TOKENS_PER_RANK, 1),
         }
-        for name, (least, most, step) in limits.items():
-            allowed = f"a positive multiple of {step}" if most is None else f"{least} to {most}"
-            value = require_int(name, getattr(self, name), allowed)
-            if value < least or (most is not None and value > most) or value % step:
-                raise ValueError(f"{name} must be {allowed}; got {value}")
-        if self.num_experts % self.num_ranks:
-            raise ValueError(
-                f"num_experts must be a multiple of num_ranks ({self.num_ranks}); "
-                f"got {self.num_experts}"
-            )
-        if self.num_topk > self.num_experts:
-            raise ValueError(
-                f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
-            )
+        check_split_sizes(self, limits)
         token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
         if self.placement not in PLACEMENTS:
             raise ValueError(
@@ -85,6 +92,11 @@ class LowLatencyShape:
                 f"hidden must be a multiple of {4 * K_BLOCK} for token_format "
                 f"{self.token_format!r}, which has four scales in a word; got {self.hidden}"
             )
+
+    @property
+    def buffer_layout(self) -> Layout:
+        """Of one rank's symmetric buffer."""
+        return low_latency_buffer_layout(self)
 
     @property
     def num_experts_per_rank(self) -> int:

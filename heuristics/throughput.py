@@ -14,6 +14,7 @@ from .low_latency import (
     DATA_ALIGNMENT,
     MAX_THREADS,
     SEGMENT_ALIGNMENT,
+    check_split_sizes,
 )
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
@@ -61,24 +62,16 @@ class ThroughputShape:
             "max_recv_rows": (1, MAX_RECV_ROWS, 1),
             "expert_alignment": (1, MAX_ALIGNMENT, 1),
         }
-        for name, (least, most, step) in limits.items():
-            allowed = f"a positive multiple of {step}" if most is None else f"{least} to {most}"
-            value = require_int(name, getattr(self, name), allowed)
-            if value < least or (most is not None and value > most) or value % step:
-                raise ValueError(f"{name} must be {allowed}; got {value}")
-        if self.num_experts % self.num_ranks:
-            raise ValueError(
-                f"num_experts must be a multiple of num_ranks ({self.num_ranks}); "
-                f"got {self.num_experts}"
-            )
-        if self.num_topk > self.num_experts:
-            raise ValueError(
-                f"num_topk must be at most num_experts ({self.num_experts}); got {self.num_topk}"
-            )
+        check_split_sizes(self, limits)
         if self.expert_alignment & (self.expert_alignment - 1):
             raise ValueError(
                 f"expert_alignment must be a power of two; got {self.expert_alignment}"
             )
+
+    @property
+    def buffer_layout(self) -> Layout:
+        """Of one rank's symmetric buffer."""
+        return throughput_buffer_layout(self)
 
     @property
     def num_experts_per_rank(self) -> int:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.symm_memory import private_host_memories
-from deep_moe.heuristics.low_latency import LowLatencyShape, low_latency_buffer_layout
+from deep_moe.heuristics.low_latency import LowLatencyShape
 
 from .emulated_layers import EmulatedLayers
 from .handle import Dispatched, DispatchHandle
+from .kernels import Launch
 from .low_latency import LowLatencyAllToAll
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         placement: str = "ranks",
         **options: Any,
     ) -> None:
-        self.shape = LowLatencyShape(
+        shape = LowLatencyShape(
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_topk=num_topk,
@@ -63,10 +63,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
             any_format=any_format,
             placement=placement,
         )
-        memories = private_host_memories(num_ranks, low_latency_buffer_layout(self.shape).num_bytes)
-        self.layers = [
-            LowLatencyAllToAll.of_memory(self.shape, memory, **options) for memory in memories
-        ]
+        self._make(LowLatencyAllToAll, shape, options)
 
     def dispatch(
         self,
@@ -89,15 +86,13 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
                 are of these only.
             schedule: how warps are interleaved.
         """
-        taking_part = self._taking_part(ranks)
-        prepared = [
-            self.layers[rank].prepare_dispatch(
-                x, topk_idx, token_format=token_format, receive=receive
+
+        def prepare(layer: LowLatencyAllToAll, i: int) -> tuple[Launch, Dispatched]:
+            return layer.prepare_dispatch(
+                xs[i], topk_idxs[i], token_format=token_format, receive=receive
             )
-            for rank, x, topk_idx in zip(taking_part, xs, topk_idxs, strict=True)
-        ]
-        self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
-        return [result for _, result in prepared]
+
+        return self._run_all(prepare, ranks, schedule)
 
     def combine(
         self,
@@ -128,18 +123,17 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
                 are of these only.
             schedule: how warps are interleaved.
         """
-        taking_part = self._taking_part(ranks)
-        outs = [None] * len(taking_part) if outs is None else outs
-        prepared = [
-            self.layers[rank].prepare_combine(
-                *arguments, zero_copy=zero_copy, receive=receive, again=again
+
+        def prepare(layer: LowLatencyAllToAll, i: int) -> tuple[Launch, torch.Tensor]:
+            out = None if outs is None else outs[i]
+            return layer.prepare_combine(
+                *(ys[i], topk_idxs[i], topk_weights[i], handles[i], out),
+                zero_copy=zero_copy,
+                receive=receive,
+                again=again,
             )
-            for rank, *arguments in zip(
-                taking_part, ys, topk_idxs, topk_weights, handles, outs, strict=True
-            )
-        ]
-        self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
-        return [out for _, out in prepared]
+
+        return self._run_all(prepare, ranks, schedule)
 
     def receive(
         self,
@@ -156,12 +150,11 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
                 are of these only.
             schedule: how warps are interleaved.
         """
-        taking_part = self._taking_part(ranks)
-        launches = [
-            [self.layers[rank].prepare_receive(handle)]
-            for rank, handle in zip(taking_part, handles, strict=True)
-        ]
-        self.run(launches, ranks=taking_part, schedule=schedule)
+
+        def prepare(layer: LowLatencyAllToAll, i: int) -> tuple[Launch, None]:
+            return layer.prepare_receive(handles[i]), None
+
+        self._run_all(prepare, ranks, schedule)
 
     def mask_ranks(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks; an empty list lets all take part.

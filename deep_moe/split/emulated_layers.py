@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from deep_moe.fused.emulated_ranks import run_ranks
 from deep_moe.fused.rank_buffer import used
+from deep_moe.fused.symm_memory import private_host_memories
 from deep_moe.jit.launch import RankLaunch
 
 from .kernels import Launch
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
 
 LayerT = TypeVar("LayerT", bound=SplitLayer)
+Result = TypeVar("Result")
 
 
 class EmulatedLayers(Generic[LayerT]):
     """layers: each rank's own."""
 
     layers: list[LayerT]
+
+    def _make(self, layer: type[LayerT], shape: Any, options: dict[str, Any]) -> None:
+        """A layer of each rank of the shape, with the same options."""
+        self.shape = shape
+        memories = private_host_memories(shape.num_ranks, shape.buffer_layout.num_bytes)
+        self.layers = [layer.of_memory(shape, memory, **options) for memory in memories]
 
     def run(
         self,
@@ -52,6 +60,18 @@ class EmulatedLayers(Generic[LayerT]):
                 schedule=schedule,
                 checked=settings.checked,
             )
+
+    def _run_all(
+        self,
+        prepare: Callable[[LayerT, int], tuple[Launch, Result]],
+        ranks: Sequence[int] | None,
+        schedule: Schedule,
+    ) -> list[Result]:
+        """What the ranks that take part prepare, the i-th of them as prepare(layer, i)."""
+        taking_part = self._taking_part(ranks)
+        prepared = [prepare(self.layers[rank], i) for i, rank in enumerate(taking_part)]
+        self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
+        return [result for _, result in prepared]
 
     def _emulated(self, rank: int, queue: Sequence[Launch]) -> list[RankLaunch]:
         """One rank's. What one of its kernels writes and another one reads is one region."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.symm_memory import private_host_memories
-from deep_moe.heuristics.throughput import ThroughputShape, throughput_buffer_layout
+from deep_moe.heuristics.throughput import ThroughputShape
 
 from .emulated_layers import EmulatedLayers
 from .kernels import Launch
@@ -17,7 +16,6 @@ from .throughput import AllToAll, AllToAllHandle, Received
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
 
-Result = TypeVar("Result")
 Tensors = Sequence[torch.Tensor]
 
 
@@ -51,7 +49,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         expert_alignment: int = 128,
         **options: Any,
     ) -> None:
-        self.shape = ThroughputShape(
+        shape = ThroughputShape(
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_topk=num_topk,
@@ -60,8 +58,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             max_recv_rows=max_recv_rows,
             expert_alignment=expert_alignment,
         )
-        memories = private_host_memories(num_ranks, throughput_buffer_layout(self.shape).num_bytes)
-        self.layers = [AllToAll.of_memory(self.shape, memory, **options) for memory in memories]
+        self._make(AllToAll, shape, options)
 
     def dispatch(
         self,
@@ -150,14 +147,3 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             return layer.prepare_return_scalars(values[i], handles[i])
 
         return self._run_all(prepare, ranks, schedule)
-
-    def _run_all(
-        self,
-        prepare: Callable[[AllToAll, int], tuple[Launch, Result]],
-        ranks: Sequence[int] | None,
-        schedule: Schedule,
-    ) -> list[Result]:
-        taking_part = self._taking_part(ranks)
-        prepared = [prepare(self.layers[rank], i) for i, rank in enumerate(taking_part)]
-        self.run([[launch] for launch, _ in prepared], ranks=taking_part, schedule=schedule)
-        return [result for _, result in prepared]

@@ -19,9 +19,6 @@ from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import device_for, memory_for
 from deep_moe.fused.call_plan import (
-    DEFAULT_EMULATED_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
-    EMULATED_NUM_SMS,
     CallCaches,
     CallPlan,
     args_of_weights,
@@ -44,8 +41,9 @@ from deep_moe.fused.checks import (
 )
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import run_rank
-from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_overrides, check_seed
+from deep_moe.fused.options import check_overrides
 from deep_moe.fused.rank_buffer import RankBuffer, used
+from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
 from deep_moe.heuristics.shape import MoEShape, require_int
@@ -53,7 +51,7 @@ from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.jit.launch import MemoryRegion, RankLaunch
-from deep_moe.targets import EMULATED, Target, target_of, target_of_device
+from deep_moe.targets import EMULATED, Target, target_for, target_of
 from deep_moe.targets.config import MegaMoEConfig
 from deep_moe.tensor_memory import refuse_shared_memory
 from deep_moe.tokens import TOKEN_FORMATS, TokenFormat
@@ -187,13 +185,11 @@ class GroupedExperts:
     ) -> None:
         require_type("biases", biases, bool, "a bool")
         require_type("fast_math", fast_math, bool, "a bool")
-        check_checked(checked)
-        check_seed(schedule_seed)
+        run = RunSettings(num_sms, timeout_s, arch, checked, schedule_seed)
         if overrides is not None:
             check_overrides(overrides)
         chosen_device = device_for(None, device)
-        own = target_of_device(chosen_device)
-        target = own if arch is None else target_of(arch)
+        target = target_for(arch, chosen_device)
         self.tokens = _checked_format(weights, token_format, target)
         self.shape = _shape_of(
             max_rows,
@@ -208,34 +204,11 @@ class GroupedExperts:
         self._activation = activation_of(activation, activation_clamp)
         layout = work_space_layout(self.shape)
         self._work_space = _WorkSpace(self.shape, memory_for(layout, None, chosen_device))
-        gpu = self._work_space.gpu
-        if target is not own and gpu is not None:
-            raise ValueError(
-                f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
-            )
-        most = EMULATED_NUM_SMS if gpu is None else gpu.num_sms
-        num_ctas = most if num_sms is None else require_int("num_sms", num_sms, "at least 1")
-        if gpu is not None and num_ctas > most:
-            # Its CTAs wait for each other, so all must be resident.
-            raise ValueError(
-                f"num_sms must be at most {most}, the SMs of {gpu.name}; got {num_sms}"
-            )
-        if timeout_s is None:
-            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
-        require_type("timeout_s", timeout_s, (int, float), "a number or None")
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
-                f"got {timeout_s}"
-            )
-        self._wait_timeout_ns = max(1, round(1e9 * timeout_s))
-        self._checked = gpu is None if checked is None else checked
-        self._schedule_seed = schedule_seed
-        self._kernel = target.kernel
+        self._settings = run.on(self._work_space.gpu)
         self._choose = ConfigChooser(
             shape=self.shape,
             arch=target.name,
-            num_sms=num_ctas,
+            num_sms=self._settings.num_sms,
             activation=self._activation,
             fast_math=fast_math,
             accumulate=False,
@@ -314,7 +287,7 @@ class GroupedExperts:
         """
         self._work_space.raise_if_unusable()
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
-        check_weights(weights, self.shape, self._kernel, self._activation)
+        check_weights(weights, self.shape, self._settings.target.kernel, self._activation)
         is_given = out is not None
         out_size = (*x.shape[:-1], self.shape.hidden)
         if out is None:
@@ -339,7 +312,7 @@ class GroupedExperts:
                 occupied.refuse_tensor("out", out)
             args = type(layer_args).from_buffer_copy(layer_args)
             args.y = out.data_ptr()
-            args.wait_timeout_ns = self._wait_timeout_ns
+            args.wait_timeout_ns = self._settings.wait_timeout_ns
             args.num_tokens = num_rows
             args.local_x = x.data_ptr()
             args.local_x_sf = 0 if scales is None else scales.data_ptr()
@@ -461,7 +434,7 @@ class GroupedExperts:
         num_words = tokens.num_row_words(self.shape.hidden)
         check_tensor("scales", scales, dtype, (*rows, num_words), self.device)
         check_contiguous("scales", scales)
-        if self._checked and dtype is torch.float32 and tokens.rounds_scales:
+        if self._settings.checked and dtype is torch.float32 and tokens.rounds_scales:
             self._check_powers(scales, expert_count, expert_begin)
 
     @staticmethod
@@ -503,8 +476,8 @@ class GroupedExperts:
             config=config,
             config_number=self._work_space.caches.number_of(config),
             num_tokens=0,
-            is_checked=self._checked,
-            wait_timeout_ns=self._wait_timeout_ns,
+            is_checked=self._settings.checked,
+            wait_timeout_ns=self._settings.wait_timeout_ns,
             launcher=None if gpu is None else cuda_launcher(config, gpu),
         )
         return self._plan
@@ -546,8 +519,8 @@ class GroupedExperts:
             work_space,
             {},
             num_ranks=1,
-            seed=self._schedule_seed,
-            checked=self._checked,
+            seed=self._settings.schedule_seed,
+            checked=self._settings.checked,
         )
 
 

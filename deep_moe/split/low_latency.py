@@ -6,13 +6,12 @@ docs/split.md says how the kernels work together.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
 from deep_moe.fused.checks import (
     check_contiguous,
     check_start,
@@ -20,13 +19,13 @@ from deep_moe.fused.checks import (
     refuse_gradients,
     require_type,
 )
+from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.low_latency import (
     NUM_HALVES,
     LowLatencyConfig,
     LowLatencyShape,
     Step,
-    low_latency_buffer_layout,
 )
 from deep_moe.heuristics.shape import require_int
 from deep_moe.jit.cpp_structs import CppStruct
@@ -35,18 +34,10 @@ from deep_moe.jit.kernel_args import LowLatencyArgs
 from .handle import Call, Dispatched, DispatchHandle, Progress
 from .kernels import Launch
 from .profile import Profile
-from .split_layer import ROW_ALIGNMENT, KernelSettings, SplitLayer
+from .split_layer import ROW_ALIGNMENT, SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True)
-class Settings(KernelSettings):
-    """How the kernels of a layer run; see LowLatencyAllToAll."""
-
-    scales_by_column: bool = False
-    enable_profiling: bool = False
 
 
 class LowLatencyAllToAll(SplitLayer):
@@ -94,7 +85,6 @@ class LowLatencyAllToAll(SplitLayer):
     """
 
     shape: LowLatencyShape
-    _settings: Settings
     _emulated_ranks = "EmulatedAllToAll"
 
     def __init__(
@@ -133,60 +123,29 @@ class LowLatencyAllToAll(SplitLayer):
             "any_format": any_format,
             "placement": placement,
         }
-        num_ranks = ranks_of(group)
-        device = device_for(group, device)
-        if group is not None:
-            kernels = {"num_sms": num_sms, "arch": arch}
-            require_equal({**sizes, "device": device.type, **kernels}, group)
-        shape = LowLatencyShape(num_ranks=num_ranks, **sizes)  # type: ignore[arg-type]
-        memory = memory_for(low_latency_buffer_layout(shape), group, device)
-        self._set_up(
-            shape,
-            memory,
+        self._join(
             group,
-            num_sms=num_sms,
-            timeout_s=timeout_s,
-            arch=arch,
-            checked=checked,
-            schedule_seed=schedule_seed,
+            LowLatencyShape,
+            sizes,
+            device,
+            RunSettings(num_sms, timeout_s, arch, checked, schedule_seed),
+            {},
             scales_by_column=scales_by_column,
             enable_profiling=enable_profiling,
         )
-
-    @classmethod
-    def of_memory(
-        cls, shape: LowLatencyShape, memory: HostMemory | DeviceMemory, **settings: Any
-    ) -> LowLatencyAllToAll:
-        """A rank whose memory is there already; for ranks that live in one process."""
-        layer = cls.__new__(cls)
-        layer._set_up(shape, memory, None, **settings)
-        return layer
 
     def _set_up(
         self,
         shape: LowLatencyShape,
         memory: HostMemory | DeviceMemory,
         group: ProcessGroup | None,
-        *,
-        num_sms: int | None = None,
-        timeout_s: float | None = None,
-        arch: str | None = None,
-        checked: bool | None = None,
-        schedule_seed: int = 0,
-        scales_by_column: bool = False,
+        run: RunSettings,
         enable_profiling: bool = False,
+        scales_by_column: bool = False,
     ) -> None:
-        require_type("enable_profiling", enable_profiling, bool, "a bool")
-        super().__init__("LowLatencyAllToAll", low_latency_buffer_layout(shape), memory, group)
-        self.shape = shape
-        self._settings = Settings(
-            **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed),
-            scales_by_column=scales_by_column,
-            enable_profiling=enable_profiling,
-        )
+        super()._set_up(shape, memory, group, run, enable_profiling)
+        self._scales_by_column = scales_by_column
         self._profile = Profile()
-        self._generation = 0
-        self._num_dispatches = 0
         self._calls: list[Call | None] = [None] * NUM_HALVES
 
     def __repr__(self) -> str:
@@ -341,7 +300,7 @@ class LowLatencyAllToAll(SplitLayer):
 
     def _dump(self, step: Step, path: str | Path) -> None:
         self._buffer.raise_if_closed()
-        if not self._settings.enable_profiling:
+        if not self._enable_profiling:
             raise ValueError("enable_profiling must be True for a layer that dumps traces")
         self._profile.write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
 
@@ -605,7 +564,7 @@ class LowLatencyAllToAll(SplitLayer):
         read: dict[str, torch.Tensor],
         written: dict[str, torch.Tensor],
     ) -> Launch:
-        if not self._settings.enable_profiling:
+        if not self._enable_profiling:
             return Launch(config, args, read, written)
         config = replace(config, trace=True)
         trace = self._profile.attach(config, call.number, self.device)
@@ -629,7 +588,7 @@ class LowLatencyAllToAll(SplitLayer):
         for rank, address in enumerate(memory.addresses):
             args.rank_buffers[rank] = address
         args.status = memory.status_address
-        args.wait_timeout_ns = max(1, round(1e9 * self._settings.timeout_s))
+        args.wait_timeout_ns = self._settings.wait_timeout_ns
         args.rank_idx = self.rank
         args.num_tokens = num_tokens
         args.topk_idx = topk_idx.data_ptr()
@@ -649,7 +608,7 @@ class LowLatencyAllToAll(SplitLayer):
         dtype = shape.tokens.scale_torch_dtype
         if dtype is not None:
             num_words = shape.num_received_scale_words
-            if self._settings.scales_by_column:
+            if self._scales_by_column:
                 scales = empty((num_experts, num_words, num_rows), dtype).mT
             else:
                 scales = empty((num_experts, num_rows, num_words), dtype)

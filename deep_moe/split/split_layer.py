@@ -3,17 +3,12 @@ checks of what they are given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deep_moe.fused.call_plan import (
-    DEFAULT_EMULATED_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
-    EMULATED_NUM_SMS,
-)
+from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
 from deep_moe.fused.checks import (
     TOPK_IDX_DTYPES,
     check_contiguous,
@@ -23,19 +18,17 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.fused.emulated_call import run_rank
-from deep_moe.fused.options import MAX_TIMEOUT_S, check_checked, check_seed
 from deep_moe.fused.rank_buffer import RankBuffer, used
+from deep_moe.fused.run_settings import KernelSettings, RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
-from deep_moe.heuristics.segments import Layout
-from deep_moe.heuristics.shape import require_int
 from deep_moe.jit.launch import MemoryRegion
-from deep_moe.targets import EMULATED, target_of
 from deep_moe.tensor_memory import refuse_shared_memory
 
 from .kernels import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
     from deep_moe.heuristics.low_latency import LowLatencyShape
     from deep_moe.heuristics.throughput import ThroughputShape
@@ -43,32 +36,63 @@ if TYPE_CHECKING:
 ROW_ALIGNMENT = 16  # bytes that a lane loads at once
 
 
-@dataclass(frozen=True)
-class KernelSettings:
-    """How the kernels of a layer run."""
-
-    num_sms: int
-    arch: str
-    timeout_s: float
-    checked: bool
-    schedule_seed: int = 0
-
-
 class SplitLayer:
-    """name: the class that callers know. layout: of one rank's symmetric memory."""
+    """A layer of one rank, whose class callers know by its name."""
 
     shape: LowLatencyShape | ThroughputShape
-    _settings: KernelSettings
     _emulated_ranks: str  # the class that runs several ranks in one process
 
-    def __init__(
+    @classmethod
+    def of_memory(
+        cls,
+        shape: LowLatencyShape | ThroughputShape,
+        memory: HostMemory | DeviceMemory,
+        **arguments: Any,
+    ) -> Self:
+        """A rank whose memory is there already; for ranks that live in one process.
+
+        arguments: of the class, but for sizes and devices.
+        """
+        layer = cls.__new__(cls)
+        run = RunSettings.taken_from(arguments)
+        layer._set_up(shape, memory, None, run, **arguments)
+        return layer
+
+    def _join(
         self,
-        name: str,
-        layout: Layout,
+        group: ProcessGroup | None,
+        shape_of: Callable[..., LowLatencyShape | ThroughputShape],
+        sizes: Mapping[str, Any],
+        device: torch.device | str | int | None,
+        run: RunSettings,
+        equal: Mapping[str, Any],
+        **own: Any,
+    ) -> None:
+        """As a rank of the group, all of which have the same sizes and other equal arguments. own:
+        arguments of `_set_up`."""
+        num_ranks = ranks_of(group)
+        device = device_for(group, device)
+        if group is not None:
+            kernels = {"num_sms": run.num_sms, "arch": run.arch}
+            require_equal({**sizes, "device": device.type, **equal, **kernels}, group)
+        shape = shape_of(num_ranks=num_ranks, **sizes)
+        self._set_up(shape, memory_for(shape.buffer_layout, group, device), group, run, **own)
+
+    def _set_up(
+        self,
+        shape: Any,
         memory: HostMemory | DeviceMemory,
         group: ProcessGroup | None,
+        run: RunSettings,
+        enable_profiling: bool = False,
     ) -> None:
-        self._buffer = RankBuffer(name, layout, memory, group)
+        require_type("enable_profiling", enable_profiling, bool, "a bool")
+        self.shape = shape
+        self._buffer = RankBuffer(type(self).__name__, shape.buffer_layout, memory, group)
+        self._settings = run.on(self._buffer.gpu)
+        self._enable_profiling = enable_profiling
+        self._generation = 0
+        self._num_dispatches = 0
 
     @property
     def rank(self) -> int:
@@ -141,46 +165,6 @@ class SplitLayer:
     def _agreed(self, launch: Launch) -> dict[str, Any]:
         """What of a launch must be the same on every rank."""
         raise NotImplementedError
-
-    def _kernel_settings(
-        self,
-        num_sms: int | None,
-        timeout_s: float | None,
-        arch: str | None,
-        checked: bool | None,
-        schedule_seed: int,
-    ) -> dict[str, Any]:
-        """The fields of KernelSettings, checked, with defaults for None."""
-        gpu = self._buffer.gpu
-        own = EMULATED if gpu is None else gpu.target
-        if arch is not None and target_of(arch) is not own and gpu is not None:
-            raise ValueError(
-                f"arch must be {own.name}, that of {gpu.device}, or None; got {arch!r}"
-            )
-        num_ctas = (
-            (EMULATED_NUM_SMS if gpu is None else gpu.num_sms) if num_sms is None else num_sms
-        )
-        require_int("num_sms", num_ctas, "at least 1")
-        if num_ctas < 1 or (gpu is not None and num_ctas > gpu.num_sms):
-            most = "" if gpu is None else f" and at most {gpu.num_sms}, the SMs of {gpu.name}"
-            raise ValueError(f"num_sms must be at least 1{most}; got {num_ctas}")
-        if timeout_s is None:
-            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if gpu is None else DEFAULT_TIMEOUT_S
-        require_type("timeout_s", timeout_s, (int, float), "a number or None")
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
-                f"got {timeout_s}"
-            )
-        check_checked(checked)
-        check_seed(schedule_seed)
-        return {
-            "num_sms": num_ctas,
-            "arch": own.name if arch is None else arch,
-            "timeout_s": timeout_s,
-            "checked": gpu is None if checked is None else checked,
-            "schedule_seed": schedule_seed,
-        }
 
     def _check_rows(
         self, name: str, tensor: torch.Tensor, width: int, dtypes: Any = torch.bfloat16

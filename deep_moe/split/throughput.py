@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
 from deep_moe.fused.checks import (
     check_contiguous,
     check_start,
@@ -20,13 +19,13 @@ from deep_moe.fused.checks import (
     refuse_gradients,
     require_type,
 )
+from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.low_latency import Step as TracedStep
 from deep_moe.heuristics.throughput import (
     Step,
     ThroughputConfig,
     ThroughputShape,
-    throughput_buffer_layout,
 )
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import ThroughputArgs
@@ -35,7 +34,7 @@ from deep_moe.tokens import token_format as token_format_of
 
 from .kernels import Launch
 from .profile import PhaseOfCta, Profile
-from .split_layer import ROW_ALIGNMENT, KernelSettings, SplitLayer
+from .split_layer import ROW_ALIGNMENT, SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -138,7 +137,6 @@ class AllToAll(SplitLayer):
     """
 
     shape: ThroughputShape
-    _settings: KernelSettings
     _emulated_ranks = "EmulatedThroughputAllToAll"
 
     def __init__(
@@ -168,60 +166,30 @@ class AllToAll(SplitLayer):
             "max_recv_rows": max_recv_rows,
             "expert_alignment": expert_alignment,
         }
-        num_ranks = ranks_of(group)
-        device = device_for(group, device)
-        if group is not None:
-            kernels = {"token_format": token_format, "num_sms": num_sms, "arch": arch}
-            require_equal({**sizes, "device": device.type, **kernels}, group)
-        shape = ThroughputShape(num_ranks=num_ranks, **sizes)
-        memory = memory_for(throughput_buffer_layout(shape), group, device)
-        self._set_up(
-            shape,
-            memory,
+        self._join(
             group,
+            ThroughputShape,
+            sizes,
+            device,
+            RunSettings(num_sms, timeout_s, arch, checked, schedule_seed),
+            {"token_format": token_format},
             token_format=token_format,
-            num_sms=num_sms,
-            timeout_s=timeout_s,
-            arch=arch,
-            checked=checked,
-            schedule_seed=schedule_seed,
             enable_profiling=enable_profiling,
         )
-
-    @classmethod
-    def of_memory(
-        cls, shape: ThroughputShape, memory: HostMemory | DeviceMemory, **settings: Any
-    ) -> AllToAll:
-        """A rank whose memory is there already; for ranks that live in one process."""
-        layer = cls.__new__(cls)
-        layer._set_up(shape, memory, None, **settings)
-        return layer
 
     def _set_up(
         self,
         shape: ThroughputShape,
         memory: HostMemory | DeviceMemory,
         group: ProcessGroup | None,
-        *,
-        token_format: str = "bf16",
-        num_sms: int | None = None,
-        timeout_s: float | None = None,
-        arch: str | None = None,
-        checked: bool | None = None,
-        schedule_seed: int = 0,
+        run: RunSettings,
         enable_profiling: bool = False,
+        token_format: str = "bf16",
     ) -> None:
-        require_type("enable_profiling", enable_profiling, bool, "a bool")
-        super().__init__("AllToAll", throughput_buffer_layout(shape), memory, group)
-        self.shape = shape
-        self._settings = KernelSettings(
-            **self._kernel_settings(num_sms, timeout_s, arch, checked, schedule_seed)
-        )
+        super()._set_up(shape, memory, group, run, enable_profiling)
         self._token_format = token_format
         self._config("dispatch", token_format=token_format)  # or an error
         self._profile = Profile() if enable_profiling else None
-        self._generation = 0
-        self._num_dispatches = 0
         self._last_step: Step | None = None
 
     def __repr__(self) -> str:
@@ -560,7 +528,7 @@ class AllToAll(SplitLayer):
         for rank, address in enumerate(memory.addresses):
             args.rank_buffers[rank] = address
         args.status = memory.status_address
-        args.wait_timeout_ns = max(1, round(1e9 * self._settings.timeout_s))
+        args.wait_timeout_ns = self._settings.wait_timeout_ns
         args.rank_idx = self.rank
         args.num_tokens = handle.num_tokens
         return args

@@ -24,7 +24,6 @@ from deep_moe.fused.buffer import (
     device_for,
     get_symm_buffer_for_mega_moe,
 )
-from deep_moe.fused.call_plan import DEFAULT_EMULATED_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from deep_moe.fused.checks import (
     STATISTICS,
     TOPK_IDX_DTYPES,
@@ -41,12 +40,12 @@ from deep_moe.fused.checks import (
 from deep_moe.fused.input_preparation import prepare_rows
 from deep_moe.fused.mega_moe import call_with_layers
 from deep_moe.fused.options import (
-    MAX_TIMEOUT_S,
     CallArguments,
     CallOptions,
     given_options,
     with_call_options,
 )
+from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
 from deep_moe.heuristics.two_level import TwoLevelShape
 from deep_moe.targets import target_of
@@ -254,16 +253,7 @@ class TwoLevelMoE:
         if num_transport_sms < 0:
             raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
         self._num_transport_sms = num_transport_sms
-        if timeout_s is None:
-            on_cpu = device.type == "cpu"
-            timeout_s = DEFAULT_EMULATED_TIMEOUT_S if on_cpu else DEFAULT_TIMEOUT_S
-        require_type("timeout_s", timeout_s, (int, float), "a number or None")
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of at most {MAX_TIMEOUT_S:.0e}; "
-                f"got {timeout_s}"
-            )
-        self._timeout_s = float(timeout_s)
+        self._timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
         self._transport = DomainTransport(
             groups, device, self._timeout_s, RollCall(self._place, groups)
         )

@@ -18,7 +18,7 @@ from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.emulated_all_to_all import EmulatedAllToAll
 from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.targets import target_of
-from deep_moe.tokens import token_format
+from deep_moe.tokens import ALL_TO_ALL_FORMATS, token_format
 
 from .bounds import Bounds, reference_bounds
 from .calls import RankOutput, model_inputs
@@ -50,6 +50,7 @@ def split_axes(arch: str) -> dict[str, tuple[Any, ...]]:
             f"{name}{BESIDE}{tokens}"
             for name in dict.fromkeys(own.weights for own in target_of(arch).weights)
             for tokens in token_formats_for(name, arch)
+            if tokens in ALL_TO_ALL_FORMATS
         ),
         "shape": _SHAPES,
         "tile": fused["tile"],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Situ
-from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format, weight_format
 
 from .checks import check_call
 from .layer_path import LayerPath, choose_path
@@ -35,7 +35,6 @@ from .options import (
     SharedExpertsOption,
     TokenFormatOption,
     TopkOption,
-    WeightsOption,
     check_weights,
     make_shape,
     parse_activation,
@@ -51,6 +50,10 @@ if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
     from deep_moe.targets import TargetWeights
     from deep_moe.trial.synthetic import Layer, Tokens
+    from deep_moe.weights.stored_form import StoredForm
+
+
+_WITHOUT_GATE = "relu2"  # the activation of models whose experts have no gate
 
 
 class Device(str, Enum):
@@ -102,7 +105,14 @@ def run(
     topk: TopkOption = None,
     hidden: HiddenOption = None,
     intermediate: IntermediateOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            help=f"Format of the experts' weights: {', '.join(WEIGHTS)}. Default: that of "
+            f"--checkpoint, or {DEFAULT_WEIGHTS}.",
+        ),
+    ] = None,
     biases: BiasesOption = False,
     token_format: TokenFormatOption = None,
     exact: Annotated[
@@ -201,11 +211,37 @@ def run(
         arch = arch_of(device)
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
-    check_weights(weights)
+    if weights is not None:
+        check_weights(weights)
+    loaded = None
+    if checkpoint is not None:
+        if exact or model or hidden or intermediate or biases:
+            raise typer.BadParameter(
+                "--checkpoint decides the weights and all sizes but --topk; --experts says how "
+                "many there are if it does not"
+            )
+        loaded, form = _loaded_layer(checkpoint, layer, experts, shared_experts)
+        if weights not in (None, form.weights):
+            raise typer.BadParameter(
+                f"--weights must be {form.weights}, the format of the checkpoint's experts; got "
+                f"{weights}"
+            )
+        weights, token_format = form.weights, token_format or form.token_format
+    weights = weights or DEFAULT_WEIGHTS
+    if token_format is None:
+        token_format = TARGETS[arch].usual_token_format(weights)
     on_target = TARGETS[arch].weights_of(weights, token_format)
     numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)
+    if loaded is not None and activation is None and not _has_gate(loaded, weights):
+        activation = _WITHOUT_GATE
     applied = parse_activation(activation, clamp, model=model)
+    if loaded is not None and applied.has_gate is not _has_gate(loaded, weights):
+        kind = "without" if applied.has_gate else "with"
+        raise typer.BadParameter(
+            f"--activation must be one {kind} a gate, as the checkpoint's experts are; got "
+            f"{applied.name}"
+        )
     if exact and isinstance(applied, Situ):
         raise typer.BadParameter(
             f"--exact must be without --activation {applied.name}: tanh leaves no result exact"
@@ -226,17 +262,11 @@ def run(
         "weights": weights,
         "token_format": token_format,
     }
-    loaded = None
-    if checkpoint is None:
+    if loaded is None:
         of_shape |= {"hidden": hidden, "intermediate": intermediate, "biases": biases}
         shape = make_shape(model=model, **of_shape)
-    elif exact or model or hidden or intermediate or biases:
-        raise typer.BadParameter(
-            "--checkpoint decides the weights and all sizes but --topk; --experts says how many "
-            "there are if it does not"
-        )
     else:
-        shape, loaded = _loaded_layer(checkpoint, layer, **of_shape)
+        shape = _shape_of(loaded, **of_shape)
     check_call(shape, counts, accumulate=accumulate, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
@@ -364,23 +394,12 @@ def _made_layer(shape: MoEShape, on_target: TargetWeights, *, exact: bool, seed:
 
 
 def _loaded_layer(
-    checkpoint: Path,
-    layer: int,
-    *,
-    ranks: int,
-    topk: int | None,
-    max_tokens: int,
-    pool_tokens: int | None,
-    experts: int | None,
-    weights: str,
-    shared_experts: int,
-    token_format: str | None,
-) -> tuple[MoEShape, Layer]:
-    """All experts of a checkpoint's layer and their shape."""
+    checkpoint: Path, layer: int, experts: int | None, shared_experts: int
+) -> tuple[Layer, type[StoredForm]]:
+    """All experts of a checkpoint's layer, and how it stores them."""
 
     from deep_moe.checkpoint import load_biases, load_experts
     from deep_moe.checkpoint.forms import form_of
-    from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import Layer
 
     l1, l2 = load_experts(
@@ -398,27 +417,45 @@ def _loaded_layer(
         )
     form = form_of(l1)
     assert form is not None
-    loaded = form.weights
-    if weights != loaded:
-        raise typer.BadParameter(
-            f"--weights must be {loaded}, the format of the checkpoint's experts; got {weights}"
-        )
-    num_experts, num_l1_rows, _ = l1.weight.shape
-    num_experts -= shared_experts
-    shape = MoEShape(
+    return Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ())), form
+
+
+def _has_gate(loaded: Layer, weights: str) -> bool:
+    """Whether a checkpoint's experts have one."""
+    return weight_format(weights).check(loaded.l1, loaded.l2).has_gate
+
+
+def _shape_of(
+    loaded: Layer,
+    *,
+    ranks: int,
+    topk: int | None,
+    max_tokens: int,
+    pool_tokens: int | None,
+    experts: int | None,
+    weights: str,
+    shared_experts: int,
+    token_format: str | None,
+) -> MoEShape:
+    """That of a checkpoint's layer."""
+    from deep_moe.heuristics import MoEShape
+
+    sizes = weight_format(weights).check(loaded.l1, loaded.l2)
+    num_experts = sizes.num_experts - shared_experts
+    return MoEShape(
         num_ranks=ranks,
         num_experts=num_experts,
         num_topk=min(2, num_experts) if topk is None else topk,
-        hidden=l2.weight.shape[1],
-        intermediate_hidden=num_l1_rows // 2,
+        hidden=sizes.hidden,
+        intermediate_hidden=sizes.intermediate_hidden,
+        has_gate=sizes.has_gate,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         weights=weights,
-        biases=biases is not None,
+        biases=loaded.l1_bias is not None,
         num_shared_experts=shared_experts,
         token_format=default_token_format(weights, token_format),
     )
-    return shape, Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ()))
 
 
 def _made_tokens(

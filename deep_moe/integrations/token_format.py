@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.targets import TARGETS
+from deep_moe.targets import TARGETS, target_for
 from deep_moe.tokens import TOKEN_FORMATS, token_format
-from deep_moe.weights import default_token_format
 
 from .unsupported import check_target
 
@@ -37,7 +36,7 @@ def served_token_format(
 
     Raises UnsupportedError if the target has no kernel for the pair, but another has.
     """
-    usual = default_token_format(weights)
+    usual = target_for(arch, device).usual_token_format(weights)
     if chosen is None or chosen == usual:
         return usual
     having = [name for name, own in TARGETS.items() if chosen in own.token_formats(weights)]

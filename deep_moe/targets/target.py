@@ -218,6 +218,16 @@ class Target(ABC):
         """Of tokens that there is a kernel for beside weights of a format, the default first."""
         return tuple(pair.token_format for pair in self.weights if pair.weights == weights)
 
+    def usual_token_format(self, weights: str) -> str:
+        """Of tokens beside weights of a format where nothing is said: those that go with the
+        weights anywhere, or, where there is no kernel for these, the first that there is one for.
+
+        Args:
+            weights: the format's name.
+        """
+        usual, known = default_token_format(weights), self.token_formats(weights)
+        return usual if usual in known or not known else known[0]
+
     @property
     def header(self) -> str:
         """The kernel's file in the header library."""

@@ -32,13 +32,15 @@ class Expected(NamedTuple):
 class StoredForm(ABC):
     """weights: the format's name. dtypes: of the tensors, by key, "weight" for the values.
     values_per_element: of the values' tensor. spellings: suffixes that published models have, with
-    the same keys, the first of which are written.
+    the same keys, the first of which are written. token_format: of tokens that must go with such
+    weights; None: what goes with the format.
     """
 
     weights: ClassVar[str]
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
     values_per_element: ClassVar[int]
     spellings: ClassVar[tuple[Suffixes, ...]]
+    token_format: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod

@@ -18,6 +18,8 @@ from deep_moe.trial import paths
 from deep_moe.trial.fuzzing import FuzzCase
 from deep_moe.trial.small_layers import SMALL_LAYERS
 from deep_moe.trial.synthetic import random_layer
+from tests.checkpoint.test_exporters import write
+from tests.checkpoint.written import nvfp4
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
 
@@ -269,11 +271,46 @@ def test_an_fp8_checkpoint(tmp_path: Path):
             tensors[f"{name}.weight_scale_inv"] = torch.full((rows // 128, columns // 128), 0.0625)
     save_file(tensors, tmp_path / "model.safetensors")
     options = ("--checkpoint", str(tmp_path), "--layer", "0", "--experts", "2", "--tokens", "3")
-    assert "--weights must be fp8" in " ".join(invoke(*options).output.split())
-    document = ran(*options, "--weights", "fp8")
+    assert "--weights must be fp8" in " ".join(invoke(*options, "--weights", "bf16").output.split())
+    document = ran(*options)
     assert document["passed"]
     assert document["shape"]["weights"] == "fp8"
     assert document["shape"]["hidden"] == 256
+
+
+@pytest.mark.parametrize(
+    ("case", "weights", "token_format"),
+    [
+        ("nvfp4 modelopt", "nvfp4", "bf16"),
+        ("nvfp4 compressed-tensors", "nvfp4", "bf16"),
+        ("fp8 per row", "fp8", "fp8_token"),
+        ("fp8 per matrix modelopt", "fp8", "fp8_token"),
+    ],
+)
+def test_a_checkpoint_of_an_exporter(tmp_path: Path, case: str, weights: str, token_format: str):
+    """Its format, and the tokens that go with it, need not be said."""
+    write(tmp_path, case)
+    options = ("--checkpoint", str(tmp_path), "--layer", "2", "--tokens", "3", "--ranks", "1")
+    document = ran(*options, "--arch", "sm_90a")
+    assert document["passed"]
+    shape = document["shape"]
+    assert (shape["weights"], shape["token_format"]) == (weights, token_format)
+
+
+def test_a_checkpoint_of_experts_without_gate(tmp_path: Path):
+    tensors = {}
+    for expert in range(2):
+        for part, rows, columns in (("up", 128, 256), ("down", 256, 128)):
+            name = f"backbone.layers.0.mixer.experts.{expert}.{part}_proj"
+            written = nvfp4(rows, columns, is_divided=False)
+            tensors |= {name + suffix: tensor for suffix, tensor in written.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = ("--checkpoint", str(tmp_path), "--layer", "0", "--experts", "2", "--tokens", "3")
+    document = ran(*options, "--arch", "sm_90a")
+    assert document["passed"]
+    assert document["shape"]["has_gate"] is False
+    refused = invoke(*options, "--arch", "sm_90a", "--activation", "swiglu")
+    assert "--activation must be one without a gate" in " ".join(refused.output.split())
 
 
 def test_a_checkpoint_refuses_other_sizes_and_absent_layers(checkpoint: Path):

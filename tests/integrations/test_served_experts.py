@@ -261,12 +261,13 @@ def test_mxfp4_experts_with_tokens_in_bf16():
 def test_tokens_may_be_chosen(monkeypatch):
     monkeypatch.delenv("DEEP_MOE_TOKEN_FORMAT", raising=False)
     assert read_token_format() is None
-    for name in ("mxfp8", "fp8_128", "fp8_token", "bf16"):
+    for name in ("nvfp4", "mxfp8", "fp8_128", "fp8_token", "bf16"):
         monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
         assert read_token_format() == name
     for name in ("fp8", "fp8_128_pow2"):
         monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
-        words = f"DEEP_MOE_TOKEN_FORMAT must be mxfp8 or fp8_128 or fp8_token or bf16; got '{name}'"
+        allowed = "nvfp4 or mxfp8 or fp8_128 or fp8_token or bf16"
+        words = f"DEEP_MOE_TOKEN_FORMAT must be {allowed}; got '{name}'"
         with pytest.raises(ValueError, match=words):
             read_token_format()
 

@@ -110,10 +110,6 @@ class Loader:
 class Nvfp4:
     """SGLang's method of NVFP4 where whole layers are given to one kernel."""
 
-    def __init__(self) -> None:
-        # By the name that its loaders ask for.
-        type(self).__name__ = "ModelOptNvFp4FusedMoEMethod"
-
     def process_weights_after_loading(self, layer: Any) -> None:
         self._build_mega_moe_weights(layer)
 
@@ -205,7 +201,10 @@ def set_up(group: Any, max_tokens: int) -> Any:
     )
     for name in UNREAD:
         stand_in(name)
-    stand_in("sglang.srt.layers.quantization.modelopt_quant", ModelOptNvFp4FusedMoEMethod=Nvfp4)
+    # A class of its own in each stage, for hooks stay on it, by the name that loaders ask for.
+    own = {name: value for name, value in vars(Nvfp4).items() if not name.startswith("__")}
+    name = "ModelOptNvFp4FusedMoEMethod"
+    stand_in("sglang.srt.layers.quantization.modelopt_quant", **{name: type(name, (), own)})
     importlib.import_module("sglang.srt.layers.moe.mega_moe_sm90")
     return importlib.import_module("sglang.srt.layers.moe.mega_moe")
 

@@ -230,15 +230,26 @@ def made_parts(case: str, seed: int = 0) -> dict[tuple[int, str], Written]:
     return {(e, shard): write(*size) for e in range(EXPERTS) for shard, size in sizes.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+# Blackwell's own pairs, beside those of Hopper.
+ON_SM100 = {
+    "ModelOptMxFp8FusedMoE": "fp8",
+    "CompressedTensorsW8A8Mxfp8MoEMethod": "fp8",
+    "CompressedTensorsW4A4Mxfp4MoEMethod": "mxfp4",
+    "ModelOptNvFp4FusedMoE": "nvfp4 x nvfp4",
+}
+RUNS = [(case, "sm_90a", CASES[case][0]) for case in CASES if "Mxf" not in case.replace("F", "f")]
+RUNS += [(case, "sm_100a", pair) for case, pair in ON_SM100.items()]
+
+
+@pytest.mark.parametrize(("case", "arch", "weights"), RUNS)
 def test_a_layer_gives_what_the_kernel_gives(
     installed: Any,  # noqa: F811
     some_backend: None,
     caplog: pytest.LogCaptureFixture,
     case: str,
+    arch: str,
+    weights: str,
 ) -> None:
-    weights = CASES[case][0]
-    arch = "sm_100a" if "Mxf" in case or "MxF" in case else "sm_90a"
     installed(arch)
     parts = made_parts(case)
     x, logits = tokens(5)

@@ -37,10 +37,9 @@ def quantization_of(folder: Path) -> Quantization | None:
             key, part = found
             return _of_method(f"{config}: {key}", part)
     old = folder / _OLD_MODELOPT_NAME
-    if lexists(old):
-        part = read_json(old).get("quantization")
-        if isinstance(part, dict):
-            return ModelOpt(f"{old}: quantization", part)
+    said = read_json(old).get("quantization") if lexists(old) else None
+    if isinstance(said, dict):
+        return ModelOpt(f"{old}: quantization", said)
     return None
 
 

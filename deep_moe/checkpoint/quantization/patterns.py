@@ -122,7 +122,8 @@ class _Matching:
     def _of(self, part: tuple[Any, Any], start: int) -> frozenset[int]:
         op, argument = part
         if op in (_ops.MAX_REPEAT, _ops.MIN_REPEAT):
-            return self._repeated(*argument, start)
+            least, most, inner = argument
+            return self._repeated(least, most, inner, start)
         if op is _ops.SUBPATTERN:
             _, added, removed, inner = argument
             if added or removed:

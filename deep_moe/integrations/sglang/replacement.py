@@ -108,11 +108,13 @@ class Replacement:
 
     def _lay_out(self, place: int, new: _NewExpert) -> None:
         try:
-            self._served.replace_expert(place, self._layer(new, "w13"), self._layer(new, "w2"))
+            self._served.replace_expert(
+                place, self._tensors_of(new, "w13"), self._tensors_of(new, "w2")
+            )
         except DeepMoEError as error:
             self.refuse(f"expert {new.expert}: {error}")
 
-    def _layer(self, new: _NewExpert, layer: str) -> LayerTensors | None:
+    def _tensors_of(self, new: _NewExpert, layer: str) -> LayerTensors | None:
         """One layer's values and scales, if they have come."""
         names = [name for name in self._forms if layer_of(name) == layer]
         if names[0] not in new.tensors:

@@ -142,9 +142,13 @@ class StoredFp8Whole(StoredForm):
     is_of_row: bool
 
     weights: ClassVar[str] = StoredFp8.weights
-    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = StoredFp8.dtypes | {"scale": _FLOATS}
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.float8_e4m3fn,),
+        "scale": _FLOATS,
+    }
     values_per_element: ClassVar[int] = 1
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight", "scale": ".weight_scale"},)
+    token_format: ClassVar[str | None] = "fp8_token"
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:

@@ -30,8 +30,9 @@ FORMS: tuple[type[StoredForm], ...] = tuple(
 
 
 def form_of(layer: LayerWeights) -> type[StoredForm] | None:
-    """The form in which a layer's weights are saved, by their types."""
-    return next((form for form in FORMS if form.holds(layer)), None)
+    """The form in which a layer's weights are saved, by their types: of several the last, for a
+    format that is a special case of another stands behind it in `WEIGHTS`."""
+    return next((form for form in reversed(FORMS) if form.holds(layer)), None)
 
 
 def form_like(tensors: Tensors, first: type[StoredForm]) -> type[StoredForm] | None:

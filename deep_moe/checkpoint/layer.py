@@ -120,7 +120,7 @@ class Layer(ABC):
         first = self.matrices(experts[0])[0]
         quantization = quantization_of(self._folder)
         declared = None if quantization is None else quantization.of(first.module)
-        form, self.suffixes = self._spelling(first.module)
+        form, self.suffixes = self._spelling(first)
         is_plain = len(self.suffixes) == 1
         if declared is not None and not is_plain:
             declared.refuse(self._labels(first)["weight"])
@@ -199,6 +199,13 @@ class Layer(ABC):
         labels = self._labels(matrix)
         return {key: matrix.of(labels[key], own) for key, own in form.plain(tensors).items()}
 
+    def _plain(self, matrix: Matrix, form: type[StoredForm], suffixes: Suffixes) -> Tensors:
+        """Types and shapes of a matrix's tensors by some suffixes."""
+        names = {key: matrix.module + suffix for key, suffix in suffixes.items()}
+        return form.plain(
+            {key: self.files.header(name, matrix.entry) for key, name in names.items()}
+        )
+
     def _form_of(self, form: type[StoredForm], matrix: Matrix) -> tuple[StoredForm, torch.Size]:
         """With the shape of the weights' tensor."""
         headers, labels = self._cut(matrix, form, self._headers(matrix)), self._labels(matrix)
@@ -209,9 +216,11 @@ class Layer(ABC):
             )
         return form.of(labels, headers), shape
 
-    def _spelling(self, module: str) -> tuple[type[StoredForm], Suffixes]:
+    def _spelling(self, matrix: Matrix) -> tuple[type[StoredForm], Suffixes]:
         """The known suffixes of which there are the most, of those that go with the type of this
-        module's weights, if they are there; of as many those that go with the other types, too."""
+        matrix's weights, if they are there; of as many those that go with the other types, and with
+        the shapes, too."""
+        module = matrix.module
         suffixes = dict.fromkeys(suffix for _, own in self.spellings for suffix in own.values())
         dtypes = {
             suffix: self.files.header(module + suffix).dtype
@@ -233,11 +242,13 @@ class Layer(ABC):
             raise CheckpointError(f"{module}{suffix} must be {allowed}; got {dtypes[suffix]}")
         modules = self.modules()
 
-        def rank(spelling: tuple[type[StoredForm], Suffixes]) -> tuple[int, int]:
+        def rank(spelling: tuple[type[StoredForm], Suffixes]) -> tuple[int, int, bool]:
             form, own = spelling
+            num_fitting = sum(dtypes.get(suffix) in form.dtypes[key] for key, suffix in own.items())
             return (
                 sum(name + suffix in self.files for name in modules for suffix in own.values()),
-                sum(dtypes.get(suffix) in form.dtypes[key] for key, suffix in own.items()),
+                num_fitting,
+                num_fitting == len(own) and form.is_like(self._plain(matrix, form, own)),
             )
 
         return max(candidates, key=rank)

@@ -53,6 +53,12 @@ class StoredForm(ABC):
         return tensors
 
     @classmethod
+    def is_like(cls, tensors: Tensors) -> bool:
+        """Whether a matrix's plain tensors, of types that are this form's, are of its shapes, too,
+        and so rather of this form than of another with such types."""
+        return False
+
+    @classmethod
     @abstractmethod
     def holds(cls, layer: LayerWeights) -> bool:
         """Whether a layer's weights, as `put` makes them, are of this format, by their types."""

@@ -136,6 +136,11 @@ class StoredTwosComplement(StoredInt4):
     words: ClassVar[str] = "int8, two values of two's complement in each"
     xor: ClassVar[int] = 0x88
 
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        """Weights are saved as the other exporter has them."""
+        return False
+
     @property
     def beside(self) -> tuple[str, ...]:
         """What tokens are divided by where they are quantized to FP8: they are not here."""

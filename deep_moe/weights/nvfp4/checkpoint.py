@@ -133,6 +133,11 @@ class StoredDivided(StoredNvfp4):
     )
     token_scale: ClassVar[str] = ".input_global_scale"
 
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        """Weights are saved as the other exporter has them: without another rounding."""
+        return False
+
     def _factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
         factor = scale.double().reciprocal().float()
         if not bool((scale > 0) & scale.isfinite() & factor.isfinite()):

@@ -323,7 +323,8 @@ def exact_sample(
         if expert < 0:
             continue
         layer = expert_layer(shape, expert, arguments.seed, device, block)
-        w1, w2 = (dequantize(one_expert(own, 0)).double() for own in (layer.l1, layer.l2))
+        w1 = dequantize(one_expert(layer.l1, 0), 2).double()
+        w2 = dequantize(one_expert(layer.l2, 0)).double()
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
         gate, up = (x[rows][token].double() @ w1.T).chunk(2, dim=1)
         out = activation(gate, up) @ w2.T * topk_weights[token, slot].double().unsqueeze(1)

@@ -192,7 +192,11 @@ def prepare_call(
     if status.code != 0 or buffer.failure is not None:
         buffer.raise_if_unusable()
     recorder = buffer.recorder
-    y_address, y_shape = y.data_ptr(), y.shape
+    try:
+        y_address, y_shape = y.data_ptr(), y.shape
+    except RuntimeError:  # a sparse tensor has no address
+        check_dense("y", y)
+        raise
     expected = options.get("expected_tokens_per_rank")
     received = status.received
     is_uneven = received >= RECEIVED_UNEVENLY

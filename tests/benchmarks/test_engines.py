@@ -135,6 +135,19 @@ def on_emulated_hopper(device: torch.device, arguments: Any) -> None:
     run_rank(device, arguments, lambda *_: {})
 
 
+def test_on_hopper_ours_runs_with_other_weights(tmp_path: Path) -> None:
+    """And says of an engine's kernel that it is for others."""
+    path = tmp_path / "report.json"
+    words = [*SMALL, *BRIEF, "--weights", "nvfp4", "--tokens", "3", "--json", str(path)]
+    run_on_ranks(on_emulated_hopper, 1, "cpu", parse_arguments(words))
+    report = json.loads(path.read_text())
+    (result,) = report["results"]
+    (own,) = result["paths"].values()
+    assert own["tokens"] == "bf16"
+    assert own["distance"] < 1e-4
+    assert "weights nvfp4" in result["model"]
+
+
 def test_on_hopper_ours_runs_with_both_kinds_of_tokens(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     words = [*SMALL, *BRIEF, "--tokens", "3", "--json", str(path)]

@@ -221,10 +221,7 @@ def fill_inputs(buffer: SymmBuffer, tokens: Tokens) -> None:
 
 
 def _emulated_ranks(shape: MoEShape) -> EmulatedRanks:
-    return EmulatedRanks(
-        shape.num_ranks,
-        **shape.buffer_arguments,
-    )
+    return EmulatedRanks(shape.num_ranks, **shape.buffer_arguments)
 
 
 def bias_arguments(biases: MegaMoEBiases | None) -> dict[str, Any]:

@@ -20,18 +20,7 @@ BIASED = dataclasses.replace(SHAPE, biases=True)
 
 
 def buffer_of(shape: Any) -> deep_moe.SymmBuffer:
-    return deep_moe.get_symm_buffer_for_mega_moe(
-        None,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-        weights=shape.weights,
-        token_format=shape.token_format,
-        biases=shape.biases,
-        device="cpu",
-    )
+    return deep_moe.get_symm_buffer_for_mega_moe(None, **shape.buffer_arguments, device="cpu")
 
 
 @pytest.mark.parametrize("pair", ["mxfp4", "fp8", "bf16", "mxfp4 x bf16", "nvfp4"])

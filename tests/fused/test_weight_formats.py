@@ -23,17 +23,7 @@ FP8 = dataclasses.replace(SHAPE, **formats("fp8"))
 
 
 def buffer_for(shape: MoEShape):
-    return deep_moe.get_symm_buffer_for_mega_moe(
-        None,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-        weights=shape.weights,
-        token_format=shape.token_format,
-        device="cpu",
-    )
+    return deep_moe.get_symm_buffer_for_mega_moe(None, **shape.buffer_arguments, device="cpu")
 
 
 PAIRS = ["mxfp4", "fp8", "bf16", "mxfp4 x bf16", "nvfp4"]

@@ -112,14 +112,7 @@ def run_emulated(case: RecordedCase, *, hopper_fp8_sums: bool = True) -> list[Ra
         for rank in range(shape.num_ranks)
     ]
     ys = [torch.empty(n, case.hidden, dtype=torch.bfloat16) for n in case.tokens]
-    with EmulatedRanks(
-        shape.num_ranks,
-        shape.num_experts,
-        shape.num_max_tokens_per_rank,
-        shape.num_topk,
-        shape.hidden,
-        shape.intermediate_hidden,
-    ) as ranks:
+    with EmulatedRanks(shape.num_ranks, **shape.buffer_arguments) as ranks:
         for rank, buffer in enumerate(ranks.buffers):
             prime(buffer)
             fill_inputs(buffer, case.rank_tokens(rank))

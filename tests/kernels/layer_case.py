@@ -48,10 +48,7 @@ class LayerCase:
         self.shape = shape
         self.layer = layer
         self.arch = arch
-        self.ranks = EmulatedRanks(
-            shape.num_ranks,
-            **shape.buffer_arguments,
-        )
+        self.ranks = EmulatedRanks(shape.num_ranks, **shape.buffer_arguments)
         self.biases = rank_biases(layer, shape, arch)
         on_target = target_of(arch).weights_of(shape.weights, shape.token_format)
         self.numerics = on_target.numerics

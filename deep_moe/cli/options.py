@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -150,13 +150,13 @@ def make_shape(
         sizes = dict(zip(names, PRESETS[model], strict=True))
     else:
         raise typer.BadParameter(f"--model must be one of {MODELS}; got {model!r}")
-    given = {
+    given: dict[str, Any] = {
         "num_experts": experts,
         "num_topk": topk,
         "hidden": hidden,
         "intermediate_hidden": intermediate,
     }
-    sizes |= {name: value for name, value in given.items() if value is not None}
+    given = {**sizes, **{name: value for name, value in given.items() if value is not None}}
     check_weights(weights)
     return MoEShape(
         num_ranks=ranks,
@@ -166,7 +166,7 @@ def make_shape(
         weights=weights,
         biases=biases or (model in PRESETS and preset_has_biases(model)),
         token_format=default_token_format(weights, token_format),
-        **sizes,
+        **given,
     )
 
 

@@ -410,7 +410,9 @@ def _quantized_ends(ends: Interval, weights: torch.Tensor, numerics: Numerics) -
     least = torch.minimum(low.abs(), high.abs()).masked_fill((low <= 0) & (high >= 0), 0.0)
     candidates = [numerics.scale_bytes(s.amax(dim=2), weights).int() for s in (least, sizes)]
     if not numerics.output.has_powers:
-        blocks = _ends_of_any_scales(Interval(low, high), *candidates, numerics.output)
+        blocks = _ends_of_any_scales(
+            Interval(low, high), candidates[0], candidates[1], numerics.output
+        )
         return Interval(*(end.flatten(1)[:, : ends.low.shape[1]] for end in blocks))
     scale_bytes = torch.maximum(*candidates)
     is_open = (candidates[0] != candidates[1]).unsqueeze(2)

@@ -7,6 +7,7 @@ folder's file for a kernel says how that kernel reads them.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -186,7 +187,7 @@ def inverse_transform_weights(
         return padded
     sizes = source.check(*padded)
     given = {"hidden": hidden, "intermediate_hidden": intermediate_hidden}
-    own = {name: size for name, size in given.items() if size is not None}
+    own: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     shape = shape_of_weights(sizes._replace(**own), weights)
     for name in given:
         allowed = getattr(sizes, name)

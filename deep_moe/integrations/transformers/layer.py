@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.activations import Activation, GatedActivation, Situ, Swiglu, SwigluOai
 from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.formats.block_scaled import (
@@ -485,7 +485,7 @@ def activation_of(module: Any, device: torch.device) -> Activation:
 
 # Attributes of modules and configs that hold an activation's parameters, in order.
 _LIMITS = ("limit", "swiglu_limit")
-_PARAMETERS: dict[type[Activation], tuple[tuple[str, ...], ...]] = {
+_PARAMETERS: dict[type[GatedActivation], tuple[tuple[str, ...], ...]] = {
     Swiglu: (_LIMITS,),
     SwigluOai: (("alpha", "swiglu_alpha"), _LIMITS),
     Situ: (("gate_softcap", "mlp_gate_softcap"), ("up_softcap", "mlp_up_softcap")),

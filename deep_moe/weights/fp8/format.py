@@ -269,5 +269,5 @@ def _check_positive(name: str, sf: torch.Tensor) -> None:
         expert_idx, *place = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"{name}: expert {expert_idx}, scale {place} must be a positive number; got "
-            f"{sf[(expert_idx, *place)].item()}"
+            f"{sf[expert_idx][tuple(place)].item()}"
         )

@@ -71,7 +71,8 @@ class Sm100Nvfp4(Sm100Weights):
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
 
-        num_experts, forms = shape.num_local_experts, {}
+        num_experts = shape.num_local_experts
+        forms: TensorForms = {}
         sizes = {
             "l1_weights": (shape.num_l1_rows, shape.hidden),
             "l2_weights": (shape.hidden, shape.intermediate_hidden),

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .split.two_level import TwoLevelMoE
     from .training.functional import moe
     from .training.layer import MoELayer
+    from .weights.int4.quantizing import dequantize_int4, quantize_int4
     from .weights.layers import MegaMoEWeights
     from .weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
     from .weights.nvfp4.quantizing import dequantize_nvfp4, quantize_nvfp4
@@ -101,6 +102,7 @@ _MODULES = {
     "TwoLevelMoE": "split.two_level",
     "buffer_size": "fused.buffer",
     "compile_ahead": "fused.compiling_kernels",
+    "dequantize_int4": "weights.int4.quantizing",
     "dequantize_mxfp4": "weights.mxfp4.quantizing",
     "dequantize_mxfp8": "formats.mx",
     "dequantize_nvfp4": "weights.nvfp4.quantizing",
@@ -116,6 +118,7 @@ _MODULES = {
     "make_domain_groups": "split.domain_groups",
     "moe": "training.functional",
     "prepare_inputs": "fused.input_preparation",
+    "quantize_int4": "weights.int4.quantizing",
     "quantize_mxfp4": "weights.mxfp4.quantizing",
     "quantize_mxfp8": "formats.mx",
     "quantize_nvfp4": "weights.nvfp4.quantizing",
@@ -161,6 +164,7 @@ __all__ = [
     "checkpoint",
     "compat",
     "compile_ahead",
+    "dequantize_int4",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "dequantize_nvfp4",
@@ -177,6 +181,7 @@ __all__ = [
     "mega_moe",
     "moe",
     "prepare_inputs",
+    "quantize_int4",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .format import WeightFormat
 
-WeightsName = Literal["mxfp4", "fp8", "bf16", "nvfp4"]
+WeightsName = Literal["mxfp4", "fp8", "bf16", "nvfp4", "int4", "mxfp8"]
 WEIGHTS: tuple[str, ...] = (*get_args(WeightsName), *further_values(__name__, __path__))
 DEFAULT_WEIGHTS = "mxfp4"
 

@@ -48,9 +48,35 @@ def nvfp4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list
     return [value * multiplier for value in e2m1_values(word, h)]
 
 
+def int4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
+    """Products with the scale are rounded to BF16."""
+    word = word_at(part, 2048 * b + 16 * thread + 4 * product)
+    start = 4096 + thread // 4 * 16 + 8 * b + 4 * (product // 2) + 2 * h
+    scale = torch.tensor(bf16(int.from_bytes(part[start : start + 2], "little"))).bfloat16()
+    made = []
+    for c in range(2):
+        for v in range(2):
+            number = bf16(0x4300 | word >> 4 * (4 * v + 2 * c + h) & 0xF)
+            made.append(float(torch.tensor(number - 136).bfloat16() * scale))
+    return made
+
+
+def mxfp8_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
+    start = 4096 * b + 2048 * (product // 2) + 16 * thread + 8 * (product % 2) + 4 * h
+    exponent = part[8192 + thread // 4 * 8 + 4 * b + 2 * (product // 2) + h]
+    made = []
+    for byte in part[start : start + 4]:
+        made.append(bf16((byte & 0x80) << 8 | (byte & 0x7F) << 4) * 2.0 ** (exponent - 127))
+    return made
+
+
 # What the kernel makes of a row's values of a product, before the row's factor: of a warpgroup's
 # part, a thread of it, its row half, the product and the row in it.
-DECODED: dict[str, Callable[[bytes, int, int, int, int], list[float]]] = {"nvfp4": nvfp4_values}
+DECODED: dict[str, Callable[[bytes, int, int, int, int], list[float]]] = {
+    "nvfp4": nvfp4_values,
+    "int4": int4_values,
+    "mxfp8": mxfp8_values,
+}
 each_format = pytest.mark.parametrize("weights", DECODED)
 
 

@@ -8,13 +8,14 @@ import torch
 
 from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0, pack_ue8m0
 from deep_moe.weights.layers import LayerWeights, MegaMoEWeights
-from deep_moe.weights.mxfp4.sm90_bf16_blocks import MAX_SPREAD
+from deep_moe.weights.mxfp4.sm90_bf16_blocks import SCALES
 from deep_moe.weights.transform import (
     empty_weights_for_mega_moe,
     inverse_transform_weights,
     transform_weights_for_mega_moe,
 )
 
+MAX_SPREAD = SCALES.max_spread
 HIDDEN, INTERMEDIATE = 384, 256  # an odd number of 128 rows in Linear2
 LOWER_BYTES = (0x00, 0x40, 0x80, 0xC0)
 UPPER_BYTES = (0x00, 0x01, 0x80, 0x81)

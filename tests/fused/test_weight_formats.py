@@ -26,7 +26,7 @@ def buffer_for(shape: MoEShape):
     return deep_moe.get_symm_buffer_for_mega_moe(None, **shape.buffer_arguments, device="cpu")
 
 
-PAIRS = ["mxfp4", "fp8", "bf16", "mxfp4 x bf16", "nvfp4"]
+PAIRS = ["mxfp4", "fp8", "bf16", "mxfp4 x bf16", "nvfp4", "int4", "mxfp8"]
 
 
 def laid_out(pair: str, layer: Layer) -> tuple[str, deep_moe.MegaMoEWeights]:

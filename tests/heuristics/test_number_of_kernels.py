@@ -33,6 +33,8 @@ MAX_TOKENS = 8192
         ("sm_90a", "bf16", 29),
         ("sm_90a", "mxfp4 x bf16", 21),
         ("sm_90a", "nvfp4", 21),
+        ("sm_90a", "int4", 21),
+        ("sm_90a", "mxfp8", 21),
         ("sm_100a", "mxfp4", 7),
     ],
     everyday=[("sm_90a", "mxfp4", 23), ("sm_100a", "mxfp4", 7)],

@@ -19,9 +19,12 @@ KERNELS = (
     ("sm_90a", "bf16"),
     ("sm_90a", "mxfp4 x bf16"),
     ("sm_90a", "nvfp4"),
+    ("sm_90a", "int4"),
+    ("sm_90a", "mxfp8"),
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
     ("sm_100a", "nvfp4 x nvfp4"),
+    ("sm_100a", "mxfp8 x mxfp8"),
 )
 each_kernel = pytest.mark.parametrize(("arch", "weights"), KERNELS)
 

@@ -16,7 +16,7 @@ from tests.pairs import formats
 
 from .layer_case import FITTED, LayerCase, small_shape
 
-WEIGHTS = ("nvfp4 x bf16",)
+WEIGHTS = ("nvfp4 x bf16", "int4 x bf16", "mxfp8 x bf16")
 each_weights = pytest.mark.parametrize("pair", WEIGHTS)
 
 
@@ -28,7 +28,7 @@ def scale_block(pair: str) -> tuple[int, int]:
 @parametrize(
     ("pair", "block_m"),
     [(pair, rows) for pair in WEIGHTS for rows in (8, 56, 152, 176)],
-    everyday=[(pair, 176) for pair in WEIGHTS],
+    everyday=[(WEIGHTS[0], 176), (WEIGHTS[2], 56)],
 )
 def test_tiles(pair: str, block_m: int) -> None:
     shape = small_shape(pair, num_experts=2, hidden=256, num_max_tokens_per_rank=block_m + 5)
@@ -38,8 +38,11 @@ def test_tiles(pair: str, block_m: int) -> None:
     assert result.is_exact, result
 
 
-@each_weights
-@pytest.mark.parametrize("overrides", [FITTED, {"block_m": 64, "block_m_step": 8}])
+@parametrize(
+    ("pair", "overrides"),
+    [(pair, own) for pair in WEIGHTS for own in (FITTED, {"block_m": 64, "block_m_step": 8})],
+    everyday=[(WEIGHTS[0], FITTED)],
+)
 def test_tiles_fitted_to_each_expert(pair: str, overrides: dict[str, int]) -> None:
     shape = small_shape(pair, num_max_tokens_per_rank=180)
     case = LayerCase(shape, exact_layer(shape, scale_block=scale_block(pair)), arch="sm_90a")
@@ -60,6 +63,13 @@ def test_the_judge_sees_one_other_weight(pair: str) -> None:
     case.layer.l2.weight.view(torch.uint8)[:, 5, 17] ^= 0x33
     (bounds,) = case.bounds([tokens])
     assert not compare(y, bounds).is_right
+
+
+def test_groups_of_128_int4_values() -> None:
+    shape = small_shape("int4 x bf16")
+    case = LayerCase(shape, exact_layer(shape, scale_block=(1, 128)), arch="sm_90a")
+    (result,) = case.compare_call([exact_tokens(shape, 40, seed=2)])
+    assert result.is_exact, result
 
 
 def test_mantissas_of_nvfp4_scales_are_exact() -> None:

@@ -654,6 +654,14 @@ SM90_MUTATIONS = (
         "result",
         weights="nvfp4",
     ),
+    *(
+        M(name, replaced(mark, old, new), "result", weights=weights, token_format="bf16")
+        for weights, name, mark, old, new in (
+            ("int4", "int4_scale_of_another_group", "int4_scale", "[i / 2]", "[0]"),
+            ("int4", "int4_scale_of_the_other_row", "int4_row", "[j % 2]", "[0]"),
+            ("mxfp8", "mxfp8_signs_of_the_first_pair", "mxfp8_second_pair", "0xb3a2", "0x93a2"),
+        )
+    ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
     # ---- clusters
     IN_CLUSTERS(

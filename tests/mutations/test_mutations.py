@@ -77,6 +77,8 @@ SETTINGS = {
     "sm_90a fp8": Setting((96, 61), 2, {**TWO_AHEAD, "block_m": 88, "num_stages": 3}),
     "sm_90a bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_90a mxfp4 x bf16": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
+    "sm_90a int4": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
+    "sm_90a mxfp8": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_90a nvfp4": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_100a nvfp4": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
     "sm_100a bf16": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),

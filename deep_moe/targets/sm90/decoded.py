@@ -41,8 +41,9 @@ def decoded_costs(rows: float) -> tuple[float, float]:
 
 
 def bf16_decoded_costs(rows: float) -> tuple[float, float]:
-    """Of tiles whose weights are decoded for tokens in BF16. Nothing was measured: the weights are
-    taken to cost as with `decoded_costs`, which are the same bytes, and the products twice as much.
+    """Of tiles whose weights are decoded for tokens in BF16, of any format. Not fitted: the weights
+    are taken to cost as with `decoded_costs`, which are about as many bytes, and the products twice
+    as much. An H100's times with what this chooses are in benchmarks/LOG.md.
 
     >>> bf16_decoded_costs(150)
     (3.0, 2.2)

@@ -2,13 +2,12 @@
 rows x 64 k in the order of its math threads, and one factor per row.
 
 A block is two parts for the two math warpgroups, each the values of 128 rows, then what multiplies
-them. Rows stand in the order of plain_blocks.py: (g, b, w, h,
-r), of which warp w's lanes 4*r to 4*r + 3 of warpgroup g have rows (b, h). Lane 4*r + q has of each
-16 values along k those at 2*q, 2*q + 1, 2*q + 8 and 2*q + 9, the register operand of a product.
-Values lie as [b][unit][thread][product of the unit], where a unit is the products whose values are
-16 bytes of a thread: 4 of values of 4 bits, 2 of 8 bits. How a product's values of both rows of a
-thread lie there, each format says. Multipliers lie as [w][r][b][group][h], factors in the order of
-rows.
+them. Rows stand in the order of plain_blocks.py: (g, b, w, h, r), of which warp w's lanes 4*r to
+4*r + 3 of warpgroup g have rows (b, h). Lane 4*r + q has of each 16 values along k those at 2*q,
+2*q + 1, 2*q + 8 and 2*q + 9, the register operand of a product. Values lie as [b][unit][thread]
+[product of the unit], where a unit is the products whose values are 16 bytes of a thread: 4 of
+values of 4 bits, 2 of 8 bits. How a product's values of both rows of a thread lie there, each
+format says. Multipliers lie as [w][r][b][group][h], factors in the order of rows.
 """
 
 from __future__ import annotations
@@ -167,6 +166,33 @@ class DecodedBlocks(ABC):
             yield section(slice(num_full * BLOCK_N, None), slice(num_full, None), 1)
 
 
+class NibbleBlocks(DecodedBlocks):
+    """Of values of 4 bits, two in each byte, the first low. lane_swaps: from two rows' bytes of a
+    lane, [h][c] from the highest, to their place in its word; c as below."""
+
+    value_bits = 4
+    lane_swaps: ClassVar[tuple[tuple[int, int], ...]]
+
+    # Of two rows the 8 bytes of 16 values each: [h][c][q] bytes of two values, c = 0 or 1 for the
+    # first or second 8 along k. First to [q / 2][c][h][q % 2] by an exchange between the two words,
+    # then, in each, to [q / 2][q % 2][h][c].
+    _ACROSS = 16, 0x0000FFFF0000FFFF
+    _TO_LANES = (24, 0x00000000FF00FF00)
+
+    def to_lanes(self, words: torch.Tensor) -> torch.Tensor:
+        # [.., product, h], and then of a product's two words q / 2.
+        made = words.squeeze(-1).transpose(-1, -2).contiguous()
+        _swap_across(made, *self._ACROSS)
+        swap_bits(made, (self._TO_LANES, *self.lane_swaps))
+        return made.view(torch.int32).transpose(-1, -2)
+
+    def to_words(self, lanes: torch.Tensor) -> torch.Tensor:
+        made = lanes.transpose(-1, -2).contiguous().view(torch.int64)
+        swap_bits(made, (*reversed(self.lane_swaps), self._TO_LANES))
+        _swap_across(made, *self._ACROSS)
+        return made.transpose(-1, -2).unsqueeze(-1)
+
+
 class _Section(NamedTuple):
     """n-blocks of an expert whose rows are those of both warpgroups, or of the first alone: views
     of the rows, and of where they go.
@@ -203,7 +229,7 @@ def swap_bits(words: torch.Tensor, swaps: Iterable[tuple[int, int]]) -> None:
         words.bitwise_xor_(differences.bitwise_left_shift_(distance))
 
 
-def swap_across(pairs: torch.Tensor, distance: int, bits: int) -> None:
+def _swap_across(pairs: torch.Tensor, distance: int, bits: int) -> None:
     """Exchange the bits of the first of each two words that are `distance` higher than `bits` with
     those `bits` of the second, in place."""
     first, second = pairs[..., 0], pairs[..., 1]

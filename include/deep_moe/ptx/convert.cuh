@@ -69,6 +69,13 @@ __device__ __forceinline__ uint32_t mul_rn_bf16x2(uint32_t a, uint32_t b) {
     return product;
 }
 
+// Two sums in BF16.
+__device__ __forceinline__ uint32_t add_rn_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
 // 2^x, at most 2 ulp.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float power;

@@ -1,15 +1,17 @@
 // What weights that are decoded to BF16 beside BF16 tokens have in common, whatever their format.
 //
-// A weight block is 256 rows x 64 k as the host laid it out (deep_moe/targets/sm90/decoded_blocks
-// .py): for each of the two math warpgroups its values, then what multiplies them, a group along k
-// after the other. A thread has 4 rows, and of each 16 along k the four that a product takes from
-// it.
+// A weight block is 256 rows x 64 k as the host laid it out
+// (deep_moe/targets/sm90/decoded_blocks.py): for each of the two math warpgroups its values, then
+// what multiplies them, a group along k after the other. A thread has 4 rows, and of each 16 along
+// k the four that a product takes from it.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/plain_pull_policy.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/permute.cuh"
 #include "deep_moe/ptx/wgmma.cuh"
 
 namespace deep_moe::sm90 {
@@ -36,6 +38,40 @@ struct Bf16DecoderBase {
     static __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
                                                     const Fragment& fragment, uint64_t tokens) {
         ptx::wgmma_m64k16_f32_bf16_bf16(accumulators, fragment, tokens);
+    }
+};
+
+// Multipliers that are powers of two, one for each group of 32 along k
+// (deep_moe/targets/sm90/ue8m0_scales.py).
+struct PowersOfTwo {
+    // Of each row half a word: of its group of 32 along k and row h, the exponent in byte
+    // 2*group + h.
+    struct Shifts {
+        uint32_t row_halves[2];
+    };
+    // Of the two rows of a row half, [group][h]: a power of two, twice.
+    struct Tables {
+        uint32_t multipliers[2][2];
+    };
+
+    static __device__ __forceinline__ Shifts load_exponents(uint32_t address) {
+        const uint2 words = ptx::ld_shared_v2(address);
+        return {{words.x, words.y}};
+    }
+
+    template <uint32_t row_half>
+    static __device__ __forceinline__ Tables tables(const Shifts& shifts) {
+        Tables tables;
+#pragma unroll
+        for (uint32_t group = 0; group < 2; ++group) {
+#pragma unroll
+            for (uint32_t h = 0; h < 2; ++h) {
+                constexpr uint32_t exponent = 0x00800080;  // the lowest bit of both
+                tables.multipliers[group][h] =
+                    ptx::prmt(shifts.row_halves[row_half], 0, 0x4440 + 2 * group + h) * exponent;
+            }
+        }
+        return tables;
     }
 };
 

@@ -1,0 +1,50 @@
+"""Quantizing whole tensors of weights to INT4, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.formats.mx import by_matrix
+
+from ..layers import LayerWeights
+from ..quantizing import check_matrices
+from .format import FORMAT, GROUP_SIZES
+
+
+def quantize_int4(x: torch.Tensor, group_size: int = 32) -> LayerWeights:
+    """Quantize weights `x` [..., N, K] to the pair that `transform_weights_for_mega_moe` takes:
+    packed INT4 int8 [..., N, K/2], two codes per byte, each a value from -8 to 7 plus 8, and BF16
+    scales [..., N, K/group_size], rounded up.
+
+    Args:
+        x: bfloat16, float16 or float32, finite, K a multiple of 32, the dimension that is summed
+            over: [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for
+            Linear2.
+        group_size: values that share a scale, 32 or 128. The scale is their largest magnitude / 7,
+            rounded to BF16; values are rounded to whole numbers in units of it, ties to even.
+
+    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which INT4
+    does not hold.
+
+    Examples:
+        >>> packed, sf = quantize_int4(torch.full((2, 64), 3.5))
+        >>> packed.shape, sf[0].tolist(), dequantize_int4(packed, sf)[0, 0].item()
+        (torch.Size([2, 32]), [0.5, 0.5], 3.5)
+    """
+    check_matrices(x)
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be 32 or 128; got {group_size!r}")
+    return LayerWeights(*by_matrix(lambda own: FORMAT.quantize(own, (1, group_size)), x=x))
+
+
+def dequantize_int4(
+    packed: torch.Tensor, sf: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The weights [..., N, K] that the tensors of `quantize_int4` stand for, rounded once.
+
+    Args:
+        packed: int8 or uint8 [..., N, K/2], two codes in each byte.
+        sf: bfloat16 [..., N, K/32] or [..., N, K/128], rounded up.
+        dtype: of the result.
+    """
+    return by_matrix(lambda *own: (FORMAT.dequantize(own).to(dtype),), packed=packed, sf=sf)[0]

@@ -1,0 +1,12 @@
+"""MXFP8 weights on SM100: those of `fp8` under the name that checkpoints give them."""
+
+from __future__ import annotations
+
+from ..fp8.sm100 import Sm100Fp8
+
+
+class Sm100Mxfp8(Sm100Fp8):
+    weights = "mxfp8"
+
+
+KERNELS = (Sm100Mxfp8(),)

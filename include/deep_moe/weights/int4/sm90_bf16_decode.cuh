@@ -1,0 +1,59 @@
+// From packed INT4 weights in shared memory to the register operand of a BF16 wgmma: a code becomes
+// the lowest bits of a BF16 number from 128 to 143, less 136 it is its value, and the product with
+// its group's scale is rounded once (deep_moe/weights/int4/sm90_bf16_blocks.py).
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/experts/sm90/bf16_decoder.cuh"
+#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/permute.cuh"
+#include "deep_moe/ptx/registers.cuh"
+
+namespace deep_moe::sm90 {
+
+// What main_loop.cuh has to know of decoding: the register operands of its products, and what
+// multiplies them.
+class Int4Decoder : public Bf16DecoderBase<4, 4> {
+ public:
+    // Of a row half, for each group of 32 along k the scales of both rows.
+    struct Tables {
+        uint32_t groups[2];
+    };
+    struct Shifts {
+        Tables row_halves[2];
+    };
+
+    static __device__ __forceinline__ Shifts load_shifts(uint32_t part, uint32_t thread_idx) {
+        const uint4 words = ptx::ld_shared_v4(multipliers_at(part, thread_idx));
+        return {{{{words.x, words.y}}, {{words.z, words.w}}}};
+    }
+
+    template <uint32_t row_half>
+    static __device__ __forceinline__ Tables tables(const Shifts& shifts) {
+        return shifts.row_halves[row_half];
+    }
+
+    // Of a row half's i-th product, which the compiler has to know. `packed`: its unit.
+    __device__ __forceinline__ void decode(const uint4& packed, uint32_t i, const Tables& tables,
+                                           Fragment& fragment) const {
+        const uint32_t word = i == 0 ? packed.x : i == 1 ? packed.y : i == 2 ? packed.z : packed.w;
+        const uint32_t scales = tables.groups[i / 2];  //~ int4_scale
+        const uint32_t multipliers[2] = {ptx::prmt(scales, 0, 0x1010),
+                                         ptx::prmt(scales, 0, 0x3232)};
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+            constexpr uint32_t codes = 0x000f000f, minus_136 = 0xc308c308;
+            const uint32_t above_128 = (word >> 4 * j & codes) | numbers_from_128_;
+            fragment[j] = ptx::mul_rn_bf16x2(ptx::add_rn_bf16x2(above_128, minus_136),
+                                             multipliers[j % 2]);  //~ int4_row
+        }
+    }
+
+ private:
+    // An instruction holds one constant.
+    uint32_t numbers_from_128_ = ptx::in_register(0x43004300);
+};
+
+}  // namespace deep_moe::sm90

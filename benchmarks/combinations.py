@@ -103,6 +103,8 @@ def combinations(arch: str) -> Iterator[FuzzCase]:
         known["weights"], activations.values(), known["biases"], (0, 1), known["pool"]
     )
     for number, (weights, activation, biases, num_shared, pool) in enumerate(product):
+        if biases != known["biases"][0] and not activation.has_gate:
+            continue
         values = {
             "weights": weights,
             "activation": activation,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from deep_moe.activations import DEFAULT_ACTIVATION
+from deep_moe.activations import DEFAULT_ACTIVATION, has_gate
 
 from .shape import MoEShape
 
-# name: (num_experts, num_topk, hidden, intermediate_hidden). DeepSeek-V3, both DeepSeek-V4 and
-# GLM-5 have one shared expert beside these (n_shared_experts). It is left out here, because
-# DeepSeek-V4's is in another format than the routed ones.
+# name: (num_experts, num_topk, hidden, intermediate_hidden). Many, as DeepSeek-V3, both DeepSeek-V4
+# and GLM-5, have one shared expert beside these (n_shared_experts). It is left out here, because
+# DeepSeek-V4's is in another format than the routed ones. Nemotron-3's experts work on tokens of a
+# smaller, latent size, which is what the kernel sees.
 PRESETS: dict[str, tuple[int, int, int, int]] = {
     "deepseek-v4-flash": (256, 6, 4096, 2048),
     "deepseek-v4-pro": (384, 6, 7168, 3072),
@@ -16,13 +17,26 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "deepseek-v4.1-flash": (384, 6, 5120, 2304),
     "gpt-oss-120b": (128, 4, 2880, 2880),
     "glm-5": (256, 8, 6144, 2048),
+    "glm-5.3": (256, 8, 6144, 2048),
     "glm-5.3-flash": (288, 8, 4096, 2048),
+    "gemma-4-26b": (128, 8, 2816, 704),
+    "kimi-k2": (384, 8, 7168, 2048),
     "kimi-k3": (896, 16, 3584, 3072),
     "minimax-m3": (128, 4, 6144, 3072),
+    "nemotron-3-super": (512, 22, 1024, 2688),
+    "nemotron-3-ultra": (512, 22, 2048, 5120),
     "qwen3-235b": (128, 8, 4096, 1536),
+    "step-3.7": (288, 8, 4096, 1280),
 }
-# Of those that do not have SwiGLU.
-_ACTIVATIONS = {"gpt-oss-120b": "swiglu_oai", "kimi-k3": "situ", "minimax-m3": "swiglu_oai"}
+# Of those that do not have SwiGLU. Step-3.7 has it in all layers but two, which have swiglu_step.
+_ACTIVATIONS = {
+    "gemma-4-26b": "gelu_tanh",
+    "gpt-oss-120b": "swiglu_oai",
+    "kimi-k3": "situ",
+    "minimax-m3": "swiglu_oai",
+    "nemotron-3-super": "relu2",
+    "nemotron-3-ultra": "relu2",
+}
 _WITH_BIASES = frozenset({"gpt-oss-120b"})  # of both linear layers
 
 
@@ -63,6 +77,7 @@ def preset_shape(name: str, *, num_ranks: int, num_max_tokens_per_rank: int) -> 
         intermediate_hidden=intermediate_hidden,
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         biases=preset_has_biases(name),
+        has_gate=has_gate(preset_activation(name)),
     )
 
 

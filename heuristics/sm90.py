@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 
@@ -199,6 +199,14 @@ class SharedWork:
         full = max(align_up(per_part, block_m * self.num_part_m_blocks), 1)
         num_full, rest = divmod(self.num_tokens, full)
         return tuple((size, count) for size, count in ((full, num_full), (rest, 1)) if size * count)
+
+
+def _wide_tiles(kind: WeightKind) -> tuple[tuple[int, int], ...]:
+    """Those that leave nothing beside their sums. Without a gate these are as many values, of which
+    maxima are looked for: with tiles such as these, registers spill."""
+    return tuple(
+        tile for tile in kind.tiles if num_math_registers(*tile) == NUM_MORE_MATH_REGISTERS
+    )
 
 
 def choose_tile(
@@ -455,7 +463,10 @@ def choose_fields(
     allowed_rows = sorted({rows for rows, _ in kind.tiles})
     choose_shared_parts(shape, choices)
     shared = SharedWork.of(shape, num_tokens, choices.fields)
-    chosen_block_m, chosen_step = choose_tile(expected, kind, is_uneven, shared)
+    chooses_from = kind
+    if not shape.has_gate and shape.tokens.has_scales:
+        chooses_from = replace(kind, spared_tiles=(*kind.spared_tiles, *_wide_tiles(kind)))
+    chosen_block_m, chosen_step = choose_tile(expected, chooses_from, is_uneven, shared)
     block_m = choose(
         "block_m",
         chosen_block_m,

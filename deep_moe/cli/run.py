@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deep_moe.activations import Situ
 from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format, weight_format
 
 from .checks import check_call
@@ -242,9 +241,9 @@ def run(
             f"--activation must be one {kind} a gate, as the checkpoint's experts are; got "
             f"{applied.name}"
         )
-    if exact and isinstance(applied, Situ):
+    if exact and not applied.exact_cases():
         raise typer.BadParameter(
-            f"--exact must be without --activation {applied.name}: tanh leaves no result exact"
+            f"--exact must be without --activation {applied.name}, which leaves no result exact"
         )
     call: dict[str, Any] = {
         "activation": applied,
@@ -264,7 +263,7 @@ def run(
     }
     if loaded is None:
         of_shape |= {"hidden": hidden, "intermediate": intermediate, "biases": biases}
-        shape = make_shape(model=model, **of_shape)
+        shape = make_shape(model=model, **of_shape).with_gate(applied.has_gate)
     else:
         shape = _shape_of(loaded, **of_shape)
     check_call(shape, counts, accumulate=accumulate, **call)

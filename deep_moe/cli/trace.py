@@ -122,6 +122,7 @@ def trace(
     )
     overrides = parse_overrides(override)
     applied = parse_activation(activation, clamp, model=model)
+    shape = shape.with_gate(applied.has_gate)
     from deep_moe.targets import EMULATED, target_of
 
     arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))

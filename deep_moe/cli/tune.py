@@ -93,7 +93,7 @@ def tune(
             max_tokens=max(sizes),
             pool_tokens=pool_rows(pool_tokens),
             shared_experts=shared_experts,
-        )
+        ).with_gate(applied.has_gate)
 
     from deep_moe.fused.tuning_tables import user_table_path
     from deep_moe.heuristics.tuning import read_table

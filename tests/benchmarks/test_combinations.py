@@ -12,7 +12,7 @@ import pytest
 
 import benchmarks.combinations
 from benchmarks.combinations import combinations, main, name_of, real_config
-from deep_moe.activations import ACTIVATIONS
+from deep_moe.activations import ACTIVATIONS, has_gate
 from deep_moe.targets import TARGETS
 from deep_moe.trial.fuzzing import FuzzCase
 
@@ -70,7 +70,7 @@ def test_every_format_and_activation_is_there_with_every_other_axis(arch: str):
     ]
     formats = {(pair.weights, pair.token_format) for pair in TARGETS[arch].weights}
     asked = itertools.product(formats, ACTIVATIONS, *[(False, True)] * 3)
-    assert sorted(found) == sorted(asked)
+    assert sorted(found) == sorted(own for own in asked if has_gate(own[1]) or not own[2])
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -113,6 +113,10 @@ def test_the_table_tells_spills_and_failures(work: Work, words: list[str]):
     assert {record["failure"] for record in own} == {"call 0, rank 1: wrong"}
     assert "| sm_100a | mxfp4 x mxfp8 | swiglu | 0 of 8 | 192 | 128 | 0 of 8 | 24 | 8 |" in table
     assert "| sm_103a | mxfp4 x mxfp8 | swiglu | 8 of 8 | 192 | 128 | 8 of 8 | 0 | 0 |" in table
-    assert "combinations 144 are compiled, 72 of them without spills; 144 have run" in table
+    cases = list(combinations("sm_103a"))
+    number = len(cases)
+    words_of_all = f"combinations {2 * number} are compiled, {number} of them without spills; "
+    assert f"{words_of_all}{2 * number} have run" in table
     assert "sm_103a: no kernel spills." in table
-    assert "| biases | 36 of 36 | 24 |" in table
+    with_biases = sum(case.shape.biases for case in cases)
+    assert f"| biases | {with_biases} of {with_biases} | 24 |" in table

@@ -145,7 +145,7 @@ REFUSED = {
     "config --clamp 1e300": "activation_clamp must be None or a positive number that float32 holds",
     "config --clamp 1e-46": "activation_clamp must be None or a positive number that float32 holds",
     "config --clamp nan": "activation_clamp must be",
-    "config --activation gelu": "--activation must be one of swiglu, swiglu_oai, situ; got 'gelu'",
+    "config --activation gelu": "--activation must be one of gelu_tanh, relu2, situ, swiglu, ",
     "config --activation situ:alpha=1": "of beta, linear_beta at most once; got 'alpha=1'",
     "config --activation situ:beta=one": "--activation situ must have PARAMETER=NUMBER",
     "config --activation situ:beta=1,beta=2": "--activation situ must have PARAMETER=NUMBER",

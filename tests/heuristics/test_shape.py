@@ -162,20 +162,32 @@ def test_presets():
         "deepseek-v4.1-flash": (384, 6, 5120, 2304),
         "gpt-oss-120b": (128, 4, 2880, 2880),
         "glm-5": (256, 8, 6144, 2048),
+        "glm-5.3": (256, 8, 6144, 2048),
         "glm-5.3-flash": (288, 8, 4096, 2048),
+        "gemma-4-26b": (128, 8, 2816, 704),
+        "kimi-k2": (384, 8, 7168, 2048),
         "kimi-k3": (896, 16, 3584, 3072),
         "minimax-m3": (128, 4, 6144, 3072),
+        "nemotron-3-super": (512, 22, 1024, 2688),
+        "nemotron-3-ultra": (512, 22, 2048, 5120),
         "qwen3-235b": (128, 8, 4096, 1536),
+        "step-3.7": (288, 8, 4096, 1280),
     }
-    others = {name: preset_activation(name) for name in PRESETS if name[:2] in ("ki", "mi", "gp")}
+    activations = {name: preset_activation(name) for name in PRESETS}
+    others = {name: own for name, own in activations.items() if own != "swiglu"}
     assert others == {
+        "gemma-4-26b": "gelu_tanh",
         "gpt-oss-120b": "swiglu_oai",
         "kimi-k3": "situ",
         "minimax-m3": "swiglu_oai",
+        "nemotron-3-super": "relu2",
+        "nemotron-3-ultra": "relu2",
     }
+    for name, activation in activations.items():
+        shape = preset_shape(name, num_ranks=8, num_max_tokens_per_rank=64)
+        assert shape.has_gate is (activation != "relu2")
     with_biases = [name for name in PRESETS if preset_has_biases(name)]
     assert with_biases == ["gpt-oss-120b"]
-    assert {preset_activation(name) for name in PRESETS if name not in others} == {"swiglu"}
     shape = preset_shape("deepseek-v4-pro", num_ranks=8, num_max_tokens_per_rank=64)
     assert (shape.num_experts_per_rank, shape.hidden, shape.num_max_tokens_per_rank) == (
         48,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deep_moe.activations import Situ, Swiglu, SwigluOai
+from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
 from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
@@ -67,6 +67,9 @@ def test_slices_of_tensor_parallelism_are_one_rank_each():
             {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
             Situ(4.0, 25.0),
         ),
+        ("gelu_tanh", {}, GeluTanh()),
+        ("swiglustep", {}, SwigluStep(7.0)),
+        ("swiglustep", {"swiglu_limit": 7.0}, SwigluStep(7.0)),
     ],
 )
 def test_activations_with_their_parameters(activation, changes, expected):
@@ -77,6 +80,9 @@ def test_activations_with_their_parameters(activation, changes, expected):
     ("activation", "changes", "words"),
     [
         ("gelu", {}, "no activation gelu"),
+        ("gelu_tanh", {"swiglu_limit": 7.0}, "no activation gelu_tanh, swiglu_limit=7.0"),
+        ("swiglustep", {"swiglu_limit": 5.0}, "no activation swiglustep, swiglu_limit=5.0"),
+        ("relu2_no_mul", {}, "activation relu2_no_mul has no gate"),
         ("silu", {"swiglu_alpha": 1.702}, "no activation silu, swiglu_alpha=1.702"),
         ("silu", {"swiglu_limit": -1.0}, "clamp must be a positive number"),
         ("swigluoai", {}, "no activation swigluoai"),  # rows of gate and up in turn

@@ -36,6 +36,7 @@ def check(
     *,
     arch: str = "sm_100a",
     num_pool_tokens: int | None = None,
+    activation: str | None = None,
 ) -> None:
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = problem
     shape = MoEShape(
@@ -48,7 +49,7 @@ def check(
         shape,
         1024,
         arch=arch,
-        activation_clamp=clamp,
+        **({"activation_clamp": clamp} if activation is None else {"activation": activation}),
         fast_math=fast_math,
         overrides={"block_m": block_m},
     )
@@ -77,6 +78,15 @@ def test_no_spills(block_m: int, problem: str) -> None:
 @pytest.mark.parametrize("weights", ["fp8", "bf16", NVFP4])
 def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights)
+
+
+@parametrize(
+    ("activation", "block_m", "weights"),
+    product(("relu2", "gelu_tanh", "swiglu_step"), TILES, ("mxfp4", "bf16")),
+    everyday=[("relu2", 192, "mxfp4"), ("relu2", 64, "bf16"), ("gelu_tanh", 192, "mxfp4")],
+)
+def test_no_spills_with_other_activations(activation: str, block_m: int, weights: str) -> None:
+    check(block_m, PROBLEMS["plain"], weights, activation=activation)
 
 
 @pytest.mark.slow

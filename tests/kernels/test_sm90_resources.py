@@ -67,6 +67,7 @@ def check(
     weights: str = "mxfp4",
     biases: bool = False,
     cluster_size: int = 1,
+    activation: str | None = None,
 ) -> None:
     values = {**PROBLEMS, **MORE_PROBLEMS}[problem]
     ranks, experts, topk, hidden, intermediate, clamp, fast_math = values
@@ -76,7 +77,7 @@ def check(
         ),
         1024,
         arch="sm_90a",
-        activation_clamp=clamp,
+        **({"activation_clamp": clamp} if activation is None else {"activation": activation}),
         fast_math=fast_math,
         overrides={"block_m": tile[0], "block_m_step": tile[1], "cluster_size": cluster_size},
     )
@@ -131,6 +132,28 @@ def test_spills_with_the_default_pool(model: str, num_tokens: int) -> None:
 @parametrize("tile", FP8_TILES, everyday=[(128, 128), LARGE_FITTED_TILE])
 def test_no_spills_with_fp8_weights(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem, "fp8")
+
+
+# Without a gate, tiles that leave no registers beside the sums are not chosen.
+SPARED_WITHOUT_GATE = ((176, 176), (128, 32))
+OTHER_ACTIVATIONS = [
+    (activation, *case)
+    for activation in ("relu2", "gelu_tanh", "swiglu_step")
+    for case in (
+        *(("mxfp4", tile) for tile in ((8, 8), (88, 8), (152, 152))),
+        *(("mxfp4", tile) for tile in SPARED_WITHOUT_GATE if activation != "relu2"),
+        *(("mxfp4 x bf16", tile) for tile in ((8, 8), (176, 176))),
+        *(("fp8", tile) for tile in ((88, 88), (128, 128))),
+        *(("bf16", tile) for tile in ((176, 176), (128, 32))),
+    )
+]
+
+
+@parametrize(("activation", "weights", "tile"), OTHER_ACTIVATIONS, everyday=OTHER_ACTIVATIONS[2::9])
+def test_no_spills_with_other_activations(
+    activation: str, weights: str, tile: tuple[int, int]
+) -> None:
+    check(tile, "pro", weights, activation=activation)
 
 
 @parametrize("tile", [(8, 8), (88, 8), (152, 152), (160, 160)], everyday=[(152, 152)])
@@ -214,3 +237,18 @@ def pairs() -> list[tuple[tuple[int, int], str]]:
 @pytest.mark.parametrize(("tile", "problem"), pairs())
 def test_no_spills_in_more_problems(tile: tuple[int, int], problem: str) -> None:
     check(tile, problem)
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_without_a_gate_no_tile_is_chosen_that_spills(is_uneven: bool) -> None:
+    shape = MoEShape(4, 512, 22, 1024, 2688, MAX_TOKENS)
+    chosen = {
+        (config.block_m, config.block_m_step)
+        for num_tokens in (*range(1, 512, 7), *range(512, MAX_TOKENS + 1, 256))
+        for config in [
+            choose_config(shape, num_tokens, arch="sm_90a", activation="relu2", is_uneven=is_uneven)
+        ]
+    }
+    assert len(chosen) > 5
+    assert max(rows for rows, _ in chosen) <= 152
+    assert not chosen & set(SPARED_WITHOUT_GATE)

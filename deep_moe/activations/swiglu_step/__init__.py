@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SwigluStep(GatedActivation):
-    """silu(gate) * up, with silu(gate) at most `limit`, and up within plus and minus it."""
+    """silu(gate) * up, with bounds behind SiLU.
+
+    Args:
+        limit: silu(gate) is at most this, and up within plus and minus it.
+    """
 
     name: ClassVar[str] = "swiglu_step"
     struct: ClassVar[str] = "SwigluStep"

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from deep_moe.activations import Activation, GatedActivation, Situ, Swiglu, SwigluOai
+from deep_moe.activations import ACTIVATIONS, Activation, GatedActivation
 from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.formats.block_scaled import (
@@ -472,24 +472,18 @@ def activation_of(module: Any, device: torch.device) -> Activation:
     pairs = torch.stack([gate, up], dim=1).to(device)
     with torch.no_grad():
         result = module._apply_gate(pairs).flatten().float().cpu()
-    for kind, names in _PARAMETERS.items():
+    for kind in ACTIVATIONS.values():
+        if not issubclass(kind, GatedActivation):
+            continue
+        names = kind.attributes.values()
         for values in itertools.product(*(_values(module, each) for each in names)):
             try:
-                activation = kind(*values)
+                activation = kind(**dict(zip(kind.attributes, values, strict=True)))
             except (TypeError, ValueError):
                 continue
             if torch.allclose(result, activation(gate, up), rtol=1e-5, atol=1e-6):
                 return activation
     raise UnsupportedError(f"the activation of {type(module).__name__} is none that the kernel has")
-
-
-# Attributes of modules and configs that hold an activation's parameters, in order.
-_LIMITS = ("limit", "swiglu_limit")
-_PARAMETERS: dict[type[GatedActivation], tuple[tuple[str, ...], ...]] = {
-    Swiglu: (_LIMITS,),
-    SwigluOai: (("alpha", "swiglu_alpha"), _LIMITS),
-    Situ: (("gate_softcap", "mlp_gate_softcap"), ("up_softcap", "mlp_up_softcap")),
-}
 
 
 def _values(module: Any, names: tuple[str, ...]) -> list[Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.activations import Activation, GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
 
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
@@ -110,8 +110,9 @@ def check_steps(layer: Any, tp_size: int) -> None:
         raise UnsupportedError("ranks hold slices of experts, and low-latency steps add up none")
 
 
-# What vLLM compiles into its activation "swigluoai", of rows that alternate.
+# What vLLM compiles into its activations "swigluoai", of rows that alternate, and "swiglustep".
 _ALPHA, _LIMIT = 1.702, 7.0
+_WITHOUT_GATE = "_no_mul"  # behind a name
 
 
 def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
@@ -119,6 +120,8 @@ def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
     is_interleaved: of rows of gate and up that alternate."""
     name, limit = moe.activation.value, moe.swiglu_limit
     alpha, beta = moe.swiglu_alpha, moe.swiglu_beta
+    if name.endswith(_WITHOUT_GATE):
+        raise UnsupportedError(f"activation {name} has no gate, and the adapter takes none without")
     try:
         if not is_interleaved and name == "silu" and alpha in (None, 1.0) and beta in (None, 0.0):
             return Swiglu(math.inf if limit is None else limit)
@@ -129,6 +132,10 @@ def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
                 return SwigluOai(_ALPHA, _LIMIT)
         elif name == "swigluoai_uninterleave" and None not in (alpha, limit) and beta == 1.0:
             return SwigluOai(alpha, limit)
+        if not is_interleaved and name == "gelu_tanh" and (alpha, beta, limit) == (None,) * 3:
+            return GeluTanh()
+        if not is_interleaved and name == "swiglustep" and limit in (None, _LIMIT):
+            return SwigluStep(_LIMIT)
         situ = (moe.activation_situ_beta, moe.activation_situ_linear_beta)
         if not is_interleaved and name == "situ" and None not in situ:
             return Situ(*situ)

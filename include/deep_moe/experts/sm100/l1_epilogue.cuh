@@ -92,8 +92,13 @@ __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accum
     } else {
         float rows[1][4];
         accumulator.load_half(token, half, rows);
-        const float (&bias)[2] = biases.values[half];
-        const float (&factor)[2] = factors.values[half];
+        // Chosen so, and not by an index, they stay in registers.
+        const bool is_second = half != 0;
+        const auto of_half = [&](const float (&values)[2][2], uint32_t u) {
+            return is_second ? values[1][u] : values[0][u];
+        };
+        const float bias[2] = {of_half(biases.values, 0), of_half(biases.values, 1)};
+        const float factor[2] = {of_half(factors.values, 0), of_half(factors.values, 1)};
 #pragma unroll
         for (uint32_t t = 0; t < 2; ++t) {
             const float of_token = t == 0 ? tokens.factors.x : tokens.factors.y;

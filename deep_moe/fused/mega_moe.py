@@ -78,10 +78,12 @@ def mega_moe(
         sym_buffer: of `get_symm_buffer_for_mega_moe`.
         cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens
             that this call sent to it added.
-        activation: "swiglu", "swiglu_oai" or "situ", or an object of `deep_moe.activations`, which
-            has parameters of its own. Equal on all ranks.
+        activation: a name of `deep_moe.activations.ACTIVATIONS`, or an object of
+            `deep_moe.activations`, which has parameters of its own. Equal on all ranks. With one
+            without a gate, as "relu2", weights have I rows in Linear1.
         activation_clamp: of a named activation, the bound of gate and up, a positive number of
-            float32's range: swiglu has none by default, swiglu_oai 7; situ takes none.
+            float32's range: swiglu has none by default, swiglu_oai and swiglu_step 7; others take
+            none.
         fast_math: approximate exponentials.
         l1_bias: where the buffer was made with biases=True, what `transform_biases_for_mega_moe`
             returned for Linear1. The kernel adds them to its sums before the activation.

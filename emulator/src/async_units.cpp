@@ -94,7 +94,7 @@ void signal(Cta& cta, const Mbarrier& barrier, bool phase_complete) {
         });
     }
     if (cta.machine->races) cta.machine->races->phase_complete(cta, barrier);
-    cta.machine->wake(cta.mbarrier_waiters);
+    cta.machine->wake(cta.mbarrier_waiters, barrier.address);
 }
 
 void arrive_at(Cta& cta, uint32_t offset, uint32_t count) {

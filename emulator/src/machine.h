@@ -421,6 +421,7 @@ struct Machine {
     // A fresh key, never equal to another one.
     uint64_t new_order_key() { return ++last_order_key; }
     void wake(WaitQueue& queue);
+    void wake(WaitQueue& queue, uint32_t mbarrier);  // of those that wait for it
     // Something changed that others may wait for: memory, a barrier's phase.
     void note_progress() { ++progress; }
     uint64_t now_ns() const;             // %globaltimer

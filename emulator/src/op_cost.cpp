@@ -248,6 +248,11 @@ OpCost cost_of(std::string_view m, const Op& op) {
         }
         cost.size = uint16_t(vector * bytes);
     }
+    constexpr std::string_view impure[] = {"bar",      "barrier", "wgmma",         "tcgen05",
+                                           "prefetch", "discard", "griddepcontrol"};
+    cost.is_pure = best && (cost.kind == OpKind::plain || cost.kind == OpKind::slow) &&
+                   std::none_of(std::begin(impure), std::end(impure),
+                                [&](std::string_view name) { return fits(m, name); });
     const bool is_strong = has(m, "volatile") || has(m, "relaxed") || has(m, "acquire") ||
                            has(m, "release") || has(m, "acq_rel") || has(m, "mmio");
     cost.is_release = has(m, "release") || has(m, "acq_rel");
@@ -272,6 +277,8 @@ OpCost cost_of(std::string_view m, const Op& op) {
         case OpKind::load:
         case OpKind::store:
             cost.is_ordered = is_strong;
+            if (cost.kind == OpKind::load)
+                cost.is_pure = !is_strong && m.substr(0, 8) != "ldmatrix";
             break;
         default:
             cost.is_ordered = true;

@@ -56,6 +56,8 @@ struct OpCost {
     bool is_release = false;     // waits for the thread's own stores
     bool reaches_system = false;
     bool is_shuffle = false;
+    bool is_pure = false;    // all that it does is to write registers
+    bool is_unused = false;  // what it writes only products of matrices read
 };
 
 constexpr uint64_t pipe_work(uint64_t issue, uint64_t alu = 0, uint64_t fma = 0, uint64_t xu = 0) {

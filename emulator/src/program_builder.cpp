@@ -95,6 +95,7 @@ std::unique_ptr<Program> ProgramBuilder::build(const Function& entry) {
     }
     for (size_t i = 0; i < p.ops.size(); ++i) p.costs[i].touches = touched_registers(p.ops[i]);
     find_chains();
+    find_unused();
     p.register_bytes = uint32_t(align_up(high_water_, 64));
     return std::move(program_);
 }
@@ -342,6 +343,7 @@ void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
     stored.num_operands = uint16_t(list.size());
     program_->infos.push_back({statement.line, statement.source});
     program_->costs.emplace_back();
+    program_->costs.back().is_pure = use == RegisterUse::copy;  // a decoder's own helper
     traffic_.push_back({use, reads, writes});
     if (use == RegisterUse::select) {  // d, a, b, p
         traffic_.back().reads.clear();
@@ -507,6 +509,35 @@ void ProgramBuilder::find_chains() {
             costs[i].depth = uint16_t((own * longest + issued / 2) / issued);
         }
     }
+}
+
+// What nothing reads but products of matrices, so that a run without those can leave it out.
+void ProgramBuilder::find_unused() {
+    const auto& ops = program_->ops;
+    auto& costs = program_->costs;
+    std::vector<bool> matters(registers_.size());
+    bool changed = true;
+    const auto need = [&](int r) {
+        if (r < 0 || matters[size_t(r)]) return;
+        matters[size_t(r)] = changed = true;
+    };
+    const auto is_used = [&](size_t i) {
+        const auto& writes = traffic_[i].writes;
+        return !costs[i].is_pure || writes.empty() ||
+               std::any_of(writes.begin(), writes.end(), [&](int r) { return matters[size_t(r)]; });
+    };
+    while (changed) {
+        changed = false;
+        for (size_t i = ops.size(); i-- > 0;) {
+            const RegisterTraffic& traffic = traffic_[i];
+            const bool is_load = costs[i].kind == OpKind::load;
+            if (!is_used(i) && !is_load) continue;
+            need(traffic.guard);  // a load's lanes and addresses tell how long it takes
+            if (costs[i].kind == OpKind::wgmma) continue;
+            for (int r : traffic.reads) need(r);
+        }
+    }
+    for (size_t i = 0; i < ops.size(); ++i) costs[i].is_unused = !is_used(i);
 }
 
 void ProgramBuilder::find_leaders() {

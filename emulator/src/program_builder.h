@@ -84,6 +84,7 @@ class ProgramBuilder {
     void resolve_branches();
     void find_leaders();
     void find_chains();
+    void find_unused();
     void allocate_registers(const FunctionRange& range);
 
     const ParsedModule& module_;

@@ -255,6 +255,29 @@ void Engine::make_ready(Warp& w) {
     ready.push_back(&w);
 }
 
+// Warps that wait for something else than this mbarrier stay where they are.
+void Machine::wake(WaitQueue& queue, uint32_t mbarrier) {
+    if (!timing) return wake(queue);
+    std::erase_if(queue.warps, [&](Warp* w) {
+        if (!w->live) return true;
+        bool woken = false, waits = false;
+        const auto look = [&](Group& g) {
+            if (!g.blocked) return;
+            const Awaited& awaited = g.wait.awaited;
+            const bool is_mbarrier = awaited.kind == Awaited::Kind::mbarrier_parity ||
+                                     awaited.kind == Awaited::Kind::mbarrier_state;
+            if (is_mbarrier && awaited.address == mbarrier)
+                g.blocked = false, woken = true;
+            else
+                waits = true;
+        };
+        look(w->current);
+        for (Group& g : w->others) look(g);
+        if (woken) timing->wake(*w);
+        return !waits;
+    });
+}
+
 void Machine::wake(WaitQueue& queue) {
     Engine& engine = engine_of(*this);
     for (Warp* w : queue.warps) {
@@ -406,7 +429,8 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
             if constexpr (is_timed) {
                 if (cost.kind != OpKind::plain) timing->before(w, op, cost);
             }
-            Flow flow = op.body(w, op);
+            const bool is_left_out = is_timed && leaves_out_products && cost.is_unused;
+            Flow flow = is_left_out ? Flow::next : op.body(w, op);
             if constexpr (is_timed) {
                 if (cost.kind != OpKind::plain) timing->after(w, op, cost, flow);
             }

@@ -60,6 +60,7 @@ SCHEMA: Mapping[str, Meaning] = MappingProxyType(
         "shared_bytes_per_cycle": Meaning("bytes per cycle", "of an SM's shared memory"),
         "shared_latency_cycles": Meaning(_CY, "of a load from shared memory"),
         "cluster_shared_latency_cycles": Meaning(_CY, "the same from another CTA of the cluster"),
+        "tma_in_flight_kib": Meaning("KiB", "of copies that an SM waits for at once"),
         "tma_issue_cycles": Meaning(_CY, "from one bulk or tensor copy of an SM to its next"),
         "tma_latency_cycles": Meaning(_CY, "of a copy whose bytes L2 has, besides its bytes"),
         "sm_bytes_per_cycle": Meaning("bytes per cycle", "from L2 into one SM"),

@@ -6,6 +6,7 @@ _QUERY = "device query"
 _GH = "hibouwu/CUDA_optimazation, gh200_sm90 experiments, October 2026"
 _LOG = "benchmarks/LOG.md"
 _MEASURED = "measured: benchmarks/chips/h100-2026-11-26.json"
+_CALLS = "measured: the SM clock in calls of flash of 128 and 2048 tokens, docs/clock.md"
 _GUESS = "estimate; no measurement known"
 
 H100 = Chip(
@@ -15,8 +16,8 @@ H100 = Chip(
         "num_sms": Parameter(132, 0, _QUERY),
         "shared_kib_per_sm": Parameter(228, 0, _QUERY),
         "max_clock_mhz": Parameter(1980, 0, _QUERY),
-        "mma_clock_mhz": Parameter(1795, 0.02, _MEASURED),
-        "power_slope_mhz": Parameter(210, 0.4, f"{_LOG}: SM clock in calls of 2048 tokens"),
+        "mma_clock_mhz": Parameter(1850, 0.02, _CALLS),
+        "power_slope_mhz": Parameter(317, 0.3, _CALLS),
         "power_window_us": Parameter(50, 1.0, _GUESS),
         "issue_gap_cycles": Parameter(1, 0.05, _MEASURED),
         "dependent_cycles": Parameter(4, 0.05, _MEASURED),
@@ -30,6 +31,7 @@ H100 = Chip(
         "shared_bytes_per_cycle": Parameter(128, 0.03, f"{_GH}, R03"),
         "shared_latency_cycles": Parameter(22, 0.05, _MEASURED),
         "cluster_shared_latency_cycles": Parameter(200, 0.15, _GH),
+        "tma_in_flight_kib": Parameter(48, 0.3, "FlashGPU-Sim, its setting: 384 lines"),
         "tma_issue_cycles": Parameter(32, 0.35, "FlashGPU-Sim, its setting"),
         "tma_latency_cycles": Parameter(245, 0.1, _MEASURED),
         "sm_bytes_per_cycle": Parameter(107, 0.1, _MEASURED),

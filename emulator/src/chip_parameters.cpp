@@ -31,6 +31,7 @@ const std::vector<ChipParameter>& chip_parameters() {
         PARAMETER(shared_bytes_per_cycle),
         PARAMETER(shared_latency_cycles),
         PARAMETER(cluster_shared_latency_cycles),
+        PARAMETER(tma_in_flight_kib),
         PARAMETER(tma_issue_cycles),
         PARAMETER(tma_latency_cycles),
         PARAMETER(sm_bytes_per_cycle),

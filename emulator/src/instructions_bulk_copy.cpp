@@ -426,32 +426,32 @@ Flow copy_bytes(Warp& w, const Op& op) {
             from = shared_place(w, Space::shared, source, lane);
             hold(*own);
         }
-        Timing* timing = w.machine->timing;
-        const int64_t at = !timing    ? 0
-                           : from.cta ? timing->shared_copy(w, size)
-                                      : timing->bulk_load(w, source, size);
-        w.machine->enqueue_async(
-            w, "bulk copy to shared memory", no_order,
-            [=, issue = issue_of(w, lane)] {
-                const uint8_t* bytes;
-                {
-                    const auto accesses =
-                        accesses_by_barrier(issue, *all[0].barrier_cta, barrier.offset);
-                    bytes = from.cta ? CtaWindow(*own, "bulk copy").read(from.offset, size)
-                                     : RankMemory(*own->machine, *rank).read(source, size);
-                }
-                for (const Receiver& r : all) {
-                    const auto accesses =
-                        accesses_by_barrier(issue, *r.barrier_cta, barrier.offset);
-                    combine(form.reduction, form.type,
-                            CtaWindow(*r.cta, "bulk copy").write(to.offset, size), bytes, size);
-                }
-                if (from.cta) release(*own);
-                release(all);
-                for (const Receiver& r : all)
-                    complete_bytes_at(*r.barrier_cta, barrier.offset, size, r.phase);
-            },
-            at);
+        const auto copy = [=, issue = issue_of(w, lane)] {
+            const uint8_t* bytes;
+            {
+                const auto accesses =
+                    accesses_by_barrier(issue, *all[0].barrier_cta, barrier.offset);
+                bytes = from.cta ? CtaWindow(*own, "bulk copy").read(from.offset, size)
+                                 : RankMemory(*own->machine, *rank).read(source, size);
+            }
+            for (const Receiver& r : all) {
+                const auto accesses = accesses_by_barrier(issue, *r.barrier_cta, barrier.offset);
+                combine(form.reduction, form.type,
+                        CtaWindow(*r.cta, "bulk copy").write(to.offset, size), bytes, size);
+            }
+            if (from.cta) release(*own);
+            release(all);
+            for (const Receiver& r : all)
+                complete_bytes_at(*r.barrier_cta, barrier.offset, size, r.phase);
+        };
+        constexpr const char* kind = "bulk copy to shared memory";
+        if (from.cta) {
+            Timing* timing = w.machine->timing;
+            w.machine->enqueue_async(w, kind, no_order, copy,
+                                     timing ? timing->shared_copy(w, size) : 0);
+        } else {
+            w.machine->enqueue_load(w, kind, {{source, size}}, size, copy);
+        }
     });
     return Flow::next;
 }
@@ -578,14 +578,11 @@ Flow load_tensor(Warp& w, const Op& op) {
         hold(all);
         Rank* rank = w.grid->rank;
         Cta* own = w.cta;
-        int64_t at = 0;
-        if (Timing* timing = w.machine->timing) {
-            std::vector<std::pair<uint64_t, uint32_t>> rows;
+        std::vector<std::pair<uint64_t, uint32_t>> rows;
+        if (w.machine->timing)
             map.for_each_run(coordinates.at, [&](uint64_t address, uint64_t num_bytes) {
                 rows.emplace_back(address, uint32_t(num_bytes));
             });
-            at = timing->tile_load(w, rows, map.transaction_bytes());
-        }
         const auto load = [=, issue = issue_of(w, lane)] {
             RankMemory memory(*own->machine, *rank);
             for (const Receiver& r : all) {
@@ -597,7 +594,7 @@ Flow load_tensor(Warp& w, const Op& op) {
             for (const Receiver& r : all)
                 complete_bytes_at(*r.barrier_cta, barrier.offset, map.transaction_bytes(), r.phase);
         };
-        w.machine->enqueue_async(w, "tensor load", no_order, load, at);
+        w.machine->enqueue_load(w, "tensor load", rows, map.transaction_bytes(), load);
     });
     return Flow::next;
 }

@@ -418,6 +418,10 @@ struct Machine {
     // asks for none where there is none.
     void enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
                        std::function<void()> complete, int64_t at = 0);
+    // The same for a copy of `bytes` bytes to shared memory: of these rows, address and length.
+    void enqueue_load(Warp& issuer, const char* kind,
+                      const std::vector<std::pair<uint64_t, uint32_t>>& rows, uint64_t bytes,
+                      std::function<void()> complete);
     // A fresh key, never equal to another one.
     uint64_t new_order_key() { return ++last_order_key; }
     void wake(WaitQueue& queue);

@@ -313,6 +313,13 @@ void Machine::enqueue_async(Warp& issuer, const char* kind, uint64_t order_key,
     engine.async_queues.push_back(std::move(queue));
 }
 
+void Machine::enqueue_load(Warp& issuer, const char* kind,
+                           const std::vector<std::pair<uint64_t, uint32_t>>& rows, uint64_t bytes,
+                           std::function<void()> complete) {
+    if (!timing) return enqueue_async(issuer, kind, 0, std::move(complete));
+    timing->load(issuer, rows, bytes, {kind, where_of(issuer), std::move(complete)});
+}
+
 bool Engine::complete_one_async() {
     if (async_queues.empty()) return false;
     size_t pick = random() % async_queues.size();

@@ -604,11 +604,11 @@ Picoseconds Timing::l2(GpuTime& gpu, uint64_t address, uint64_t bytes, Picosecon
 }
 
 // When `bytes` from memory have come to the SM's door, without the latency of L2 on the way.
-Picoseconds Timing::from_memory(Warp& w, const DevicePlace& place, uint64_t bytes, Picoseconds at) {
-    GpuTime &gpu = *w.cta->gpu, &home = place.gpu;
+Picoseconds Timing::from_memory(GpuTime& gpu, SmTime& sm, const DevicePlace& place, uint64_t bytes,
+                                Picoseconds at) {
+    GpuTime& home = place.gpu;
     const uint64_t address = place.address;
-    Picoseconds end =
-        w.cta->sm->ingress.take(at, cycles(gpu, double(bytes) / chip.sm_bytes_per_cycle));
+    Picoseconds end = sm.ingress.take(at, cycles(gpu, double(bytes) / chip.sm_bytes_per_cycle));
     if (&home == &gpu) return std::max(end, l2(gpu, address, bytes, at, false));
     const Picoseconds there = at + ns(chip.link_latency_ns);
     const Picoseconds taken = transfer(double(bytes), chip.link_gb_per_s);
@@ -724,7 +724,7 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
         for (++i; i < count && at[i] <= stop && at[i] - begin < line_bytes; ++i)
             stop = std::max(stop, at[i] + size);
         if (reads)
-            end = std::max(end, from_memory(w, {home, begin}, stop - begin, t.time));
+            end = std::max(end, from_memory(gpu, sm, {home, begin}, stop - begin, t.time));
         else
             end = std::max(end, to_memory(w, {home, begin}, stop - begin, t.time));
     }
@@ -744,25 +744,45 @@ Picoseconds Timing::soon(Warp& w, double count) {
     return here(w) + cycles(*w.cta->gpu, count);
 }
 
-Picoseconds Timing::bulk_load(Warp& w, uint64_t address, uint64_t bytes) {
-    return tile_load(w, {{address, uint32_t(bytes)}}, bytes);
-}
-
-Picoseconds Timing::tile_load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& rows,
-                              uint64_t bytes) {
+void Timing::load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& rows, uint64_t bytes,
+                  AsyncOperation operation) {
     GpuTime& gpu = *w.cta->gpu;
     SmTime& sm = *w.cta->sm;
     const Picoseconds at = sm.tma.take(here(w), cycles(gpu, chip.tma_issue_cycles));
-    Picoseconds end =
-        sm.shared_port.take(at, cycles(gpu, double(bytes) / chip.shared_bytes_per_cycle));
+    PendingCopy copy{{}, bytes, at, std::make_shared<AsyncOperation>(std::move(operation))};
     for (size_t i = 0; i < rows.size();) {
         const uint64_t begin = rows[i].first;
         uint64_t stop = begin + rows[i].second;
         for (++i; i < rows.size() && rows[i].first == stop; ++i) stop += rows[i].second;
         if (stop == begin) continue;
-        end = std::max(end, from_memory(w, home_of(w, begin), stop - begin, at));
+        const DevicePlace place = home_of(w, begin);
+        copy.runs.push_back({&place.gpu, place.address, stop - begin});
     }
-    return end + cycles(gpu, chip.tma_latency_cycles);
+    sm.copies.push_back(std::move(copy));
+    start_copies(gpu, sm, at);
+}
+
+// An SM asks for its copies in their order, for so many bytes at once.
+void Timing::start_copies(GpuTime& gpu, SmTime& sm, Picoseconds at) {
+    const auto most = uint64_t(chip.tma_in_flight_kib * 1024);
+    while (!sm.copies.empty() &&
+           (!sm.bytes_in_flight || sm.bytes_in_flight + sm.copies.front().bytes <= most)) {
+        const PendingCopy copy = std::move(sm.copies.front());
+        sm.copies.pop_front();
+        const Picoseconds start = std::max(at, copy.ready);
+        Picoseconds end = sm.shared_port.take(
+            start, cycles(gpu, double(copy.bytes) / chip.shared_bytes_per_cycle));
+        for (const PendingCopy::Run& run : copy.runs)
+            end = std::max(end, from_memory(gpu, sm, {*run.home, run.address}, run.bytes, start));
+        sm.bytes_in_flight += copy.bytes;
+        const auto finish = [this, &gpu, &sm, operation = copy.operation, bytes = copy.bytes] {
+            sm.bytes_in_flight -= bytes;
+            start_copies(gpu, sm, now);
+            operation->complete();
+        };
+        enqueue({copy.operation->kind, copy.operation->where, finish}, 0,
+                end + cycles(gpu, chip.tma_latency_cycles));
+    }
 }
 
 Picoseconds Timing::shared_copy(Warp& w, uint64_t bytes) {
@@ -791,7 +811,7 @@ Picoseconds Timing::thread_copies(Warp& w,
         uint64_t stop = begin + pieces[i].second;
         for (++i; i < pieces.size() && pieces[i].first == stop; ++i) stop += pieces[i].second;
         if (stop == begin) continue;
-        end = std::max(end, from_memory(w, home_of(w, begin), stop - begin, at));
+        end = std::max(end, from_memory(gpu, *w.cta->sm, home_of(w, begin), stop - begin, at));
     }
     return end + cycles(gpu, chip.l2_near_latency_cycles);
 }

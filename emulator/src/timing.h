@@ -70,12 +70,25 @@ struct WarpTime {
     std::array<Picoseconds, size_t(Spent::count)> spent{};
 };
 
+struct PendingCopy {  // to shared memory
+    struct Run {
+        struct GpuTime* home;
+        uint64_t address, bytes;
+    };
+    std::vector<Run> runs;
+    uint64_t bytes;
+    Picoseconds ready;
+    std::shared_ptr<AsyncOperation> operation;
+};
+
 struct SmTime {
     struct Partition {
         ServiceQueue issue, alu, fma, xu, shuffle, tensor;
     };
     std::array<Partition, 4> partitions;
     ServiceQueue shared_port, tma, ingress, tensor, tensor_port;
+    std::deque<PendingCopy> copies;  // that wait until those before them have come
+    uint64_t bytes_in_flight = 0;
     uint32_t num_ctas = 0, num_threads = 0, shared_bytes = 0, num_registers = 0;
 };
 
@@ -176,9 +189,8 @@ class Timing {
     void clear();
 
     // ---- what bodies ask: when an asynchronous operation that `w` issues now is done
-    Picoseconds bulk_load(Warp& w, uint64_t address, uint64_t bytes);
-    Picoseconds tile_load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& rows,
-                          uint64_t bytes);
+    void load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& rows, uint64_t bytes,
+              AsyncOperation operation);
     Picoseconds shared_copy(Warp& w, uint64_t bytes);  // to another CTA of the cluster
     Picoseconds bulk_store_read(Warp& w, uint64_t bytes);
     Picoseconds bulk_store_write(Warp& w, uint64_t address, uint64_t bytes, Picoseconds read);
@@ -207,7 +219,9 @@ class Timing {
     void access(Warp& w, const Op& op, const OpCost& cost);
     void fence(Warp& w, double ns);
     Picoseconds l2(GpuTime& gpu, uint64_t address, uint64_t bytes, Picoseconds at, bool writes);
-    Picoseconds from_memory(Warp& w, const DevicePlace& place, uint64_t bytes, Picoseconds at);
+    void start_copies(GpuTime& gpu, SmTime& sm, Picoseconds at);
+    Picoseconds from_memory(GpuTime& gpu, SmTime& sm, const DevicePlace& place, uint64_t bytes,
+                            Picoseconds at);
     Picoseconds to_memory(Warp& w, const DevicePlace& place, uint64_t bytes, Picoseconds at);
     GpuTime& gpu_of(uint32_t rank);
     DevicePlace home_of(const Warp& w, uint64_t address);

@@ -28,6 +28,7 @@ ROUND: dict[str, float] = {
     "sm_bytes_per_cycle": 1e4,
     "link_gb_per_s": 1e6,
     "tma_issue_cycles": 10,
+    "tma_in_flight_kib": 1024,
     "mbarrier_wake_cycles": 45,
     "mbarrier_test_cycles": 20,
     "cta_start_ns": 0,

@@ -18,7 +18,7 @@ import typer
 from deep_moe import __version__
 from deep_moe.errors import DeepMoEError
 
-from . import cache, config, doctor, fuzz, run, trace, tune, warmup
+from . import cache, config, doctor, fuzz, run, time, trace, tune, warmup
 from .options import MODELS
 from .output import print_error, print_json
 from .packages import remedy
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("config")(config.config)
 app.command("fuzz")(fuzz.fuzz)
+app.command("time")(time.time)
 app.command("trace")(trace.trace)
 app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)

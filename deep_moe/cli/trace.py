@@ -40,8 +40,10 @@ from .output import new_table, print_json, stderr, stdout
 from .run import Device, arch_of
 
 if TYPE_CHECKING:
+    from deep_moe.emulator import Chip
     from deep_moe.heuristics import MoEShape
     from deep_moe.trial.synthetic import LayerParts, Tokens
+    from deep_moe.trial.trace import RankTrace
 
 
 def trace(
@@ -75,8 +77,15 @@ def trace(
     device: Annotated[
         Device, typer.Option("--device", help="cpu: in the emulator; cuda: rank r on GPU r.")
     ] = Device.cpu,
+    chip: Annotated[
+        str | None,
+        typer.Option(
+            "--chip", help="On a CPU: simulate the time of h100, h200, b200, b300 or gb200."
+        ),
+    ] = None,
     num_sms: Annotated[
-        int | None, typer.Option("--num-sms", help="CTAs; default: 4 on a CPU, else all SMs.")
+        int | None,
+        typer.Option("--num-sms", help="CTAs; default: 4 on a CPU without --chip, else all SMs."),
     ] = None,
     override: OverrideOption = None,
     path: Annotated[
@@ -93,9 +102,10 @@ def trace(
 ) -> None:
     """Record one call of a random layer on all ranks: a table of its phases, and a trace file.
 
-    The emulator has no time. It counts the instructions of warps, and the trace file has one as a
-    nanosecond: the order of things is real, their durations are not. Open the file at
-    ui.perfetto.dev or chrome://tracing.
+    Without --chip the emulator has no time. It counts the instructions of warps, and the trace file
+    has one as a nanosecond: the order of things is real, their durations are not. With --chip its
+    time is simulated (docs/clock.md), without the products. Open the file at ui.perfetto.dev or
+    chrome://tracing.
     """
     check_output_file("FILE", file)
     if path == LayerPath.split_path:
@@ -105,6 +115,8 @@ def trace(
         )
     if path == LayerPath.throughput_path:
         check_split_path(path, shared_experts)
+    if chip is not None and (device != Device.cpu or path != LayerPath.fused_path or biases):
+        raise typer.BadParameter("--chip goes with --device cpu, --path fused and no --biases")
     counts = parse_tokens(tokens, ranks)
     shape = make_shape(
         model=model,
@@ -125,6 +137,9 @@ def trace(
     shape = shape.with_gate(applied.has_gate)
     from deep_moe.targets import EMULATED, target_of
 
+    on_chip = None if chip is None else _chip_of(chip, arch)
+    if on_chip is not None:
+        arch, num_sms = on_chip.arch, num_sms or int(on_chip.value("num_sms"))
     arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))
     check_call(
         shape,
@@ -136,10 +151,25 @@ def trace(
     )
     # These import PyTorch, which takes seconds: nothing that can be refused comes behind them.
     from deep_moe.trial import calls as trial
+    from deep_moe.trial import simulated
     from deep_moe.trial.real_size import LayerMadeByRanks
     from deep_moe.trial.synthetic import random_layer, random_tokens
-    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
 
+    call: dict[str, Any] = {
+        "activation": applied,
+        "arch": arch,
+        "num_sms": num_sms,
+        "overrides": overrides,
+    }
+    if on_chip is not None:
+        with stderr().status(f"simulating the fused kernel on {chip}"):
+            recorded = list(
+                simulated.simulate_call(
+                    shape, counts, on_chip, seed=seed, traced=True, **call
+                ).traces
+            )
+        _show(file, shape, counts, recorded, "microseconds", as_json)
+        return
     scale_block = target_of(arch).weights_of(weights).scale_block
     layer: LayerParts
     if device == Device.cuda:  # a whole model's experts would take minutes to make here
@@ -149,12 +179,6 @@ def trace(
     inputs = [
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]
-    call: dict[str, Any] = {
-        "activation": applied,
-        "arch": arch,
-        "num_sms": num_sms,
-        "overrides": overrides,
-    }
     if path == LayerPath.throughput_path:
         _trace_throughput(file, shape, layer, inputs, device, warmup, call, as_json)
         return
@@ -163,14 +187,37 @@ def trace(
             recorded = trial.trace_processes(shape, layer, inputs, num_warmup=warmup, **call)
         else:
             recorded = trial.trace_emulated_ranks(shape, layer, inputs, **call)
+    _show(file, shape, counts, recorded, unit_of(device), as_json)
+
+
+def _chip_of(name: str, arch: str | None) -> Chip:
+    """The chip; BadParameter if kernels of `arch` do not run there."""
+    from deep_moe.emulator import chips
+
+    chip = chips.load(name)
+    if arch not in (None, chip.arch):
+        raise typer.BadParameter(f"--arch must be {chip.arch}, that of --chip {name}; got {arch}")
+    return chip
+
+
+def _show(
+    file: Path,
+    shape: MoEShape,
+    counts: list[int],
+    recorded: list[RankTrace],
+    unit: str,
+    as_json: bool,
+) -> None:
+    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
+
     on_one_clock = aligned(recorded)
     write_chrome_trace(on_one_clock, file)
     phases = breakdown(on_one_clock)
     if as_json:
         facts = {"shape": asdict(shape), "tokens": counts, "file": str(file)}
-        print_json({**facts, "unit": unit_of(device), **phases})
+        print_json({**facts, "unit": unit, **phases})
     else:
-        stdout().print(table({"": phases}, unit=unit_of(device)), soft_wrap=True)
+        stdout().print(table({"": phases}, unit=unit), soft_wrap=True)
         stdout().print(f"\nwritten: {file}", soft_wrap=True)
 
 

@@ -23,6 +23,8 @@ from .calls import fill_inputs
 from .real_size import rank_tokens
 from .trace import RankTrace, record
 
+_ALIGNMENT = 1024  # of a tensor on a GPU at least 256
+
 
 @dataclass(frozen=True)
 class SimulatedCall:
@@ -115,4 +117,7 @@ def simulate_call(
 
 def _untouched_zeros(form: torch.Tensor) -> torch.Tensor:
     """A tensor of this form whose pages the system has not given yet."""
-    return torch.from_numpy(np.zeros(form.nbytes, np.uint8)).view(form.dtype).view(form.shape)
+    storage = np.zeros(form.nbytes + _ALIGNMENT, np.uint8)
+    begin = -storage.ctypes.data % _ALIGNMENT
+    tensor = torch.from_numpy(storage[begin : begin + form.nbytes])
+    return tensor.view(form.dtype).view(form.shape)

@@ -24,7 +24,11 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (H100, H200, B200, B300, G
 
 
 def load(name: str) -> Chip:
-    """The chip of this name; raises ValueError with the names that there are."""
+    """The chip of this name.
+
+    Args:
+        name: of its file; ValueError lists those that there are.
+    """
     if name not in CHIPS:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}; got {name!r}")
     return CHIPS[name]

@@ -142,11 +142,20 @@ class Chip:
         object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
 
     def value(self, name: str) -> float:
-        """In the unit that SCHEMA names."""
+        """In the unit that SCHEMA names.
+
+        Args:
+            name: of the parameter.
+        """
         return self.parameters[name].value
 
     def replace(self, **values: float) -> Chip:
-        """The same chip with other values."""
+        """The same chip with other values.
+
+        Args:
+            values: by the names of SCHEMA. ValueError for another name, or a value that is not
+                allowed.
+        """
         changed = dict(self.parameters)
         for name, value in values.items():
             if name not in SCHEMA:
@@ -155,7 +164,11 @@ class Chip:
         return replace(self, parameters=changed)
 
     def at_clock(self, mhz: float) -> Chip:
-        """The same chip at a clock that was measured, whatever its load."""
+        """The same chip at a clock that was measured, whatever its load.
+
+        Args:
+            mhz: of the SMs.
+        """
         return self.replace(max_clock_mhz=mhz, mma_clock_mhz=mhz, power_slope_mhz=0)
 
     def as_text(self) -> str:

@@ -27,10 +27,10 @@ struct ChipParameters {
     double shared_bytes_per_cycle = 0, shared_latency_cycles = 0;
     double cluster_shared_latency_cycles = 0;
     // copies
-    double tma_in_flight_kib = 0;         // of an SM; what comes behind waits
-    double tma_issue_cycles = 0;          // from one request of an SM to its next
-    double tma_latency_cycles = 0;        // of a copy that L2 has, beyond its bytes
-    double sm_bytes_per_cycle = 0;        // from L2 into one SM
+    double tma_in_flight_kib = 0;   // of an SM; what comes behind waits
+    double tma_issue_cycles = 0;    // from one request of an SM to its next
+    double tma_latency_cycles = 0;  // of a copy that L2 has, beyond its bytes
+    double sm_bytes_per_cycle = 0;  // from L2 into one SM
     // L2 and memory
     double l2_near_latency_cycles = 0, l2_far_latency_cycles = 0;
     double l2_gb_per_s = 0, l2_useful_mib = 0;

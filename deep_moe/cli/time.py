@@ -1,0 +1,174 @@
+"""`deep-moe time`: how long a call takes on a chip that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deep_moe.weights import DEFAULT_WEIGHTS
+
+from .checks import check_call
+from .options import (
+    ActivationOption,
+    ClampOption,
+    ExpertsOption,
+    HiddenOption,
+    IntermediateOption,
+    JsonOption,
+    MaxTokensOption,
+    ModelOption,
+    OverrideOption,
+    PoolTokensOption,
+    RanksOption,
+    SeedOption,
+    SharedExpertsOption,
+    TokenFormatOption,
+    TopkOption,
+    WeightsOption,
+    make_shape,
+    parse_activation,
+    parse_overrides,
+    parse_tokens,
+    pool_rows,
+)
+from .output import new_table, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from deep_moe.trial.simulated import SimulatedCall
+
+ChipOption = Annotated[
+    str, typer.Option("--chip", help="h100, h200, b200, b300 or gb200 (emulator/chips/).")
+]
+
+
+def time(
+    model: ModelOption = None,
+    chip: ChipOption = "h100",
+    ranks: RanksOption = 2,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
+    ] = "128",
+    max_tokens: MaxTokensOption = None,
+    pool_tokens: PoolTokensOption = None,
+    shared_experts: SharedExpertsOption = 0,
+    experts: ExpertsOption = None,
+    topk: TopkOption = None,
+    hidden: HiddenOption = None,
+    intermediate: IntermediateOption = None,
+    weights: WeightsOption = DEFAULT_WEIGHTS,
+    token_format: TokenFormatOption = None,
+    seed: SeedOption = 0,
+    activation: ActivationOption = None,
+    clamp: ClampOption = None,
+    num_sms: Annotated[
+        int | None, typer.Option("--num-sms", help="CTAs; default: all SMs of the chip.")
+    ] = None,
+    clock_mhz: Annotated[
+        float | None,
+        typer.Option("--clock-mhz", min=1, help="A measured clock, instead of the chip's law."),
+    ] = None,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How long one call takes on a chip's clock, and what bounds it, without a GPU.
+
+    The kernel runs in the emulator, warp by warp, without the products; docs/clock.md says how
+    far its times have been from measured ones. A call of a whole model takes minutes.
+    """
+    counts = parse_tokens(tokens, ranks)
+    shape = make_shape(
+        model=model,
+        ranks=ranks,
+        weights=weights,
+        biases=False,
+        token_format=token_format,
+        max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
+        pool_tokens=pool_rows(pool_tokens, is_fused=True),
+        shared_experts=shared_experts,
+        experts=experts,
+        topk=topk,
+        hidden=hidden,
+        intermediate=intermediate,
+    )
+    overrides = parse_overrides(override)
+    applied = parse_activation(activation, clamp, model=model)
+    from deep_moe.emulator import chips
+
+    on = chips.load(chip)
+    if clock_mhz is not None:
+        on = on.at_clock(clock_mhz)
+    sms = int(on.value("num_sms")) if num_sms is None else num_sms
+    check_call(shape, counts, arch=on.arch, num_sms=sms, activation=applied, overrides=overrides)
+    # Imports PyTorch, which takes seconds: nothing that can be refused comes behind it.
+    from deep_moe.trial.simulated import simulate_call
+
+    with stderr().status("simulating") as status:
+
+        def progress(num_instructions: int) -> None:
+            status.update(f"simulating: {num_instructions / 1e6:.0f} million warp instructions")
+
+        call = simulate_call(
+            shape,
+            counts,
+            on,
+            seed=seed,
+            progress=progress,
+            activation=applied,
+            num_sms=sms,
+            overrides=overrides,
+        )
+    facts = facts_of(call)
+    if as_json:
+        print_json({"shape": asdict(shape), "tokens": counts, "chip": chip, **facts})
+        return
+    stdout().print(
+        f"{facts['us']:.1f} us on {chip} ({facts['kernel_us']:.1f} in the kernel), "
+        f"{facts['clock_mhz']:.0f} MHz; bound by {facts['bound_by']}\n",
+        soft_wrap=True,
+    )
+    shares = new_table("share of what the chip can do", "", "%", right=("%",), whole=("",))
+    for name, share in facts["shares"].items():
+        shares.add_row(name, f"{100 * share:.0f}")
+    stdout().print(shares)
+    kinds = list(next(iter(facts["roles"].values())))
+    spent = new_table(
+        "us of a role's mean warp, rank 0", "", *kinds, right=tuple(kinds), whole=("",)
+    )
+    for role, times in facts["roles"].items():
+        spent.add_row(role, *(f"{times[kind]:.1f}" for kind in kinds))
+    stdout().print(spent)
+
+
+BOUND_SHARE = 0.6  # of what a unit can do, from which it is said to bound a call
+
+
+def facts_of(call: SimulatedCall) -> dict[str, Any]:
+    """What is said of a call: times in microseconds, shares of the slowest rank's GPU."""
+    slowest = max(call.launches, key=lambda launch: launch.ns)
+    chip = call.chip
+    shares = {
+        "memory": slowest.hbm_bytes / slowest.ns / chip.value("hbm_gb_per_s"),
+        "tensor cores": slowest.tensor_share,
+        "links": slowest.link_bytes / slowest.ns / chip.value("link_gb_per_s"),
+        "L2": slowest.l2_bytes / slowest.ns / chip.value("l2_gb_per_s"),
+    }
+    busiest = max(shares, key=lambda name: shares[name])
+    first = min(call.launches, key=lambda launch: launch.rank)
+    roles = {
+        role: {
+            kind: sum(first.spent_ns[warp][kind] for warp in warps) / len(warps) / 1e3
+            for kind in first.spent_ns[0]
+        }
+        for role, warps in call.config.warp_roles.items()
+    }
+    return {
+        "us": call.us,
+        "kernel_us": call.kernel_us,
+        "us_of_ranks": [launch.ns / 1e3 for launch in call.launches],
+        "clock_mhz": slowest.clock_mhz,
+        "bound_by": busiest if shares[busiest] >= BOUND_SHARE else "latencies",
+        "shares": shares,
+        "roles": roles,
+    }

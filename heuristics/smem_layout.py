@@ -76,6 +76,8 @@ def sm100_smem_layout(
     )
     if tokens.has_scales:
         num_words = tokens.num_scale_words(block_k)
+        # Beside tokens with one scale those of weights are all 1.
+        num_weight_stages = 1 if tokens.scales_whole_tokens else num_stages
         add(
             "activation_sf",
             "u32",
@@ -86,11 +88,11 @@ def sm100_smem_layout(
         add(
             "weight_sf",
             "u32",
-            (num_stages, num_words, block_n),
+            (num_weight_stages, num_words, block_n),
             "scales of the weight rows",
             alignment=BULK_COPY_ALIGNMENT,
         )
-    if tokens.has_scales and tokens.values_per_scale > WARP_VALUES:
+    if tokens.scales_whole_tokens or tokens.values_per_scale > WARP_VALUES:
         add(
             "amax_exchange",
             "u32",

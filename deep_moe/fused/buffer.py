@@ -196,9 +196,9 @@ def get_symm_buffer_for_mega_moe(
         biases: whether both linear layers have biases, which each call is then given.
         token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four
             in an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32
-            scale of any size for 128 values, or "fp8_token", with one for all values, with fp8
-            weights on sm_90a, where hidden is a multiple of 128; or "bf16", the default with bf16,
-            nvfp4, int4 and mxfp8 weights, and on sm_90a with mxfp4 ones.
+            scale of any size for 128 values, with fp8 weights on sm_90a, or "fp8_token", with one
+            for all values, with fp8 weights, where hidden is a multiple of 128; or "bf16", the
+            default with bf16, nvfp4, int4 and mxfp8 weights, and on sm_90a with mxfp4 ones.
         device: where the calls run. A CPU runs them in the emulator, with memory that the processes
             of the group share. By default the current GPU for a group with NCCL and, if there is a
             GPU, for None; otherwise the CPU.

@@ -133,10 +133,10 @@ class GroupedExperts:
         biases: whether both layers have biases.
         token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
             default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128, or
-            "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights on
-            sm_90a also "fp8_128": with float32 scales per 128 of any size, and, where weights have
-            scales of rows or matrices, "fp8_token": with one float32 scale for each row of x. With
-            bf16 weights, and on sm_90a with mxfp4 ones, "bf16".
+            "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights
+            that have scales of rows or matrices "fp8_token": with one float32 scale for each row of
+            x. With fp8 weights on sm_90a also "fp8_128": with float32 scales per 128 of any size.
+            With bf16 weights, and on sm_90a with mxfp4 ones, "bf16".
         activation: as of `mega_moe`.
         activation_clamp: as of `mega_moe`.
         fast_math: as of `mega_moe`.
@@ -665,7 +665,7 @@ def _checked_format(weights: str, token_format: str | None, target: Target) -> T
     reason = {
         "fp8_128": ": its scales need be no powers of two, which kernels fold into values but for "
         "fp8 weights on sm_90a",
-        "fp8_token": ": only fp8 weights on sm_90a go with one scale for a whole token",
+        "fp8_token": ": only fp8 weights go with one scale for a whole token",
         "bf16": ": tokens are quantized when they are dispatched",
     }
     why = "" if allowed == ("bf16",) else reason.get(token_format, "")

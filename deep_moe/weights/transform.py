@@ -63,14 +63,14 @@ def transform_weights_for_mega_moe(
               uint8, or float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a
               they have to be equal within 128 x 128 values, and may be any positive numbers. Or one
               for every row, float32 [E, N], or for every matrix, float32 [E, 2] of gate and up and
-              [E, 1]: beside "fp8_token" tokens on sm_90a any positive numbers.
+              [E, 1]: beside "fp8_token" tokens any positive numbers.
             - "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What
               is returned are pairs as of all formats, with an empty tensor in place of scales.
             - "nvfp4": int8 or uint8 [E, N, K/2], as of "mxfp4", float8_e4m3fn scales [E, N, K/16],
               and float32 scales of matrices, which multiply, [E, 2] of gate and up, and [E, 1].
         token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and
-            "fp8"; "fp8_128" and "fp8_token" with "fp8" on sm_90a; "bf16", the default with "bf16",
-            and with "mxfp4" on sm_90a.
+            "fp8"; "fp8_token" with "fp8"; "fp8_128" with "fp8" on sm_90a; "bf16", the default with
+            "bf16", and with "mxfp4" on sm_90a.
         requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
             `RequantizationWarning` says how far they moved.
         out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new

@@ -112,11 +112,12 @@ def test_every_byte_and_factor_is_where_the_kernel_wants_it() -> None:
 
 @pytest.mark.parametrize("scale_block", [WHOLE_ROW, WHOLE_MATRIX])
 @pytest.mark.parametrize("intermediate", [INTERMEDIATE, 160])
-def test_there_and_back(scale_block: tuple[int, int], intermediate: int) -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_there_and_back(scale_block: tuple[int, int], intermediate: int, arch: str) -> None:
     made = checkpoint(scale_block, intermediate=intermediate)
     back = inverse_transform_weights(
-        *transformed(*made),
-        "sm_90a",
+        *transform_weights_for_mega_moe(*made, arch, **ROW_SCALED),
+        arch,
         **ROW_SCALED,
         hidden=HIDDEN,
         intermediate_hidden=intermediate,

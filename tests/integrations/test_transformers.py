@@ -539,7 +539,7 @@ def test_a_checkpoint_without_an_expert_is_refused(checkpoint, tmp_path, lacks):
         (
             {"token_format": "fp8"},
             ValueError,
-            "token_format must be mxfp8 or .* or bf16; got",
+            "token_format must be .*mxfp8 or .* or bf16; got",
         ),
         ({"token_format": 16}, TypeError, "token_format must be .* or bf16 or None; got 16"),
         ({"arch": "sm_80"}, ValueError, "sm_80"),

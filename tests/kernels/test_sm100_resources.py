@@ -13,6 +13,7 @@ from tests.everyday import parametrize
 from tests.pairs import formats
 
 NVFP4 = "nvfp4 x nvfp4"
+FP8_ROWS = "fp8 x fp8_token"
 TILES = (16, 32, 64, 96, 128, 192)
 # ranks, experts, top-k, hidden, intermediate, clamp, fast math
 PROBLEMS = {
@@ -75,7 +76,7 @@ def test_no_spills(block_m: int, problem: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_m", TILES)
-@pytest.mark.parametrize("weights", ["fp8", "bf16", NVFP4])
+@pytest.mark.parametrize("weights", ["fp8", FP8_ROWS, "bf16", NVFP4])
 def test_no_spills_with_other_weights(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights)
 
@@ -90,7 +91,7 @@ def test_no_spills_with_other_activations(activation: str, block_m: int, weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["mxfp4", "fp8", NVFP4])
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8", FP8_ROWS, NVFP4])
 @pytest.mark.parametrize("block_m", TILES)
 def test_no_spills_with_biases(block_m: int, weights: str) -> None:
     check(block_m, PROBLEMS["clamp_precise"], weights, biases=True)
@@ -98,7 +99,7 @@ def test_no_spills_with_biases(block_m: int, weights: str) -> None:
 
 @parametrize(
     ("arch", "weights"),
-    product(("sm_100a", "sm_103a"), ("mxfp4", "bf16", NVFP4)),
+    product(("sm_100a", "sm_103a"), ("mxfp4", "bf16", NVFP4, FP8_ROWS)),
     everyday=[("sm_100a", "mxfp4"), ("sm_103a", "bf16"), ("sm_103a", NVFP4)],
 )
 def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
@@ -108,7 +109,7 @@ def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
 def cases() -> list[tuple[int, str, str]]:
     """Every tile in half of the problems, every problem with half of the tiles, with weights in
     turn."""
-    pairs = ("mxfp4", "fp8", "bf16", NVFP4)
+    pairs = ("mxfp4", "fp8", "bf16", NVFP4, FP8_ROWS)
     return [
         (block_m, problem, pairs[(i + j) // 2 % len(pairs)])
         for i, block_m in enumerate(TILES)

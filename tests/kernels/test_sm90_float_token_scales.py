@@ -104,8 +104,8 @@ def test_prepared_inputs() -> None:
 @pytest.mark.parametrize(
     ("arch", "weights", "allowed"),
     [
-        ("sm_100a", "fp8", "mxfp8"),
-        ("sm_103a", "fp8", "mxfp8"),
+        ("sm_100a", "fp8", "mxfp8 or fp8_token"),
+        ("sm_103a", "fp8", "mxfp8 or fp8_token"),
         ("sm_90a", "mxfp4", "mxfp8 or bf16"),
         ("sm_90a", "bf16", "bf16"),
     ],

@@ -262,7 +262,7 @@ SM100_MUTATIONS = (
     M("mma_always_accumulates", replaced("mma", "accumulates", "true"), "misuse|result"),
     M(
         "bf16_mma_overwrites",
-        replaced("bf16_mma", "!is_first || i > 0", "i > 0"),
+        replaced("bf16_mma", "accumulates", "i > 0"),
         "result",
         weights="bf16",
     ),
@@ -600,7 +600,8 @@ SM90_MUTATIONS = (
             name,
             edit,
             catcher,
-            test=f"test_sm90_fp8_rows::{test}",
+            test=f"test_fp8_rows::{test}",
+            arguments={"arch": "sm_90a"} if test == "test_prepared_inputs" else {},
         )
         for name, edit, catcher, test in (
             (
@@ -629,11 +630,37 @@ SM90_MUTATIONS = (
             ),
         )
     ),
+    *(
+        M(name, edit, catcher, test=f"test_fp8_rows::{test}", arguments={"arch": "sm_100a"})
+        for name, edit, catcher, test in (
+            (
+                "plain_product_of_one_k_step",
+                replaced(
+                    "plain_fp8_mma", "accumulator, a, b,", "accumulator, a, first.activations,"
+                ),
+                "race|result",
+                "test_gate_and_up_have_their_own",
+            ),
+            (
+                "unit_scales_not_there",
+                removed("unit_scales"),
+                "misuse|result",
+                "test_gate_and_up_have_their_own",
+            ),
+            (
+                "unit_scales_without_fence",
+                removed("unit_scales_fence"),
+                "race",
+                "test_gate_and_up_have_their_own",
+            ),
+        )
+    ),
     M(
         "chunks_behind_a_tokens_last_read",
         instead("token_chunks_read", "chunks_[i] = x[chunk_idx(i)];"),
         "misuse|result",
-        test="test_sm90_fp8_rows::test_prepared_inputs",
+        test="test_fp8_rows::test_prepared_inputs",
+        arguments={"arch": "sm_90a"},
     ),
     BF16(
         "bf16_values_of_the_neighbour",

@@ -144,10 +144,11 @@ def sm100_tensor_maps(
         "l2_weights": weights("l2_weights[0]", l2_weights[0]),
     }
     if tokens.has_scales:
+        maps["l2_activation_sf"] = pool("l2_token_sf", DataType.INT32, sf_box)
+    if tokens.has_scales and not tokens.scales_whole_tokens:
         maps |= {
             "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
             "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
-            "l2_activation_sf": pool("l2_token_sf", DataType.INT32, sf_box),
             "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
         }
     return maps

@@ -13,11 +13,13 @@
 #include "deep_moe/experts/sm100/mma.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/sm100/weight_loader.cuh"
+#include "deep_moe/formats/equal_scale_bytes.cuh"
 #include "deep_moe/kernels/registers.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/layout/token_places.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/tcgen05.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
@@ -57,6 +59,7 @@ __device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config
                                const uint32_t* tmem_ptr, uint32_t warp_idx) {
     using Roles = WarpRoles<Config>;
     constexpr bool has_scales = Config::Weights::has_scales;
+    constexpr bool loads_all_scales = has_scales && !Config::Weights::has_unit_scales;
     if (warp_idx == 0 && ptx::elect_sync()) smem.init_barriers();
     if (warp_idx == Roles::mma) {
         ptx::tcgen05_alloc_cta_group2(smem.tmem_ptr(), Config::num_tmem_columns);
@@ -64,15 +67,24 @@ __device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config
     }
     if (warp_idx == Roles::activation_loader && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_activations);
-        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l1_activation_sf);
+        if constexpr (loads_all_scales) ptx::prefetch_tensormap(&args.l1_activation_sf);
         ptx::prefetch_tensormap(&args.l2_activations);
         if constexpr (has_scales) ptx::prefetch_tensormap(&args.l2_activation_sf);
     }
     if (warp_idx == Roles::weight_loader && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_weights);
-        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l1_weight_sf);
+        if constexpr (loads_all_scales) ptx::prefetch_tensormap(&args.l1_weight_sf);
         ptx::prefetch_tensormap(&args.l2_weights);
-        if constexpr (has_scales) ptx::prefetch_tensormap(&args.l2_weight_sf);
+        if constexpr (loads_all_scales) ptx::prefetch_tensormap(&args.l2_weight_sf);
+    }
+    if constexpr (Config::Weights::has_unit_scales) {
+        if (warp_idx == Roles::weight_loader) {
+            constexpr uint32_t ones = 127 * same_four_bytes;  // UE8M0
+            for (uint32_t i = ptx::lane_idx(); i < Config::block_n; i += warp_size) {
+                ptx::st_shared_u32(smem.weight_sf(0) + i * sizeof(uint32_t), ones);
+            }
+            ptx::fence_proxy_async_shared_cta();  //~ unit_scales_fence
+        }
     }
     if (warp_idx == Roles::first_epilogue && ptx::elect_sync()) {
         ptx::prefetch_tensormap(&args.l1_output);

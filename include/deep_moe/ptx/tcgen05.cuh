@@ -76,6 +76,25 @@ __device__ __forceinline__ void tcgen05_mma_cta_group2_mxf4nvf4_block16(
         : "memory");
 }
 
+// D (+)= A x B of types of one byte, as the descriptor says, K = 32, FP32 accumulation;
+// `accumulate` false overwrites D. One thread of the even CTA.
+__device__ __forceinline__ void tcgen05_mma_cta_group2_f8f6f4(uint32_t d_tmem,
+                                                              uint64_t a_descriptor,
+                                                              uint64_t b_descriptor,
+                                                              uint32_t instruction_descriptor,
+                                                              bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::2.kind::f8f6f4 [%0], %1, %2, %3, p;\n"
+        "}"
+        :
+        : "r"(d_tmem), "l"(a_descriptor), "l"(b_descriptor), "r"(instruction_descriptor),
+          "r"(static_cast<uint32_t>(accumulate))
+        : "memory");
+}
+
 // D (+)= A x B of F16 or BF16, as the descriptor says, K = 16, FP32 accumulation; `accumulate`
 // false overwrites D. One thread of the even CTA.
 __device__ __forceinline__ void tcgen05_mma_cta_group2_f16(uint32_t d_tmem, uint64_t a_descriptor,

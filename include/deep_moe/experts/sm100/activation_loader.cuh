@@ -56,11 +56,13 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                                    ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
         // Both CTAs need the scales of all tokens.
         [[maybe_unused]] uint32_t first_sf = 0;
+        [[maybe_unused]] const bool loads_scales =
+            !Config::Weights::has_unit_scales || block.phase == Phase::linear2;
         uint32_t num_bytes = smem.activation_tile_bytes;
         if constexpr (has_scales) {
             first_sf =
                 PoolRing<Config>::place_of(block.pool_block_idx) * Config::Smem::activation_sf_dim2;
-            num_bytes += Config::Smem::activation_sf_stride;
+            if (loads_scales) num_bytes += Config::Smem::activation_sf_stride;
         }
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
@@ -76,9 +78,11 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                     smem.activations(ring.stage), tokens, full,
                     k_block_idx * k_block_elements<Config>, first_row);
                 if constexpr (has_scales) {
-                    ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                        smem.activation_sf(ring.stage), sf, full, first_sf,
-                        k_block_idx * Config::Weights::scale_words_per_k_block);
+                    if (loads_scales) {
+                        ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                            smem.activation_sf(ring.stage), sf, full, first_sf,
+                            k_block_idx * Config::Weights::scale_words_per_k_block);
+                    }
                 }
             }
             __syncwarp();

@@ -78,11 +78,13 @@ __device__ __forceinline__ uint32_t fp4_instruction_descriptor(uint32_t num_toke
     return static_cast<uint32_t>(descriptor);
 }
 
-// D[256 weight rows][num_tokens] in FP32 = BF16 weights x BF16 tokens, both K-major.
-__device__ __forceinline__ uint32_t bf16_instruction_descriptor(uint32_t num_tokens) {
+// D[256 weight rows][num_tokens] in FP32 = weights x tokens of one format without scales, both
+// K-major.
+__device__ __forceinline__ uint32_t plain_instruction_descriptor(uint32_t format,
+                                                                 uint32_t num_tokens) {
     cute::UMMA::InstrDescriptor descriptor{};
-    descriptor.a_format_ = static_cast<uint16_t>(cute::UMMA::F16F32Format::BF16);
-    descriptor.b_format_ = static_cast<uint16_t>(cute::UMMA::F16F32Format::BF16);
+    descriptor.a_format_ = static_cast<uint16_t>(format);
+    descriptor.b_format_ = static_cast<uint16_t>(format);
     descriptor.c_format_ = static_cast<uint16_t>(cute::UMMA::CFormat::F32);
     descriptor.m_dim_ = 256 >> 4;
     descriptor.n_dim_ = num_tokens >> 3;

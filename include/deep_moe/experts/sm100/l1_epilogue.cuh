@@ -190,6 +190,15 @@ class L1Epilogue {
  private:
     __device__ bool issues_stores() const { return warp_.quadrant() == 0 && ptx::elect_sync(); }
 
+    // Of tokens from this row of the pool on.
+    __device__ const void* token_factors(uint32_t row) const {
+        if constexpr (Config::Weights::has_unit_scales) {
+            return local_.l1_token_sf(0, row);
+        } else {
+            return local_.l1_token_factors(row);
+        }
+    }
+
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
                                  const RowFactors& factors, const RowBiases& biases,
@@ -203,7 +212,7 @@ class L1Epilogue {
                 const uint32_t row = first_row + offset + 2 * (warp_.lane_idx % 4);
                 TokenPair tokens;
                 if constexpr (Config::Weights::has_factors) {
-                    tokens.factors = *reinterpret_cast<const float2*>(local_.l1_token_factors(row));
+                    tokens.factors = *reinterpret_cast<const float2*>(token_factors(row));
                 }
                 if constexpr (!weighs_behind_linear2<Config>) {
                     tokens.topk_weights =

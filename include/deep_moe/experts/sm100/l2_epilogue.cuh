@@ -118,7 +118,7 @@ class L2Epilogue {
 
     // A weight row's factor times what Linear2's input was divided by.
     static __device__ __forceinline__ float scaled(float factor) {
-        return Config::Weights::has_factors ? factor * fp4_linear2_scale : 1.0f;
+        return Config::Weights::values_per_element == 2 ? factor * fp4_linear2_scale : factor;
     }
 
     // A sum of products as it is stored.

@@ -47,18 +47,28 @@ struct StageDescriptors {
 
 // One k-block without scales: MMAs only. One thread.
 template <class Config>
-__device__ __forceinline__ void multiply_bf16_k_block(const StageDescriptors<Config>& first,
-                                                      uint32_t stage, uint32_t accumulator,
-                                                      uint32_t num_tokens, bool is_first) {
+__device__ __forceinline__ void multiply_plain_k_block(const StageDescriptors<Config>& first,
+                                                       uint32_t stage, uint32_t accumulator,
+                                                       uint32_t num_tokens, bool is_first) {
     using Smem = typename Config::Smem;
     const uint64_t weights = advance(first.weights, stage, Smem::weights_stride);
     const uint64_t tokens = advance(first.activations, stage, Smem::activations_stride);
 #pragma unroll
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
-        ptx::tcgen05_mma_cta_group2_f16(accumulator, advance(weights, i, mma_k_bytes),
-                                        advance(tokens, i, mma_k_bytes),
-                                        bf16_instruction_descriptor(num_tokens),
-                                        !is_first || i > 0);  //~ bf16_mma
+        const uint64_t a = advance(weights, i, mma_k_bytes);
+        const uint64_t b = advance(tokens, i, mma_k_bytes);
+        const bool accumulates = !is_first || i > 0;
+        if constexpr (Config::Weights::has_unit_scales) {
+            constexpr auto format = static_cast<uint32_t>(cute::UMMA::MXF8F6F4Format::E4M3);
+            ptx::tcgen05_mma_cta_group2_f8f6f4(accumulator, a, b,
+                                               plain_instruction_descriptor(format, num_tokens),
+                                               accumulates);  //~ plain_fp8_mma
+        } else {
+            constexpr auto format = static_cast<uint32_t>(cute::UMMA::F16F32Format::BF16);
+            ptx::tcgen05_mma_cta_group2_f16(accumulator, a, b,
+                                            plain_instruction_descriptor(format, num_tokens),
+                                            accumulates);  //~ bf16_mma
+        }
     }
 }
 
@@ -82,11 +92,13 @@ __device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>&
         ptx::tcgen05_cp_cta_group2_32x128b_warpx4(token_sf + i * scale_columns_per_copy,
                                                   advance(activation_words, i, bytes_per_copy));
     }
-    const uint64_t weight_words = advance(first.weight_sf, stage, Smem::weight_sf_stride);
+    if constexpr (!Config::Weights::has_unit_scales) {
+        const uint64_t weight_words = advance(first.weight_sf, stage, Smem::weight_sf_stride);
 #pragma unroll
-    for (uint32_t i = 0; i < num_words; ++i) {
-        ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf + i * scale_columns_per_copy,
-                                                  advance(weight_words, i, bytes_per_copy));
+        for (uint32_t i = 0; i < num_words; ++i) {
+            ptx::tcgen05_cp_cta_group2_32x128b_warpx4(weight_sf + i * scale_columns_per_copy,
+                                                      advance(weight_words, i, bytes_per_copy));
+        }
     }
 
     const uint64_t weights = advance(first.weights, stage, Smem::weights_stride);
@@ -134,6 +146,14 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     const SharedMemory<Config> smem = shared_memory.uniform();
     const StageDescriptors<Config> descriptors(smem);
     tmem = ptx::uniform(tmem);
+    // The same lane as below, whose MMAs come behind it.
+    if constexpr (Config::Weights::has_unit_scales) {
+        if (ptx::elect_sync()) {
+            ptx::tcgen05_cp_cta_group2_32x128b_warpx4(tmem + Config::Tmem::weight_sf_column,
+                                                      descriptors.weight_sf);  //~ unit_scales
+        }
+        __syncwarp();
+    }
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; walk.next(block); accumulators.advance()) {
@@ -168,13 +188,16 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             // The same lane every time: a commit covers the operations of the thread that issues
             // it.
             if (ptx::elect_sync()) {
+                using Weights = typename Config::Weights;
+                const bool is_plain = !Weights::has_scales ||
+                                      (Weights::has_unit_scales && block.phase == Phase::linear1);
                 //~ multiplied
-                if constexpr (Config::Weights::has_scales) {
+                if (is_plain) {
+                    multiply_plain_k_block(descriptors, ring.stage, accumulator, num_tokens,
+                                           k_block_idx == 0);
+                } else if constexpr (Weights::has_scales) {
                     multiply_k_block(descriptors, ring.stage, tmem, accumulator, num_tokens,
                                      k_block_idx == 0);
-                } else {
-                    multiply_bf16_k_block(descriptors, ring.stage, accumulator, num_tokens,
-                                          k_block_idx == 0);
                 }
                 ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
                                                          both_ctas);  //~ committed

@@ -15,10 +15,11 @@ struct RowFactors {
     float values[2][2];
 };
 
-// Whether routing weights come behind Linear2, so that its inputs are those of weight 1. Beside
-// factors their groups need no scales then that depend on a token's weight.
+// Whether routing weights come behind Linear2, so that its inputs are those of weight 1. Groups of
+// E2M1 need no scales then that depend on a token's weight.
 template <class Config>
-inline constexpr bool weighs_behind_linear2 = Config::Biases::exist || Config::Weights::has_factors;
+inline constexpr bool weighs_behind_linear2 =
+    Config::Biases::exist || Config::Weights::values_per_element == 2;
 
 // They stand behind an expert's scale words, as a further row of as many numbers as there are
 // weight rows. A CTA behind an odd last n-block takes those of the last.

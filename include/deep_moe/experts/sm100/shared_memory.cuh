@@ -19,12 +19,13 @@ namespace deep_moe::sm100 {
 template <class Config>
 inline constexpr uint32_t k_block_elements = Config::block_k / Config::Weights::values_per_element;
 
-// Rows of words that an expert has in the tensor of a layer's scales: those of its k-blocks and, if
-// there are some, the factors of its weight rows.
+// Rows of words that an expert has in the tensor of a layer's scales: those of its k-blocks, unless
+// all are 1, and, if there are some, the factors of its weight rows.
 template <class Config>
 __device__ __forceinline__ uint32_t num_scale_rows(uint32_t num_k_blocks) {
-    return num_k_blocks * Config::Weights::scale_words_per_k_block +
-           (Config::Weights::has_factors ? 1 : 0);
+    using Weights = typename Config::Weights;
+    return (Weights::has_unit_scales ? 0 : num_k_blocks * Weights::scale_words_per_k_block) +
+           (Weights::has_factors ? 1 : 0);
 }
 
 template <class Config>
@@ -80,7 +81,8 @@ class SharedMemory {
         static_assert(all_are<uint32_t, typename Smem::activation_sf_element>);
         return base_ + Smem::activation_sf_offset + stage * Smem::activation_sf_stride;
     }
-    // [words of a k-block]: scale words of this CTA's weight rows, in the order that TMEM wants.
+    // [words of a k-block]: scale words of this CTA's weight rows, in the order that TMEM wants. Of
+    // scales that are all 1 there is one stage for all, written before the roles begin.
     __device__ uint32_t weight_sf(uint32_t stage) const {
         static_assert(all_are<uint32_t, typename Smem::weight_sf_element>);
         return base_ + Smem::weight_sf_offset + stage * Smem::weight_sf_stride;

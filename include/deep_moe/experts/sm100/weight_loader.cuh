@@ -21,7 +21,7 @@ namespace deep_moe::sm100 {
 template <class Config>
 __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>& shared_memory,
                              const SymmBuffer<Config>& local, Waiter& waiter) {
-    constexpr bool has_scales = Config::Weights::has_scales;
+    constexpr bool has_scales = Config::Weights::has_scales && !Config::Weights::has_unit_scales;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
                          (Config::num_dispatch_warps + 1) * warp_size);
     trace.mark(TraceStep::await_counts);

@@ -11,6 +11,7 @@ namespace deep_moe::sm100 {
 struct Mxfp4Weights {
     static constexpr bool has_scales = true;
     static constexpr bool has_factors = false;
+    static constexpr bool has_unit_scales = false;
     static constexpr uint32_t scale_words_per_k_block = 1;
     static constexpr uint32_t values_per_element = 1;
     static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E2M1;

@@ -12,6 +12,7 @@ namespace deep_moe::sm100 {
 struct Nvfp4Weights {
     static constexpr bool has_scales = true;
     static constexpr bool has_factors = true;
+    static constexpr bool has_unit_scales = false;
     static constexpr uint32_t scale_words_per_k_block = 4;
     static constexpr uint32_t values_per_element = 2;
 

@@ -71,8 +71,9 @@ def test_random_layer_is_right(arch: str, weights: str, activation_clamp: float 
     tokens = random_tokens(case.shape, 50, seed=1)
     (result,) = case.compare_call([tokens], activation_clamp=activation_clamp)
     assert result.is_right, result
-    if not case.shape.tokens.has_scales:  # off by a BF16 unit here and there
-        assert result.num_near > 0.999 * result.num_values
+    # A value of Linear1's output that is rounded the other way moves many of a token's by a little.
+    if not case.shape.tokens.has_scales:
+        assert result.num_near > 0.995 * result.num_values
 
 
 @each_kernel

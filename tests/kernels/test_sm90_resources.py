@@ -42,6 +42,7 @@ MORE_PROBLEMS: dict[str, tuple[int, int, int, int, int, float | None, bool]] = {
 
 # Formats whose weights are decoded, and tiles of the one for BF16 tokens.
 DECODED = ("mxfp4", "mxfp4 x bf16")
+DECODED_TO_BF16 = ("mxfp4 x bf16", "nvfp4", "int4", "mxfp8")
 DECODED_BF16_TILES = ((8, 8), (152, 152), (160, 160), (176, 176), (88, 8), (128, 32))
 # With FP8 weights, whose products take registers of their own beside the sums.
 FP8_TILES = (
@@ -201,15 +202,22 @@ def test_no_spills_with_bf16_weights_and_biases(tile: tuple[int, int]) -> None:
     check(tile, "pro", "bf16", biases=True)
 
 
-@parametrize("tile", DECODED_BF16_TILES, everyday=[(152, 152), (128, 32)])
-def test_no_spills_with_weights_decoded_to_bf16(tile: tuple[int, int]) -> None:
-    check(tile, "pro", "mxfp4 x bf16")
+@parametrize(
+    ("weights", "tile"),
+    [(weights, tile) for weights in DECODED_TO_BF16 for tile in DECODED_BF16_TILES],
+    everyday=[("mxfp4 x bf16", (152, 152)), ("nvfp4", (128, 32))],
+)
+def test_no_spills_with_weights_decoded_to_bf16(weights: str, tile: tuple[int, int]) -> None:
+    check(tile, "pro", weights)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", DECODED_TO_BF16)
 @pytest.mark.parametrize("tile", [(8, 8), (152, 152)])
-def test_no_spills_with_weights_decoded_to_bf16_and_biases(tile: tuple[int, int]) -> None:
-    check(tile, "pro", "mxfp4 x bf16", biases=True)
+def test_no_spills_with_weights_decoded_to_bf16_and_biases(
+    weights: str, tile: tuple[int, int]
+) -> None:
+    check(tile, "pro", weights, biases=True)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -54,6 +54,12 @@ class Matrix:
             return tensor.narrow(dim, index * size, size)
         return tensor
 
+    def whole(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of all that the tensors hold, by those that are its own."""
+        _, count, dim = self.part or (0, 1, 0)
+        rows, columns = size
+        return (rows, columns * count) if dim else (rows * count, columns)
+
     @staticmethod
     def _share(name: str, tensor: torch.Tensor, count: int, dim: int) -> int:
         if tensor.dim() <= dim or tensor.shape[dim] % count:
@@ -278,7 +284,9 @@ class Layer(ABC):
                 name = matrix.module + suffix
                 if name in self.files:
                     beside = self.files.read(name, matrix.entry)
-                    self.form.check_beside(suffix, self.files.label(name), beside, *size)
+                    self.form.check_beside(
+                        suffix, self.files.label(name), beside, *matrix.whole(size)
+                    )
 
     def _check_shared(self, count: int) -> None:
         matrices = self.shared_matrices(0, count)

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from deep_moe.activations import Activation
     from deep_moe.fused.buffer import SymmBuffer
 
-_NUM_L1_MATRICES = 2  # gate and up
-
 # Of all models of this process: a draft model's layers of the same sizes take the same buffer.
 buffers = SharedBuffers()
 kernels = KernelsAhead()
@@ -79,7 +77,15 @@ class ServedExperts:
         form: EngineForm | None = None,
     ) -> None:
         num_ranks = 1 if group is None else group.size()
-        check_sizes(sizes, num_ranks, max_tokens_per_rank, arch, device, form)
+        check_sizes(
+            sizes,
+            num_ranks,
+            max_tokens_per_rank,
+            arch,
+            device,
+            form,
+            has_gate=activation.has_gate,
+        )
         self.sizes = sizes
         self.activation = activation
         self.group = group
@@ -130,6 +136,7 @@ class ServedExperts:
                 device=self.device,
                 weights=self.sizes.weights,
                 token_format=self.sizes.token_format,
+                has_gate=self.activation.has_gate,
             )
         self._is_mixed = True
         for i in range(self.num_local_experts):
@@ -193,6 +200,7 @@ class ServedExperts:
             token_format=self.sizes.token_format,
             hidden=self.sizes.hidden,
             intermediate_hidden=self.sizes.intermediate_hidden,
+            has_gate=self.activation.has_gate,
         )
 
     def _refusal(self, reason: str) -> Exception:
@@ -227,7 +235,10 @@ class ServedExperts:
         one = slice(expert_idx, expert_idx + 1)
         tensors = [t[one] for t in ((layer,) if isinstance(layer, torch.Tensor) else layer)]
         if self.form is not None:
-            own, num_matrices = (LAYERS[0], _NUM_L1_MATRICES) if name == "l1" else (LAYERS[1], 1)
+            is_l1 = name == "l1"
+            own, num_matrices = (
+                (LAYERS[0], self.activation.num_l1_matrices) if is_l1 else (LAYERS[1], 1)
+            )
             return self.form.weights_of(own, tensors, num_matrices, are_made_up=are_made_up)
         if is_interleaved:
             tensors[:2] = [gate_before_up(tensor) for tensor in tensors[:2]]
@@ -331,11 +342,14 @@ def check_sizes(
     arch: str | None,
     device: torch.device,
     form: EngineForm | None = None,
+    *,
+    has_gate: bool = True,
 ) -> None:
     """Raise UnsupportedError for sizes that there is no kernel for; and in FP8 for those that are
     no multiples of 128: stacked, gate and up may have a block of 128 rows in common.
 
     arch: a target's name, None for that of `device`. form: of weights, as `ServedExperts` has it.
+    has_gate: whether Linear1 has rows of gate.
     """
     if form is None:
         rows = K_BLOCK if sizes.weights == "fp8" else 1
@@ -353,6 +367,7 @@ def check_sizes(
             num_ranks=num_ranks,
             num_max_tokens_per_rank=max_tokens_per_rank,
             **sizes._asdict(),
+            has_gate=has_gate,
         )
         # The limits of kernels, the number of a rank's experts for one. They are the same whatever
         # the number of tokens, but for tiles that take more shared memory.

@@ -117,7 +117,7 @@ def test_other_scales_and_names(tmp_path: Path) -> None:
     naming = "numbered"
     write(tmp_path, "mxfp8", naming)
     add_shared(tmp_path, "fp8_128", naming, 1)
-    with pytest.raises(CheckpointError, match="it is fp8, with other scales"):
+    with pytest.raises(CheckpointError, match="mxfp8; it is fp8: compute"):
         load_experts(tmp_path, LAYER, num_shared_experts=1)
     for number in (-1, 5):
         with pytest.raises(ValueError, match=f"num_shared_experts must be 0 to 4; got {number}"):

@@ -283,6 +283,9 @@ def test_an_fp8_checkpoint(tmp_path: Path):
     [
         ("nvfp4 modelopt", "nvfp4", "bf16"),
         ("nvfp4 compressed-tensors", "nvfp4", "bf16"),
+        ("int4 32", "int4", "bf16"),
+        ("w4afp8", "int4", "bf16"),
+        ("mxfp8", "mxfp8", "bf16"),
         ("fp8 per row", "fp8", "fp8_token"),
         ("fp8 per matrix modelopt", "fp8", "fp8_token"),
     ],

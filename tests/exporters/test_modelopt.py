@@ -11,7 +11,7 @@ import torch
 
 from deep_moe.checkpoint import load_experts
 from deep_moe.checkpoint.forms import form_of
-from deep_moe.weights import WEIGHTS, weight_format
+from deep_moe.weights import weight_format
 from deep_moe.weights.layers import one_expert
 
 from .models import NUM_EXPERTS, VOCABULARY, experts_of, tiny_model
@@ -25,12 +25,11 @@ CONFIGS = {
     "NVFP4_DEFAULT_CFG": ("nvfp4", 0.12),
     "NVFP4_EXPERTS_ONLY_CFG": ("nvfp4", 0.12),
     "W4A16_NVFP4_CFG": ("nvfp4", 0.12),
-    "MXFP8_DEFAULT_CFG": ("fp8", 0.05),
+    "MXFP8_DEFAULT_CFG": ("mxfp8", 0.05),
     "FP8_DEFAULT_CFG": ("fp8", 0.04),
     "FP8_PER_CHANNEL_PER_TOKEN_CFG": ("fp8", 0.04),
     "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": ("fp8", 0.04),
 }
-CONFIGS = {name: own for name, own in CONFIGS.items() if own[0] in WEIGHTS}
 
 
 def export(folder: Path, config: Any) -> Any:
@@ -71,3 +70,19 @@ def test_a_model(tmp_path: Path, name: str, is_old: bool) -> None:
         file.write_text(json.dumps(config))
         assert (tmp_path / "hf_quant_config.json").exists()
     check_near(tmp_path, weights, before, tolerance)
+
+
+def test_several_formats_in_one_model(tmp_path: Path) -> None:
+    """Of experts and of all else, listed by module."""
+    import copy
+
+    config = copy.deepcopy(mtq.NVFP4_EXPERTS_ONLY_CFG)
+    fp8 = {"num_bits": (4, 3), "axis": None}
+    config["quant_cfg"] += [
+        {"quantizer_name": f"*self_attn*{kind}_quantizer", "cfg": fp8, "enable": True}
+        for kind in ("weight", "input")
+    ]
+    before = export(tmp_path, config)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["quant_algo"] == "MIXED_PRECISION"
+    check_near(tmp_path, "nvfp4", before, 0.12)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
+from deep_moe.activations import GeluTanh, Relu2, Situ, Swiglu, SwigluOai, SwigluStep
 from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
@@ -55,6 +55,7 @@ def test_slices_of_tensor_parallelism_are_one_rank_each():
 @pytest.mark.parametrize(
     ("activation", "changes", "expected"),
     [
+        ("relu2_no_mul", {}, Relu2()),
         ("silu", {}, Swiglu(math.inf)),
         ("silu", {"swiglu_limit": 10.0}, Swiglu(10.0)),
         (
@@ -82,7 +83,8 @@ def test_activations_with_their_parameters(activation, changes, expected):
         ("gelu", {}, "no activation gelu"),
         ("gelu_tanh", {"swiglu_limit": 7.0}, "no activation gelu_tanh, swiglu_limit=7.0"),
         ("swiglustep", {"swiglu_limit": 5.0}, "no activation swiglustep, swiglu_limit=5.0"),
-        ("relu2_no_mul", {}, "activation relu2_no_mul has no gate"),
+        ("relu2", {}, "no activation relu2"),
+        ("silu_no_mul", {}, "no activation silu_no_mul"),
         ("silu", {"swiglu_alpha": 1.702}, "no activation silu, swiglu_alpha=1.702"),
         ("silu", {"swiglu_limit": -1.0}, "clamp must be a positive number"),
         ("swigluoai", {}, "no activation swigluoai"),  # rows of gate and up in turn

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deep_moe.weights import WEIGHTS
+import deep_moe
+from deep_moe.activations import Activation, GeluTanh, Relu2
 from deep_moe.weights.layers import LayerWeights
 from tests.checkpoint.written import (
     Written,
@@ -97,12 +99,12 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
     ),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", mxfp4_of, ("mxfp4-pack-quantized", None)),
     "ModelOptMxFp8FusedMoE": (
-        "fp8",
+        "mxfp8 x bf16",
         lambda *size: mxfp8(*size, ".weight_scale", modelopt("MXFP8", group_size=32)),
         "ModelOptMxFp8Config",
     ),
     "CompressedTensorsW8A8Mxfp8MoEMethod": (
-        "fp8",
+        "mxfp8 x bf16",
         lambda *size: mxfp8(*size, ".weight_scale", compressed(**FLOAT8, group_size=32)),
         (
             "mxfp8-quantized",
@@ -134,7 +136,6 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
         "ModelOptFp8Config",
     ),
 }
-CASES = {name: case for name, case in CASES.items() if case[0].split(" ")[0] in WEIGHTS}
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def some_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make_runner(case: str) -> Any:
+def make_runner(case: str, **more: Any) -> Any:
     from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 
     return FusedMoEFactory(
@@ -174,7 +175,7 @@ def make_runner(case: str) -> Any:
         quant_config=quant_config(case),
         prefix=NAME,
         custom_routing_function=route,
-        swiglu_limit=1.0,
+        **(more or {"swiglu_limit": 1.0}),
     )
 
 
@@ -193,7 +194,8 @@ def source(weights: str, parts: dict[tuple[int, str], Written]) -> tuple[LayerWe
 
     forms = folder_module(weights.split(" ")[0], "checkpoint").FORMS
     layers = []
-    for shards in (("w1", "w3"), ("w2",)):
+    for all_shards in (("w1", "w3"), ("w2",)):
+        shards = [shard for shard in all_shards if (0, shard) in parts]
         rows: list[list[torch.Tensor]] = []
         for expert in range(EXPERTS):
             made = []
@@ -232,12 +234,12 @@ def made_parts(case: str, seed: int = 0) -> dict[tuple[int, str], Written]:
 
 # Blackwell's own pairs, beside those of Hopper.
 ON_SM100 = {
-    "ModelOptMxFp8FusedMoE": "fp8",
-    "CompressedTensorsW8A8Mxfp8MoEMethod": "fp8",
+    "ModelOptMxFp8FusedMoE": "mxfp8 x mxfp8",
+    "CompressedTensorsW8A8Mxfp8MoEMethod": "mxfp8 x mxfp8",
     "CompressedTensorsW4A4Mxfp4MoEMethod": "mxfp4",
     "ModelOptNvFp4FusedMoE": "nvfp4 x nvfp4",
 }
-RUNS = [(case, "sm_90a", CASES[case][0]) for case in CASES if "Mxf" not in case.replace("F", "f")]
+RUNS = [(case, "sm_90a", CASES[case][0]) for case in CASES]
 RUNS += [(case, "sm_100a", pair) for case, pair in ON_SM100.items()]
 
 
@@ -277,8 +279,7 @@ def test_made_up_weights(
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
     weights = CASES[case][0]
-    arch = "sm_100a" if "Mxf" in case or "MxF" in case else "sm_90a"
-    installed(arch)
+    installed("sm_90a")
     x, logits = tokens(5)
     with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
         config.load_config.load_format = "dummy"
@@ -341,3 +342,67 @@ def test_a_layer_that_cannot_be_taken_is_vllms(
         f"{NAME}: experts run by vLLM (ModelOptFp8MoEMethod): expert 3: w13_weight_scale must hold "
         "positive numbers; got nan in row 0"
     )
+
+
+class _Platform:
+    """The platform, but for what `own` has."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        from vllm.platforms import current_platform
+
+        return getattr(self._own if hasattr(self._own, name) else current_platform, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("relu2_no_mul", Relu2()), ("gelu_tanh", GeluTanh())]
+)
+def test_other_activations(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    activation: Activation,
+) -> None:
+    """Of Nemotron-3, whose experts have no gate, and of Gemma-4."""
+    from vllm.model_executor.layers.fused_moe import config as vllm_config
+
+    # vLLM has kernels of its own for experts without gate on GPUs only.
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    monkeypatch.setattr(vllm_config, "current_platform", _Platform(platform))
+    installed("sm_90a")
+    case = "ModelOptNvFp4FusedMoE"
+    parts = made_parts(case)
+    if not activation.has_gate:
+        parts = {key: own for key, own in parts.items() if key[1] != "w3"}
+    x, logits = tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        names = {} if activation.has_gate else {"ckpt_names": ("up_proj", "down_proj", None)}
+        runner = make_runner(case, activation=name, **names)
+        load_parts(runner, parts)
+        layer = runner.routed_experts
+        layer.quant_method.process_weights_after_loading(layer)
+        result = forward(runner, config, x, logits)
+    topk_weights, ids = route(x, logits, TOPK, True)
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None,
+        EXPERTS,
+        32,
+        TOPK,
+        HIDDEN,
+        INTERMEDIATE,
+        weights="nvfp4",
+        token_format="bf16",
+        device="cpu",
+    )
+    weights = deep_moe.transform_weights_for_mega_moe(
+        *source("nvfp4", parts), "sm_90a", weights="nvfp4"
+    )
+    deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch="sm_90a")
+    expected = torch.empty_like(x)
+    deep_moe.mega_moe(expected, weights, buffer, activation=activation, arch="sm_90a")
+    assert torch.equal(result, expected)
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (nvfp4)"]

@@ -108,9 +108,13 @@ class DeepMoERoutedExperts(RoutedExperts):
                 ),
             )
             own_sizes = plan.sizes, plan.num_ranks, plan.max_tokens_per_rank
-            check_sizes(*own_sizes, arch, device, form)
+            check_sizes(*own_sizes, arch, device, form, has_gate=plan.activation.has_gate)
             if path == LOW_LATENCY:
-                check_steps(self, get_tensor_model_parallel_world_size())
+                check_steps(
+                    self,
+                    get_tensor_model_parallel_world_size(),
+                    has_gate=plan.activation.has_gate,
+                )
                 check_step_sizes(*own_sizes)
             _check_process()
         except UnsupportedError as error:
@@ -145,7 +149,9 @@ class DeepMoERoutedExperts(RoutedExperts):
         if tensor is None:
             return result
         # gpt-oss has gate and up in one tensor, of one expert or of all local ones.
-        shards = (shard_id,) if shard_id in ALL_SHARDS else shards_of(tensor)
+        # Without a gate, up is all that the first layer has, and comes in the gate's place.
+        is_whole = shard_id not in ALL_SHARDS or not self.moe_config.is_act_and_mul
+        shards = shards_of(tensor) if is_whole else (shard_id,)
         if expert_id is None or loaded_weight.dim() == 3:
             local: Iterable[int] = range(self.local_num_experts)
         else:

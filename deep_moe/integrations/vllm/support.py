@@ -6,7 +6,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from deep_moe.activations import Activation, GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
+from deep_moe.activations import (
+    Activation,
+    GeluTanh,
+    Relu2,
+    Situ,
+    Swiglu,
+    SwigluOai,
+    SwigluStep,
+)
 
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
@@ -104,15 +112,16 @@ def plan_of(
     )
 
 
-def check_steps(layer: Any, tp_size: int) -> None:
+def check_steps(layer: Any, tp_size: int, *, has_gate: bool = True) -> None:
     """Raise UnsupportedError if a layer that `plan_of` took cannot run in steps of their own."""
+    if not has_gate:
+        raise UnsupportedError("experts have no gate, and low-latency steps have one")
     if tp_size > 1 and not layer.moe_config.moe_parallel_config.use_ep:
         raise UnsupportedError("ranks hold slices of experts, and low-latency steps add up none")
 
 
 # What vLLM compiles into its activations "swigluoai", of rows that alternate, and "swiglustep".
 _ALPHA, _LIMIT = 1.702, 7.0
-_WITHOUT_GATE = "_no_mul"  # behind a name
 
 
 def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
@@ -120,8 +129,6 @@ def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
     is_interleaved: of rows of gate and up that alternate."""
     name, limit = moe.activation.value, moe.swiglu_limit
     alpha, beta = moe.swiglu_alpha, moe.swiglu_beta
-    if name.endswith(_WITHOUT_GATE):
-        raise UnsupportedError(f"activation {name} has no gate, and the adapter takes none without")
     try:
         if not is_interleaved and name == "silu" and alpha in (None, 1.0) and beta in (None, 0.0):
             return Swiglu(math.inf if limit is None else limit)
@@ -132,6 +139,8 @@ def activation_of(moe: Any, *, is_interleaved: bool = False) -> Activation:
                 return SwigluOai(_ALPHA, _LIMIT)
         elif name == "swigluoai_uninterleave" and None not in (alpha, limit) and beta == 1.0:
             return SwigluOai(alpha, limit)
+        if not is_interleaved and name == "relu2_no_mul" and (alpha, beta, limit) == (None,) * 3:
+            return Relu2()
         if not is_interleaved and name == "gelu_tanh" and (alpha, beta, limit) == (None,) * 3:
             return GeluTanh()
         if not is_interleaved and name == "swiglustep" and limit in (None, _LIMIT):

@@ -1,0 +1,122 @@
+"""The clock's predictions of the layer's time beside what was measured, every point.
+
+    python -m benchmarks.clock_points
+
+prints the tables of docs/clock.md from the records in benchmarks/chips/ and benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+CHIPS = FOLDER / "chips"
+MEASURED_ON_ONE = CHIPS / "layer-h100-2026-11-26.json"
+MEASURED_ON_TWO = "h100x2-2026-11-25-*.json"
+# The first was committed before it was compared; its parameters knew nothing of the layer.
+PREDICTIONS = ("predictions-h100-2026-11-26.json", "predictions-h100-2026-11-26-copies.json")
+# What the change between the two was found with.
+LOOKED_AT = {("flash", 1, 128, "mxfp4")}
+
+Point = tuple[str, int, int, str]  # model, GPUs, tokens per rank, weights
+
+
+def point_of(record: dict[str, Any]) -> Point:
+    return record["model"], record["ranks"], record["tokens"], record["weights"]
+
+
+def measured() -> dict[Point, dict[str, Any]]:
+    found = {point_of(one): one for one in json.loads(MEASURED_ON_ONE.read_text())["results"]}
+    for path in sorted((FOLDER / "results").glob(MEASURED_ON_TWO)):
+        for one in json.loads(path.read_text())["results"]:
+            model = "flash" if "flash" in one["model"] else "pro"
+            point = model, 2, one["tokens_per_rank"], one["weights"]
+            found[point] = {"us": one["us"]}
+    return found
+
+
+def predicted() -> list[dict[Point, dict[str, Any]]]:
+    files = [json.loads((CHIPS / name).read_text())["predictions"] for name in PREDICTIONS]
+    return [{point_of(one): one for one in predictions} for predictions in files]
+
+
+def errors(predictions: dict[Point, dict[str, Any]], points: Iterable[Point]) -> list[float]:
+    found = measured()
+    return [predictions[point]["us"] / found[point]["us"] - 1 for point in points]
+
+
+def table() -> str:
+    first, second = predicted()
+    found = measured()
+    lines = [
+        "| model | weights | GPUs | tokens | measured us | first us | error | second us | error |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for point in sorted(first | second, key=lambda p: (p[3], p[0], p[1], p[2])):
+        model, ranks, tokens, weights = point
+        us = found[point]["us"]
+        cells = []
+        for predictions in (first, second):
+            if point in predictions:
+                value = predictions[point]["us"]
+                cells += [f"{value:.1f}", f"{100 * (value / us - 1):+.1f} %"]
+            else:
+                cells += ["", ""]
+        lines.append(
+            f"| {model} | {weights} | {ranks} | {tokens} | {us:.1f} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    first, second = predicted()
+    both = [point for point in second if point in first]
+    unseen = [point for point in second if point not in LOOKED_AT]
+    rows = [
+        ("first, all points", first, list(first)),
+        ("first, points of more than 8 tokens", first, [p for p in first if p[2] > 8]),
+        ("first, points that the second has", first, both),
+        ("second, all points", second, list(second)),
+        ("second, without the point that was looked at", second, unseen),
+    ]
+    lines = ["| predictions | points | median error | worst error |", "|---|---:|---:|---:|"]
+    for name, predictions, points in rows:
+        sizes = [abs(error) for error in errors(predictions, points)]
+        lines.append(
+            f"| {name} | {len(sizes)} | {100 * statistics.median(sizes):.1f} % | "
+            f"{100 * max(sizes):.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+PHASES = (
+    "counts known, pull begins",
+    "first tokens there, mean CTA",
+    "pull ends, last CTA",
+    "first block begins, mean CTA",
+    "last Linear1 block ends, last CTA",
+    "last block ends, mean CTA",
+    "combine begins",
+    "kernel ends",
+)
+
+
+def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
+    """Of the first predictions."""
+    lines = ["| moment, us | measured | first |", "|---|---:|---:|"]
+    timelines = [measured()[point]["timeline"], predicted()[0][point]["phases"]["timeline"]]
+    for name in PHASES:
+        lines.append(f"| {name} | " + " | ".join(f"{t[name]:.1f}" for t in timelines) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    print(summary(), table(), phases(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

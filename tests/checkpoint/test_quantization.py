@@ -190,6 +190,7 @@ class TestModelOpt:
         [
             ({"quant_algo": "NVFP4", "group_size": 16}, ("nvfp4",), ((1, 16),)),
             ({"quant_algo": "w4a16_nvfp4"}, ("nvfp4",), ((1, 16),)),
+            ({"quant_algo": "NVFP4", "group_size": "16"}, ("nvfp4",), ((1, 16),)),
             ({"quant_algo": "MXFP8", "group_size": 32}, ("mxfp8", "fp8"), ((1, 32),)),
             ({"quant_algo": "FP8"}, ("fp8",), (WHOLE_MATRIX, WHOLE_ROW)),
             ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ("fp8",), (WHOLE_ROW,)),
@@ -273,6 +274,11 @@ def test_other_methods(tmp_path: Path, config: Any, expected: Any) -> None:
             "must have a list of modules as ignore",
         ),
         ({"quant_method": "modelopt", "ignore": [4]}, "must have a list of modules as ignore"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": [16]},
+            r"must have a number as group_size; got \[16\]",
+        ),
+        ({"quant_method": "w4afp8", "group_size": "-1"}, "must have a number as group_size"),
         ({"quant_method": "modelopt", "quantized_layers": []}, None),
         (
             {"quant_method": "modelopt", "quantized_layers": [1]},

@@ -94,3 +94,13 @@ def patterns_of(source: str, key: str, part: Mapping[str, Any]) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise CheckpointError(f"{source} must have a list of modules as {key}; got {found!r:.100}")
     return found
+
+
+def group_size_of(source: str, part: Mapping[str, Any]) -> int | None:
+    """Values that share a scale, by a config; None, if it does not say."""
+    found = part.get("group_size")
+    if found is None or found == 0:
+        return None
+    if isinstance(found, bool) or not str(found).isdecimal():
+        raise CheckpointError(f"{source} must have a number as group_size; got {found!r:.100}")
+    return int(found)

@@ -8,7 +8,7 @@ from typing import Any
 from deep_moe.errors import CheckpointError
 from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 
-from .declared import Block, Declared, Quantization, patterns_of
+from .declared import Block, Declared, Quantization, group_size_of, patterns_of
 from .patterns import any_matches
 
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")
@@ -70,7 +70,7 @@ class ModelOpt(Quantization):
 
 def declared(source: str, config: Mapping[str, Any]) -> Declared | None:
     """By quant_algo and group_size."""
-    algorithm, group_size = config.get("quant_algo"), config.get("group_size")
+    algorithm, group_size = config.get("quant_algo"), group_size_of(source, config)
     if algorithm is None:
         return None
     name = str(algorithm).upper()

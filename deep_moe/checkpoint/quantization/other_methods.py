@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .declared import Declared, Quantization, patterns_of
+from .declared import Declared, Quantization, group_size_of, patterns_of
 from .modelopt import declared
 from .patterns import any_matches
 
@@ -29,7 +29,7 @@ def mxfp8(source: str, config: Mapping[str, Any]) -> Quantization:
 
 def w4afp8(source: str, config: Mapping[str, Any]) -> Quantization:
     """Of experts; all else is FP8."""
-    group_size = config.get("group_size") or 128
+    group_size = group_size_of(source, config) or 128
     words = f"{source} says quant_method w4afp8, group_size {group_size}"
     return OneFormat(Declared(words, ("int4",), ((1, group_size),)), _ignored(source, config))
 

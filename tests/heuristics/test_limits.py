@@ -81,7 +81,7 @@ def check_within_limits(config):
 
     # boxes of the tensor maps
     padded_block_m = -(-config.block_m // 128) * 128
-    assert max(config.block_m // config.cluster_size, padded_block_m, config.store_block_m) <= 256
+    assert max(config.block_m // config.cluster_size, padded_block_m) <= 256
     assert config.block_m % (8 * config.cluster_size) == 0
 
     assert 1 <= config.num_turn_m_blocks <= config.num_lead_m_blocks
@@ -96,6 +96,7 @@ def check_within_limits(config):
     if config.arch == "sm_100a":  # SM90 has one factor per token, at the token's own column
         num_warpgroups = config.num_epilogue_warps // 4
         assert config.block_m // num_warpgroups % config.store_block_m == 0
+        assert config.store_block_m <= 256
         assert config.num_pool_tokens % config.block_m == 0
         assert config.num_pool_tokens // config.block_m * padded_block_m <= (
             config.num_padded_sf_pool_tokens

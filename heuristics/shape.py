@@ -14,6 +14,7 @@ from .segments import align_up
 
 MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
 MAX_EXPERTS = 1024  # of all ranks
+MAX_SIZE = 2**31  # of tokens and their values, which are below it
 MAX_TOPK = 32  # one warp lane per slot of a token
 MAX_SHARED_EXPERTS = 4
 MAX_CANDIDATE_BLOCK_M = 192
@@ -145,10 +146,12 @@ class MoEShape:
         for name in ("hidden", "intermediate_hidden"):
             size = getattr(self, name)
             check(name, size > 0 and size % SIZE_UNIT == 0)
+            check(name, size < MAX_SIZE, "below 2^31")
         if self.tokens.scale_dtype == "f32":
             rule = f"a multiple of {K_BLOCK} with token_format {self.token_format}"
             check("hidden", self.hidden % K_BLOCK == 0, rule)
         check("num_max_tokens_per_rank", self.num_max_tokens_per_rank >= 1)
+        check("num_max_tokens_per_rank", self.num_max_tokens_per_rank < MAX_SIZE, "below 2^31")
         check("num_shared_experts", 0 <= self.num_shared_experts <= MAX_SHARED_EXPERTS)
         check(
             "num_shared_experts",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_moe.heuristics.shape import require_int
+from deep_moe.heuristics.shape import MAX_SIZE, require_int
 from deep_moe.targets import TargetWeights, target_for
 from deep_moe.tensor_memory import check_dense, check_memory
 
@@ -98,8 +98,8 @@ def inverse_transform_biases(
             raise TypeError(f"{name} must be a tensor; got {type(bias).__name__}")
         check_dense(name, bias)
     for name, size in (("hidden", hidden), ("intermediate_hidden", intermediate_hidden)):
-        if require_int(name, size, "at least 1") < 1:
-            raise ValueError(f"{name} must be at least 1; got {size}")
+        if not 1 <= require_int(name, size, "at least 1") < MAX_SIZE:
+            raise ValueError(f"{name} must be at least 1 and below 2^31; got {size}")
     target = target_for(arch, l1_bias.device).weights_of(weights, token_format)
     num_rows = {"l1_bias": 2 * intermediate_hidden, "l2_bias": hidden}
     rows = []

@@ -49,7 +49,13 @@ def dequantize_mxfp8(
         sf: int32 [..., K/128], four UE8M0 bytes in each.
         dtype: of the result.
     """
+    require_dtype(dtype)
     return by_matrix(lambda a, b: (dequantize_e4m3_ue8m0(a, b, dtype),), values=values, sf=sf)[0]
+
+
+def require_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
 
 
 def by_matrix(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from deep_moe.devices import named_device
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.targets import EMULATED, Target
@@ -370,12 +371,7 @@ def device_for(group: ProcessGroup | None, device: torch.device | str | int | No
         device = "cuda" if uses_gpu else "cpu"
         if not uses_gpu:
             _say_that_calls_are_emulated(group)
-    try:
-        chosen = torch.device(device)
-    except TypeError as error:
-        raise TypeError(f"device must be a CPU or a CUDA device; got {device!r}") from error
-    except RuntimeError as error:
-        raise ValueError(f"device must be a CPU or a CUDA device; got {device!r}") from error
+    chosen = named_device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CPU or a CUDA device; got {chosen}")
     if chosen.type == "cuda":

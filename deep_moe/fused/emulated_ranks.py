@@ -128,7 +128,12 @@ class EmulatedRanks:
         arguments = with_numerics(given, activation, activation_clamp, fast_math)
         per_rank = {"ys": ys, "weights": weights, "stats": stats, "biases": biases}
         for name, values in per_rank.items():
-            if values is not None and len(values) != self.shape.num_ranks:
+            if values is None and name in ("stats", "biases"):
+                continue
+            if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+                kind = type(values).__name__
+                raise TypeError(f"{name} must be a list, an entry for each rank; got {kind}")
+            if len(values) != self.shape.num_ranks:
                 raise ValueError(
                     f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
                     f"got {len(values)}"

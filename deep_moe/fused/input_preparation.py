@@ -28,7 +28,7 @@ from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of
-from deep_moe.tensor_memory import check_memory, refuse_shared_memory
+from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
 from .bounded_cache import BoundedCache
 from .buffer import SymmBuffer
@@ -185,7 +185,11 @@ def _prepare_inputs(
     expert_load: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
 ) -> None:
-    x_address = x.data_ptr()
+    try:
+        x_address = x.data_ptr()
+    except RuntimeError:  # a sparse tensor has no address
+        check_dense("x", x)
+        raise
     key = (
         x_address % _X_ALIGNMENT,
         form(x),

@@ -46,7 +46,7 @@ from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.expected_tokens import expected_tokens_per_rank
-from deep_moe.heuristics.shape import MoEShape, require_int
+from deep_moe.heuristics.shape import MAX_EXPERTS, MoEShape, require_int
 from deep_moe.heuristics.symm_buffer_layout import work_space_layout
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
@@ -524,6 +524,14 @@ class GroupedExperts:
         )
 
 
+# Sizes of an object that its tensors give.
+_GIVEN_BY = {
+    "hidden": "x's hidden",
+    "num_local_experts": "expert_count's length",
+    "device": "x's device",
+}
+
+
 def grouped_experts(
     x: torch.Tensor,
     scales: torch.Tensor | None,
@@ -586,10 +594,12 @@ def grouped_experts(
         key = (*sizes, x.device, stream, frozenset(hashable.items()))
         experts = _kept.get(key)
     except TypeError:  # no argument may be what cannot be hashed: the constructor names it
-        GroupedExperts(*sizes, device=x.device, **given)
+        with named_as(_GIVEN_BY):
+            GroupedExperts(*sizes, device=x.device, **given)
         raise
     if experts is None:
-        experts = _kept.put(key, GroupedExperts(*sizes, device=x.device, **given))
+        with named_as(_GIVEN_BY):
+            experts = _kept.put(key, GroupedExperts(*sizes, device=x.device, **given))
     return experts(
         x,
         scales,
@@ -638,7 +648,10 @@ def _shape_of(
             f"hidden must be a positive multiple of {K_BLOCK}, since rows are the caller's and "
             f"cannot be padded; got {hidden}"
         )
-    require_int("num_local_experts", num_local_experts, "at least 1")
+    allowed = f"1 to {MAX_EXPERTS}"
+    require_int("num_local_experts", num_local_experts, allowed)
+    if not 1 <= num_local_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_local_experts must be {allowed}; got {num_local_experts}")
     return MoEShape(
         num_ranks=1,
         num_experts=num_local_experts,

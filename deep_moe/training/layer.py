@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from deep_moe.activations import Activation
+from deep_moe.devices import named_device
 from deep_moe.fused.checks import require_type
-from deep_moe.heuristics.shape import require_int
+from deep_moe.heuristics.shape import MAX_SIZE, require_int
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
@@ -79,12 +80,13 @@ class MoELayer(nn.Module):
         super().__init__()
         sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
         for name, size in sizes.items():
-            if require_int(name, size, "at least 1") < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}")
+            if not 1 <= require_int(name, size, "at least 1") < MAX_SIZE:
+                raise ValueError(f"{name} must be at least 1 and below 2^31; got {size}")
         for name, value in {"fuse_w1_w3": fuse_w1_w3, "biases": biases}.items():
             require_type(name, value, bool, "a bool")
         if dtype not in (torch.bfloat16, torch.float64):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float64; got {dtype}")
+        device = None if device is None else named_device(device)
         self.hidden = hidden
         self.intermediate = intermediate
         self.num_experts = num_experts
@@ -162,6 +164,7 @@ class MoELayer(nn.Module):
         given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         for name, tensor in given.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
+            check_dense(name, tensor)
             # Flattened, rows of other lengths could pass for as many values in other rows.
             is_x = name == "x"
             if (

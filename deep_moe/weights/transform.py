@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deep_moe.devices import named_device
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import Target, TargetWeights, target_for
 from deep_moe.tensor_memory import refuse_shared_memory
@@ -144,7 +145,7 @@ def empty_weights_for_mega_moe(
         token_format: that of the tokens; by default the one that goes with the weights.
         has_gate: whether Linear1 has rows of gate above those of up, 2*I in all.
     """
-    device = torch.device(device)
+    device = named_device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
     sizes = WeightSizes(num_experts, hidden, intermediate_hidden, has_gate)
     shape = shape_of_weights(sizes, weights, on_target.token_format)

@@ -225,7 +225,7 @@ def test_what_is_refused_in_a_call(buffer: Buffer) -> None:
         dispatch(async_finish=True, return_recv_hook=True)
     with pytest.raises(ValueError, match=r"x must be \[tokens, hidden\] and topk_idx"):
         buffer.low_latency_dispatch(x[0], ids, NUM_TOKENS, NUM_EXPERTS)
-    with pytest.raises(ValueError, match="num_max_tokens_per_rank must be 1 to 1024; got 1025"):
+    with pytest.raises(ValueError, match="num_max_dispatch_tokens_per_rank must be 1 to 1024; got"):
         buffer.low_latency_dispatch(x, ids, 1025, NUM_EXPERTS)
     recv_x, _, handle, _, _ = dispatch(use_fp8=False)
     weights = torch.ones(2, 1)

@@ -27,6 +27,11 @@ Hook = Callable[[], None]
 
 # What arguments of the layer are called here.
 _DISPATCH_NAMES = {"expert_totals": STATISTICS, "wait_cycles": "dispatch_wait_recv_cost_stats"}
+_SIZES = {
+    "num_max_tokens_per_rank": "num_max_dispatch_tokens_per_rank",
+    "hidden": "x's hidden",
+    "num_topk": "topk_idx's top-k",
+}
 _COMBINE_NAMES = {"y": "x", "wait_cycles": "combine_wait_recv_cost_stats"}
 
 
@@ -73,7 +78,7 @@ def _in_slots_of(dispatched_idx: torch.Tensor, topk_idx: Any, topk_weights: Any)
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if not isinstance(tensor, torch.Tensor) or tensor.shape != dispatched_idx.shape:
             return topk_idx, topk_weights
-        if tensor.device != dispatched_idx.device:
+        if tensor.device != dispatched_idx.device or tensor.layout is not torch.strided:
             return topk_idx, topk_weights
         check_memory(name, tensor)
     if topk_idx.dtype != dispatched_idx.dtype or topk_weights.dtype != torch.float32:
@@ -134,6 +139,7 @@ class Buffer:
         device: torch.device | str | int | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        require_type("low_latency_mode", low_latency_mode, bool, "a bool")
         if not low_latency_mode:
             raise ValueError(
                 "low_latency_mode must be True: there are only the low-latency kernels here; "
@@ -279,15 +285,15 @@ class Buffer:
                 "x must be [tokens, hidden] and topk_idx [tokens, topk]; got shapes "
                 f"{tuple(x.shape)} and {tuple(topk_idx.shape)}"
             )
-        layer = self._laid_out(
-            _shape_of(
+        with named_as(_SIZES):
+            shape = _shape_of(
                 self.group_size,
                 num_max_dispatch_tokens_per_rank,
                 x.shape[1],
                 num_experts,
                 topk_idx.shape[1],
             )
-        )
+        layer = self._laid_out(shape)
         with named_as(_DISPATCH_NAMES):
             launch, result = layer.prepare_dispatch(
                 x,
@@ -536,6 +542,9 @@ def _shape_of(
 
 
 def _format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
+    flags = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
+    for name, flag in flags.items():
+        require_type(name, flag, bool, "a bool")
     if (use_ue8m0 and not round_scale) or (round_scale and not use_fp8):
         raise ValueError(
             "use_ue8m0 must come with round_scale, and that with use_fp8; got "

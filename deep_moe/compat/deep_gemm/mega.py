@@ -105,6 +105,7 @@ class SymmBuffer:
                 f"got {num_shared_experts}"
             )
         weights = _weights_of(mma_type)
+        require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, "at least 1")
         _check_activation(activation)
         if base is not None:
             raise ValueError("base must be None: every buffer has memory of its own")
@@ -585,7 +586,7 @@ def _default_device() -> str:
 
 
 def _weights_of(mma_type: str) -> str:
-    if mma_type not in WEIGHTS:
+    if not isinstance(mma_type, str) or mma_type not in WEIGHTS:
         raise ValueError(
             "mma_type must be 'fp8xfp4' or 'fp8xfp8', FP8 tokens and MXFP4 or FP8 weights, or "
             f"'bf16xbf16'; got {mma_type!r}"

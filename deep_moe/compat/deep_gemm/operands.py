@@ -11,6 +11,7 @@ from deep_moe.formats.block_scaled import (
     ue8m0_of_floats,
 )
 from deep_moe.heuristics.segments import ceil_div
+from deep_moe.heuristics.shape import MAX_SIZE, require_int
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import LayerWeights, layer_weights
@@ -47,10 +48,15 @@ def transform_sf_into_required_layout(
     Raises ValueError for other recipes and shapes, and for a float32 scale that is no power of two:
     UE8M0 would not hold it.
     """
-    if tuple(recipe) not in _RECIPES:
+    if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in _RECIPES:
         raise ValueError(
-            f"recipe must be (1, 32) or (1, 1, 32), a scale for 32 values along k; got {recipe}"
+            f"recipe must be (1, 32) or (1, 1, 32), a scale for 32 values along k; got {recipe!r}"
         )
+    sizes = {"mn": mn, "k": k} | ({} if num_groups is None else {"num_groups": num_groups})
+    for name, size in sizes.items():
+        require_int(name, size, "at least 1")
+        if not 1 <= size < MAX_SIZE:
+            raise ValueError(f"{name} must be at least 1 and below 2^31; got {size}")
     if (len(recipe) == 3) != (is_sfa is not None):
         raise ValueError(f"is_sfa must go with a recipe of three numbers; got {is_sfa}, {recipe}")
     if disable_ue8m0_cast:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from deep_moe.formats.mx import by_matrix
+from deep_moe.formats.mx import by_matrix, require_dtype
 
 from ..layers import LayerWeights
 from ..quantizing import check_matrices
@@ -32,7 +34,7 @@ def quantize_int4(x: torch.Tensor, group_size: int = 32) -> LayerWeights:
         (torch.Size([2, 32]), [0.5, 0.5], 3.5)
     """
     check_matrices(x)
-    if group_size not in GROUP_SIZES:
+    if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be 32 or 128; got {group_size!r}")
     return LayerWeights(*by_matrix(lambda own: FORMAT.quantize(own, (1, group_size)), x=x))
 
@@ -47,4 +49,24 @@ def dequantize_int4(
         sf: bfloat16 [..., N, K/32] or [..., N, K/128], rounded up.
         dtype: of the result.
     """
+    require_dtype(dtype)
+    _check_form(packed, sf)
     return by_matrix(lambda *own: (FORMAT.dequantize(own).to(dtype),), packed=packed, sf=sf)[0]
+
+
+def _check_form(packed: Any, sf: Any) -> None:
+    """Raise unless these are tensors of one layer's dtypes and sizes."""
+    dtypes = {"packed": (torch.int8, torch.uint8), "sf": (torch.bfloat16,)}
+    for (name, allowed), tensor in zip(dtypes.items(), (packed, sf), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.dtype not in allowed:
+            words = " or ".join(map(str, allowed))
+            raise TypeError(f"{name} must be {words}; got {tensor.dtype}")
+    if packed.ndim < 2 or not packed.shape[-1]:
+        raise ValueError(f"packed must have shape [..., N, K/2]; got {tuple(packed.shape)}")
+    *rows, num_bytes = packed.shape
+    allowed_shapes = [(*rows, -(-2 * num_bytes // size)) for size in GROUP_SIZES]
+    if tuple(sf.shape) not in allowed_shapes:
+        words = " or ".join(map(str, allowed_shapes))
+        raise ValueError(f"sf must have shape {words}, as packed has it; got {tuple(sf.shape)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from deep_moe.formats.block_scaled import dequantize_e2m1_ue8m0, quantize_e2m1_ue8m0
-from deep_moe.formats.mx import by_matrix
+from deep_moe.formats.mx import by_matrix, require_dtype
 
 from ..layers import LayerWeights
 
@@ -43,4 +43,5 @@ def dequantize_mxfp4(
         sf: int32 [..., K/128], four UE8M0 bytes in each.
         dtype: of the result.
     """
+    require_dtype(dtype)
     return by_matrix(lambda a, b: (dequantize_e2m1_ue8m0(a, b, dtype),), packed=packed, sf=sf)[0]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from deep_moe.formats.mx import by_matrix
+from deep_moe.formats.mx import by_matrix, require_dtype
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from ..layers import LayerWeights
 from ..quantizing import check_matrices
-from .format import FORMAT
+from .format import FORMAT, GROUP_SIZE
 
 
 def quantize_nvfp4(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
@@ -58,6 +60,8 @@ def dequantize_nvfp4(
         raise TypeError(f"global_sf must be a tensor; got {type(global_sf).__name__}")
     check_dense("global_sf", global_sf)
     check_memory("global_sf", global_sf)
+    require_dtype(dtype)
+    _check_form(packed, sf, global_sf)
 
     def of_matrices(*own: torch.Tensor) -> tuple[torch.Tensor]:
         layer = (*own[:2], own[2].squeeze(-1))
@@ -65,3 +69,36 @@ def dequantize_nvfp4(
 
     of_rows = global_sf.unsqueeze(-1)
     return by_matrix(of_matrices, packed=packed, sf=sf, global_sf=of_rows)[0]
+
+
+def _check_form(packed: Any, sf: Any, global_sf: torch.Tensor) -> None:
+    """Raise unless these are tensors of one layer's dtypes and sizes."""
+    tensors = {"packed": packed, "sf": sf, "global_sf": global_sf}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    dtypes = {
+        "packed": (torch.int8, torch.uint8),
+        "sf": (torch.float8_e4m3fn,),
+        "global_sf": (torch.float32,),
+    }
+    for name, allowed in dtypes.items():
+        if tensors[name].dtype not in allowed:
+            words = " or ".join(map(str, allowed))
+            raise TypeError(f"{name} must be {words}; got {tensors[name].dtype}")
+    if packed.ndim < 2 or 2 * packed.shape[-1] % GROUP_SIZE:
+        raise ValueError(
+            f"packed must have shape [..., N, K/2], K a multiple of {GROUP_SIZE}; "
+            f"got {tuple(packed.shape)}"
+        )
+    *others, num_rows, num_bytes = packed.shape
+    expected = (*others, num_rows, 2 * num_bytes // GROUP_SIZE)
+    if tuple(sf.shape) != expected:
+        raise ValueError(f"sf must have shape {expected}, as packed has it; got {tuple(sf.shape)}")
+    num_matrices = global_sf.shape[-1] if global_sf.ndim else 0
+    is_divisor = num_matrices > 0 and num_rows % num_matrices == 0
+    if not is_divisor or tuple(global_sf.shape) != (*others, num_matrices):
+        raise ValueError(
+            f"global_sf must have shape {(*others, 'matrices')}, of matrices that share the "
+            f"{num_rows} rows evenly; got {tuple(global_sf.shape)}"
+        )

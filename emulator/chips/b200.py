@@ -18,6 +18,7 @@ B200 = derived(
     power_slope_mhz=Parameter(200, 0.75, f"{_QR}: sustained products of random values"),
     xu_latency_cycles=Parameter(17, 0.1, _AS),
     shuffle_latency_cycles=Parameter(26, 0.1, _AS),
+    tma_in_flight_kib=Parameter(64, 0.2, f"{_SA}: rate of memory by bytes in flight"),
     tma_issue_cycles=Parameter(40, 0.4, _AS),
     tma_latency_cycles=Parameter(370, 0.1, _AS),
     sm_bytes_per_cycle=Parameter(120, 0.12, _QR),

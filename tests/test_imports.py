@@ -20,7 +20,7 @@ FOLDERS = {
 # From below. A module belongs to the longest name that it begins with.
 ROOMS = (
     # Nothing of ours, or each other. The package itself finds its names when they are asked for.
-    ("errors", "lazy", "source_checkout", "tensor_memory", "tensor_map", "axes"),
+    ("errors", "lazy", "source_checkout", "tensor_memory", "tensor_map", "axes", "devices"),
     # Numbers; what formats and activations are called, and the values of the axes below targets.
     ("formats", "tokens", "activations", "emulator", "weights"),
     ("heuristics",),

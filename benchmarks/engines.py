@@ -323,11 +323,11 @@ def exact_sample(
         if expert < 0:
             continue
         layer = expert_layer(shape, expert, arguments.seed, device, block)
-        w1 = dequantize(one_expert(layer.l1, 0), 2).double()
+        w1 = dequantize(one_expert(layer.l1, 0), activation.num_l1_matrices).double()
         w2 = dequantize(one_expert(layer.l2, 0)).double()
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
-        gate, up = (x[rows][token].double() @ w1.T).chunk(2, dim=1)
-        out = activation(gate, up) @ w2.T * topk_weights[token, slot].double().unsqueeze(1)
+        activated = activation.of_linear1(x[rows][token].double() @ w1.T)
+        out = activated @ w2.T * topk_weights[token, slot].double().unsqueeze(1)
         y.index_add_(0, token, out)
     return y
 

@@ -183,7 +183,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.T
 
 def products_alone(case: Case) -> Callable[[], Any]:
     """The six, on rows that are sorted and padded already."""
-    from deep_moe.training.steps import steps_for
+    from deep_moe.training.steps_for import steps_for
 
     steps = steps_for(case.x, None)
     w13, w2 = case.w13.detach(), case.w2.detach()

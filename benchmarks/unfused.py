@@ -99,9 +99,8 @@ class UnfusedLayer:
         activation: Activation,
     ) -> torch.Tensor:
         """Steps 2 to 4, of rows by expert with a scale and a routing weight each."""
-        gate_up = grouped_product(rows, scale, self.w1, self.s1, ends)
-        gate, up = gate_up.float().chunk(2, dim=1)
-        activated = activation(gate, up) * weight.unsqueeze(1)
+        sums = grouped_product(rows, scale, self.w1, self.s1, ends)
+        activated = activation.of_linear1(sums.float()) * weight.unsqueeze(1)
         return grouped_product(*_quantize_rows(activated), self.w2, self.s2, ends)
 
 

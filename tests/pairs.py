@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from deep_moe.targets import TARGETS
 from deep_moe.weights import default_token_format
 
 BESIDE = " x "
 
 
-def formats(pair: str) -> dict[str, str]:
+class Formats(TypedDict):
+    weights: str
+    token_format: str
+
+
+def formats(pair: str) -> Formats:
     """The arguments that a pair stands for.
 
     >>> formats("mxfp4 x bf16"), formats("fp8")

@@ -32,7 +32,7 @@ MODES: tuple[dict[str, Any], ...] = (
     {"num_chunks": 2, "exact_sizes": True, "num_max_foreign_tokens": 40},
 )
 OTHER_LAYERS: dict[str, dict[str, Any]] = {
-    "fp8": formats("fp8"),
+    "fp8": {**formats("fp8")},
     "bf16_biases": {**formats("bf16"), "biases": True},
     "shared_experts": {"num_shared_experts": 2},
 }

@@ -9,6 +9,7 @@ import torch
 
 import deep_moe
 from deep_moe.activations import activation_of
+from deep_moe.activations.activation import GatedActivation
 
 BIASES = ("b1", "b3", "b2")
 
@@ -102,6 +103,7 @@ class Layer:
         activation = activation_of(
             self.options.get("activation", "swiglu"), self.options.get("activation_clamp")
         )
+        assert isinstance(activation, GatedActivation)
         out = [x.new_zeros(x.shape[1]) + 0 * x[i] for i in range(len(x))]
         for token, experts in enumerate(self.topk_idx.tolist()):
             for slot, expert in enumerate(experts):

@@ -99,9 +99,9 @@ def test_a_checkpoint_of_codes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"hidden": 0}, ValueError, "hidden must be at least 1; got 0"),
-        ({"intermediate": -8}, ValueError, "intermediate must be at least 1; got -8"),
-        ({"num_experts": 0}, ValueError, "num_experts must be at least 1; got 0"),
+        ({"hidden": 0}, ValueError, "hidden must be at least 1 and below"),
+        ({"intermediate": -8}, ValueError, "intermediate must be at least 1 and below"),
+        ({"num_experts": 0}, ValueError, "num_experts must be at least 1 and below"),
         ({"num_experts": "8"}, TypeError, "num_experts must be an int, at least 1; got '8'"),
         ({"biases": 3}, TypeError, "biases must be a bool; got int"),
         ({"dtype": torch.float32}, ValueError, "dtype must be .*; got torch.float32"),

@@ -116,7 +116,14 @@ def test_formula(
     expected = formula(activation, gate.bfloat16().double(), up.bfloat16().double())
     expected *= weight.double()
     is_normal = expected.abs() > 1e-30
-    torch.testing.assert_close(values[is_normal].double(), expected[is_normal], rtol=5e-6, atol=0)
+    allowed = torch.full_like(expected, 5e-6)
+    if isinstance(activation, GeluTanh):
+        # Its sigmoid is of a cube, whose roundings count far below zero: what it declares.
+        units, more_units = activation.error_units
+        argument = activation.sigmoid_argument(gate.bfloat16().double())
+        allowed[gate < -8] = ((units + more_units * -argument) * 2.0**-24)[gate < -8]
+    errors = (values.double() - expected).abs() / expected.abs()
+    assert (errors <= allowed)[is_normal].all(), (errors / allowed)[is_normal].max()
     assert (values[~is_normal].abs() < 2e-30).all()
     assert is_normal.sum() > NUM_VALUES / 3
 

@@ -75,7 +75,7 @@ def found_by_kernel(struct: str, buffer: str, calls: list[str]) -> list[int]:
 
 
 def struct_of(rendered: str) -> str:
-    return rendered[rendered.index("struct Config") : rendered.index("// The host fills")]
+    return rendered[rendered.index("struct Config") : rendered.index("// The host has read")]
 
 
 def check(struct: str, buffer: tuple[str, str], expected: dict[str, int]) -> None:

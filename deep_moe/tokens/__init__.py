@@ -22,7 +22,7 @@ __all__ = [
 
 # The shortest first for each: a format that several would serve is the first of them.
 TokenFormatName = Literal[
-    "mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "fp8_token", "bf16", "nvfp4"
+    "mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "fp8_token", "nvfp4", "bf16"
 ]
 TOKEN_FORMATS: tuple[str, ...] = (*get_args(TokenFormatName), *further_values(__name__, __path__))
 

@@ -266,7 +266,7 @@ def test_tokens_may_be_chosen(monkeypatch):
         assert read_token_format() == name
     for name in ("fp8", "fp8_128_pow2"):
         monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", name)
-        allowed = "nvfp4 or mxfp8 or fp8_128 or fp8_token or bf16"
+        allowed = "mxfp8 or fp8_128 or fp8_token or nvfp4 or bf16"
         words = f"DEEP_MOE_TOKEN_FORMAT must be {allowed}; got '{name}'"
         with pytest.raises(ValueError, match=words):
             read_token_format()

@@ -190,7 +190,12 @@ def api_page(module: ModuleType) -> str:
     values: dict[str, Any] = {
         name: getattr(module, name) for name in getattr(module, "__all__", ())
     }
-    names = [name for name, value in values.items() if not inspect.ismodule(value)]
+    # What a public module inside this one has too stands on that module's page.
+    inside = [value for value in values.values() if inspect.ismodule(value)]
+    elsewhere = {name for own in inside for name in getattr(own, "__all__", ())}
+    names = [
+        name for name in values if name not in elsewhere and not inspect.ismodule(values[name])
+    ]
     names.sort(
         key=lambda name: inspect.isclass(values[name]) and issubclass(values[name], Exception)
     )

@@ -18,6 +18,7 @@ from deep_moe.trial import paths
 from deep_moe.trial.fuzzing import FuzzCase
 from deep_moe.trial.small_layers import SMALL_LAYERS
 from deep_moe.trial.synthetic import random_layer
+from deep_moe.weights import WEIGHTS
 from tests.checkpoint.test_exporters import write
 from tests.checkpoint.written import nvfp4
 
@@ -141,7 +142,8 @@ def test_biases(kind: str, arch: str):
 def test_weights_that_there_are_not():
     result = invoke(*TINY, "--weights", "nvfp3")
     assert result.exit_code == 2
-    assert "--weights must be one of mxfp4, fp8, bf16; got" in " ".join(result.output.split())
+    words = " ".join(result.output.replace("│", " ").split())
+    assert f"--weights must be one of {', '.join(WEIGHTS)}; got 'nvfp3'" in words
 
 
 def test_seeds_and_overrides_reach_the_call():
@@ -454,7 +456,9 @@ def test_the_split_path_with_float_scales_of_any_size():
     options = [*SPLIT, "--weights", "fp8", "--token-format", "fp8_128"]
     assert ran(*options, "--arch", "sm_90a", "--tokens", "9,3", "--calls", "2")["passed"]
     refused = invoke(*options, "--arch", "sm_100a")
-    assert "token_format must be mxfp8 with fp8 weights on sm_100a" in str(refused.exception)
+    assert "token_format must be mxfp8 or fp8_token with fp8 weights on sm_100a" in str(
+        refused.exception
+    )
 
 
 def test_the_split_path_with_a_process_per_rank():

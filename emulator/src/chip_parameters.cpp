@@ -1,8 +1,11 @@
 #include "chip_parameters.h"
 
+#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <set>
-#include <sstream>
+#include <string>
+#include <string_view>
 
 #include "fault.h"
 #include "machine.h"
@@ -73,13 +76,29 @@ const std::vector<ChipParameter>& chip_parameters() {
 
 #undef PARAMETER
 
+namespace {
+
+// Takes it off the text. Not a stream: those need a newer C library than the wheel promises.
+std::string next_word(std::string_view& text) {
+    constexpr std::string_view space = " \t\n";
+    text.remove_prefix(std::min(text.find_first_not_of(space), text.size()));
+    const std::string word(text.substr(0, text.find_first_of(space)));
+    text.remove_prefix(word.size());
+    return word;
+}
+
+}  // namespace
+
 ChipParameters parse_chip(std::string_view text) {
     ChipParameters chip;
     std::set<std::string> given;
-    std::istringstream lines{std::string(text)};
-    std::string name;
-    double value = 0;
-    while (lines >> name >> value) {
+    for (std::string name = next_word(text); !name.empty(); name = next_word(text)) {
+        const std::string number = next_word(text);
+        double value = 0;
+        const auto read = std::from_chars(number.data(), number.data() + number.size(), value);
+        if (read.ec != std::errc{} || read.ptr != number.data() + number.size())
+            fail(FaultKind::launch, "the chip's %s must be a number of at least 0; got '%s'",
+                 name.c_str(), number.c_str());
         bool known = false;
         for (const ChipParameter& p : chip_parameters()) {
             if (name != p.name) continue;

@@ -300,7 +300,8 @@ SM100_MUTATIONS = (
         "epilogue_without_acquire",
         replaced(
             "block_arrived",
-            "(epilogue_warp_idx != 0 || wait_for_dispatch(local, block, waiter)) &&",
+            "(epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) || "
+            "wait_for_dispatch(local, block, waiter)) &&",
             "",
         ),
         "race",

@@ -65,7 +65,7 @@ def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable()
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weights": "int4"}, "weights must be one of"),
+        ({"weights": "int5"}, "weights must be one of"),
         ({"token_format": "fp8_128"}, "token_format must be .*; got 'fp8_128'"),
         (
             {"weights": "bf16", "token_format": "mxfp8"},

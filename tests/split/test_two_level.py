@@ -353,7 +353,7 @@ def test_what_a_rank_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="num_shared_experts must be 0 to 4; got -1"):
         TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu", num_shared_experts=-1)
     with pytest.raises(MemoryError, match="what the given sizes take, is more than this machine"):
-        TwoLevelMoE(None, None, 4, 2**60, 2, 256, 128, device="cpu")
+        TwoLevelMoE(None, None, 4, 2**30, 2, 256, 128, device="cpu")
     moe = TwoLevelMoE(None, None, 4, 9, 2, 256, 128, device="cpu")
     experts = deep_moe.empty_weights_for_mega_moe(4, 256, 128)
     given = {"x": torch.zeros(2, 256).bfloat16(), "topk_idx": torch.full((2, 2), -1)}

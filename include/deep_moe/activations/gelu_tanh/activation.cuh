@@ -15,7 +15,7 @@ struct GeluTanh {
     static constexpr float saturated = 100.0f;  // beyond plus and minus it the sigmoid is 1 or 0
 
     static __device__ __forceinline__ float apply(float gate, float up) {
-        return gelu(gate) * up;  //~ gelu_product
+        return gelu(gate) * up;
     }
 
     static __device__ __forceinline__ ActivationFactors factors(float gate, float up) {
@@ -24,13 +24,13 @@ struct GeluTanh {
         const float sigma = sigmoid<fast_math>(argument(near));
         const float slope =
             sigma * (1.0f + near * (linear + 3.0f * cubic * near * near) * (1.0f - sigma));
-        return {{gelu(gate), slope}, {up, 1.0f}};  //~ gelu_slope
+        return {{gelu(gate), slope}, {up, 1.0f}};
     }
 
  private:
     // Of the sigmoid. Where the square overflows, it is infinite as it should be.
     static __device__ __forceinline__ float argument(float gate) {
-        return gate * (linear + cubic * (gate * gate));  //~ gelu_argument
+        return gate * (linear + cubic * (gate * gate));
     }
 
     static __device__ __forceinline__ float gelu(float gate) {

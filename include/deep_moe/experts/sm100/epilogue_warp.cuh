@@ -35,7 +35,7 @@ struct Accumulator {
     __device__ __forceinline__ void load_half(uint32_t first_token, uint32_t h,
                                               float (&values)[1][4]) const {
         ptx::tcgen05_ld_16x256b(tmem + first_token + (h * 16u << 16), values[0]);
-        ptx::tcgen05_wait_ld(values);  //~ accumulator_half_loaded
+        ptx::tcgen05_wait_ld(values);
     }
 
     // This warp has read all it wants. Whole warp, once per block. Tensor memory is ordered by the

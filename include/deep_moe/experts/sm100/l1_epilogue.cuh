@@ -158,7 +158,7 @@ class L1Epilogue {
     static __device__ bool is_idle(const Block& block) {
         constexpr uint32_t num_n_blocks = Linear<Config, Phase::linear1>::num_n_blocks;
         return num_n_blocks % Config::cluster_size != 0 && block.phase == Phase::linear1 &&
-               block.n_block_idx == num_n_blocks;  //~ l1_idle
+               block.n_block_idx == num_n_blocks;
     }
 
     // All epilogue warps.

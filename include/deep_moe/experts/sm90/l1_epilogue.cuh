@@ -314,7 +314,7 @@ class L1Epilogue {
     }
     __device__ bool has_values(const BlockHeader& block) const {
         constexpr uint32_t num_k_blocks = Config::intermediate_hidden / values_per_k_block;
-        return has_gate || num_k_blocks % 2 == 0 || k_block_idx(block) < num_k_blocks;  //~ up_rest
+        return has_gate || num_k_blocks % 2 == 0 || k_block_idx(block) < num_k_blocks;
     }
 
     // Of those that the warpgroup exchanges: without a gate it has some of its own.

@@ -28,7 +28,7 @@ class Mxfp8Decoder : public Bf16DecoderBase<8, 2>, public PowersOfTwo {
         const uint32_t (&multipliers)[2] = tables.multipliers[i / 2];
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
-            fragment[h] = scaled<0x9180>(rows[h], multipliers[h]);      //~ mxfp8_first_pair
+            fragment[h] = scaled<0x9180>(rows[h], multipliers[h]);
             fragment[2 + h] = scaled<0xb3a2>(rows[h], multipliers[h]);  //~ mxfp8_second_pair
         }
     }

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from deep_moe import jit
-from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.sm90 import BLOCK_MS
 from deep_moe.targets import choose_config
@@ -333,11 +332,10 @@ def test_gpu_clocks_come_out_on_one_clock(sm90: Recorded) -> None:
             ns = records[cta]["ticks"][used]
             records[cta]["ticks"][used] = counter + np.round(ns * ticks_per_ns).astype(np.uint64)
 
-    with mock.patch.object(SymmBuffer, "is_emulated", False):
-        ranks = []
-        for recorder, memory in zip(sm90.recorders, memories, strict=True):
-            with mock.patch.object(recorder, "memory", memory):
-                ranks.append(recorder.collect())
+    ranks = []
+    for recorder, memory in zip(sm90.recorders, memories, strict=True):
+        with mock.patch.multiple(recorder, memory=memory, is_timed=True):
+            ranks.append(recorder.collect())
     found_ranks = trace.aligned(ranks)
     # As near as the ranks really were when they left the barriers.
     spread = sum(
@@ -371,8 +369,7 @@ def test_an_unfinished_call_has_no_times(sm90: Recorded) -> None:
     recorder = sm90.recorders[0]
     empty = torch.zeros_like(recorder.memory)
     with (
-        mock.patch.object(SymmBuffer, "is_emulated", False),
-        mock.patch.object(recorder, "memory", empty),
+        mock.patch.multiple(recorder, memory=empty, is_timed=True),
         pytest.raises(ValueError, match="did not run to its end"),
     ):
         recorder.collect()

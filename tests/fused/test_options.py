@@ -40,7 +40,7 @@ def test_signatures_and_help_have_every_option(function) -> None:
     for name in OPTIONS:
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default is None
-        assert f"\n{name}: " in inspect.getdoc(function)
+        assert f"\n    {name}: " in inspect.getdoc(function)
     assert "options" not in parameters
     assert "{options}" not in inspect.getdoc(function)
 

@@ -14,9 +14,7 @@ struct GeluTanh {
     static constexpr float cubic = 0.07135481627260025f;  // 0.044715 times that
     static constexpr float saturated = 100.0f;  // beyond plus and minus it the sigmoid is 1 or 0
 
-    static __device__ __forceinline__ float apply(float gate, float up) {
-        return gelu(gate) * up;
-    }
+    static __device__ __forceinline__ float apply(float gate, float up) { return gelu(gate) * up; }
 
     static __device__ __forceinline__ ActivationFactors factors(float gate, float up) {
         // Further out the derivative's cube could overflow.

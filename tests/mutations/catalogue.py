@@ -626,7 +626,7 @@ SM90_MUTATIONS = (
             (
                 "token_maxima_not_awaited",
                 removed("token_maxima_there"),
-                "race",
+                "race|misuse",
                 "test_prepared_inputs",
             ),
         )

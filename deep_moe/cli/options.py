@@ -56,6 +56,9 @@ IntermediateOption = Annotated[
 ExpertsOption = Annotated[
     int | None, typer.Option("--experts", help="Experts of all ranks together.")
 ]
+TokensOption = Annotated[
+    str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
+]
 TopkOption = Annotated[int | None, typer.Option("--topk", help="Expert slots per token.")]
 ActivationOption = Annotated[
     str | None,

@@ -33,6 +33,7 @@ from .options import (
     SeedOption,
     SharedExpertsOption,
     TokenFormatOption,
+    TokensOption,
     TopkOption,
     check_weights,
     make_shape,
@@ -94,9 +95,7 @@ def run(
         bool,
         typer.Option("--exact-sizes", help="Only what is needed travels between domains."),
     ] = False,
-    tokens: Annotated[
-        str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
-    ] = "16",
+    tokens: TokensOption = "16",
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
     shared_experts: SharedExpertsOption = 0,

@@ -25,6 +25,7 @@ from .options import (
     SeedOption,
     SharedExpertsOption,
     TokenFormatOption,
+    TokensOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -47,9 +48,7 @@ def time(
     model: ModelOption = None,
     chip: ChipOption = "h100",
     ranks: RanksOption = 2,
-    tokens: Annotated[
-        str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
-    ] = "128",
+    tokens: TokensOption = "128",
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
     shared_experts: SharedExpertsOption = 0,

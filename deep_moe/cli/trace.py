@@ -28,6 +28,7 @@ from .options import (
     SeedOption,
     SharedExpertsOption,
     TokenFormatOption,
+    TokensOption,
     TopkOption,
     WeightsOption,
     make_shape,
@@ -55,9 +56,7 @@ def trace(
     ],
     model: ModelOption = None,
     ranks: RanksOption = 2,
-    tokens: Annotated[
-        str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
-    ] = "16",
+    tokens: TokensOption = "16",
     max_tokens: MaxTokensOption = None,
     pool_tokens: PoolTokensOption = None,
     shared_experts: SharedExpertsOption = 0,

@@ -42,20 +42,35 @@ class WeightFormat(ABC):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Raise ValueError if checked weights hold what stands for no number."""
 
-    @abstractmethod
     def padded(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         """Checked weights of `shape` with zeros up to multiples of 128, as new tensors."""
+        return self.padded_layer(l1, shape.num_l1_matrices), self.padded_layer(l2, 1)
 
-    @abstractmethod
     def without_padding(
         self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
     ) -> tuple[LayerWeights, LayerWeights]:
         """The inverse. Copies."""
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        return (
+            self.cut_layer(l1, shape.num_l1_matrices, intermediate, hidden),
+            self.cut_layer(l2, 1, hidden, intermediate),
+        )
 
     # Of the following, num_matrices: one below the other, 2 of Linear1 with a gate, whose blocks of
     # scales begin anew at the first row of up.
+
+    @abstractmethod
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        """Checked weights of one linear layer with zeros up to multiples of 128 of each matrix's
+        sizes, as new tensors."""
+
+    @abstractmethod
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        """The inverse, to matrices of num_rows rows of num_values values. Copies."""
 
     @abstractmethod
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:

@@ -10,10 +10,12 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.block_scaled import GROUP_SIZE
 
 from .layers import ExpertWeights, LayerWeights
 
 BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)  # of UE8M0 scales
+PACKED_DTYPES = (torch.uint8, torch.int8)  # of bytes of two values
 
 _NAN_BYTE = 255
 
@@ -43,9 +45,10 @@ class StoredForm(ABC):
     token_format: ClassVar[str | None] = None
 
     @classmethod
-    @abstractmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        """That of a matrix with plain tensors, by names, types and shapes."""
+        """That of a matrix with plain tensors, by names, types and shapes, where a format has
+        several."""
+        return cls()
 
     @classmethod
     def plain(cls, tensors: Tensors) -> Tensors:
@@ -136,6 +139,22 @@ class StoredForm(ABC):
             self.empty(num_experts, num_l1_rows, hidden, device, num_l1_matrices),
             self.empty(num_experts, hidden, intermediate, device, 1),
         )
+
+
+def ue8m0_scales(num_rows: int, num_columns: int) -> Expected:
+    """Of a matrix with so many values."""
+    return Expected(
+        BYTE_DTYPES,
+        (num_rows, num_columns // GROUP_SIZE),
+        f"uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values",
+    )
+
+
+def packed_e2m1(num_rows: int, num_columns: int) -> Expected:
+    """Of a matrix with so many values."""
+    return Expected(
+        PACKED_DTYPES, (num_rows, num_columns // 2), "uint8 or int8, two E2M1 values per byte"
+    )
 
 
 def one_scale(tensor: torch.Tensor) -> torch.Tensor:

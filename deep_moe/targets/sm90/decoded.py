@@ -7,7 +7,6 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.sm90 import (
-    BLOCK_N,
     FURTHER_TILE_COST,
     SPARED_TILES,
     TILE_ROWS_PER_UNIT,
@@ -19,15 +18,10 @@ from .weights import Sm90Weights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.weights.layers import (
-        ExpertWeights,
-        KernelLayer,
-        LayerWeights,
-        MegaMoEWeights,
-        TensorForms,
-    )
+    from deep_moe.weights.layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
     from .decoded_blocks import DecodedBlocks
+    from .rows import RowsOf
 
 
 def decoded_costs(rows: float) -> tuple[float, float]:
@@ -96,27 +90,14 @@ class Sm90DecodedWeights(Sm90Weights):
         self.blocks.lay_out(l1, out.l1, name="l1_weights", rows_of=rows_of_l1)
         self.blocks.lay_out(l2, out.l2, name="l2_weights", rows_of=RowsOf.OUTPUT)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
-        from deep_moe.weights.layers import ExpertWeights, LayerWeights
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
+        from deep_moe.weights.layers import LayerWeights
 
-        from .rows import RowsOf
-
-        shape = self.checked_shape(l1, l2, has_gate=has_gate)
-        read, rows_of_l1 = self.blocks.read, RowsOf.linear1(has_gate)
-        return ExpertWeights(
-            LayerWeights(*read(l1, num_rows=shape.num_l1_rows, rows_of=rows_of_l1)),
-            LayerWeights(*read(l2, num_rows=shape.hidden, rows_of=RowsOf.OUTPUT)),
-        )
+        return LayerWeights(*self.blocks.read(layer, num_rows=size[1], rows_of=rows_of))
 
     def tensors(self, shape: MoEShape) -> TensorForms:
-        """Blocks, and a factor for each row."""
         import torch
 
-        l1, l2 = self.block_dims(shape)
-        block_bytes = self.blocks.block_bytes
-        return {
-            "l1_weights[0]": (torch.int8, (*l1, block_bytes)),
-            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
-            "l2_weights[0]": (torch.int8, (*l2, block_bytes)),
-            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
-        }
+        return self.blocks_and_factors(shape, torch.int8, self.blocks.block_bytes)

@@ -3,7 +3,8 @@ pools, and plain addresses of the weights, which are contiguous blocks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.sm90 import BLOCK_N
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.heuristics.sm90 import WeightKind
-    from deep_moe.weights.layers import KernelLayer
+    from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, TensorForms
 
     from ..config import MegaMoEConfig
     from ..target import Pair
+    from .rows import RowsOf
 
 BULK_COPY_ALIGNMENT = 16
 
@@ -27,9 +29,10 @@ BULK_COPY_ALIGNMENT = 16
 class Sm90Weights(TargetWeights):
     """kind: what choices depend on. keeps_k_order: whether k keeps its order in the pool, or the
     words of each 128 are permuted (dispatch/sm90_pull_policy.cuh). block_k: values along K of a
-    block of weights."""
+    block of weights. block_unit: what blocks consist of, in errors."""
 
     kind: WeightKind
+    block_unit: ClassVar[str] = "bytes"
 
     @property
     def block_k(self) -> int:
@@ -59,11 +62,42 @@ class Sm90Weights(TargetWeights):
             (num_experts, num_l2_n_blocks, shape.intermediate_hidden // self.block_k),
         )
 
-    def checked_shape(
-        self, l1: KernelLayer, l2: KernelLayer, *, has_gate: bool, unit: str = "bytes"
-    ) -> MoEShape:
-        """Whose weights these are, once `transform` has laid them out, or an error. unit: what
-        blocks consist of, in errors."""
+    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+        from deep_moe.weights.layers import ExpertWeights
+
+        from .rows import RowsOf
+
+        shape = self._checked_shape(l1, l2, has_gate=has_gate)
+        hidden, intermediate = shape.hidden, shape.intermediate_hidden
+        l1_size = (shape.num_experts, shape.num_l1_rows, hidden)
+        l2_size = (shape.num_experts, hidden, intermediate)
+        return ExpertWeights(
+            self.read_layer(l1, l1_size, RowsOf.linear1(has_gate)),
+            self.read_layer(l2, l2_size, RowsOf.OUTPUT),
+        )
+
+    @abstractmethod
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
+        """A checked layer as it was before `transform`. size: experts, rows and values of a row."""
+
+    def blocks_and_factors(
+        self, shape: MoEShape, dtype: torch.dtype, block_size: int
+    ) -> TensorForms:
+        """`tensors` of blocks of so many elements, and a factor for each row."""
+        import torch
+
+        l1, l2 = self.block_dims(shape)
+        return {
+            "l1_weights[0]": (dtype, (*l1, block_size)),
+            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
+            "l2_weights[0]": (dtype, (*l2, block_size)),
+            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
+        }
+
+    def _checked_shape(self, l1: KernelLayer, l2: KernelLayer, *, has_gate: bool) -> MoEShape:
+        """Whose weights these are, once `transform` has laid them out, or an error."""
         from deep_moe.weights.layers import (
             WeightSizes,
             axis_sizes,
@@ -71,7 +105,7 @@ class Sm90Weights(TargetWeights):
             shape_of_weights,
         )
 
-        axes = f"[E, n-blocks, k-blocks, {unit}]"
+        axes = f"[E, n-blocks, k-blocks, {self.block_unit}]"
         num_experts, num_n_blocks, num_k_blocks, _ = axis_sizes("l1_weights[0]", l1.weight, axes)
         intermediate = num_n_blocks * BLOCK_N // 2
         if not has_gate:  # the last block may be half full

@@ -23,10 +23,6 @@ class StoredBf16(StoredForm):
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight"},)
 
     @classmethod
-    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        return cls()
-
-    @classmethod
     def holds(cls, layer: LayerWeights) -> bool:
         return layer.weight.dtype == torch.bfloat16
 

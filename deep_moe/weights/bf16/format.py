@@ -4,8 +4,6 @@ tensors, and calls and operators take as many."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deep_moe.formats.block_scaled import ue8m0_to_float
@@ -15,9 +13,6 @@ from deep_moe.formats.sizes import SCALE_GROUP
 from ..checks import check_layers
 from ..format import WeightFormat
 from ..layers import LayerTensors, LayerWeights, WeightSizes
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
 
 
 class Bf16(WeightFormat):
@@ -37,22 +32,13 @@ class Bf16(WeightFormat):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         """Nothing to refuse: NaN and infinity are values of the format."""
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return (
-            LayerWeights(padded_values(l1.weight, shape.num_l1_matrices), l1.sf),
-            LayerWeights(padded_values(l2.weight, 1), l2.sf),
-        )
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        return LayerWeights(padded_values(layer.weight, num_matrices), layer.sf)
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return (
-            LayerWeights(cut_values(l1.weight, shape.num_l1_matrices, intermediate, hidden), l1.sf),
-            LayerWeights(cut_values(l2.weight, 1, hidden, intermediate), l2.sf),
-        )
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_values), layer.sf)
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         return layer[0].double()

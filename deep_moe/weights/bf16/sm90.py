@@ -10,8 +10,9 @@ from deep_moe.targets.sm90.weights import Sm90Weights
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.targets.sm90.rows import RowsOf
 
-    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
 
 def bf16_costs(rows: float) -> tuple[float, float]:
@@ -31,6 +32,7 @@ class Sm90Bf16(Sm90Weights):
     weights = "bf16"
     token_format = "bf16"
     policy = "Bf16Weights"
+    block_unit = "values"
     kind = WeightKind(
         32768,
         False,
@@ -60,28 +62,18 @@ class Sm90Bf16(Sm90Weights):
             for own, place in zip(layer.weight, to.weight, strict=True):
                 lay_out_expert(own, place, rows_of)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
         from deep_moe.targets.sm90.plain_blocks import read_expert
-        from deep_moe.targets.sm90.rows import RowsOf
 
-        from ..layers import ExpertWeights, LayerWeights
+        from ..layers import LayerWeights
         from .format import no_scales
 
-        shape = self.checked_shape(l1, l2, has_gate=has_gate, unit="values")
-
-        def read(
-            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
-        ) -> LayerWeights:
-            weight = layer.weight.new_empty((shape.num_experts, num_rows, num_columns))
-            for own, out in zip(layer.weight, weight, strict=True):
-                read_expert(own, out, rows_of)
-            return LayerWeights(weight, no_scales(weight))
-
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(
-            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
-            read(l2, hidden, intermediate, RowsOf.OUTPUT),
-        )
+        weight = layer.weight.new_empty(size)
+        for own, out in zip(layer.weight, weight, strict=True):
+            read_expert(own, out, rows_of)
+        return LayerWeights(weight, no_scales(weight))
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch

@@ -13,8 +13,6 @@ have one each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deep_moe.formats.block_scaled import (
@@ -41,9 +39,6 @@ from deep_moe.formats.sizes import SCALE_GROUP, WHOLE_MATRIX, WHOLE_ROW
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
 from ..layers import LayerTensors, LayerWeights, WeightSizes
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
 
 BLOCK = 128  # rows and values along K that share a scale, if not 32 values do
 
@@ -75,19 +70,38 @@ class Fp8(WeightFormat):
         else:
             check_no_nan_scale(name, layer.sf)
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        """Values of zero. Scales per 32 and of rows are those of the last row and group, so that a
+        block of 128 x 128 with one scale still has one; those of larger blocks are as many as
+        before."""
+        weight = padded_values(layer.weight, num_matrices)
+        if layer.sf.shape[1] != layer.weight.shape[1]:
+            return LayerWeights(weight, layer.sf)
+        if layer.sf.ndim == 2:
+            rows = repeated_to(
+                layer.sf.unsqueeze(2), num_matrices, weight.shape[1] // num_matrices, 1
+            )
+            return LayerWeights(weight, rows[..., 0])
+        sizes = (num_matrices, weight.shape[1] // num_matrices, weight.shape[2] // GROUP_SIZE)
+        if layer.sf.dtype == torch.float32:
+            return LayerWeights(weight, repeated_to(layer.sf, *sizes))
+        groups = scale_bytes_of(layer.sf)[..., : layer.weight.shape[2] // GROUP_SIZE]
+        return LayerWeights(weight, repeated_to(groups, *sizes).view(layer.sf.dtype))
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return (
-            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
-            _cut(l2, 1, hidden, intermediate),
-        )
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        """For what targets' inverses give: scales packed per 32, with zeros behind a row's last
+        one, or float32 per 128 x 128 or of rows."""
+        weight = cut_values(layer.weight, num_matrices, num_rows, num_values)
+        if layer.sf.ndim == 2:
+            sf = cut_values(layer.sf.unsqueeze(2), num_matrices, num_rows, 1)[..., 0]
+            return LayerWeights(weight, sf)
+        if layer.sf.dtype == torch.float32:
+            return LayerWeights(weight, layer.sf)
+        sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
+        sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
+        return LayerWeights(weight, sf)
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer
@@ -143,37 +157,6 @@ class Fp8(WeightFormat):
 
 
 FORMAT = Fp8()
-
-
-def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    """Of so many matrices one below the other: values of zero. Scales per 32 and of rows are those
-    of the last row and group, so that a block of 128 x 128 with one scale still has one; those of
-    larger blocks are as many as before."""
-    weight = padded_values(layer.weight, num_matrices)
-    if layer.sf.shape[1] != layer.weight.shape[1]:
-        return LayerWeights(weight, layer.sf)
-    if layer.sf.ndim == 2:
-        rows = repeated_to(layer.sf.unsqueeze(2), num_matrices, weight.shape[1] // num_matrices, 1)
-        return LayerWeights(weight, rows[..., 0])
-    sizes = (num_matrices, weight.shape[1] // num_matrices, weight.shape[2] // GROUP_SIZE)
-    if layer.sf.dtype == torch.float32:
-        return LayerWeights(weight, repeated_to(layer.sf, *sizes))
-    groups = scale_bytes_of(layer.sf)[..., : layer.weight.shape[2] // GROUP_SIZE]
-    return LayerWeights(weight, repeated_to(groups, *sizes).view(layer.sf.dtype))
-
-
-def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
-    """The inverse of `_padded` for what targets' inverses give: scales packed per 32, with zeros
-    behind a row's last one, or float32 per 128 x 128 or of rows."""
-    weight = cut_values(layer.weight, num_matrices, num_rows, num_values)
-    if layer.sf.ndim == 2:
-        sf = cut_values(layer.sf.unsqueeze(2), num_matrices, num_rows, 1)[..., 0]
-        return LayerWeights(weight, sf)
-    if layer.sf.dtype == torch.float32:
-        return LayerWeights(weight, layer.sf)
-    sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
-    sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
-    return LayerWeights(weight, sf)
 
 
 def _in_usual_form(scale_bytes: torch.Tensor, scale_block: tuple[int, int]) -> torch.Tensor:

@@ -32,7 +32,6 @@ class Fp8OnTarget(TargetWeights):
         self._lay_out(l1, l2, out, *moved.values())
         return [own.warning(name, self.scale_words) for name, own in moved.items() if own]
 
-    @abstractmethod
     def _lay_out(
         self,
         l1: LayerWeights,
@@ -41,5 +40,21 @@ class Fp8OnTarget(TargetWeights):
         l1_moved: Moved | None,
         l2_moved: Moved | None,
     ) -> None:
-        """Expert by expert, for their scales may have to be made anew. moved: where to count how
-        far weights move; None: they may not."""
+        """Expert by expert, for their scales may have to be made anew."""
+        for expert_idx in range(l1.weight.shape[0]):
+            self.lay_out_expert(
+                self.with_own_scales("l1_weights", l1, expert_idx, l1_moved),
+                self.with_own_scales("l2_weights", l2, expert_idx, l2_moved),
+                out.expert(expert_idx),
+            )
+
+    @abstractmethod
+    def with_own_scales(
+        self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None
+    ) -> LayerWeights:
+        """One expert's weights with the scales that the kernel applies (requantizing.py). moved:
+        where to count how far weights move; None: they may not."""
+
+    @abstractmethod
+    def lay_out_expert(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        """What `with_own_scales` gives of both layers of an expert, into its part of the result."""

@@ -36,24 +36,17 @@ class Sm100Fp8(Fp8OnTarget, Sm100Weights):
 
         return torch.float8_e4m3fn
 
-    def _lay_out(
-        self,
-        l1: LayerWeights,
-        l2: LayerWeights,
-        out: MegaMoEWeights,
-        l1_moved: Moved | None,
-        l2_moved: Moved | None,
-    ) -> None:
-        from deep_moe.targets.sm100.layout import transform_scaled
-
+    def with_own_scales(
+        self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None
+    ) -> LayerWeights:
         from .requantizing import with_ue8m0_scales
 
-        for expert_idx in range(l1.weight.shape[0]):
-            transform_scaled(
-                with_ue8m0_scales("l1_weights", l1, expert_idx, l1_moved),
-                with_ue8m0_scales("l2_weights", l2, expert_idx, l2_moved),
-                out.expert(expert_idx),
-            )
+        return with_ue8m0_scales(name, layer, expert_idx, moved)
+
+    def lay_out_expert(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        from deep_moe.targets.sm100.layout import transform_scaled
+
+        transform_scaled(l1, l2, out)
 
     @property
     def numerics(self) -> Numerics:
@@ -80,26 +73,20 @@ class Sm100Fp8RowScaled(Fp8OnTarget, Sm100Weights):
 
         return torch.float8_e4m3fn
 
-    def _lay_out(
-        self,
-        l1: LayerWeights,
-        l2: LayerWeights,
-        out: MegaMoEWeights,
-        l1_moved: Moved | None,
-        l2_moved: Moved | None,
-    ) -> None:
-        from deep_moe.targets.sm100.layout import interleave_l1
-
+    def with_own_scales(
+        self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None
+    ) -> LayerWeights:
         from .requantizing import with_row_scales
 
-        for expert_idx in range(l1.weight.shape[0]):
-            own_out = out.expert(expert_idx)
-            one = with_row_scales("l1_weights", l1, expert_idx, l1_moved)
-            for rows, place in zip(one, own_out.l1, strict=True):
-                interleave_l1(rows.unsqueeze(0), place, out.has_gate)
-            one = with_row_scales("l2_weights", l2, expert_idx, l2_moved)
-            for rows, place in zip(one, own_out.l2, strict=True):
-                place.copy_(rows)
+        return with_row_scales(name, layer, expert_idx, moved)
+
+    def lay_out_expert(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
+        from deep_moe.targets.sm100.layout import interleave_l1
+
+        for rows, place in zip(l1, out.l1, strict=True):
+            interleave_l1(rows.unsqueeze(0), place, out.has_gate)
+        for rows, place in zip(l2, out.l2, strict=True):
+            place.copy_(rows)
 
     def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
         from deep_moe.targets.sm100.layout import separate_l1, transformed_shape

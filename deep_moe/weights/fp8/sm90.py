@@ -15,8 +15,9 @@ from .on_target import Fp8OnTarget
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.targets.sm90.rows import RowsOf
 
-    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
     from .requantizing import Moved
 
 
@@ -68,56 +69,40 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
         {"block_m": 40, "num_stages": 3, "cluster_size": 2},
     )
 
-    def _lay_out(
-        self,
-        l1: LayerWeights,
-        l2: LayerWeights,
-        out: MegaMoEWeights,
-        l1_moved: Moved | None,
-        l2_moved: Moved | None,
-    ) -> None:
+    def with_own_scales(
+        self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None
+    ) -> LayerWeights:
+        from .requantizing import with_block_scales
+
+        return with_block_scales(name, layer, expert_idx, moved)
+
+    def lay_out_expert(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from deep_moe.targets.sm90.rows import RowsOf
 
         from ..layers import KernelLayer
-        from .requantizing import with_block_scales
         from .sm90_blocks import lay_out_expert
 
-        for expert_idx in range(l1.weight.shape[0]):
-            own_out = out.expert(expert_idx)
-            for name, layer, to, moved, rows_of in (
-                ("l1_weights", l1, own_out.l1, l1_moved, RowsOf.linear1(out.has_gate)),
-                ("l2_weights", l2, own_out.l2, l2_moved, RowsOf.OUTPUT),
-            ):
-                one = with_block_scales(name, layer, expert_idx, moved)
-                place = KernelLayer(to.weight[0], to.sf[0])
-                lay_out_expert(one, place, rows_of)
+        for layer, to, rows_of in (
+            (l1, out.l1, RowsOf.linear1(out.has_gate)),
+            (l2, out.l2, RowsOf.OUTPUT),
+        ):
+            lay_out_expert(layer, KernelLayer(to.weight[0], to.sf[0]), rows_of)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
-        from deep_moe.targets.sm90.rows import RowsOf
-
-        from ..layers import ExpertWeights, KernelLayer, LayerWeights
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
+        from ..layers import KernelLayer, LayerWeights
         from .format import BLOCK
         from .sm90_blocks import read_expert
 
-        shape = self.checked_shape(l1, l2, has_gate=has_gate)
-
-        def read(
-            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
-        ) -> LayerWeights:
-            num_experts = shape.num_experts
-            made = LayerWeights(
-                layer.weight.new_empty((num_experts, num_rows, num_columns)),
-                layer.sf.new_empty((num_experts, num_rows // BLOCK, num_columns // BLOCK)),
-            )
-            for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
-                read_expert(KernelLayer(*own), LayerWeights(*out), rows_of)
-            return made
-
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(
-            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
-            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        num_experts, num_rows, num_columns = size
+        made = LayerWeights(
+            layer.weight.new_empty(size),
+            layer.sf.new_empty((num_experts, num_rows // BLOCK, num_columns // BLOCK)),
         )
+        for own, out in zip(zip(*layer, strict=True), zip(*made, strict=True), strict=True):
+            read_expert(KernelLayer(*own), LayerWeights(*out), rows_of)
+        return made
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
@@ -197,69 +182,43 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
         {"block_m": 64, "block_m_step": 8, "num_stages": 3},
     )
 
-    def _lay_out(
-        self,
-        l1: LayerWeights,
-        l2: LayerWeights,
-        out: MegaMoEWeights,
-        l1_moved: Moved | None,
-        l2_moved: Moved | None,
-    ) -> None:
+    def with_own_scales(
+        self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None
+    ) -> LayerWeights:
+        from .requantizing import with_row_scales
+
+        return with_row_scales(name, layer, expert_idx, moved)
+
+    def lay_out_expert(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from deep_moe.targets.sm90.plain_blocks import lay_out_expert, lay_out_factors
         from deep_moe.targets.sm90.rows import RowsOf
 
-        from .requantizing import with_row_scales
+        for layer, to, rows_of in (
+            (l1, out.l1, RowsOf.linear1(out.has_gate)),
+            (l2, out.l2, RowsOf.OUTPUT),
+        ):
+            lay_out_expert(layer.weight, to.weight[0], rows_of)
+            lay_out_factors(layer.sf, to.sf[0], rows_of)
 
-        for expert_idx in range(l1.weight.shape[0]):
-            own_out = out.expert(expert_idx)
-            for name, layer, to, moved, rows_of in (
-                ("l1_weights", l1, own_out.l1, l1_moved, RowsOf.linear1(out.has_gate)),
-                ("l2_weights", l2, own_out.l2, l2_moved, RowsOf.OUTPUT),
-            ):
-                one = with_row_scales(name, layer, expert_idx, moved)
-                lay_out_expert(one.weight, to.weight[0], rows_of)
-                lay_out_factors(one.sf, to.sf[0], rows_of)
-
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
         from deep_moe.targets.sm90.plain_blocks import read_expert, read_factors
-        from deep_moe.targets.sm90.rows import RowsOf
 
-        from ..layers import ExpertWeights, LayerWeights
+        from ..layers import LayerWeights
 
-        shape = self.checked_shape(l1, l2, has_gate=has_gate)
-
-        def read(
-            layer: KernelLayer, num_rows: int, num_columns: int, rows_of: RowsOf
-        ) -> LayerWeights:
-            made = LayerWeights(
-                layer.weight.new_empty((shape.num_experts, num_rows, num_columns)),
-                layer.sf.new_empty((shape.num_experts, num_rows)),
-            )
-            for expert_idx in range(shape.num_experts):
-                read_expert(layer.weight[expert_idx], made.weight[expert_idx], rows_of)
-                read_factors(layer.sf[expert_idx], made.sf[expert_idx], rows_of)
-            return made
-
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return ExpertWeights(
-            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
-            read(l2, hidden, intermediate, RowsOf.OUTPUT),
-        )
+        made = LayerWeights(layer.weight.new_empty(size), layer.sf.new_empty(size[:2]))
+        for expert_idx in range(size[0]):
+            read_expert(layer.weight[expert_idx], made.weight[expert_idx], rows_of)
+            read_factors(layer.sf[expert_idx], made.sf[expert_idx], rows_of)
+        return made
 
     def tensors(self, shape: MoEShape) -> TensorForms:
-        """Blocks, and a factor for each row."""
         import torch
 
         from deep_moe.targets.sm90.plain_blocks import BLOCK_BYTES
-        from deep_moe.targets.sm90.rows import BLOCK_N
 
-        l1, l2 = self.block_dims(shape)
-        return {
-            "l1_weights[0]": (torch.float8_e4m3fn, (*l1, BLOCK_BYTES)),
-            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
-            "l2_weights[0]": (torch.float8_e4m3fn, (*l2, BLOCK_BYTES)),
-            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
-        }
+        return self.blocks_and_factors(shape, torch.float8_e4m3fn, BLOCK_BYTES)
 
     @property
     def numerics(self) -> Numerics:

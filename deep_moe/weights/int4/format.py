@@ -3,8 +3,6 @@ scales [E, N, K/32] or [E, N, K/128], rounded up, one for every 32 or 128 values
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deep_moe.formats.block_scaled import ue8m0_to_float
@@ -14,9 +12,6 @@ from deep_moe.formats.sizes import K_BLOCK, SCALE_GROUP
 from ..checks import check_layers
 from ..format import WeightFormat
 from ..layers import LayerTensors, LayerWeights, WeightSizes
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
 
 GROUP_SIZES = (32, 128)
 
@@ -49,17 +44,25 @@ class Int4(WeightFormat):
                 f"{layer.sf[expert_idx, row, column].item()} in column {column}"
             )
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        """Values and scales of zero."""
+        weight, sf = layer
+        size = group_size(2 * weight.shape[2], sf.shape[2])
+        whole_groups = torch.nn.functional.pad(sf, (0, -sf.shape[2] % (K_BLOCK // size)))
+        flipped = padded_values(weight.view(torch.uint8) ^ _ZEROS, num_matrices, per_element=2)
+        return LayerWeights(
+            (flipped ^ _ZEROS).view(weight.dtype),
+            padded_values(whole_groups, num_matrices, per_element=size),
+        )
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return _cut(l1, shape.num_l1_matrices, intermediate, hidden), _cut(
-            l2, 1, hidden, intermediate
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        weight, sf = layer
+        size = group_size(2 * weight.shape[2], sf.shape[2])
+        return LayerWeights(
+            cut_values(weight, num_matrices, num_rows, num_values // 2),
+            cut_values(sf, num_matrices, num_rows, -(-num_values // size)),
         )
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
@@ -160,25 +163,3 @@ def _check_scales(
             f"{name} must hold one scale per 32 values, shape {per_32}, or per 128, shape "
             f"{per_128}; got {tuple(sf.shape)}"
         )
-
-
-def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    """Of so many matrices one below the other: values and scales of zero."""
-    weight, sf = layer
-    size = group_size(2 * weight.shape[2], sf.shape[2])
-    whole_groups = torch.nn.functional.pad(sf, (0, -sf.shape[2] % (K_BLOCK // size)))
-    flipped = padded_values(weight.view(torch.uint8) ^ _ZEROS, num_matrices, per_element=2)
-    return LayerWeights(
-        (flipped ^ _ZEROS).view(weight.dtype),
-        padded_values(whole_groups, num_matrices, per_element=size),
-    )
-
-
-def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
-    """The inverse."""
-    weight, sf = layer
-    size = group_size(2 * weight.shape[2], sf.shape[2])
-    return LayerWeights(
-        cut_values(weight, num_matrices, num_rows, num_values // 2),
-        cut_values(sf, num_matrices, num_rows, -(-num_values // size)),
-    )

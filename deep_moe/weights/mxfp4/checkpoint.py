@@ -12,7 +12,17 @@ from deep_moe.formats.block_scaled import GROUP_SIZE, pack_ue8m0_groups, unpack_
 from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..layers import LayerWeights
-from ..stored_form import BYTE_DTYPES, Expected, StoredForm, Suffixes, Tensors, check_bytes
+from ..stored_form import (
+    BYTE_DTYPES,
+    PACKED_DTYPES,
+    Expected,
+    StoredForm,
+    Suffixes,
+    Tensors,
+    check_bytes,
+    packed_e2m1,
+    ue8m0_scales,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class StoredMxfp4(StoredForm):
 
     weights: ClassVar[str] = "mxfp4"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
-        "weight": (torch.uint8, torch.int8),
+        "weight": PACKED_DTYPES,
         "scale": BYTE_DTYPES,
     }
     values_per_element: ClassVar[int] = 2
@@ -34,10 +44,6 @@ class StoredMxfp4(StoredForm):
     )
 
     @classmethod
-    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        return cls()
-
-    @classmethod
     def holds(cls, layer: LayerWeights) -> bool:
         return (layer.weight.dtype, layer.sf.dtype) == (torch.int8, torch.int32)
 
@@ -47,16 +53,8 @@ class StoredMxfp4(StoredForm):
 
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {
-            "weight": Expected(
-                self.dtypes["weight"],
-                (num_rows, num_columns // 2),
-                "uint8 or int8, two E2M1 values per byte",
-            ),
-            "scale": Expected(
-                self.dtypes["scale"],
-                (num_rows, num_columns // GROUP_SIZE),
-                f"uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values",
-            ),
+            "weight": packed_e2m1(num_rows, num_columns),
+            "scale": ue8m0_scales(num_rows, num_columns),
         }
 
     def empty(

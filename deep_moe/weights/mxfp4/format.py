@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deep_moe.formats.block_scaled import (
@@ -22,9 +20,6 @@ from deep_moe.formats.sizes import K_BLOCK, SCALE_GROUP
 from ..checks import check_layers, check_no_nan_scale
 from ..format import WeightFormat
 from ..layers import LayerTensors, LayerWeights, WeightSizes
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
 
 # Root mean square of the 8 magnitudes of E2M1, about 2^1.5.
 _SIZE_LOG2 = 1.5
@@ -49,19 +44,25 @@ class Mxfp4(WeightFormat):
     def check_values(self, name: str, layer: LayerWeights) -> None:
         check_no_nan_scale(name, layer.sf)
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        """Values of zero. Scales of whole rows are 1, those behind a row's last value are like its
+        last one, for SM90 has them as ratios."""
+        num_rows = layer.weight.shape[1] // num_matrices
+        matrices = layer.sf.unflatten(1, (num_matrices, num_rows))
+        missing = (0, 0, 0, -num_rows % K_BLOCK)
+        sf = torch.nn.functional.pad(matrices, missing, value=_WORD_OF_ONES).flatten(1, 2)
+        scale_bytes = sf.view(torch.uint8)
+        num_groups = 2 * layer.weight.shape[2] // GROUP_SIZE
+        scale_bytes[..., num_groups:] = scale_bytes[..., num_groups - 1 : num_groups]
+        return LayerWeights(padded_values(layer.weight, num_matrices, per_element=2), sf)
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return (
-            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
-            _cut(l2, 1, hidden, intermediate),
-        )
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        """With zeros behind a row's last scale."""
+        sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
+        sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
+        return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_values // 2), sf)
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer
@@ -128,26 +129,6 @@ def _check_scales(
         raise ValueError(
             f"{name} must hold one scale per 32 values, shape {expected}; got {tuple(sf.shape)}"
         )
-
-
-def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    """Of so many matrices one below the other: values of zero. Scales of whole rows are 1, those
-    behind a row's last value are like its last one, for SM90 has them as ratios."""
-    num_rows = layer.weight.shape[1] // num_matrices
-    matrices = layer.sf.unflatten(1, (num_matrices, num_rows))
-    missing = (0, 0, 0, -num_rows % K_BLOCK)
-    sf = torch.nn.functional.pad(matrices, missing, value=_WORD_OF_ONES).flatten(1, 2)
-    scale_bytes = sf.view(torch.uint8)
-    num_groups = 2 * layer.weight.shape[2] // GROUP_SIZE
-    scale_bytes[..., num_groups:] = scale_bytes[..., num_groups - 1 : num_groups]
-    return LayerWeights(padded_values(layer.weight, num_matrices, per_element=2), sf)
-
-
-def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
-    """The inverse of `_padded`, with zeros behind a row's last scale."""
-    sf = cut_values(layer.sf, num_matrices, num_rows, -(-num_values // WORD_SIZE))
-    sf.view(torch.uint8)[..., num_values // GROUP_SIZE :] = 0
-    return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_values // 2), sf)
 
 
 FORMAT = Mxfp4()

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
+    from deep_moe.targets.sm90.rows import RowsOf
 
-    from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
+    from ..layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
 
 class Sm90Mxfp4(Sm90Weights):
@@ -48,30 +49,18 @@ class Sm90Mxfp4(Sm90Weights):
         self.blocks.shuffle_layer(*l1, out.l1, name="l1_weights", rows_of=rows_of_l1)
         self.blocks.shuffle_layer(*l2, out.l2, name="l2_weights", rows_of=RowsOf.OUTPUT)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
-        from deep_moe.targets.sm90.rows import RowsOf
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
+        from ..layers import LayerWeights
 
-        from ..layers import ExpertWeights, LayerWeights
-
-        shape = self.checked_shape(l1, l2, has_gate=has_gate)
-        unshuffle, rows_of_l1 = self.blocks.unshuffle_layer, RowsOf.linear1(has_gate)
-        return ExpertWeights(
-            LayerWeights(*unshuffle(*l1, num_rows=shape.num_l1_rows, rows_of=rows_of_l1)),
-            LayerWeights(*unshuffle(*l2, num_rows=shape.hidden, rows_of=RowsOf.OUTPUT)),
-        )
+        read = self.blocks.unshuffle_layer
+        return LayerWeights(*read(*layer, num_rows=size[1], rows_of=rows_of))
 
     def tensors(self, shape: MoEShape) -> TensorForms:
-        """Blocks, and a factor for each row."""
         import torch
 
-        l1, l2 = self.block_dims(shape)
-        block_n, block_bytes = self.blocks.BLOCK_N, self.blocks.BLOCK_BYTES
-        return {
-            "l1_weights[0]": (torch.int8, (*l1, block_bytes)),
-            "l1_weights[1]": (torch.float32, (*l1[:2], block_n)),
-            "l2_weights[0]": (torch.int8, (*l2, block_bytes)),
-            "l2_weights[1]": (torch.float32, (*l2[:2], block_n)),
-        }
+        return self.blocks_and_factors(shape, torch.int8, self.blocks.BLOCK_BYTES)
 
     @property
     def numerics(self) -> Numerics:

@@ -12,7 +12,15 @@ from deep_moe.formats.block_scaled import GROUP_SIZE, unpack_ue8m0
 from deep_moe.formats.sizes import SCALE_GROUP
 
 from ..layers import LayerWeights
-from ..stored_form import BYTE_DTYPES, Expected, StoredForm, Suffixes, Tensors, check_bytes
+from ..stored_form import (
+    BYTE_DTYPES,
+    Expected,
+    StoredForm,
+    Suffixes,
+    Tensors,
+    check_bytes,
+    ue8m0_scales,
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +39,6 @@ class StoredMxfp8(StoredForm):
         {"weight": ".weight", "scale": ".weight_scale_inv"},
         {"weight": ".weight", "scale": ".scale"},
     )
-
-    @classmethod
-    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        return cls()
 
     @classmethod
     def is_like(cls, tensors: Tensors) -> bool:
@@ -59,11 +63,7 @@ class StoredMxfp8(StoredForm):
                 (num_rows, num_columns),
                 "float8_e4m3fn, as the layer's first weights are",
             ),
-            "scale": Expected(
-                self.dtypes["scale"],
-                (num_rows, num_columns // GROUP_SIZE),
-                f"uint8 or float8_e8m0fnu, one UE8M0 scale per {GROUP_SIZE} values",
-            ),
+            "scale": ue8m0_scales(num_rows, num_columns),
         }
 
     def empty(

@@ -10,13 +10,19 @@ from typing import ClassVar
 import torch
 
 from deep_moe.errors import CheckpointError
+from deep_moe.formats.nvfp4 import GROUP_SIZE
 
 from ..layers import LayerWeights
-from ..stored_form import Expected, StoredForm, Suffixes, Tensors, one_scale
-
-GROUP_SIZE = 16  # values along K that share a scale
-
-_NAN_BYTE = 0x7F  # of E4M3; those above have a sign
+from ..stored_form import (
+    PACKED_DTYPES,
+    Expected,
+    StoredForm,
+    Suffixes,
+    Tensors,
+    one_scale,
+    packed_e2m1,
+)
+from .format import first_wrong_scale
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class StoredNvfp4(StoredForm):
 
     weights: ClassVar[str] = "nvfp4"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
-        "weight": (torch.uint8, torch.int8),
+        "weight": PACKED_DTYPES,
         "scale": (torch.float8_e4m3fn,),
         "global_scale": (torch.float32,),
     }
@@ -36,10 +42,6 @@ class StoredNvfp4(StoredForm):
     )
     # What tokens are divided by where they are quantized to NVFP4, too: not a part of the weights.
     token_scale: ClassVar[str] = ".input_scale"
-
-    @classmethod
-    def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
-        return cls()
 
     @classmethod
     def plain(cls, tensors: Tensors) -> Tensors:
@@ -64,11 +66,7 @@ class StoredNvfp4(StoredForm):
 
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {
-            "weight": Expected(
-                self.dtypes["weight"],
-                (num_rows, num_columns // 2),
-                "uint8 or int8, two E2M1 values per byte",
-            ),
+            "weight": packed_e2m1(num_rows, num_columns),
             "scale": Expected(
                 self.dtypes["scale"],
                 (num_rows, num_columns // GROUP_SIZE),
@@ -149,15 +147,12 @@ class StoredDivided(StoredNvfp4):
 
 def _check_scale_bytes(name: str, scales: torch.Tensor) -> None:
     """Raise if a scale is NaN or has a sign, even that of -0."""
-    wrong = (scales.amax(dim=-1) >= _NAN_BYTE).nonzero()
-    if wrong.numel():
-        row = int(wrong[0])
-        column = int((scales[row] >= _NAN_BYTE).nonzero()[0])
-        byte = int(scales[row, column])
-        what = "NaN" if byte % 128 == _NAN_BYTE else "one with a sign"
+    wrong = first_wrong_scale(scales)
+    if wrong is not None:
+        what = "NaN" if wrong.is_nan else "one with a sign"
         raise CheckpointError(
-            f"{name} must hold numbers without a sign; got {what} (E4M3 byte {byte:#04x}) in row "
-            f"{row}, column {column}"
+            f"{name} must hold numbers without a sign; got {what} (E4M3 byte {wrong.byte:#04x}) in "
+            f"row {wrong.row}, column {wrong.column}"
         )
 
 

@@ -4,7 +4,7 @@ three."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
@@ -18,16 +18,13 @@ from deep_moe.formats.block_scaled import (
     ue8m0_to_float,
     unpack_e2m1,
 )
+from deep_moe.formats.nvfp4 import GROUP_SIZE
 from deep_moe.formats.scale_blocks import cut_values, over_values, padded_values
 
 from ..checks import check_global_scales, check_layers
 from ..format import WeightFormat
 from ..layers import LayerTensors, LayerWeights, WeightSizes
 
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
-
-GROUP_SIZE = 16
 SCALE_BLOCK = (1, GROUP_SIZE)
 
 _SMALLEST_SCALE = 2.0**-9  # of E4M3
@@ -58,18 +55,23 @@ class Nvfp4(WeightFormat):
         check_scale_bytes(f"{name}[1]", sf)
         check_global_scales(f"{name}[2]", global_sf)
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        """Values and scales of zero."""
+        weight, sf, global_sf = layer
+        return LayerWeights(
+            padded_values(weight, num_matrices, per_element=2),
+            padded_values(sf, num_matrices, per_element=GROUP_SIZE),
+            global_sf.clone(),
+        )
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return (
-            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
-            _cut(l2, 1, hidden, intermediate),
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        weight, sf, global_sf = layer
+        return LayerWeights(
+            cut_values(weight, num_matrices, num_rows, num_values // 2),
+            cut_values(sf, num_matrices, num_rows, num_values // GROUP_SIZE),
+            global_sf,
         )
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
@@ -136,21 +138,44 @@ class Nvfp4(WeightFormat):
 FORMAT = Nvfp4()
 
 
+class WrongScale(NamedTuple):
+    """An E4M3 byte that stands for no scale, and where it is in a matrix's scales."""
+
+    row: int
+    column: int
+    byte: int
+
+    @property
+    def is_nan(self) -> bool:
+        """Else it has a sign."""
+        return self.byte & E4M3_NAN == E4M3_NAN
+
+
+def first_wrong_scale(scales: torch.Tensor) -> WrongScale | None:
+    """Of bytes [N, K/16] the first that is NaN or has a sign, which exporters do not give it."""
+    rows = (scales.amax(dim=-1) >= E4M3_NAN).nonzero()
+    if not rows.numel():
+        return None
+    row = int(rows[0])
+    column = int((scales[row] >= E4M3_NAN).nonzero()[0])
+    return WrongScale(row, column, int(scales[row, column]))
+
+
 def check_scale_bytes(name: str, sf: torch.Tensor) -> None:
-    """Raise if a scale [E, N, K/16] is NaN or has a sign, which exporters do not give it. Expert by
-    expert, to need little memory; one wait for a GPU."""
-    highest = torch.stack([own.contiguous().view(torch.uint8).amax(dim=-1) for own in sf])
-    is_wrong = highest >= E4M3_NAN
-    if bool(is_wrong.any()):
-        expert_idx, row = is_wrong.nonzero()[0].tolist()
-        of_row = sf[expert_idx, row].contiguous().view(torch.uint8)
-        column = int((of_row >= E4M3_NAN).nonzero()[0])
-        byte = int(of_row[column])
-        what = "NaN" if byte & E4M3_NAN == E4M3_NAN else "a sign"
-        raise ValueError(
-            f"{name}: expert {expert_idx}, row {row} must have scales that are numbers without a "
-            f"sign; got {what} (E4M3 byte {byte:#04x}) in column {column}"
-        )
+    """Raise if a scale [E, N, K/16] is wrong. Expert by expert, to need little memory; one wait for
+    a GPU."""
+    largest = torch.stack([own.contiguous().view(torch.uint8).amax() for own in sf])
+    experts = (largest >= E4M3_NAN).nonzero()
+    if not experts.numel():
+        return
+    expert_idx = int(experts[0])
+    wrong = first_wrong_scale(sf[expert_idx].contiguous().view(torch.uint8))
+    assert wrong is not None
+    what = "NaN" if wrong.is_nan else "a sign"
+    raise ValueError(
+        f"{name}: expert {expert_idx}, row {wrong.row} must have scales that are numbers without a "
+        f"sign; got {what} (E4M3 byte {wrong.byte:#04x}) in column {wrong.column}"
+    )
 
 
 def _check_dtypes(name: str, layer: LayerWeights) -> None:
@@ -176,23 +201,3 @@ def _check_scales(
             f"{name} must hold one scale per {GROUP_SIZE} values, shape {expected}; got "
             f"{tuple(sf.shape)}"
         )
-
-
-def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    """Of so many matrices one below the other: values and scales of zero."""
-    weight, sf, global_sf = layer
-    return LayerWeights(
-        padded_values(weight, num_matrices, per_element=2),
-        padded_values(sf, num_matrices, per_element=GROUP_SIZE),
-        global_sf.clone(),
-    )
-
-
-def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
-    """The inverse."""
-    weight, sf, global_sf = layer
-    return LayerWeights(
-        cut_values(weight, num_matrices, num_rows, num_values // 2),
-        cut_values(sf, num_matrices, num_rows, num_values // GROUP_SIZE),
-        global_sf,
-    )

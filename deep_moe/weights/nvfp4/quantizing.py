@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from deep_moe.formats.mx import by_matrix, require_dtype
+from deep_moe.formats.nvfp4 import GROUP_SIZE
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from ..layers import LayerWeights
 from ..quantizing import check_matrices
-from .format import FORMAT, GROUP_SIZE
+from .format import FORMAT
 
 
 def quantize_nvfp4(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:

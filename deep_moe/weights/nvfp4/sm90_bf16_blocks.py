@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.formats.nvfp4 import GROUP_SIZE
 from deep_moe.targets.sm90.decoded_blocks import Rows
 from deep_moe.targets.sm90.e2m1_blocks import E2m1Blocks
-
-from .format import GROUP_SIZE
 
 if TYPE_CHECKING:
     from ..layers import LayerTensors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deep_moe.formats.block_scaled import (
@@ -17,9 +15,6 @@ from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.weights.checks import check_layers
 from deep_moe.weights.format import WeightFormat
 from deep_moe.weights.layers import LayerTensors, LayerWeights, WeightSizes
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.shape import MoEShape
 
 VALUES_PER_ELEMENT = 4
 ROW = (1, 1 << 12)  # rows and values along K that share a factor: more than any row has here
@@ -44,19 +39,18 @@ class Toy4(WeightFormat):
         if not bool((layer.sf > 0).all()):
             raise ValueError(f"{name}: factors must be positive")
 
-    def padded(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        return _padded(l1, shape.num_l1_matrices), _padded(l2, 1)
+    def padded_layer(self, layer: LayerWeights, num_matrices: int) -> LayerWeights:
+        factors = layer.sf.unflatten(1, (num_matrices, -1))
+        missing = (0, -factors.shape[2] % K_BLOCK)
+        sf = torch.nn.functional.pad(factors, missing, value=1.0).flatten(1, 2)
+        return LayerWeights(padded_values(layer.weight, num_matrices, VALUES_PER_ELEMENT), sf)
 
-    def without_padding(
-        self, l1: LayerWeights, l2: LayerWeights, shape: MoEShape
-    ) -> tuple[LayerWeights, LayerWeights]:
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-        return (
-            _cut(l1, shape.num_l1_matrices, intermediate, hidden),
-            _cut(l2, 1, hidden, intermediate),
-        )
+    def cut_layer(
+        self, layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int
+    ) -> LayerWeights:
+        sf = layer.sf.unflatten(1, (num_matrices, -1))[:, :, :num_rows].flatten(1, 2)
+        num_elements = num_values // VALUES_PER_ELEMENT
+        return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_elements), sf)
 
     def dequantize(self, layer: LayerTensors, num_matrices: int = 1) -> torch.Tensor:
         weight, sf = layer
@@ -112,19 +106,6 @@ def _check_scales(
 ) -> None:
     if tuple(sf.shape) != sizes[:2]:
         raise ValueError(f"{name} must have shape {sizes[:2]}; got {tuple(sf.shape)}")
-
-
-def _padded(layer: LayerWeights, num_matrices: int) -> LayerWeights:
-    factors = layer.sf.unflatten(1, (num_matrices, -1))
-    missing = (0, -factors.shape[2] % K_BLOCK)
-    sf = torch.nn.functional.pad(factors, missing, value=1.0).flatten(1, 2)
-    return LayerWeights(padded_values(layer.weight, num_matrices, VALUES_PER_ELEMENT), sf)
-
-
-def _cut(layer: LayerWeights, num_matrices: int, num_rows: int, num_values: int) -> LayerWeights:
-    sf = layer.sf.unflatten(1, (num_matrices, -1))[:, :, :num_rows].flatten(1, 2)
-    num_elements = num_values // VALUES_PER_ELEMENT
-    return LayerWeights(cut_values(layer.weight, num_matrices, num_rows, num_elements), sf)
 
 
 FORMAT = Toy4()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.targets.sm90.rows import RowsOf
     from deep_moe.weights.layers import (
-        ExpertWeights,
         KernelLayer,
         LayerWeights,
         MegaMoEWeights,
@@ -58,42 +57,26 @@ class Sm90Toy4(Sm90Weights):
             for rows, slots in _views(own, laid_out, rows_of):
                 slots.copy_(rows)
 
-    def inverse(self, l1: KernelLayer, l2: KernelLayer, has_gate: bool) -> ExpertWeights:
+    def read_layer(
+        self, layer: KernelLayer, size: tuple[int, int, int], rows_of: RowsOf
+    ) -> LayerWeights:
         import torch
 
-        from deep_moe.targets.sm90.rows import RowsOf
-        from deep_moe.weights.layers import ExpertWeights, LayerWeights
+        from deep_moe.weights.layers import LayerWeights
 
-        shape = self.checked_shape(l1, l2, has_gate=has_gate)
-        hidden, intermediate = shape.hidden, shape.intermediate_hidden
-
-        def read(
-            layer: KernelLayer, num_rows: int, num_values: int, rows_of: RowsOf
-        ) -> LayerWeights:
-            size = (shape.num_experts, num_rows)
-            made = LayerWeights(
-                layer.weight.new_empty((*size, num_values // 4), dtype=torch.int16),
-                layer.sf.new_empty(size),
-            )
-            for rows, slots in _views(made, layer, rows_of):
-                rows.copy_(slots)
-            return made
-
-        return ExpertWeights(
-            read(l1, shape.num_l1_rows, hidden, RowsOf.linear1(has_gate)),
-            read(l2, hidden, intermediate, RowsOf.OUTPUT),
+        *rows_of_experts, num_values = size
+        made = LayerWeights(
+            layer.weight.new_empty((*rows_of_experts, num_values // 4), dtype=torch.int16),
+            layer.sf.new_empty(rows_of_experts),
         )
+        for rows, slots in _views(made, layer, rows_of):
+            rows.copy_(slots)
+        return made
 
     def tensors(self, shape: MoEShape) -> TensorForms:
         import torch
 
-        l1, l2 = self.block_dims(shape)
-        return {
-            "l1_weights[0]": (torch.uint8, (*l1, BLOCK_BYTES)),
-            "l1_weights[1]": (torch.float32, (*l1[:2], BLOCK_N)),
-            "l2_weights[0]": (torch.uint8, (*l2, BLOCK_BYTES)),
-            "l2_weights[1]": (torch.float32, (*l2[:2], BLOCK_N)),
-        }
+        return self.blocks_and_factors(shape, torch.uint8, BLOCK_BYTES)
 
     @property
     def numerics(self) -> Numerics:

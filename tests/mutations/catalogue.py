@@ -309,7 +309,19 @@ SM100_MUTATIONS = (
     M("epilogue_without_tcgen05_fence", removed("accumulator_fence"), "race"),
     M("release_without_tcgen05_fence", removed("release_fence"), "race"),
     M("load_without_wait", removed("accumulator_loaded"), "race"),
-    M("release_before_last_load", moved("l1_computed", behind="l1_released"), "race"),
+    M(
+        "release_before_last_load",
+        (
+            replaced(
+                "l1_computed",
+                "compute_tile",
+                "if (part_idx + 1 == num_parts && tile_idx + 1 == num_tiles) accumulator.release();"
+                " compute_tile",
+            ),
+            removed("l1_released"),
+        ),
+        "race",
+    ),
     # ---- Linear1 epilogue
     M("l1_tile_without_fence", removed("l1_tile_fence"), "race"),
     M("l1_maxima_without_barrier", removed("l1_maxima_there"), "race|misuse"),

@@ -60,6 +60,7 @@ def with_edits(edits: Sequence[Edit], include: Path) -> dict[Path, str]:
             (other,) = marks[edit.behind]
             assert other.path == place.path
             assert other.begin >= place.end
+            assert statement.endswith(";"), f"mark {edit.mark}: the head of a block cannot move"
             pieces[place.path].append((other.end, other.end, f"\n{statement}"))
     texts = {}
     for path, changes in pieces.items():

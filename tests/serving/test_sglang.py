@@ -20,6 +20,9 @@ from deep_moe.integrations import served_experts
 from deep_moe.integrations.sglang import SWITCH_VARIABLE, hooks, register
 from deep_moe.trial.rank_processes import run_on_ranks
 
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("make test-serving installs sglang", allow_module_level=True)
+
 from . import sglang_stage
 from .test_vllm import (
     EXPERTS,
@@ -33,9 +36,6 @@ from .test_vllm import (
     route,
     tokens,
 )
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("make test-serving installs sglang", allow_module_level=True)
 
 CASES = [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")]
 ONE_RANK = SimpleNamespace(world_size=1, device_group=None, cpu_group=None)

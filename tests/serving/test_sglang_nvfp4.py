@@ -14,13 +14,13 @@ import torch
 from deep_moe.integrations import served_experts
 from tests.checkpoint.written import Written, nvfp4
 
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("make test-serving installs sglang", allow_module_level=True)
+
 from . import sglang_stage
 from .test_sglang import block, empty_layer, forward, started
 from .test_vllm import EXPERTS, HIDDEN, INTERMEDIATE, called_directly, tokens
 from .test_vllm_formats import source
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("make test-serving installs sglang", allow_module_level=True)
 
 SIZES = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
 Parts = dict[tuple[int, str], Written]

@@ -25,7 +25,9 @@ from tests.checkpoint.written import (
     nvfp4,
 )
 
-from .test_vllm import (  # noqa: F401
+vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+from .test_vllm import (  # noqa: E402, F401
     EXPERTS,
     HIDDEN,
     NAME,
@@ -38,8 +40,6 @@ from .test_vllm import (  # noqa: F401
     tokens,
     world,
 )
-
-vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 
 INTERMEDIATE = 128
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}

@@ -76,10 +76,10 @@ __device__ __forceinline__ void multiply_plain_k_block(const StageDescriptors<Co
 // scale word. tcgen05 executes one thread's copies and MMAs in the order they are issued. One
 // thread.
 template <class Config>
-__device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>& first,
-                                                 uint32_t stage, uint32_t tmem,
-                                                 uint32_t accumulator, uint32_t num_tokens,
-                                                 bool is_first) {
+__device__ __forceinline__ void multiply_scaled_k_block(const StageDescriptors<Config>& first,
+                                                        uint32_t stage, uint32_t tmem,
+                                                        uint32_t accumulator, uint32_t num_tokens,
+                                                        bool is_first) {
     using Smem = typename Config::Smem;
     const uint32_t token_sf = tmem + Config::Tmem::activation_sf_column;
     const uint32_t weight_sf = tmem + Config::Tmem::weight_sf_column;
@@ -121,6 +121,22 @@ __device__ __forceinline__ void multiply_k_block(const StageDescriptors<Config>&
                 weight_sf + i * Config::Tmem::weight_sf_stride,
                 token_sf + i * Config::Tmem::activation_sf_stride, accumulates);
         }
+    }
+}
+
+// One k-block of a phase, with scales where its weights and tokens have any. One thread.
+template <class Config>
+__device__ __forceinline__ void multiply_k_block(Phase phase, const StageDescriptors<Config>& first,
+                                                 uint32_t stage, uint32_t tmem,
+                                                 uint32_t accumulator, uint32_t num_tokens,
+                                                 bool is_first) {
+    using Weights = typename Config::Weights;
+    const bool is_plain =
+        !Weights::has_scales || (Weights::has_unit_scales && phase == Phase::linear1);
+    if (is_plain) {
+        multiply_plain_k_block(first, stage, accumulator, num_tokens, is_first);
+    } else if constexpr (Weights::has_scales) {
+        multiply_scaled_k_block(first, stage, tmem, accumulator, num_tokens, is_first);
     }
 }
 
@@ -188,17 +204,8 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             // The same lane every time: a commit covers the operations of the thread that issues
             // it.
             if (ptx::elect_sync()) {
-                using Weights = typename Config::Weights;
-                const bool is_plain = !Weights::has_scales ||
-                                      (Weights::has_unit_scales && block.phase == Phase::linear1);
-                //~ multiplied
-                if (is_plain) {
-                    multiply_plain_k_block(descriptors, ring.stage, accumulator, num_tokens,
-                                           k_block_idx == 0);
-                } else if constexpr (Weights::has_scales) {
-                    multiply_k_block(descriptors, ring.stage, tmem, accumulator, num_tokens,
-                                     k_block_idx == 0);
-                }
+                multiply_k_block(block.phase, descriptors, ring.stage, tmem, accumulator,
+                                 num_tokens, k_block_idx == 0);  //~ multiplied
                 ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
                                                          both_ctas);  //~ committed
             }

@@ -93,6 +93,7 @@ def config(
         max_tokens=tokens if max_tokens is None else max_tokens,
         pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,
+        arch=arch,
     )
     explanation = choose_config(
         shape,

@@ -141,10 +141,12 @@ def make_shape(
     weights: str = DEFAULT_WEIGHTS,
     biases: bool = False,
     token_format: str | None = None,
+    arch: str | None = None,
 ) -> MoEShape:
     """The shape that the options name: a model's, or else a small layer's, with whatever sizes
-    are given on top."""
+    are given on top. arch: where its kernel runs, which decides the tokens if nothing is said."""
     from deep_moe.heuristics import MoEShape
+    from deep_moe.targets import target_of
 
     if model is None:
         sizes = {"num_experts": 4 * ranks, **SMALL_LAYER}
@@ -161,6 +163,8 @@ def make_shape(
     }
     given = {**sizes, **{name: value for name, value in given.items() if value is not None}}
     check_weights(weights)
+    if token_format is None and arch is not None:
+        token_format = target_of(arch).usual_token_format(weights)
     return MoEShape(
         num_ranks=ranks,
         num_max_tokens_per_rank=max_tokens,

@@ -77,6 +77,12 @@ def time(
     far its times have been from measured ones. A call of a whole model takes minutes.
     """
     counts = parse_tokens(tokens, ranks)
+    from deep_moe.emulator import chips
+
+    on = chips.load(chip)
+    if clock_mhz is not None:
+        on = on.at_clock(clock_mhz)
+    applied = parse_activation(activation, clamp, model=model)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -90,14 +96,9 @@ def time(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
-    )
+        arch=on.arch,
+    ).with_gate(applied.has_gate)
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp, model=model)
-    from deep_moe.emulator import chips
-
-    on = chips.load(chip)
-    if clock_mhz is not None:
-        on = on.at_clock(clock_mhz)
     sms = int(on.value("num_sms")) if num_sms is None else num_sms
     check_call(shape, counts, arch=on.arch, num_sms=sms, activation=applied, overrides=overrides)
     # Imports PyTorch, which takes seconds: nothing that can be refused comes behind it.

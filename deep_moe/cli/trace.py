@@ -117,6 +117,13 @@ def trace(
     if chip is not None and (device != Device.cpu or path != LayerPath.fused_path or biases):
         raise typer.BadParameter("--chip goes with --device cpu, --path fused and no --biases")
     counts = parse_tokens(tokens, ranks)
+    from deep_moe.targets import EMULATED, target_of
+
+    on_chip = None if chip is None else _chip_of(chip, arch)
+    if on_chip is not None:
+        arch, num_sms = on_chip.arch, num_sms or int(on_chip.value("num_sms"))
+    arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))
+    applied = parse_activation(activation, clamp, model=model)
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -130,16 +137,9 @@ def trace(
         topk=topk,
         hidden=hidden,
         intermediate=intermediate,
-    )
+        arch=arch,
+    ).with_gate(applied.has_gate)
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp, model=model)
-    shape = shape.with_gate(applied.has_gate)
-    from deep_moe.targets import EMULATED, target_of
-
-    on_chip = None if chip is None else _chip_of(chip, arch)
-    if on_chip is not None:
-        arch, num_sms = on_chip.arch, num_sms or int(on_chip.value("num_sms"))
-    arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))
     check_call(
         shape,
         counts,
@@ -169,7 +169,7 @@ def trace(
             )
         _show(file, shape, counts, recorded, "microseconds", as_json)
         return
-    scale_block = target_of(arch).weights_of(weights).scale_block
+    scale_block = target_of(arch).weights_of(shape.weights, shape.token_format).scale_block
     layer: LayerParts
     if device == Device.cuda:  # a whole model's experts would take minutes to make here
         layer = LayerMadeByRanks(shape, seed, "cuda", scale_block)

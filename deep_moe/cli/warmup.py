@@ -88,6 +88,10 @@ def warmup(
     from deep_moe.targets import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
+    here = gpu_of_this_machine() if arch is None else None
+    if here is not None:  # what calls here choose from
+        arch, tuning = here.target.name, find_tuning(here.name)
+        num_sms = here.num_sms if num_sms is None else num_sms
     shape = make_shape(
         model=model,
         ranks=ranks,
@@ -101,12 +105,9 @@ def warmup(
         max_tokens=max_tokens,
         pool_tokens=pool_rows(pool_tokens),
         shared_experts=shared_experts,
+        arch=arch,
     )
     overrides = parse_overrides(override)
-    here = gpu_of_this_machine() if arch is None else None
-    if here is not None:  # what calls here choose from
-        arch, tuning = here.target.name, find_tuning(here.name)
-        num_sms = here.num_sms if num_sms is None else num_sms
     applied = parse_activation(activation, clamp, model=model)
 
     def choose(num_tokens: int, is_uneven: bool) -> MegaMoEConfig:

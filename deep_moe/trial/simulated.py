@@ -86,6 +86,7 @@ def simulate_call(
         device="meta",
         weights=shape.weights,
         token_format=shape.token_format,
+        has_gate=shape.has_gate,
     )
     with EmulatedRanks(shape.num_ranks, **shape.buffer_arguments) as ranks:
         weights = [

@@ -523,7 +523,8 @@ void ProgramBuilder::find_unused() {
     };
     const auto is_used = [&](size_t i) {
         const auto& writes = traffic_[i].writes;
-        return !costs[i].is_pure || writes.empty() ||
+        // Lanes meet by their mask, whoever reads what they exchange.
+        return !costs[i].is_pure || writes.empty() || ops[i].meeting == Meeting::member_mask ||
                std::any_of(writes.begin(), writes.end(), [&](int r) { return matters[size_t(r)]; });
     };
     while (changed) {

@@ -9,8 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.targets import TARGETS
 from deep_moe.trial import calls as trial
+from deep_moe.trial import synthetic
 from deep_moe.trial.real_size import LayerMadeByRanks, rank_layer
+from tests.pairs import formats, usual_pairs
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
 
@@ -116,3 +119,40 @@ def test_what_has_no_trace_of_its_own(tmp_path: Path, options: list[str], words:
     result = invoke(str(tmp_path / "layer.json"), *TINY, *options)
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("│", " ").split())
+
+
+PAIRS = [(arch, pair) for arch in ("sm_90a", "sm_100a") for pair in usual_pairs(arch)]
+
+
+@pytest.mark.parametrize(("arch", "pair"), PAIRS)
+def test_weights_have_the_scale_blocks_of_their_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, pair: str
+):
+    """FP8 weights have one scale per row beside tokens with one scale, else one per block."""
+    asked = {}
+
+    def random_layer(shape, *, seed, scale_block):
+        asked[shape.weights, shape.token_format] = scale_block
+        raise ValueError("seen")
+
+    monkeypatch.setattr(synthetic, "random_layer", random_layer)
+    of_pair = formats(pair)
+    words = ["--weights", of_pair["weights"], "--token-format", of_pair["token_format"]]
+    invoke(str(tmp_path / "layer.json"), *TINY, *words, "--arch", arch)
+    expected = TARGETS[arch].weights_of(**of_pair).scale_block
+    assert asked == {(of_pair["weights"], of_pair["token_format"]): expected}
+
+
+def test_tokens_are_by_default_those_that_the_target_takes_beside_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+
+    def random_layer(shape, **_):
+        asked.append(shape.token_format)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(synthetic, "random_layer", random_layer)
+    for arch in ("sm_90a", "sm_100a"):
+        invoke(str(tmp_path / "layer.json"), *TINY, "--weights", "nvfp4", "--arch", arch)
+    assert asked == ["bf16", "nvfp4"]

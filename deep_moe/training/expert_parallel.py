@@ -78,7 +78,7 @@ def exchange_over(group: ProcessGroup | AllToAll, max_recv_slots: int | None) ->
     return AllToAllExchange(group)
 
 
-def _experts(options: Options, x: torch.Tensor, parameters: Parameters) -> Experts:
+def experts_of_call(options: Options, x: torch.Tensor, parameters: Parameters) -> Experts:
     w1, w3, w2, b1, b3, b2 = parameters
     assert w1 is not None
     assert w2 is not None
@@ -97,7 +97,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
         topk_weights: torch.Tensor,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        experts = _experts(options, x, parameters)
+        experts = experts_of_call(options, x, parameters)
         num_local_experts = experts.weights.gate.shape[0]
         ways, received = exchange.dispatch(
             x, topk_idx, topk_weights, num_local_experts, experts.steps
@@ -119,7 +119,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, gate, up, received, *parameters = ctx.saved_tensors
         # Every rank sends and receives all of it, whatever gradients it wants itself.
-        gradients = _experts(ctx.options, x, tuple(parameters)).backward(
+        gradients = experts_of_call(ctx.options, x, tuple(parameters)).backward(
             d_out.contiguous(),
             x,
             received,
@@ -128,11 +128,13 @@ class _ExpertParallelMoE(torch.autograd.Function):
             None if gate is None else Linear1(gate, up),
         )
         d_x, d_topk_weights = gradients.x, gradients.topk_weights
-        d_parameters = _of_parameters(gradients, tuple(parameters))
+        d_parameters = gradients_of_parameters(gradients, tuple(parameters))
         return None, None, d_x, None, d_topk_weights, *d_parameters
 
 
-def _of_parameters(gradients: Gradients, parameters: Parameters) -> list[torch.Tensor | None]:
+def gradients_of_parameters(
+    gradients: Gradients, parameters: Parameters
+) -> list[torch.Tensor | None]:
     """In the parameters' types."""
     weights, biases = gradients.weights, gradients.biases
     assert weights is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -20,8 +20,10 @@ from .operators import encode_activation, gated_activation_of, moe_op
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.fused.buffer import SymmBuffer
     from deep_moe.split.throughput import AllToAll
 
+Forward = Literal["training", "serving"]
 _DTYPES = (torch.bfloat16, torch.float64)
 _TOPK_IDX_DTYPES = (torch.int64, torch.int32)
 _BIAS_DTYPES = (torch.bfloat16, torch.float32)
@@ -46,6 +48,8 @@ def moe(
     max_recv_slots: int | None = None,
     keep_received: bool = False,
     arch: str | None = None,
+    forward: Forward = "training",
+    sym_buffer: SymmBuffer | None = None,
 ) -> torch.Tensor:
     """A mixture-of-experts layer, differentiable in x, topk_weights, weights and biases.
 
@@ -89,6 +93,14 @@ def moe(
         arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
             then run in the emulator; on a GPU its own target or None. Products are PyTorch's
             everywhere.
+        forward: "training"; or "serving": the forward pass is the call that serves the layer,
+            `mega_moe` over `sym_buffer`, so that its output has the bits of serving. Weights are
+            rounded to the nearest of the buffer's format in every forward pass; no rounded copy is
+            kept. The backward pass is that of "training" with recompute, with tokens and weights as
+            they are: gradients pass through the roundings as if they were not there.
+        sym_buffer: with forward "serving", a buffer of `get_symm_buffer_for_mega_moe` for the
+            layer's sizes, without shared experts. Its ranks are those of `group`. Layers of a model
+            may share one, and an engine in the same process may, too.
 
     Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
     at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA
@@ -103,9 +115,23 @@ def moe(
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
     require_type("recompute", recompute, bool, "a bool")
     require_type("keep_received", keep_received, bool, "a bool")
+    if forward not in get_args(Forward):
+        raise ValueError(f"forward must be 'training' or 'serving'; got {forward!r}")
     kind = gated_activation_of(activation, activation_clamp)
     parameters = (w1, w3, w2, b1, b3, b2)
     options = (encode_activation(kind), precision, arch)
+    if forward == "serving":
+        refused = {"precision": (precision, "bf16"), "keep_received": (keep_received, False)}
+        for name, (given, allowed) in refused.items():
+            if given != allowed:
+                raise ValueError(
+                    f"{name} must be {allowed!r} with forward='serving'; got {given!r}"
+                )
+        return _serving_moe(
+            sym_buffer, group, max_recv_slots, options, x, topk_idx, topk_weights, parameters
+        )
+    if sym_buffer is not None:
+        raise ValueError(f"sym_buffer must be None with forward='training'; got {sym_buffer!r}")
     if group is not None:
         from .expert_parallel import Options, expert_parallel_moe
 
@@ -116,6 +142,33 @@ def moe(
         raise ValueError("max_recv_slots and keep_received go with a group; got no group")
     out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, recompute)[0]
     return out
+
+
+def _serving_moe(
+    sym_buffer: SymmBuffer | None,
+    group: ProcessGroup | AllToAll | None,
+    max_recv_slots: int | None,
+    options: tuple[str, Precision, str | None],
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    from .expert_parallel import Options, exchange_over
+    from .groups import num_ranks_of
+    from .serving import check_serving, serving_moe
+
+    w1, _, w2, b1, _, _ = parameters
+    assert w1 is not None
+    assert w2 is not None
+    if group is None and max_recv_slots is not None:
+        raise ValueError(f"max_recv_slots goes with a group; got {max_recv_slots} and no group")
+    exchange = None if group is None else exchange_over(group, max_recv_slots)
+    buffer = check_serving(
+        sym_buffer, num_ranks_of(group), x, topk_idx, w1, w2, biases=b1 is not None
+    )
+    given = Options(*options, recompute=True, keep_received=False)
+    return serving_moe(buffer, exchange, given, x, topk_idx, topk_weights, parameters)
 
 
 def _check(

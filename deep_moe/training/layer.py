@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deep_moe.activations import Activation
 from deep_moe.devices import named_device
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.shape import MAX_SIZE, require_int
+from deep_moe.targets import target_for
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import Precision
-from .functional import moe
+from .functional import Forward, moe
+from .groups import Shared, num_ranks_of
 from .operators import gated_activation_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.fused.buffer import SymmBuffer
     from deep_moe.split.throughput import AllToAll
+    from deep_moe.weights.layers import ExpertWeights
 
 
 class MoELayer(nn.Module):
@@ -45,6 +47,8 @@ class MoELayer(nn.Module):
         max_recv_slots: as in `deep_moe.moe`.
         keep_received: as in `deep_moe.moe`.
         arch: as in `deep_moe.moe`.
+        forward: as in `deep_moe.moe`.
+        sym_buffer: as in `deep_moe.moe`.
         device: of the parameters; dtype bfloat16, or float64 to check gradients.
         dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
 
@@ -74,6 +78,8 @@ class MoELayer(nn.Module):
         max_recv_slots: int | None = None,
         keep_received: bool = False,
         arch: str | None = None,
+        forward: Forward = "training",
+        sym_buffer: SymmBuffer | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -96,8 +102,10 @@ class MoELayer(nn.Module):
         self.arch = arch
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received
-        num_ranks = _num_ranks(group)
-        self._shared_group = _SharedGroup(group, num_ranks)
+        self.forward_kind: Forward = forward
+        self._num_ranks = num_ranks = num_ranks_of(group)
+        self._shared_group: Shared[ProcessGroup | AllToAll] = Shared(group)
+        self._shared_buffer = Shared(sym_buffer)
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts must be a multiple of the group's {num_ranks} ranks; "
@@ -122,23 +130,36 @@ class MoELayer(nn.Module):
     def group(self) -> ProcessGroup | AllToAll | None:
         """Of the ranks that share the experts. Copies of the module have the same; `torch.save`
         leaves it out, and a module that was loaded is given one of as many ranks."""
-        shared = self._shared_group
-        if shared.is_lost:
+        if self._shared_group.is_lost:
             raise RuntimeError(
-                f"this layer was saved with its part of the experts of {shared.num_ranks} ranks, "
+                f"this layer was saved with its part of the experts of {self._num_ranks} ranks, "
                 "and a group is not saved: set layer.group to a group of as many ranks"
             )
-        return shared.group
+        return self._shared_group.value
 
     @group.setter
     def group(self, group: ProcessGroup | AllToAll | None) -> None:
-        num_ranks = self._shared_group.num_ranks
-        if _num_ranks(group) != num_ranks:
+        if num_ranks_of(group) != self._num_ranks:
             raise ValueError(
-                f"group must have {num_ranks} ranks, as this layer has its part of the experts of "
-                f"so many; got {_num_ranks(group)}"
+                f"group must have {self._num_ranks} ranks, as this layer has its part of the "
+                f"experts of so many; got {num_ranks_of(group)}"
             )
-        self._shared_group = _SharedGroup(group, num_ranks)
+        self._shared_group = Shared(group)
+
+    @property
+    def sym_buffer(self) -> SymmBuffer | None:
+        """What forward "serving" goes through. Copies of the module have the same; `torch.save`
+        leaves it out, and a module that was loaded is given another."""
+        if self._shared_buffer.is_lost:
+            raise RuntimeError(
+                "this layer was saved with a sym_buffer, and a buffer is not saved: set "
+                "layer.sym_buffer to a buffer of as many ranks"
+            )
+        return self._shared_buffer.value
+
+    @sym_buffer.setter
+    def sym_buffer(self, sym_buffer: SymmBuffer | None) -> None:
+        self._shared_buffer = Shared(sym_buffer)
 
     def reset_parameters(self) -> None:
         """Weights as in `nn.Linear`, biases zero."""
@@ -191,8 +212,28 @@ class MoELayer(nn.Module):
             max_recv_slots=self.max_recv_slots,
             keep_received=self.keep_received,
             arch=self.arch,
+            forward=self.forward_kind,
+            sym_buffer=self.sym_buffer,
         )
         return out.view(x.shape)
+
+    @torch.no_grad()
+    def serving_weights(self, weights: str, token_format: str | None = None) -> ExpertWeights:
+        """This rank's weights as an engine loads them: what forward "serving" lays out.
+
+        Args:
+            weights: the format, as of `transform_weights_for_mega_moe`.
+            token_format: that of the tokens; by default the one that goes with the weights.
+
+        Returns `l1, l2` as checkpoints have them: what `transform_weights_for_mega_moe` and
+        `deep_moe.checkpoint.save_experts` take. Raises ValueError for formats that the target
+        does not have.
+        """
+        from .serving import serving_weights_in_parts
+
+        target = target_for(self.arch, self.w1.device)
+        on_target = target.weights_of(weights, token_format)
+        return serving_weights_in_parts(self.w1, self.w3, self.w2, on_target)
 
     @torch.no_grad()
     def load_transposed(self, l1: torch.Tensor, l2: torch.Tensor) -> None:
@@ -229,32 +270,3 @@ class MoELayer(nn.Module):
             f"num_experts={self.num_experts}, precision={self.precision!r}, "
             f"activation={self.activation}"
         )
-
-
-class _SharedGroup:
-    """A group as a module holds it: a group can be neither copied nor saved. A copy shares it."""
-
-    def __init__(
-        self, group: ProcessGroup | AllToAll | None, num_ranks: int, *, is_lost: bool = False
-    ) -> None:
-        self.group = group
-        self.num_ranks = num_ranks
-        self.is_lost = is_lost
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _SharedGroup:
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        is_lost = self.is_lost or self.group is not None
-        return partial(_SharedGroup, is_lost=is_lost), (None, self.num_ranks)
-
-
-def _num_ranks(group: ProcessGroup | AllToAll | None) -> int:
-    from deep_moe.split.throughput import AllToAll
-
-    if group is None:
-        return 1
-    if isinstance(group, AllToAll):
-        return group.shape.num_ranks
-    require_type("group", group, dist.ProcessGroup, "a process group, an AllToAll or None")
-    return group.size()

@@ -472,6 +472,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         max_recv_slots=None,
         keep_received=False,
         arch=None,
+        forward="training",
         device=None,
         dtype=torch.bfloat16,
     ),

@@ -19,13 +19,21 @@ from .errors import (
 )
 from .findings import Finding, Involved
 from .launch_times import LaunchTime, WarpWait
-from .machine import Machine, Module, NamedArray, Statistics, supported_instructions
+from .machine import (
+    EntriesBySource,
+    Machine,
+    Module,
+    NamedArray,
+    Statistics,
+    supported_instructions,
+)
 
 __all__ = [
     "BarrierMisuse",
     "Chip",
     "Deadlock",
     "EmulatorError",
+    "EntriesBySource",
     "Finding",
     "InvalidOperation",
     "InvalidPtx",

@@ -187,6 +187,7 @@ def load() -> ctypes.CDLL:
         "dm_num_waits": (u64, [handle]),
         "dm_waits": (None, [handle, ctypes.POINTER(ctypes.c_int64)]),
         "dm_set_home": (None, [handle, u32, u64, integer]),
+        "dm_mirror_memory": (integer, [handle, u32, u64, u64, u64, u64, u64_out, u32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

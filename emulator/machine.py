@@ -63,6 +63,22 @@ class NamedArray:
     element_bytes: int = 1
 
 
+@dataclass(frozen=True)
+class EntriesBySource:
+    """An array in a rank's memory whose entries are written by the ranks in turn: entry i by rank
+    i % ranks.
+
+    Args:
+        offset: in bytes from the region's start.
+        num_entries: a multiple of the number of ranks.
+        entry_bytes: size of an entry.
+    """
+
+    offset: int
+    num_entries: int
+    entry_bytes: int
+
+
 class Module:
     """PTX that a machine has loaded.
 
@@ -175,6 +191,7 @@ class Machine:
         self._library.dm_set_collects_findings(self._handle, not stop_at_findings)
         self._library.dm_leave_out_products(self._handle, not products)
         self.chip = chip
+        self._checks = checks
         if chip is not None:
             text = chip.as_text().encode()
             self._check(self._library.dm_set_clock(self._handle, text, keep_waits))
@@ -238,6 +255,52 @@ class Machine:
         if not array.flags.c_contiguous if hasattr(array, "flags") else not array.is_contiguous():
             raise ValueError(f"{name}: only contiguous arrays can be added")
         self.add_memory(rank, _address_of(array), num_bytes, name, writable=writable)
+
+    def mirror_memory(
+        self,
+        rank: int,
+        address: int,
+        *,
+        onto: int,
+        num_ranks: int = 1,
+        shift: int = 0,
+        by_source: Iterable[EntriesBySource] = (),
+    ) -> None:
+        """Let a region of a peer's memory stand for a peer that does not run, because it does to
+        this rank what this rank does to it, at the same time: accesses go to the rank's own memory,
+        over the link, and load both directions of the rank's own links.
+
+        Only with a chip as clock and `checks=False`.
+
+        Args:
+            rank: the rank.
+            address: of the peer's region, as `add_memory` was given it. The process must have the
+                addresses, and nobody touches what is there.
+            onto: address of the rank's own region, at least as large.
+            num_ranks: of the group that is symmetric.
+            shift: how many entries further than the rank's own the peer's are that mirror them.
+            by_source: arrays in which each source rank has entries of its own.
+        """
+        if self.chip is None or self._checks:
+            raise ValueError("mirror_memory needs a chip as clock, and checks=False")
+        rank = _whole("rank", rank, 0, MAX_RANK)
+        places = [
+            _whole(what, value, 0, MAX_U63)
+            for what, value in (("address", address), ("onto", onto))
+        ]
+        num_ranks = _whole("num_ranks", num_ranks, 1, MAX_RANK)
+        shift = _whole("shift", shift, 0, num_ranks - 1)
+        numbers = [
+            _whole(f"by_source: {name}", getattr(array, name), 0, MAX_U63)
+            for array in by_source
+            for name in ("offset", "num_entries", "entry_bytes")
+        ]
+        flat = (ctypes.c_uint64 * len(numbers))(*numbers)
+        self._check(
+            self._library.dm_mirror_memory(
+                self._handle, rank, *places, num_ranks, shift, flat, len(numbers) // 3
+            )
+        )
 
     def remove_memory(self, rank: int, address: int) -> None:
         """Forget the region that starts at `address`.

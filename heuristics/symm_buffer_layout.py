@@ -106,6 +106,24 @@ def symm_buffer_layout(shape: MoEShape) -> Layout:
     return parts.build(alignment=TMA_ALIGNMENT)
 
 
+def entries_by_source(shape: MoEShape) -> list[tuple[int, int, int]]:
+    """Where each source rank writes entries of its own into a rank's buffer: offset, entries, and
+    bytes of an entry; entry i is of rank i % ranks. Further pages of lists are not among them,
+    since what is written there names them.
+
+    >>> entries_by_source(MoEShape(2, 8, 2, 256, 128, 16))[0][1:]
+    (2, 32)
+    """
+    layout, padded = symm_buffer_layout(shape), shape.padded
+    lists = padded.num_experts
+    counts, pages = layout["expert_recv_count"], layout["src_token_topk_idx"]
+    found = [(counts.offset, padded.num_ranks, counts.stride), (pages.offset, lists, pages.stride)]
+    if padded.num_further_list_pages:
+        of_list = layout["src_list_pages"]
+        found.append((of_list.offset, lists, of_list.num_bytes // lists))
+    return found
+
+
 def work_space_layout(shape: MoEShape) -> Layout:
     """What of it is left where the tokens are here when a kernel starts, and their results stay: as
     much of the pool, in the same words. shape: of one rank and one slot, with as many tokens as

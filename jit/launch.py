@@ -14,16 +14,26 @@ if TYPE_CHECKING:
     import torch
 
     from deep_moe.emulator import Chip, Machine
-    from deep_moe.emulator.machine import NamedArray, Schedule
+    from deep_moe.emulator.machine import EntriesBySource, NamedArray, Schedule
     from deep_moe.heuristics.segments import Layout
 
     from .cache import CompiledKernel
 
 
 @dataclass(frozen=True)
+class Mirror:
+    """Arguments of `Machine.mirror_memory`."""
+
+    onto: int
+    num_ranks: int
+    shift: int
+    by_source: tuple[EntriesBySource, ...]
+
+
+@dataclass(frozen=True)
 class MemoryRegion:
     """Global memory that a launch may touch. home: the rank in whose GPU it lies, if it is another
-    one's."""
+    one's. mirror: the peer does not run, see `Machine.mirror_memory`."""
 
     name: str
     address: int
@@ -31,6 +41,7 @@ class MemoryRegion:
     is_writable: bool
     layout: Layout | None = None  # its arrays, for the emulator's findings
     home: int | None = None
+    mirror: Mirror | None = None
 
     @classmethod
     def of_tensor(cls, name: str, tensor: torch.Tensor, *, is_writable: bool) -> MemoryRegion:
@@ -108,6 +119,9 @@ def run_emulated(
                 arrays=_arrays(region.layout),
                 home=region.home,
             )
+        for region in launch.memory:
+            if region.mirror is not None:
+                machine.mirror_memory(launch.rank, region.address, **vars(region.mirror))
         kernel = launch.kernel
         resources = kernel.manifest["resources"]  # else as many as it may use at most
         if kernel.key not in modules:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.emulator.machine import EntriesBySource
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
-from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
-from deep_moe.jit.launch import RankLaunch, run_emulated
+from deep_moe.heuristics.symm_buffer_layout import entries_by_source, symm_buffer_layout
+from deep_moe.jit.launch import Mirror, RankLaunch, run_emulated
 from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, refuse_shared_memory
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
@@ -102,6 +104,7 @@ class EmulatedRanks:
         chip: Chip | None = None,
         products: bool = True,
         observe: Callable[[Machine], None] | None = None,
+        mirrored: bool = False,
         **options: Unpack[CallOptions],
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
@@ -121,9 +124,16 @@ class EmulatedRanks:
             chip: whose time is simulated, see `Machine`.
             products: False leaves them out, where only time is asked for.
             observe: gets the machine after the call.
+            mirrored: run rank 0 alone; every peer does to it what it does to that peer, at the same
+                time, as where peers have as many tokens and the same routing, turned by a rank.
+                Weights of the peers are taken to be rank 0's. It needs a chip and checked=False.
             {options}
         """
+        if mirrored and ranks is not None:
+            raise ValueError(f"ranks must be None where mirrored=True; got {ranks!r}")
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
+        if mirrored:
+            taking_part = (0,)
         given = given_options("call", options)
         arguments = with_numerics(given, activation, activation_clamp, fast_math)
         per_rank = {"ys": ys, "weights": weights, "stats": stats, "biases": biases}
@@ -160,6 +170,8 @@ class EmulatedRanks:
                             check_biases_given(*biases_of[rank], self.buffers[rank]),
                         )
                     )
+            if mirrored:
+                launches = [_with_mirrored_peers(launches[0], self.shape)]
             run_ranks(
                 self.buffers,
                 launches,
@@ -206,6 +218,20 @@ class EmulatedRanks:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _with_mirrored_peers(launch: RankLaunch, shape: MoEShape) -> RankLaunch:
+    """Rank 0's launch. Its peer p sees it as it sees rank -p."""
+    (own,) = (region for region in launch.memory if region.home == 0)
+    arrays = tuple(EntriesBySource(*array) for array in entries_by_source(shape))
+    num_ranks = shape.num_ranks
+    memory = tuple(
+        replace(region, mirror=Mirror(own.address, num_ranks, num_ranks - region.home, arrays))
+        if region.home
+        else region
+        for region in launch.memory
+    )
+    return replace(launch, memory=memory)
 
 
 def _names_of(rank: int) -> dict[str, str]:

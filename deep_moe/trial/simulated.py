@@ -23,6 +23,7 @@ from .calls import fill_inputs
 from .real_size import rank_tokens
 from .trace import RankTrace, record
 
+_MIRRORED_SHARE = 2  # how often an expert is named by a rank in the mean
 _ALIGNMENT = 1024  # of a tensor on a GPU at least 256
 
 
@@ -30,8 +31,8 @@ _ALIGNMENT = 1024  # of a tensor on a GPU at least 256
 class SimulatedCall:
     """A call of all ranks on a chip's clock.
 
-    launches: each rank's kernel. config: of the kernel. traces: what each rank recorded, if that
-    was asked for.
+    launches: each rank's kernel; of rank 0 alone where its peers mirrored it. config: of the
+    kernel. traces: what each rank recorded, if that was asked for.
     """
 
     chip: Chip
@@ -59,6 +60,7 @@ def simulate_call(
     routing: str = "uniform",
     num_warmup: int = 0,
     traced: bool = False,
+    mirrored: bool | None = None,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> SimulatedCall:
@@ -66,7 +68,21 @@ def simulate_call(
 
     counts: each rank's tokens, made up as `benchmarks.mega_moe` does. traced: record it. options:
     keyword arguments of `EmulatedRanks.call`.
+
+    mirrored: only rank 0, whose peers do what it does, see `EmulatedRanks.call`; all ranks must
+    have as many tokens, and routing must be uniform. By default where that holds, each of more than
+    two ranks names an expert twice in the mean, and nothing is traced.
     """
+    is_symmetric = len(set(counts)) == 1 and routing == "uniform"
+    if mirrored is None:
+        # Where few tokens name few experts, some rank has more of them, and all wait for it.
+        names_experts = counts[0] * shape.num_topk >= _MIRRORED_SHARE * shape.num_experts
+        mirrored = is_symmetric and names_experts and shape.num_ranks > 2 and not traced
+    if mirrored and not is_symmetric:
+        raise ValueError(
+            "mirrored=True needs as many tokens on each rank and routing='uniform'; got "
+            f"{tuple(counts)} and {routing!r}"
+        )
     device = torch.device("cpu")
     machines: list[Machine] = []
     options = {
@@ -76,6 +92,7 @@ def simulate_call(
         "chip": chip,
         "products": False,
         "progress": progress,
+        "mirrored": mirrored,
         **options,
     }
     form = empty_weights_for_mega_moe(
@@ -94,16 +111,17 @@ def simulate_call(
             for _ in ranks.buffers
         ]
         ys = [torch.zeros(count, shape.hidden, dtype=torch.bfloat16) for count in counts]
+        running = ranks.buffers[:1] if mirrored else ranks.buffers
 
         def call(**more: Any) -> None:
-            for buffer, count in zip(ranks.buffers, counts, strict=True):
+            for buffer, count in zip(running, counts, strict=False):
                 fill_inputs(buffer, rank_tokens(shape, count, buffer.rank, seed, device, routing))
             ranks.call(ys, weights, **options, **more)
 
         for _ in range(num_warmup):
             call()
         if traced:
-            with record(*ranks.buffers) as recorders:
+            with record(*running) as recorders:
                 for recorder in recorders:
                     recorder.is_timed = True
                 call(observe=machines.append)

@@ -147,6 +147,18 @@ EXPORT void dm_set_home(Handle* h, uint32_t rank, uint64_t address, int home) {
     h->machine.rank(rank).memory.set_home(address, home);
 }
 
+// Of a rank's region of a peer's memory, see Mirror; three numbers for each array by source rank.
+EXPORT int dm_mirror_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t onto,
+                            uint64_t num_ranks, uint64_t shift, const uint64_t* arrays,
+                            uint32_t num_arrays) {
+    return guarded(h, "mirror_memory", [&] {
+        Mirror mirror{onto, num_ranks, shift, {}};
+        for (uint32_t i = 0; i < num_arrays; ++i, arrays += 3)
+            mirror.arrays.push_back({arrays[0], arrays[1], arrays[2]});
+        h->machine.rank(rank).memory.set_mirror(address, std::move(mirror));
+    });
+}
+
 EXPORT void dm_set_memory_limit(Handle* h, uint64_t bytes) {
     h->max_memory = bytes;
 }

@@ -61,7 +61,7 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
         if (r && w.last_region_version == w.grid->rank->memory.version() && at < r->size &&
             bytes <= r->size - at && (access == Access::read || r->writable) &&
             !(address & (bytes - 1)))
-            return reinterpret_cast<std::byte*>(address);
+            return r->host(address);
     } else if (space == Space::shared || space == Space::shared_cluster) {
         uint32_t offset = uint32_t(address) & shared_offset_mask;
         Cta& cta = *w.cta;

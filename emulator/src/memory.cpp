@@ -22,7 +22,7 @@ void RegionTable::add(uint64_t address, uint64_t size, const std::string& name, 
         throw Fault(FaultKind::launch,
                     "memory region '" + name + "' overlaps '" + other->name + "'");
     constexpr uint64_t device_page = 2 << 20;
-    regions_[address] = {address, size, writable, name, {}, -1, next_device_address_};
+    regions_[address] = {address, size, writable, name, {}, -1, next_device_address_, nullptr};
     next_device_address_ += (size + device_page - 1) / device_page * device_page;
     ++version_;
 }
@@ -58,6 +58,44 @@ void RegionTable::name(uint64_t address, NamedArray array) {
     found->second.names.add(std::move(array));
 }
 
+uint64_t Mirror::offset(uint64_t offset) const {
+    for (const BySource& array : arrays) {
+        if (offset - array.offset >= array.num_entries * array.entry_bytes) continue;
+        const uint64_t entry = (offset - array.offset) / array.entry_bytes,
+                       source = entry % num_ranks,
+                       mirrored = entry - source + (source + shift) % num_ranks;
+        return offset + (mirrored - entry) * array.entry_bytes;
+    }
+    return offset;
+}
+
+void RegionTable::set_mirror(uint64_t address, Mirror mirror) {
+    auto found = regions_.find(address), onto = regions_.find(mirror.onto);
+    if (found == regions_.end() || onto == regions_.end())
+        throw Fault(FaultKind::launch,
+                    format("no memory region starts at 0x%llx",
+                           (unsigned long long)(found == regions_.end() ? address : mirror.onto)));
+    if (onto->second.size < found->second.size)
+        throw Fault(FaultKind::launch, "memory region '" + found->second.name +
+                                           "' is larger than its mirror '" + onto->second.name +
+                                           "'");
+    for (const Mirror::BySource& array : mirror.arrays) {
+        uint64_t bytes;
+        if (!mirror.num_ranks || !array.entry_bytes || array.num_entries % mirror.num_ranks ||
+            __builtin_mul_overflow(array.num_entries, array.entry_bytes, &bytes) ||
+            array.offset > found->second.size || bytes > found->second.size - array.offset)
+            throw Fault(
+                FaultKind::launch,
+                format("entries by source rank at byte %llu of memory region '%s': %llu of "
+                       "%llu bytes for %llu ranks",
+                       (unsigned long long)array.offset, found->second.name.c_str(),
+                       (unsigned long long)array.num_entries, (unsigned long long)array.entry_bytes,
+                       (unsigned long long)mirror.num_ranks));
+    }
+    found->second.mirror = std::make_shared<const Mirror>(std::move(mirror));
+    ++version_;
+}
+
 const Region* RegionTable::find(uint64_t address) const {
     auto next = regions_.upper_bound(address);
     if (next == regions_.begin()) return nullptr;
@@ -73,7 +111,7 @@ const Region* RegionTable::find(uint64_t address, uint64_t bytes) const {
 std::byte* RegionTable::resolve(uint64_t address, uint64_t bytes, Access access) const {
     const Region* r = find(address, bytes);
     if (!r || (access != Access::read && !r->writable)) fail(address, bytes, access);
-    return reinterpret_cast<std::byte*>(address);
+    return r->host(address);
 }
 
 void RegionTable::fail(uint64_t address, uint64_t bytes, Access access) const {

@@ -4,13 +4,29 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "names.h"
 
 namespace deep_moe::emulator {
 
 enum class Access : uint8_t { read, write, read_write };
+
+// A peer's memory that is not there: the peer does to this rank what this rank does to it, at the
+// same time. So accesses go to the rank's own region `onto`, at the same offset, except where
+// entries belong to source ranks in turn: the peer's entry for this rank is this rank's for the
+// peer that stands to it as it stands to the peer, `shift` entries on.
+struct Mirror {
+    struct BySource {
+        uint64_t offset, num_entries, entry_bytes;
+    };
+    uint64_t onto = 0;
+    uint64_t num_ranks = 1, shift = 0;
+    std::vector<BySource> arrays;
+    uint64_t offset(uint64_t offset) const;
+};
 
 struct Region {
     uint64_t address = 0;
@@ -21,6 +37,12 @@ struct Region {
     int home = -1;  // rank whose memory it is; -1: the one that has this table
     // Where a GPU would have it, so that simulated time does not depend on the host's addresses.
     uint64_t device_address = 0;
+    std::shared_ptr<const Mirror> mirror;
+
+    std::byte* host(uint64_t at) const {
+        if (mirror) at = mirror->onto + mirror->offset(at - address);
+        return reinterpret_cast<std::byte*>(at);
+    }
 };
 
 class RegionTable {
@@ -28,8 +50,9 @@ class RegionTable {
     // Throws Fault when the region overlaps another one or is not there.
     void add(uint64_t address, uint64_t size, const std::string& name, bool writable);
     void remove(uint64_t address);
-    bool discard(uint64_t address);             // the same; false if no region starts there
-    void set_home(uint64_t address, int rank);  // of the region that starts there
+    bool discard(uint64_t address);                    // the same; false if no region starts there
+    void set_home(uint64_t address, int rank);         // of the region that starts there
+    void set_mirror(uint64_t address, Mirror mirror);  // the same; Fault if `onto` is smaller
     const Region* find(uint64_t address) const;
     const Region* find(uint64_t address, uint64_t bytes) const;  // that has all of them
     // Names an array inside the region that starts at `address`.

@@ -548,14 +548,20 @@ void Timing::fence(Warp& w, double system_ns) {
 
 DevicePlace Timing::home_of(const Warp& w, uint64_t address) {
     const Region* region = w.grid->rank->memory.find(address);
-    if (!region) return {*w.cta->gpu, address};
+    if (!region) return {*w.cta->gpu, address, false};
     const auto there = [address](const Region& r) {
         return r.device_address + (address - r.address);
     };
-    if (region->home < 0) return {*w.cta->gpu, there(*region)};
+    if (region->mirror) {
+        const Mirror& mirror = *region->mirror;
+        const Region* own = w.grid->rank->memory.find(mirror.onto);
+        const uint64_t offset = mirror.offset(address - region->address);
+        return {*w.cta->gpu, (own ? own : region)->device_address + offset, true};
+    }
+    if (region->home < 0) return {*w.cta->gpu, there(*region), false};
     const auto home = uint32_t(region->home);
     const Region* own = rank_of_(home).memory.find(address);
-    return {gpu_of(home), there(own ? *own : *region)};
+    return {gpu_of(home), there(own ? *own : *region), home != w.cta->gpu->index};
 }
 
 double Timing::l2_latency(const Warp& w, uint64_t address) const {
@@ -609,7 +615,7 @@ Picoseconds Timing::from_memory(GpuTime& gpu, SmTime& sm, const DevicePlace& pla
     GpuTime& home = place.gpu;
     const uint64_t address = place.address;
     Picoseconds end = sm.ingress.take(at, cycles(gpu, double(bytes) / chip.sm_bytes_per_cycle));
-    if (&home == &gpu) return std::max(end, l2(gpu, address, bytes, at, false));
+    if (!place.is_remote) return std::max(end, l2(gpu, address, bytes, at, false));
     const Picoseconds there = at + ns(chip.link_latency_ns);
     const Picoseconds taken = transfer(double(bytes), chip.link_gb_per_s);
     end = std::max({end, l2(home, address, bytes, there, false), home.link_out.take(there, taken),
@@ -622,7 +628,7 @@ Picoseconds Timing::from_memory(GpuTime& gpu, SmTime& sm, const DevicePlace& pla
 Picoseconds Timing::to_memory(Warp& w, const DevicePlace& place, uint64_t bytes, Picoseconds at) {
     GpuTime &gpu = *w.cta->gpu, &home = place.gpu;
     const uint64_t address = place.address;
-    if (&home == &gpu)
+    if (!place.is_remote)
         return l2(gpu, address, bytes, at, true) + cycles(gpu, l2_latency(w, address));
     const double wire = double(bytes) + chip.link_run_overhead_bytes;
     const Picoseconds taken = transfer(wire, chip.link_gb_per_s);
@@ -703,8 +709,8 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
     at[0] = first.address;
     if (cost.kind == OpKind::atomic || cost.kind == OpKind::reduction) {
         const Picoseconds way =
-            &home == &gpu ? cycles(gpu, l2_latency(w, at[0]) / 2)
-                          : ns(chip.link_latency_ns) + cycles(gpu, l2_latency(w, at[0]) / 2);
+            !first.is_remote ? cycles(gpu, l2_latency(w, at[0]) / 2)
+                             : ns(chip.link_latency_ns) + cycles(gpu, l2_latency(w, at[0]) / 2);
         Picoseconds done = t.time + way;
         for (int i = 0; i < count; ++i)
             done = std::max(done, home.atomics[(at[i] >> 2) * 0x9E3779B1u % num_atomic_queues].take(
@@ -714,7 +720,7 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
         else
             t.drained = std::max(t.drained, done + way);
         // Whoever looks at the place sees it when it has arrived.
-        if (&home != &gpu) advance(w, done, Spent::fence);
+        if (first.is_remote) advance(w, done, Spent::fence);
         return;
     }
     Picoseconds end = t.time;
@@ -724,16 +730,17 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
         for (++i; i < count && at[i] <= stop && at[i] - begin < line_bytes; ++i)
             stop = std::max(stop, at[i] + size);
         if (reads)
-            end = std::max(end, from_memory(gpu, sm, {home, begin}, stop - begin, t.time));
+            end = std::max(
+                end, from_memory(gpu, sm, {home, begin, first.is_remote}, stop - begin, t.time));
         else
-            end = std::max(end, to_memory(w, {home, begin}, stop - begin, t.time));
+            end = std::max(end, to_memory(w, {home, begin, first.is_remote}, stop - begin, t.time));
     }
     if (reads) {
         const Picoseconds latency = cycles(gpu, l2_latency(w, at[0]));
         add_pending(w, op, cost, end + latency, Spent::memory);
     } else {
         t.drained = std::max(t.drained, end);
-        if (cost.is_ordered && &home != &gpu)
+        if (cost.is_ordered && first.is_remote)
             advance(w, t.time + ns(chip.link_latency_ns), Spent::fence);
     }
 }
@@ -756,7 +763,7 @@ void Timing::load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& row
         for (++i; i < rows.size() && rows[i].first == stop; ++i) stop += rows[i].second;
         if (stop == begin) continue;
         const DevicePlace place = home_of(w, begin);
-        copy.runs.push_back({&place.gpu, place.address, stop - begin});
+        copy.runs.push_back({&place.gpu, place.address, stop - begin, place.is_remote});
     }
     sm.copies.push_back(std::move(copy));
     start_copies(gpu, sm, at);
@@ -773,7 +780,8 @@ void Timing::start_copies(GpuTime& gpu, SmTime& sm, Picoseconds at) {
         Picoseconds end = sm.shared_port.take(
             start, cycles(gpu, double(copy.bytes) / chip.shared_bytes_per_cycle));
         for (const PendingCopy::Run& run : copy.runs)
-            end = std::max(end, from_memory(gpu, sm, {*run.home, run.address}, run.bytes, start));
+            end = std::max(end, from_memory(gpu, sm, {*run.home, run.address, run.is_remote},
+                                            run.bytes, start));
         sm.bytes_in_flight += copy.bytes;
         const auto finish = [this, &gpu, &sm, operation = copy.operation, bytes = copy.bytes] {
             sm.bytes_in_flight -= bytes;

@@ -74,6 +74,7 @@ struct PendingCopy {  // to shared memory
     struct Run {
         struct GpuTime* home;
         uint64_t address, bytes;
+        bool is_remote;
     };
     std::vector<Run> runs;
     uint64_t bytes;
@@ -129,6 +130,7 @@ struct GpuTime {
 struct DevicePlace {
     GpuTime& gpu;
     uint64_t address;  // there
+    bool is_remote;    // behind a link; of a mirrored peer, whose GPU is this one
 };
 
 struct LaunchTime {

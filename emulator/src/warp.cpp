@@ -122,7 +122,7 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                 if (!last_region || bytes > last_region->size - (address - last_region->address) ||
                     (access != Access::read && !last_region->writable))
                     table.fail(address, bytes, access);
-                return reinterpret_cast<std::byte*>(address);
+                return last_region->host(address);
             }
         }
     } catch (Fault& fault) {

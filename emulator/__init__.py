@@ -27,6 +27,7 @@ from .machine import (
     Statistics,
     supported_instructions,
 )
+from .usage import GpuUsage, UnitUsage
 
 __all__ = [
     "BarrierMisuse",
@@ -35,6 +36,7 @@ __all__ = [
     "EmulatorError",
     "EntriesBySource",
     "Finding",
+    "GpuUsage",
     "InvalidOperation",
     "InvalidPtx",
     "Involved",
@@ -50,6 +52,7 @@ __all__ = [
     "RaceDetected",
     "Statistics",
     "Uninitialized",
+    "UnitUsage",
     "Unsupported",
     "WarpWait",
     "chips",

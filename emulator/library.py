@@ -184,6 +184,7 @@ def load() -> ctypes.CDLL:
         "dm_leave_out_products": (None, [handle, integer]),
         "dm_chip_parameters": (text, []),
         "dm_launch_times": (text, [handle]),
+        "dm_usage": (text, [handle]),
         "dm_num_waits": (u64, [handle]),
         "dm_waits": (None, [handle, ctypes.POINTER(ctypes.c_int64)]),
         "dm_set_home": (None, [handle, u32, u64, integer]),

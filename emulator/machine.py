@@ -19,6 +19,7 @@ from .errors import BY_KIND, EmulatorError, LaunchError
 from .findings import Finding, decode_finding
 from .launch_times import KINDS, LaunchTime, WarpWait, decode_launch_times
 from .library import interruptible_run, load
+from .usage import GpuUsage, decode_usage
 
 Size = tuple[int, int, int]
 # What an argument of the library may be; whether a launch fits a GPU is looked at there.
@@ -479,6 +480,12 @@ class Machine:
         """The last run's launches in the order in which they ended, if the clock is a chip's; else
         none."""
         return decode_launch_times(self._library.dm_launch_times(self._handle).decode())
+
+    @property
+    def usage(self) -> list[GpuUsage]:
+        """How busy each GPU's memory, L2, links and tensor cores were during the last run, if the
+        clock is a chip's; else none."""
+        return decode_usage(self._library.dm_usage(self._handle).decode())
 
     @property
     def waits(self) -> list[WarpWait]:

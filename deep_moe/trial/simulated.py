@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_moe.emulator import Chip, LaunchTime, Machine
+from deep_moe.emulator import Chip, GpuUsage, LaunchTime, Machine
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets.config import MegaMoEConfig
@@ -32,12 +32,14 @@ class SimulatedCall:
     """A call of all ranks on a chip's clock.
 
     launches: each rank's kernel; of rank 0 alone where its peers mirrored it. config: of the
-    kernel. traces: what each rank recorded, if that was asked for.
+    kernel. usage: what the GPUs' units were busy with. traces: what each rank recorded, if that was
+    asked for.
     """
 
     chip: Chip
     launches: tuple[LaunchTime, ...]
     config: MegaMoEConfig
+    usage: tuple[GpuUsage, ...]
     traces: tuple[RankTrace, ...] = ()
 
     @property
@@ -131,7 +133,9 @@ def simulate_call(
             call(observe=machines.append)
         _, plan = list(ranks.buffers[0].caches.plans.items())[-1]
     (machine,) = machines
-    return SimulatedCall(chip, tuple(machine.launch_times), plan.config, traces)
+    return SimulatedCall(
+        chip, tuple(machine.launch_times), plan.config, tuple(machine.usage), traces
+    )
 
 
 def _untouched_zeros(form: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,13 @@ EXPORT const char* dm_launch_times(Handle* h) {
     return h->text.c_str();
 }
 
+// What each GPU's units were busy with in the last run, as JSON: for each unit a step in
+// picoseconds and its shares, 0 to 1.
+EXPORT const char* dm_usage(Handle* h) {
+    h->text = h->machine.clock ? h->machine.clock->usage_as_json() : "[]";
+    return h->text.c_str();
+}
+
 // Waits of the last run: six numbers each, see WarpWait.
 EXPORT uint64_t dm_num_waits(Handle* h) {
     return h->machine.clock ? h->machine.clock->waits.size() : 0;

@@ -13,6 +13,7 @@ constexpr uint32_t line_bytes = 128, sector_bytes = 32;
 constexpr uint32_t max_sm_ctas = 32, max_sm_threads = 2048, max_sm_registers = 65536;
 constexpr uint32_t reserved_shared_bytes = 1024;  // of each CTA
 constexpr uint32_t num_atomic_queues = 4096;
+constexpr int quarters_per_sm = 4;
 // A warp may run ahead of the next event by this much where nobody can notice.
 constexpr Picoseconds horizon = 40'000;
 constexpr uint64_t work_limit = 64 * 4;  // issue quarters after which it is charged
@@ -66,8 +67,21 @@ GpuTime& Timing::gpu_of(uint32_t rank) {
         slot->tags.resize(uint64_t(chip.l2_useful_mib * (1 << 20)));
         slot->atomics.resize(num_atomic_queues);
         slot->cycle = 1e6 / chip.max_clock_mhz;
+        watch(*slot);
     }
     return *slot;
+}
+
+void Timing::watch(GpuTime& gpu) {
+    gpu.hbm.usage = &gpu.usage.memory;
+    gpu.l2.usage = &gpu.usage.l2;
+    gpu.link_in.usage = &gpu.usage.links_in;
+    gpu.link_out.usage = &gpu.usage.links_out;
+    for (SmTime& sm : gpu.sms) {
+        sm.tensor.usage = &gpu.usage.tensor_cores;
+        sm.tensor.num_units = quarters_per_sm;
+        for (SmTime::Partition& p : sm.partitions) p.tensor.usage = &gpu.usage.tensor_cores;
+    }
 }
 
 // L2 keeps what it has from one run to the next, everything else begins anew.
@@ -83,6 +97,7 @@ void Timing::start_run() {
         gpu->tags.settle();
         gpu->atomics.resize(num_atomic_queues);
         gpu->cycle = 1e6 / chip.max_clock_mhz;
+        watch(*gpu);
     }
     launches.clear();
     waits.clear();
@@ -235,6 +250,31 @@ std::string Timing::launches_as_json() const {
             text += "}";
         }
         text += "]}";
+    }
+    return text + "]";
+}
+
+std::string Timing::usage_as_json() const {
+    std::string text = "[";
+    for (const auto& [rank, gpu] : gpus_) {
+        text += format("%s{\"rank\": %u", text.size() > 1 ? ", " : "", rank);
+        const auto add = [&](const char* name, const UsageSeries& series, double num_units) {
+            text +=
+                format(", \"%s\": {\"step\": %lld, \"shares\": [", name, (long long)series.step());
+            bool is_first = true;
+            for (double busy : series.busy()) {
+                text +=
+                    format("%s%.4g", is_first ? "" : ",", busy / double(series.step()) / num_units);
+                is_first = false;
+            }
+            text += "]}";
+        };
+        add("memory", gpu->usage.memory, 1);
+        add("L2", gpu->usage.l2, 1);
+        add("links in", gpu->usage.links_in, 1);
+        add("links out", gpu->usage.links_out, 1);
+        add("tensor cores", gpu->usage.tensor_cores, chip.num_sms * quarters_per_sm);
+        text += "}";
     }
     return text + "]";
 }

@@ -19,6 +19,7 @@
 #include "chip_parameters.h"
 #include "machine.h"
 #include "op_cost.h"
+#include "usage_series.h"
 
 namespace deep_moe::emulator {
 
@@ -41,10 +42,13 @@ const char* name_of(Spent spent);
 struct ServiceQueue {
     Picoseconds free = 0;
     Picoseconds busy = 0;  // in all
+    UsageSeries* usage = nullptr;
+    int num_units = 1;  // that are busy at once, for `usage`
     // When a request that comes at `at` and takes `duration` has been served.
     Picoseconds take(Picoseconds at, Picoseconds duration) {
         free = (at > free ? at : free) + duration;
         busy += duration;
+        if (usage && duration) usage->add(free - duration, free, num_units);
         return free;
     }
 };
@@ -114,6 +118,11 @@ class CacheTags {
     uint64_t num_sets_ = 0, uses_ = 0;
 };
 
+// Of the last run; of the tensor cores those of all SMs together.
+struct GpuUsage {
+    UsageSeries memory, l2, links_in, links_out, tensor_cores;
+};
+
 struct GpuTime {
     uint32_t index = 0;
     double cycle = 0;  // ps
@@ -125,6 +134,7 @@ struct GpuTime {
     Picoseconds tensor_busy = 0, tensor_busy_seen = 0, clock_seen = 0;
     double tensor_share = 0;  // averaged
     double cycles_seen = 0, hbm_bytes = 0, l2_bytes = 0, link_bytes = 0;
+    GpuUsage usage;
 };
 
 struct DevicePlace {
@@ -211,8 +221,10 @@ class Timing {
     std::string launches_as_json() const;
     bool keeps_waits = false;
     std::vector<WarpWait> waits;
+    std::string usage_as_json() const;
 
  private:
+    void watch(GpuTime& gpu);
     void flush(Warp& w);
     Picoseconds time_of(const Warp& w) const;
     void advance(Warp& w, Picoseconds to, Spent reason);

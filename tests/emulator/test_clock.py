@@ -347,3 +347,41 @@ def test_chips_refuse_wrong_values():
         Machine(clock="h100", products=False)
     with pytest.raises(ValueError, match="keep_waits=True needs a chip"):
         Machine(keep_waits=True)
+
+
+def test_usage_says_when_memory_was_busy():
+    # 16 loads of 512 bytes at 8 bytes per ns, one behind the other, 528 ns apart.
+    body = "nanosleep.u32 20000;\nmov.u32 %r2, %tid.x;\nmul.wide.u32 %rd0, %r2, 16;\n"
+    body += "add.u64 %rd0, %rd0, %p0;\n"
+    body += "".join(
+        f"ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd0+{512 * i}];\n" for i in range(16)
+    )
+    machine = run(body, zeros(8192), on=chip(hbm_gb_per_s=8, l2_gb_per_s=64))
+    (launch,) = machine.launch_times
+    (usage,) = machine.usage
+    memory, l2 = usage.units["memory"], usage.units["L2"]
+    assert usage.rank == 0
+    assert launch.hbm_bytes == 8192
+    assert memory.share(0, 19_900) == 0
+    assert memory.share(20_000, 20_000 + 8 * 528) == pytest.approx(64 / 528, rel=0.05)
+    for unit, rate in ((memory, 8), (l2, 64)):
+        assert sum(unit.shares) * unit.step_ns == pytest.approx(8192 / rate, rel=1e-3)
+    for name in ("links in", "links out", "tensor cores"):
+        assert sum(usage.units[name].shares) == 0
+
+
+def test_usage_of_a_long_run_has_longer_steps():
+    body = "ld.global.u64 %rd0, [%p0];\nnanosleep.u32 TIME;\nld.global.u64 %rd1, [%p0+4096];\n"
+    short, long = (
+        run(body.replace("TIME", str(ns)), zeros(8192), on=chip(hbm_gb_per_s=8)).usage[0]
+        for ns in (1_000, 900_000)
+    )
+    assert short.units["memory"].step_ns < long.units["memory"].step_ns
+    for usage in (short, long):
+        memory = usage.units["memory"]
+        assert len(memory.shares) <= 4096
+        assert sum(memory.shares) * memory.step_ns == pytest.approx(64 / 8, rel=1e-3)
+
+
+def test_a_machine_without_a_chip_has_no_usage():
+    assert Machine().usage == []

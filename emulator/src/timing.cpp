@@ -29,6 +29,42 @@ const char* name_of(Spent spent) {
     return names[int(spent)];
 }
 
+// ---- queues
+
+SlottedQueue::Slot& SlottedQueue::slot(int64_t index) {
+    Slot& found = slots_[size_t(index) % num_slots];
+    if (found.index != index) found = {index, index + 1, 0};
+    return found;
+}
+
+int64_t SlottedQueue::first_with_room(int64_t index) {
+    int64_t found = index;
+    while (slot(found).used == width) found = slot(found).next;
+    while (index < found) {
+        Slot& full = slot(index);
+        index = full.next;
+        full.next = found;
+    }
+    return found;
+}
+
+Picoseconds SlottedQueue::take(Picoseconds at, Picoseconds duration) {
+    if (slots_.empty()) slots_.resize(num_slots);
+    int64_t index = at / width;
+    Slot& first = slot(index);
+    first.used = std::max(first.used, at - index * width);
+    Picoseconds end = at + duration;
+    while (duration > 0) {
+        index = first_with_room(index);
+        Slot& next = slot(index);
+        const Picoseconds part = std::min(width - next.used, duration);
+        next.used += part;
+        duration -= part;
+        end = std::max(end, index * width + next.used);
+    }
+    return end;
+}
+
 // ---- L2
 
 void CacheTags::resize(uint64_t bytes) {
@@ -742,47 +778,69 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
     // Parameters and constants come from a cache of the SM.
     const auto parameters = reinterpret_cast<uint64_t>(w.grid->parameters);
     if (reads && at[0] - parameters < w.grid->parameter_storage.size()) return;
+    // What lies in one region goes one way; in an order that does not hang on the host's addresses.
+    const RegionTable& regions = w.grid->rank->memory;
+    const Region* region = regions.find(at[0]);
+    if (region && at[count - 1] - region->address >= region->size) {
+        const auto device_address = [&](uint64_t address) {
+            const Region* r = regions.find(address);
+            return r ? r->device_address + (address - r->address) : address;
+        };
+        std::sort(at, at + count,
+                  [&](uint64_t a, uint64_t b) { return device_address(a) < device_address(b); });
+    }
+    const Picoseconds start = t.time;
+    Picoseconds ready = start, seen = start;
+    for (int begin = 0; begin < count;) {
+        region = regions.find(at[begin]);
+        int stop = begin + 1;
+        while (stop < count && (!region || at[stop] - region->address < region->size)) ++stop;
+        access_region(w, cost, {at + begin, size_t(stop - begin)}, start, ready, seen);
+        begin = stop;
+    }
+    if (cost.num_results)
+        add_pending(w, op, cost, ready, Spent::memory);
+    else
+        t.drained = std::max(t.drained, ready);
+    advance(w, seen, Spent::fence);
+}
+
+// ready: when the warp has the results, or its stores are known to have arrived. seen: until when
+// the warp stays here because others may look at the place.
+void Timing::access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, Picoseconds start,
+                           Picoseconds& ready, Picoseconds& seen) {
+    GpuTime& gpu = *w.cta->gpu;
     const DevicePlace first = home_of(w, at[0]);
     GpuTime& home = first.gpu;
-    // All of an access lie in one region.
-    for (int i = 1; i < count; ++i) at[i] = first.address + (at[i] - at[0]);
-    at[0] = first.address;
+    const uint64_t shift = first.address - at[0], size = cost.size;
+    for (uint64_t& address : at) address += shift;
+    const double latency = l2_latency(w, at[0]);
     if (cost.kind == OpKind::atomic || cost.kind == OpKind::reduction) {
         const Picoseconds way =
-            !first.is_remote ? cycles(gpu, l2_latency(w, at[0]) / 2)
-                             : ns(chip.link_latency_ns) + cycles(gpu, l2_latency(w, at[0]) / 2);
-        Picoseconds done = t.time + way;
-        for (int i = 0; i < count; ++i)
-            done = std::max(done, home.atomics[(at[i] >> 2) * 0x9E3779B1u % num_atomic_queues].take(
-                                      t.time + way, cycles(gpu, chip.atomic_cycles)));
-        if (cost.num_results)
-            add_pending(w, op, cost, done + way, Spent::memory);
-        else
-            t.drained = std::max(t.drained, done + way);
-        // Whoever looks at the place sees it when it has arrived.
-        if (first.is_remote) advance(w, done, Spent::fence);
+            (first.is_remote ? ns(chip.link_latency_ns) : 0) + cycles(gpu, latency / 2);
+        Picoseconds done = start + way;
+        for (uint64_t address : at)
+            done =
+                std::max(done, home.atomics[(address >> 2) * 0x9E3779B1u % num_atomic_queues].take(
+                                   start + way, cycles(gpu, chip.atomic_cycles)));
+        ready = std::max(ready, done + way);
+        if (first.is_remote) seen = std::max(seen, done);
         return;
     }
-    Picoseconds end = t.time;
-    for (int i = 0; i < count;) {
+    const bool reads = cost.kind == OpKind::load;
+    Picoseconds end = start;
+    for (size_t i = 0; i < at.size();) {
         const uint64_t begin = at[i];
         uint64_t stop = at[i] + size;
-        for (++i; i < count && at[i] <= stop && at[i] - begin < line_bytes; ++i)
+        for (++i; i < at.size() && at[i] <= stop && at[i] - begin < line_bytes; ++i)
             stop = std::max(stop, at[i] + size);
-        if (reads)
-            end = std::max(
-                end, from_memory(gpu, sm, {home, begin, first.is_remote}, stop - begin, t.time));
-        else
-            end = std::max(end, to_memory(w, {home, begin, first.is_remote}, stop - begin, t.time));
+        const DevicePlace place = {home, begin, first.is_remote};
+        end = std::max(end, reads ? from_memory(gpu, *w.cta->sm, place, stop - begin, start)
+                                  : to_memory(w, place, stop - begin, start));
     }
-    if (reads) {
-        const Picoseconds latency = cycles(gpu, l2_latency(w, at[0]));
-        add_pending(w, op, cost, end + latency, Spent::memory);
-    } else {
-        t.drained = std::max(t.drained, end);
-        if (cost.is_ordered && first.is_remote)
-            advance(w, t.time + ns(chip.link_latency_ns), Spent::fence);
-    }
+    ready = std::max(ready, reads ? end + cycles(gpu, latency) : end);
+    if (!reads && cost.is_ordered && first.is_remote)
+        seen = std::max(seen, start + ns(chip.link_latency_ns));
 }
 
 // ---- asynchronous operations

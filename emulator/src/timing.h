@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,26 @@ struct ServiceQueue {
         if (usage && duration) usage->add(free - duration, free, num_units);
         return free;
     }
+};
+
+// The same for requests that come in any order: one that comes over a link is known before it
+// comes, and those that come meanwhile do not wait for it. Time is in slots; what is left of a slot
+// before a request comes is lost.
+class SlottedQueue {
+ public:
+    Picoseconds take(Picoseconds at, Picoseconds duration);
+
+ private:
+    static constexpr Picoseconds width = 10'000;
+    static constexpr size_t num_slots = 1 << 15;
+    struct Slot {
+        int64_t index = -1;
+        int64_t next = 0;  // where to look for room when this one is full
+        Picoseconds used = 0;
+    };
+    Slot& slot(int64_t index);
+    int64_t first_with_room(int64_t index);
+    std::vector<Slot> slots_;  // by the index's remainder
 };
 
 struct WarpTime {
@@ -127,7 +148,7 @@ struct GpuTime {
     uint32_t index = 0;
     double cycle = 0;  // ps
     std::vector<SmTime> sms;
-    ServiceQueue l2, hbm, link_in, link_out;
+    SlottedQueue l2, hbm, link_in, link_out;
     CacheTags tags;
     std::vector<ServiceQueue> atomics;  // by address
     bool has_multiplied = false;
@@ -231,6 +252,8 @@ class Timing {
     void await_registers(Warp& w, const Op& op);
     void add_pending(Warp& w, const Op& op, const OpCost& cost, Picoseconds ready, Spent kind);
     void access(Warp& w, const Op& op, const OpCost& cost);
+    void access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, Picoseconds start,
+                       Picoseconds& ready, Picoseconds& seen);
     void fence(Warp& w, double ns);
     Picoseconds l2(GpuTime& gpu, uint64_t address, uint64_t bytes, Picoseconds at, bool writes);
     void start_copies(GpuTime& gpu, SmTime& sm, Picoseconds at);

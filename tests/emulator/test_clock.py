@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deep_moe.emulator import Chip, Deadlock, LaunchError, Machine, RaceDetected, chips
+from deep_moe.emulator import (
+    Chip,
+    Deadlock,
+    LaunchError,
+    LaunchTime,
+    Machine,
+    RaceDetected,
+    chips,
+)
 from deep_moe.emulator.library import load
 
 from .raw_ptx import entry
@@ -225,6 +233,65 @@ def test_memory_of_another_rank_comes_over_the_link():
         return launch.ns
 
     assert span(1) - span(0) == pytest.approx(1400, abs=1)
+
+
+def launch_time(body: str, homes: tuple[int, ...], on: Chip, ctas: int = 1) -> LaunchTime:
+    """Of rank 0's kernel; its arrays of 1 KiB lie on the ranks that `homes` names."""
+    machine = Machine(clock=on, checks=False)
+    arrays = [zeros(1024) for _ in homes]
+    for index, (array, home) in enumerate(zip(arrays, homes, strict=True)):
+        machine.add_memory(0, array.ctypes.data, 1024, f"array {index}", home=home)
+    module = machine.load(entry(body, len(homes)))
+    machine.launch(module, grid=(ctas, 1, 1), block=(32, 1, 1), args=arrays)
+    machine.run()
+    (launch,) = machine.launch_times
+    return launch
+
+
+def test_who_uses_a_peers_memory_does_not_keep_others_from_it():
+    # CTA 0 reads the peer's memory over a slow link, CTA 1 goes to its own L2 meanwhile.
+    chase = "".join(
+        f"""
+add.u64 %rd1, %p1, %rd0;
+ld.global.u64 %rd0, [%rd1+{256 + 128 * (i % 4)}];"""
+        for i in range(16)
+    )
+    body = f"""
+mov.u32 %r0, %ctaid.x; setp.eq.u32 %c0, %r0, 0; mov.u64 %rd0, 0;
+@%c0 bra remote;
+{chase}
+ret;
+remote:
+ld.global.u64 %rd2, [%p0];
+ld.global.u64 %rd3, [%p0+128];"""
+    slow = chip(link_latency_ns=3000, hbm_latency_ns=0)
+    alone = launch_time(body, (0, 0), slow, ctas=2).ns
+    assert alone == pytest.approx(15 * 307, rel=0.01)  # nobody waits for the last load
+    # The peer is this rank itself, so that the L2 that is asked 3 us later is its own.
+    machine = Machine(clock=slow, checks=False)
+    own, theirs = zeros(1024), zeros(1024)
+    machine.add_array(own, "own")
+    machine.add_memory(0, theirs.ctypes.data, 1024, "theirs", home=1)
+    machine.mirror_memory(0, theirs.ctypes.data, onto=own.ctypes.data)
+    machine.launch(
+        machine.load(entry(body, 2)), grid=(2, 1, 1), block=(32, 1, 1), args=[theirs, own]
+    )
+    machine.run()
+    (launch,) = machine.launch_times
+    assert launch.link_bytes == 16
+    assert launch.ns == pytest.approx(alone, rel=0.01)
+
+
+def test_a_warps_lanes_may_go_to_memory_of_several_ranks():
+    # Lanes take turns between their own memory and a peer's.
+    body = """
+mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 1; setp.eq.u32 %c0, %r1, 0;
+selp.b64 %rd0, %p0, %p1, %c0;
+mul.wide.u32 %rd1, %r0, 4; add.u64 %rd0, %rd0, %rd1;
+st.global.u32 [%rd0], %r0;"""
+    for homes in ((0, 1), (1, 0)):
+        launch = launch_time(body, homes, chip(link_latency_ns=3000))
+        assert launch.link_bytes == 16 * 4
 
 
 def test_clocks_read_simulated_time():

@@ -1,0 +1,93 @@
+"""The study of SM100 on the clock: draws, the rival's choices, the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sm100_rival
+from benchmarks.blackwell import NOMINAL, draw, table
+from benchmarks.sm100_rival import RivalBuffer, RivalConfig, compile_rival, simulate_rival
+from deep_moe.emulator import chips
+from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.presets import preset_shape
+from deep_moe.trial.real_size import rank_tokens
+from deep_moe.trial.synthetic import Tokens
+
+B200 = chips.load("b200")
+
+
+def test_a_draw_changes_what_is_uncertain_by_as_much_as_its_file_says():
+    drawn = [draw(B200, number) for number in range(200)]
+    assert draw(B200, 3).parameters == drawn[3].parameters
+    assert draw(B200, NOMINAL) is B200
+    assert {chip.value("num_sms") for chip in drawn} == {148}
+    for name in ("l2_far_latency_cycles", "tma_latency_cycles"):
+        parameter = B200.parameters[name]
+        ratios = [chip.value(name) / parameter.value for chip in drawn]
+        assert statistics.median(ratios) == pytest.approx(1, abs=0.05)
+        assert statistics.stdev(ratios) == pytest.approx(parameter.uncertainty, rel=0.25)
+    assert all(chip.value("mma_clock_mhz") <= chip.value("max_clock_mhz") for chip in drawn)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "block_m"),
+    [("flash", 1, 16), ("flash", 512, 128), ("flash", 8192, 240), ("pro", 512, 128)],
+)
+def test_the_rivals_tile_holds_an_experts_tokens(model: str, tokens: int, block_m: int):
+    shape = preset_shape(f"deepseek-v4-{model}", num_ranks=8, num_max_tokens_per_rank=tokens)
+    config = RivalConfig(shape, tokens, 148)
+    assert config.block_m == block_m
+    assert config.num_stages >= 4
+    assert config.smem_bytes <= 227 * 1024
+    buffer = RivalBuffer(config)
+    assert all(at % 16 == 0 for at in buffer.offsets.values())
+
+
+def test_a_table_has_intervals_over_the_draws_of_both():
+    results = [
+        {"kernel": kernel, "model": "flash", "ranks": 8, "tokens": 512, "draw": number, "us": us}
+        for kernel, factor in (("rival", 2.0), ("ours", 1.0))
+        for number, us in ((NOMINAL, 100 * factor), (0, 90 * factor), (1, 110 * factor))
+    ]
+    results.append(results[0] | {"kernel": "ours", "tokens": 1, "us": 50.0})
+    small, row = table(results).splitlines()[2:]
+    assert row == (
+        "| flash | 8 | 512 | 146.5 | 200.0 | 182.0 to 218.0 | 100.0 | 91.0 to 109.0 "
+        "| 2.00 | 2.00 to 2.00 | 2 |"
+    )
+    assert small == "| flash | 8 | 1 | 56.5 |  |  | 50.0 |  |  |  | 0 |"
+
+
+def test_headers_that_are_not_there_are_refused(tmp_path: Path):
+    config = RivalConfig(MoEShape(2, 8, 2, 512, 512, 8), 5, 4)
+    with pytest.raises(ValueError, match="headers must be deep_gemm/include"):
+        compile_rival(config, tmp_path)
+
+
+def test_the_rival_takes_as_long_with_mirrored_peers(monkeypatch: pytest.MonkeyPatch):
+    found = importlib.util.find_spec("deep_gemm")
+    if found is None or found.origin is None:
+        pytest.skip("sgl-deep-gemm is not installed")
+    headers = Path(found.origin).parent / "include"
+    shape = MoEShape(4, 16, 2, 512, 512, 64)
+
+    def turned_tokens(shape: MoEShape, count: int, rank: int, *more: Any) -> Tokens:
+        tokens = rank_tokens(shape, count, 0, *more)
+        turned = tokens.topk_idx + rank * shape.num_experts_per_rank
+        return replace(tokens, topk_idx=turned % shape.num_experts)
+
+    monkeypatch.setattr(sm100_rival, "rank_tokens", turned_tokens)
+    times = [
+        simulate_rival(shape, 64, B200, headers, mirrored=mirrored, num_sms=4)
+        for mirrored in (False, True)
+    ]
+    assert [len(launches) for launches in times] == [4, 1]
+    (first,) = (launch for launch in times[0] if launch.rank == 0)
+    assert times[1][0].ns == pytest.approx(first.ns, rel=0.05)
+    assert times[1][0].link_bytes == first.link_bytes

@@ -60,7 +60,9 @@ Picoseconds SlottedQueue::take(Picoseconds at, Picoseconds duration) {
         const Picoseconds part = std::min(width - next.used, duration);
         next.used += part;
         duration -= part;
-        end = std::max(end, index * width + next.used);
+        const Picoseconds until = index * width + next.used;
+        if (usage) usage->add(until - part, until, 1);
+        end = std::max(end, until);
     }
     return end;
 }
@@ -772,7 +774,6 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
     flush(w);
     // Lines of memory, and runs of neighbouring bytes.
     std::sort(at, at + count);
-    const uint64_t size = cost.size;
     const bool reads = cost.kind == OpKind::load;
     if (reads && is_uniform && w.grid->rank->memory.find(at[0]) == nullptr) return;
     // Parameters and constants come from a cache of the SM.

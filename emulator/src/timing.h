@@ -59,6 +59,7 @@ struct ServiceQueue {
 // before a request comes is lost.
 class SlottedQueue {
  public:
+    UsageSeries* usage = nullptr;
     Picoseconds take(Picoseconds at, Picoseconds duration);
 
  private:

@@ -262,8 +262,7 @@ mov.u32 %r0, %ctaid.x; setp.eq.u32 %c0, %r0, 0; mov.u64 %rd0, 0;
 {chase}
 ret;
 remote:
-ld.global.u64 %rd2, [%p0];
-ld.global.u64 %rd3, [%p0+128];"""
+ld.global.u64 %rd2, [%p0];"""
     slow = chip(link_latency_ns=3000, hbm_latency_ns=0)
     alone = launch_time(body, (0, 0), slow, ctas=2).ns
     assert alone == pytest.approx(15 * 307, rel=0.01)  # nobody waits for the last load
@@ -278,7 +277,7 @@ ld.global.u64 %rd3, [%p0+128];"""
     )
     machine.run()
     (launch,) = machine.launch_times
-    assert launch.link_bytes == 16
+    assert launch.link_bytes == 8
     assert launch.ns == pytest.approx(alone, rel=0.01)
 
 

@@ -140,7 +140,8 @@ constexpr Row rows[] = {
 
 bool fits(std::string_view mnemonic, std::string_view name) {
     if (mnemonic.substr(0, name.size()) != name) return false;
-    return mnemonic.size() == name.size() || mnemonic[name.size()] == '.' || name.back() == 'f';
+    if (mnemonic.size() == name.size() || name.back() == 'f') return true;
+    return mnemonic[name.size()] == '.' || mnemonic[name.size()] == ':';
 }
 
 bool has(std::string_view mnemonic, std::string_view modifier) {

@@ -306,6 +306,23 @@ st.global.u64 [%p0], %rd4; st.global.u64 [%p0+8], %rd5;"""
     assert int(out[0]) == pytest.approx(2 * int(out[1]), abs=20)
 
 
+def test_a_wait_for_tensor_memory_lasts_as_long_as_its_load():
+    def span(count: int) -> float:
+        load = """
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r1];
+tcgen05.wait::ld.sync.aligned;"""
+        body = f"""
+.shared .align 16 .b8 place[16];
+mov.u32 %r0, place;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 32;
+ld.shared.u32 %r1, [%r0];{load * count}
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32;"""
+        return ns_of(body, on=chip(tmem_latency_cycles=400), checks=False)
+
+    # 400 cycles, two for the bytes, and two for each instruction.
+    assert span(5) - span(1) == pytest.approx(4 * (400 + 2 + 4), rel=0.02)
+
+
 def test_the_clock_falls_when_tensor_cores_work():
     text = entry(
         """

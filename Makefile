@@ -19,7 +19,7 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo docs test test-fast test-serving sanitize lint format types clean venv emulator-library
+.PHONY: demo docs test test-fast test-serving test-exporters test-trainers sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,11 @@ test-serving: emulator-library $(SERVING)/.ready
 EXPORTERS := build/exporters
 test-exporters: $(EXPORTERS)/.ready
 	PYTHONPATH=$(CURDIR)/$(EXPORTERS) $(BIN)/python -m pytest tests/exporters
+
+# Trainers' own layers around ours.
+TRAINERS := build/trainers
+test-trainers: $(TRAINERS)/.ready
+	PYTHONPATH=$(CURDIR)/$(TRAINERS) $(BIN)/python -m pytest tests/trainers
 
 build/%/.ready: tests/%/requirements.txt $(READY)
 	@rm -rf build/$*

@@ -187,7 +187,7 @@ class Experts:
         """Weights are rounded in every pass, and the rounded ones freed behind it: an optimizer
         need not count a tensor's version up, so nothing cheap tells that weights are the same."""
         if self.precision == "mxfp8":
-            weights = self.steps.round_weights(weights)
+            weights = self.steps.round_weights(weights.contiguous())
         return grouped_product(inputs, weights, rows.offs)
 
     def _bias_gradients(

@@ -103,9 +103,12 @@ def moe(
             may share one, and an engine in the same process may, too.
 
     Sizes are multiples of 8, with "mxfp8" of 32. All tensors are contiguous and on one device, with
-    at most 1024 experts of a rank. On one rank no host waits for a GPU, in either pass, and CUDA
-    graphs capture both, over an AllToAll, too. With a process group the host waits once in a
-    forward pass, for the numbers of slots to send. With either a compiler's graph breaks there.
+    at most 1024 experts of a rank. Weights may also be what `.transpose(1, 2)` makes of contiguous
+    [experts, out, in], as checkpoints and other trainers have them; they are not copied then.
+
+    On one rank no host waits for a GPU, in either pass, and CUDA graphs capture both, over an
+    AllToAll, too. With a process group the host waits once in a forward pass, for the numbers of
+    slots to send. With either a compiler's graph breaks there.
 
     float64 in place of bfloat16 and float32 (precision "bf16") is for checking gradients: it runs
     in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
@@ -212,9 +215,9 @@ def _check(
             raise ValueError(f"w1 without w3 must hold gate and up side by side; got {width}")
         intermediate = width // 2
     else:
-        _require("w3", w3, (x.dtype,), device, (num_experts, hidden, width))
-    _require("w1", w1, (x.dtype,), device, (num_experts, hidden, width))
-    _require("w2", w2, (x.dtype,), device, (num_experts, intermediate, hidden))
+        _require_matrices("w3", w3, x.dtype, device, (num_experts, hidden, width))
+    _require_matrices("w1", w1, x.dtype, device, (num_experts, hidden, width))
+    _require_matrices("w2", w2, x.dtype, device, (num_experts, intermediate, hidden))
     multiple = GROUP_SIZE if precision == "mxfp8" else VALUES_PER_CHUNK
     if not is_double:
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
@@ -237,6 +240,30 @@ def _check(
 def _require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
+def _require_matrices(
+    name: str,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int, int],
+) -> None:
+    """One expert's matrix behind the other's, each by rows or by columns."""
+    _require_tensor(name, weights)
+    check_dense(name, weights)
+    if weights.ndim != 3 or weights.is_contiguous():
+        _require(name, weights, (dtype,), device, shape)
+        return
+    by_columns = weights.transpose(1, 2)
+    if not by_columns.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, or {name}.transpose(1, 2) must be; "
+            f"got strides {weights.stride()}"
+        )
+    if tuple(weights.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(weights.shape)}")
+    _require(name, by_columns, (dtype,), device)
 
 
 def _require(

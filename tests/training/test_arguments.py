@@ -42,7 +42,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ("topk_weights", torch.zeros(7, 2), ValueError, r"topk_weights must have shape \(7, 3\)"),
         ("w1", None, TypeError, "w1 must be a tensor; got NoneType"),
         ("w1", bf16(5, 24, 16), ValueError, r"w3 must have shape \(5, 16, 16\)"),
-        ("w1", bf16(5, 24, 16).mT, ValueError, "w1 must be contiguous; got strides"),
+        ("w1", bf16(5, 16, 48)[..., ::2], ValueError, "w1 must be contiguous, or w1.transpose"),
         ("w1", bf16(5, 16), ValueError, r"w1 must be \[experts, hidden, intermediate\]"),
         ("w1", bf16(1025, 16, 24), ValueError, "w1 must have 1 to 1024 experts; got 1025"),
         ("w3", torch.zeros(5, 16, 24), TypeError, "w3 must be torch.bfloat16; got torch.float32"),

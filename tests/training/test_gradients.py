@@ -202,6 +202,22 @@ def test_gradients_of_views_are_taken() -> None:
     assert torch.equal(expanded, whole["x"])
 
 
+@pytest.mark.parametrize("arch", [None, "sm_90a"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_may_be_stored_by_columns(fused: bool, precision: str, arch: str | None) -> None:
+    """As [experts, out, in], of which transposed views are given."""
+    layer = Layer.random(hidden=32, intermediate=64, fused=fused, precision=precision, arch=arch)
+    expected = layer.run()
+    for name in ("w1", "w3", "w2"):
+        weights = layer.tensors[name]
+        if weights is not None:
+            stored = weights.detach().transpose(1, 2).contiguous().requires_grad_()
+            layer.tensors[name] = stored.transpose(1, 2)
+    # Only PyTorch's products may add in another order.
+    assert_close(layer.run(), expected, 2.0**-9)
+
+
 def test_seeds_mappings_follow_from_ours() -> None:
     """row_id, dest, offs_pad and gate_sorted of the single-GPU flow that the layer is built after,
     as docs/training.md derives them."""

@@ -155,7 +155,7 @@ class EmulatedRanks:
         arch = arguments.get("arch")
         kernel = (self.buffers[0].target if arch is None else target_of(arch)).kernel
         with used(self.buffers):
-            launches = []
+            launches: list[RankLaunch] = []
             for rank in taking_part:
                 with named_as(_names_of(rank)):
                     check_weights(weights[rank], self.shape, kernel, activation)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .split.throughput import AllToAll, AllToAllHandle, Received
     from .split.throughput_moe import ThroughputMoE
     from .split.two_level import TwoLevelMoE
+    from .split.two_level_low_latency import TwoLevelLowLatencyAllToAll
     from .training.functional import moe
     from .training.layer import MoELayer
     from .weights.int4.quantizing import dequantize_int4, quantize_int4
@@ -99,6 +100,7 @@ _MODULES = {
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "ThroughputMoE": "split.throughput_moe",
+    "TwoLevelLowLatencyAllToAll": "split.two_level_low_latency",
     "TwoLevelMoE": "split.two_level",
     "buffer_size": "fused.buffer",
     "compile_ahead": "fused.compiling_kernels",
@@ -158,6 +160,7 @@ __all__ = [
     "RequantizationWarning",
     "SymmBuffer",
     "ThroughputMoE",
+    "TwoLevelLowLatencyAllToAll",
     "TwoLevelMoE",
     "activations",
     "buffer_size",

@@ -14,6 +14,7 @@ from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
 
 MAX_TOKENS_PER_RANK = 1024
+MAX_RELAYED_TOKENS = 4096  # of one rank, own ones and those that it was sent to pass on
 MAX_EXPERTS = 4096  # for which every CTA has counters in shared memory
 NUM_HALVES = 2  # calls use them in turn
 SEGMENT_ALIGNMENT = 128
@@ -54,9 +55,10 @@ class LowLatencyShape:
 
     num_ranks: 1 to 72. num_experts: of all ranks together, a multiple of num_ranks, at most 4096.
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. num_max_tokens_per_rank: most
-    tokens of one call, 1 to 1024. token_format: one of ALL_TO_ALL_FORMATS. has_shared_rows: experts
-    may write their rows into the buffer. any_format: there is room for each format, so that calls
-    may have others. placement: one of PLACEMENTS.
+    tokens of one call, 1 to 1024, or to 4096 if they are relayed. token_format: one of
+    ALL_TO_ALL_FORMATS. has_shared_rows: experts may write their rows into the buffer. any_format:
+    there is room for each format, so that calls may have others. placement: one of PLACEMENTS.
+    relays_tokens: tokens come as they travel, each with a number that travels along.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -72,14 +74,16 @@ class LowLatencyShape:
     has_shared_rows: bool = False
     any_format: bool = False
     placement: str = "ranks"
+    relays_tokens: bool = False
 
     def __post_init__(self) -> None:
+        most_tokens = MAX_RELAYED_TOKENS if self.relays_tokens else MAX_TOKENS_PER_RANK
         limits = {
             "num_ranks": (1, MAX_RANKS, 1),
             "num_experts": (1, MAX_EXPERTS, 1),
             "num_topk": (1, MAX_TOPK, 1),
             "hidden": (K_BLOCK, None, K_BLOCK),
-            "num_max_tokens_per_rank": (1, MAX_TOKENS_PER_RANK, 1),
+            "num_max_tokens_per_rank": (1, most_tokens, 1),
         }
         check_split_sizes(self, limits)
         token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
@@ -210,8 +214,9 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         data(
             "staged_headers",
             "u32",
-            (num_ranks, max_tokens, 1 + num_topk),
-            "a token's index on its source rank; local expert and row of each slot",
+            (num_ranks, max_tokens, 1 + shape.relays_tokens + num_topk),
+            "a token's index on its source rank, its origin where it is relayed; local expert and "
+            "row of each slot",
         )
         row_bytes = max(format.num_bytes(shape.hidden) for format in formats)
         data("staged_values", "u8", (num_ranks, max_tokens, row_bytes), "tokens, by source rank")

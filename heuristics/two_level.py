@@ -25,37 +25,130 @@ ROW_ALIGNMENT = 16  # bytes; of a token's row on its way between domains
 class RowFormat:
     """A token on its way to another domain: one row of bytes, with fields behind each other.
 
-    values: E4M3 or BF16. scales: four UE8M0 bytes per int32 word, if there are some. ids: int32,
-    global. weights: float32.
+    values: E4M3 or BF16. scales: four UE8M0 bytes per int32 word, or float32, if there are some.
+    ids: int32, global. weights: float32. tokens: int32, its number on its rank, where somebody asks
+    for that.
     """
 
     values: slice
     scales: slice
     ids: slice
     weights: slice
+    tokens: slice
     num_bytes: int
 
     @classmethod
-    def of(cls, tokens: TokenFormat, hidden: int, num_topk: int) -> RowFormat:
-        """
+    def of(
+        cls,
+        tokens: TokenFormat,
+        hidden: int,
+        num_topk: int,
+        *,
+        num_scale_words: int | None = None,
+        is_numbered: bool = False,
+    ) -> RowFormat:
+        """num_scale_words: as they travel, by default the format's.
+
         >>> RowFormat.of(token_format("mxfp8"), 7168, 8).num_bytes
         7456
         """
         values = tokens.num_bytes(hidden)
-        scales = values + 4 * tokens.num_scale_words(hidden)
+        if num_scale_words is None:
+            num_scale_words = tokens.num_scale_words(hidden)
+        scales = values + 4 * num_scale_words
         ids = scales + 4 * num_topk
         weights = ids + 4 * num_topk
+        number = weights + 4 * is_numbered
         return cls(
             slice(0, values),
             slice(values, scales),
             slice(scales, ids),
             slice(ids, weights),
-            align_up(weights, ROW_ALIGNMENT),
+            slice(weights, number),
+            align_up(number, ROW_ALIGNMENT),
         )
 
 
+class ExchangeSizes:
+    """What follows, for the rows that travel between domains, from the sizes of a layer."""
+
+    num_domains: int
+    num_experts: int
+    num_topk: int
+    num_max_tokens_per_rank: int
+    num_max_foreign_tokens: int | None
+    num_chunks: int
+    exact_sizes: bool
+
+    @property
+    def is_own_apart(self) -> bool:
+        """Whether own tokens have a call of their own, in front of the chunks'."""
+        return False
+
+    @property
+    def num_experts_per_domain(self) -> int:
+        """Domain d owns the experts d * this and on."""
+        return self.num_experts // self.num_domains
+
+    @property
+    def num_other_domains(self) -> int:
+        return self.num_domains - 1
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Most own tokens of a chunk."""
+        return ceil_div(self.num_max_tokens_per_rank, self.num_chunks)
+
+    @property
+    def num_pair_rows(self) -> int:
+        """With fixed sizes: rows that a chunk has for the tokens from one domain to another."""
+        if self.num_max_foreign_tokens is None or not self.num_other_domains:
+            return self.num_chunk_tokens
+        share = ceil_div(self.num_max_foreign_tokens, self.num_other_domains * self.num_chunks)
+        return min(share, self.num_chunk_tokens)
+
+    @property
+    def num_chunk_foreign(self) -> int:
+        """Most foreign tokens of a chunk."""
+        most = self.num_other_domains * self.num_chunk_tokens
+        if not self.exact_sizes:
+            return self.num_other_domains * self.num_pair_rows
+        if self.num_max_foreign_tokens is None:
+            return most
+        return min(most, ceil_div(self.num_max_foreign_tokens, self.num_chunks))
+
+    @property
+    def num_chunk_sent(self) -> int:
+        """Most rows that a rank sends in a chunk; with fixed sizes it always sends as many."""
+        if not self.exact_sizes:
+            return self.num_chunk_foreign
+        return self.num_chunk_tokens * min(self.num_other_domains, self.num_topk)
+
+    @property
+    def can_overflow(self) -> bool:
+        """Whether tokens may be more than there is room for."""
+        if self.exact_sizes:
+            return self.num_chunk_foreign < self.num_other_domains * self.num_chunk_tokens
+        return self.num_pair_rows < self.num_chunk_tokens and self.num_other_domains > 0
+
+    # Of the table of partial sums: for each chunk the rows of its call's output, own tokens first,
+    # then what came back; own tokens' rows where they are apart; a row of zeros.
+
+    @property
+    def num_chunk_rows(self) -> int:
+        """Partial sums of a chunk."""
+        own = 0 if self.is_own_apart else self.num_chunk_tokens
+        return own + self.num_chunk_foreign + self.num_chunk_sent
+
+    @property
+    def num_partial_rows(self) -> int:
+        """Partial sums of a call, and the row of zeros."""
+        apart = self.num_max_tokens_per_rank if self.is_own_apart else 0
+        return self.num_chunks * self.num_chunk_rows + apart + 1
+
+
 @dataclass(frozen=True)
-class TwoLevelShape:
+class TwoLevelShape(ExchangeSizes):
     """Sizes of a layer over several domains, equal on every rank.
 
     num_domains: 1 to 1024. num_ranks: of each domain. num_experts: of all domains together, a
@@ -130,15 +223,6 @@ class TwoLevelShape:
         _ = self.domain_shape, self.own_shape  # or an error
 
     @property
-    def num_experts_per_domain(self) -> int:
-        """Domain d owns the experts d * this and on."""
-        return self.num_experts // self.num_domains
-
-    @property
-    def num_other_domains(self) -> int:
-        return self.num_domains - 1
-
-    @property
     def tokens(self) -> TokenFormat:
         return token_format(self.token_format)
 
@@ -152,43 +236,6 @@ class TwoLevelShape:
         """Whether own tokens have a call of their own, in front of the chunks': every token of a
         call goes to its shared experts, and foreign ones must not."""
         return self.num_shared_experts > 0
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Most own tokens of a chunk."""
-        return ceil_div(self.num_max_tokens_per_rank, self.num_chunks)
-
-    @property
-    def num_pair_rows(self) -> int:
-        """With fixed sizes: rows that a chunk has for the tokens from one domain to another."""
-        if self.num_max_foreign_tokens is None or not self.num_other_domains:
-            return self.num_chunk_tokens
-        share = ceil_div(self.num_max_foreign_tokens, self.num_other_domains * self.num_chunks)
-        return min(share, self.num_chunk_tokens)
-
-    @property
-    def num_chunk_foreign(self) -> int:
-        """Most foreign tokens of a chunk."""
-        most = self.num_other_domains * self.num_chunk_tokens
-        if not self.exact_sizes:
-            return self.num_other_domains * self.num_pair_rows
-        if self.num_max_foreign_tokens is None:
-            return most
-        return min(most, ceil_div(self.num_max_foreign_tokens, self.num_chunks))
-
-    @property
-    def num_chunk_sent(self) -> int:
-        """Most rows that a rank sends in a chunk; with fixed sizes it always sends as many."""
-        if not self.exact_sizes:
-            return self.num_chunk_foreign
-        return self.num_chunk_tokens * min(self.num_other_domains, self.num_topk)
-
-    @property
-    def can_overflow(self) -> bool:
-        """Whether tokens may be more than there is room for."""
-        if self.exact_sizes:
-            return self.num_chunk_foreign < self.num_other_domains * self.num_chunk_tokens
-        return self.num_pair_rows < self.num_chunk_tokens and self.num_other_domains > 0
 
     @cached_property
     def domain_shape(self) -> MoEShape:
@@ -217,21 +264,6 @@ class TwoLevelShape:
             biases=self.biases,
             num_shared_experts=num_shared_experts,
         )
-
-    # Of the table of partial sums: for each chunk the rows of its call's output, own tokens first,
-    # then what came back; own tokens' rows where they are apart; a row of zeros.
-
-    @property
-    def num_chunk_rows(self) -> int:
-        """Partial sums of a chunk."""
-        own = 0 if self.is_own_apart else self.num_chunk_tokens
-        return own + self.num_chunk_foreign + self.num_chunk_sent
-
-    @property
-    def num_partial_rows(self) -> int:
-        """Partial sums of a call, and the row of zeros."""
-        apart = self.num_max_tokens_per_rank if self.is_own_apart else 0
-        return self.num_chunks * self.num_chunk_rows + apart + 1
 
     @property
     def buffer_bytes(self) -> dict[str, int]:

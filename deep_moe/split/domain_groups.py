@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from deep_moe.fused.buffer import ranks_of
+from deep_moe.fused.buffer import describe_difference, ranks_of
 from deep_moe.fused.checks import named_as
 from deep_moe.fused.symm_memory import gather_objects
 
@@ -114,11 +115,31 @@ class DomainPlace(NamedTuple):
         return place
 
 
+def check_backend(cross_group: ProcessGroup | None, device: torch.device) -> None:
+    """ValueError unless the group between domains can move tensors of the device."""
+    if cross_group is None:
+        return
+    backend = str(dist.get_backend(cross_group))
+    needed = "nccl" if device.type == "cuda" else "gloo"
+    if needed not in backend:
+        raise ValueError(
+            f"cross_group must have the backend {needed} for a layer on {device}; got {backend}"
+        )
+
+
 def gather_from_all(value: Any, groups: DomainGroups) -> list[list[Any]]:
     """`value` of every rank of every domain: [domain][rank]."""
     column = [value] if groups.cross is None else gather_objects(value, groups.cross)
     columns = [column] if groups.domain is None else gather_objects(column, groups.domain)
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def require_equal_everywhere(arguments: dict[str, Any], groups: DomainGroups) -> None:
+    """ValueError on all ranks of all domains if some have other arguments."""
+    of_all = [rank for domain in gather_from_all(arguments, groups) for rank in domain]
+    difference = describe_difference(dict(enumerate(of_all)))
+    if difference is not None:
+        raise ValueError(difference)
 
 
 def _size(name: str, group: Any) -> int:
@@ -131,7 +152,7 @@ class RollCall:
     the store through which PyTorch's groups were made. Every rank of all domains makes one."""
 
     def __init__(self, place: DomainPlace, groups: DomainGroups) -> None:
-        self._place = place
+        self.place = place
         names = gather_from_all(uuid.uuid4().hex, groups)
         self._prefix = f"deep_moe/two_level/{names[0][0]}"
         self._store = None
@@ -143,7 +164,7 @@ class RollCall:
     def explain(self, failed: str, within_s: float) -> str:
         """Words for what has failed, with who is lost. Those who come to ask as well have so long
         to do so: all ranks of this rank in their domains, for whom it has failed, too."""
-        place = self._place
+        place = self.place
         try:
             lost = self._missing(within_s)
         except Exception as error:  # of the store, whose host may be what is lost
@@ -175,7 +196,7 @@ class RollCall:
 
     def _missing(self, within_s: float) -> list[int]:
         """Domains whose rank of this rank has not come within that time."""
-        place, store = self._place, self._store
+        place, store = self.place, self._store
         if store is None:
             raise RuntimeError("this PyTorch does not say which store its groups have")
         store.set(self._here_key(place.domain), "here")
@@ -188,10 +209,10 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def _here_key(self, domain: int) -> str:
-        return f"{self._prefix}/here/{domain}/{self._place.rank}"
+        return f"{self._prefix}/here/{domain}/{self.place.rank}"
 
     def _lost_key(self) -> str:
-        return f"{self._prefix}/lost/{self._place.domain}"
+        return f"{self._prefix}/lost/{self.place.domain}"
 
 
 def describe_lost(domains: Sequence[int], rank: int) -> str:

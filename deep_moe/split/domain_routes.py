@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.heuristics.two_level import TwoLevelShape
+from deep_moe.heuristics.two_level import ExchangeSizes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Routes:
     row_of_token: torch.Tensor
 
 
-def domains_of(topk_idx: torch.Tensor, shape: TwoLevelShape) -> torch.Tensor:
+def domains_of(topk_idx: torch.Tensor, shape: ExchangeSizes) -> torch.Tensor:
     """bool [tokens, domains]: where some expert of a token lives. Ids that name no expert name no
     domain."""
     is_expert = (topk_idx >= 0) & (topk_idx < shape.num_experts)
@@ -60,7 +60,7 @@ def chunk_bounds(num_tokens: int, num_chunks: int) -> list[tuple[int, int]]:
     ]
 
 
-def route_chunks(goes_to_others: torch.Tensor, shape: TwoLevelShape) -> Routes:
+def route_chunks(goes_to_others: torch.Tensor, shape: ExchangeSizes) -> Routes:
     """goes_to_others: bool [tokens of the call, other domains]. A domain's rows lie in the order of
     the tokens: with exact sizes behind those of the domain before, with fixed sizes at a place of
     their own. Tokens for which there is no row there are in the counts alone."""
@@ -93,7 +93,7 @@ def route_chunks(goes_to_others: torch.Tensor, shape: TwoLevelShape) -> Routes:
 
 
 def partial_rows(
-    goes: torch.Tensor, routes: Routes, own_domain: int, shape: TwoLevelShape
+    goes: torch.Tensor, routes: Routes, own_domain: int, shape: ExchangeSizes
 ) -> torch.Tensor:
     """int64 [tokens, sums]: where the partial sums of each token lie in the table of the call, in
     the order of their domains; behind a token's last one, the row of zeros.

@@ -7,14 +7,15 @@ is asked for ends after `timeout_s`. On CPUs it is gloo, whose threads work mean
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from deep_moe.errors import LostDomainError
+from deep_moe.errors import LostDomainError, MegaMoEError
 
 from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
 
@@ -38,6 +39,7 @@ class DomainTransport:
         self._timeout_s = timeout_s
         self._roll_call = roll_call
         self._failure: str | None = None
+        self._domain = roll_call.place.domain
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def exchange(
@@ -56,7 +58,9 @@ class DomainTransport:
         splits = list(received_rows), list(sent_rows)
         if self._stream is None:
             return self._waiter(
-                lambda: dist.all_to_all_single(received, sent, *splits, group=cross, async_op=True)
+                lambda: [
+                    dist.all_to_all_single(received, sent, *splits, group=cross, async_op=True)
+                ]
             )
         # Rows are ready, and nobody reads any more what is overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -65,6 +69,32 @@ class DomainTransport:
             done = torch.cuda.Event()
             done.record(self._stream)
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+    def exchange_blocks(
+        self,
+        received: Sequence[torch.Tensor | None],
+        sent: Sequence[torch.Tensor | None],
+    ) -> Callable[[], None]:
+        """The same with a block of rows for each rank of the cross group, None for those with which
+        nothing is exchanged: they need not call this."""
+        cross = self._groups.cross
+        if cross is None or not any(block is not None for block in (*received, *sent)):
+            return lambda: None
+        self.raise_if_failed()
+        if self._stream is None:
+            return self._waiter(lambda: _messages(received, sent, cross))
+        device = self._device
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        lists = [
+            [nothing if block is None else block.view(torch.uint8) for block in blocks]
+            for blocks in (received, sent)
+        ]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            dist.all_to_all(*lists, group=cross)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return lambda: torch.cuda.current_stream(device).wait_event(done)
 
     def largest(self, value: torch.Tensor) -> None:
         """The largest of all ranks of all domains, in place of an int64 tensor. To be called where
@@ -79,7 +109,7 @@ class DomainTransport:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
             return
         self._waiter(
-            lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
+            lambda: [dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)]
         )()
 
     def begin_to_host(self, value: torch.Tensor) -> Callable[[], list[int]]:
@@ -130,16 +160,30 @@ class DomainTransport:
         """What other ranks of this domain know of lost ones."""
         return self._roll_call.told()
 
-    def _waiter(self, begin: Callable[[], dist.Work]) -> Callable[[], None]:
+    @contextmanager
+    def naming_the_domain(self) -> Iterator[None]:
+        """Adds to an error of a kernel in which domain it was, since its ranks are those of the
+        domain, and what a rank of it knows of lost domains."""
+        try:
+            yield
+        except LostDomainError:
+            raise
+        except MegaMoEError as error:
+            told = self.told()
+            because = f" ({told}, says a rank of domain {self._domain})" if told else ""
+            raise type(error)(f"domain {self._domain}: {error}{because}") from error
+
+    def _waiter(self, begin: Callable[[], list[dist.Work]]) -> Callable[[], None]:
         """Of gloo, where a rank that has gone is an error at the beginning or at the end."""
         try:
-            work = begin()
+            works = begin()
         except RuntimeError as error:
             self._fail(_first_line(error))
 
         def wait() -> None:
             try:
-                work.wait(timedelta(seconds=self._timeout_s))
+                while works:  # a message can be waited for once
+                    works.pop(0).wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
                 self._fail(_first_line(error))
 
@@ -148,6 +192,22 @@ class DomainTransport:
     def _fail(self, what: str) -> None:
         self._failure = self._roll_call.explain(what, min(ROLL_CALL_S, self._timeout_s))
         raise LostDomainError(self._failure)
+
+
+def _messages(
+    received: Sequence[torch.Tensor | None],
+    sent: Sequence[torch.Tensor | None],
+    group: ProcessGroup,
+) -> list[dist.Work]:
+    """Of gloo, whose all-to-all waits for ranks with which nothing is exchanged, too."""
+    works = []
+    for rank, block in enumerate(received):
+        if block is not None:
+            works.append(dist.irecv(block, group=group, group_src=rank))
+    for rank, block in enumerate(sent):
+        if block is not None:
+            works.append(dist.isend(block, group=group, group_dst=rank))
+    return [work for work in works if work is not None]
 
 
 def _first_line(error: Exception) -> str:

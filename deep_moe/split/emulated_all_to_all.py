@@ -35,6 +35,8 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         any_format: as of `LowLatencyAllToAll`.
         zero_copy: as of `LowLatencyAllToAll`.
         placement: as of `LowLatencyAllToAll`.
+        relays_tokens: as of `LowLatencyAllToAll`; `prepare_dispatch` of each layer takes such
+            tokens.
         options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
     """
 
@@ -50,6 +52,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         any_format: bool = False,
         zero_copy: bool = False,
         placement: str = "ranks",
+        relays_tokens: bool = False,
         **options: Any,
     ) -> None:
         shape = LowLatencyShape(
@@ -62,6 +65,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
             has_shared_rows=zero_copy,
             any_format=any_format,
             placement=placement,
+            relays_tokens=relays_tokens,
         )
         self._make(LowLatencyAllToAll, shape, options)
 

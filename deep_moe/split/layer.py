@@ -1,21 +1,26 @@
 """`EPLowLatencyAllToAllLayer`: the low-latency all-to-all under another layer's names.
 
-A thin layer: what it adds are the names, and the refusal of what one NVLink domain cannot do.
+A thin layer: what it adds are the names, and the choice of the all-to-all of one NVLink domain or
+of several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.low_latency import NUM_HALVES
+from deep_moe.heuristics.shape import require_int
 
+from .domain_groups import DomainGroups, DomainPlace, make_domain_groups
 from .handle import DispatchHandle
 from .low_latency import LowLatencyAllToAll
+from .two_level_low_latency import TwoLevelLowLatencyAllToAll
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +45,7 @@ class DispatchMetaInfo:
 
 
 class EPLowLatencyAllToAllLayer:
-    """Dispatch with quantization on the way, and combine, for small batches on one node.
+    """Dispatch with quantization on the way, and combine, for small batches, on one or more nodes.
 
     Args:
         max_m: most tokens per rank.
@@ -49,13 +54,18 @@ class EPLowLatencyAllToAllLayer:
         online_quant_fp8: only True.
         rank: of this process in `group`.
         num_experts: experts of all ranks.
-        local_world_size: ranks per node; only world_size.
+        local_world_size: ranks per node, a divisor of world_size. Nodes are NVLink domains; between
+            several of them `TwoLevelLowLatencyAllToAll` has the tokens moved.
         world_size: ranks of `group`.
         fp8_gsize: values per scale; only 128.
         dtype: only bfloat16.
         enable_profiling: let the kernels stamp their phases.
-        group: the process group, by default all ranks; with world_size 1, none is needed.
+        group: the process group, by default all ranks; with world_size 1, none is needed. For
+            several nodes None or what `make_domain_groups` gave, the groups of one layer or of
+            many: without, the layer makes its own.
         zero_copy: make room for the experts' rows in symmetric memory, for `get_combine_buffer`.
+            Without, no combine can have zero_copy.
+        num_max_foreign_tokens: as of `TwoLevelLowLatencyAllToAll`; only for several nodes.
         placement: as of `LowLatencyAllToAll`.
         device: as of `LowLatencyAllToAll`.
         timeout_s: as of `LowLatencyAllToAll`.
@@ -79,8 +89,9 @@ class EPLowLatencyAllToAllLayer:
         dtype: torch.dtype = torch.bfloat16,
         enable_profiling: bool = False,
         *,
-        group: ProcessGroup | None = None,
-        zero_copy: bool = False,
+        group: ProcessGroup | DomainGroups | None = None,
+        zero_copy: bool = True,
+        num_max_foreign_tokens: int | None = None,
         placement: str = "ranks",
         device: torch.device | str | int | None = None,
         timeout_s: float | None = None,
@@ -91,38 +102,38 @@ class EPLowLatencyAllToAllLayer:
                 "online_quant_fp8 must be True: tokens are quantized on the way; for those as they "
                 'are, use LowLatencyAllToAll with token_format="bf16"'
             )
-        if local_world_size != world_size:
-            raise ValueError(
-                f"local_world_size must be world_size ({world_size}): every rank writes to all "
-                f"others' memory, which needs one NVLink domain; got {local_world_size}. Over "
-                "several of them, TwoLevelMoE runs the whole layer"
-            )
         if fp8_gsize not in _FORMATS:
             raise ValueError(f"fp8_gsize must be 128; got {fp8_gsize}")
         if dtype is not torch.bfloat16:
             raise ValueError(f"dtype must be torch.bfloat16; got {dtype}")
-        if group is None and world_size > 1:
-            group = dist.group.WORLD
-        num_ranks = 1 if group is None else dist.get_world_size(group)
-        own_rank = 0 if group is None else dist.get_rank(group)
-        if (num_ranks, own_rank) != (world_size, rank):
-            raise ValueError(
-                f"rank and world_size must be those of the group, {own_rank} and {num_ranks}; "
-                f"got {rank} and {world_size}"
+        num_nodes = _num_nodes(local_world_size, world_size)
+        _check_place(group, rank, world_size)
+        common: dict[str, Any] = {
+            "token_format": _FORMATS[fp8_gsize],
+            "zero_copy": zero_copy,
+            "placement": placement,
+            "device": device,
+            "timeout_s": timeout_s,
+            "enable_profiling": enable_profiling,
+        }
+        sizes = (max_m, hidden, num_experts, topk)
+        self._all_to_all: LowLatencyAllToAll | TwoLevelLowLatencyAllToAll
+        if num_nodes > 1:
+            groups = _groups_of_nodes(group, num_nodes)
+            self._all_to_all = TwoLevelLowLatencyAllToAll(
+                *groups, *sizes, num_max_foreign_tokens=num_max_foreign_tokens, **common
             )
-        self._all_to_all = LowLatencyAllToAll(
-            group,
-            max_m,
-            hidden,
-            num_experts,
-            topk,
-            token_format=_FORMATS[fp8_gsize],
-            zero_copy=zero_copy,
-            placement=placement,
-            device=device,
-            timeout_s=timeout_s,
-            enable_profiling=enable_profiling,
-        )
+        else:
+            if num_max_foreign_tokens is not None:
+                raise ValueError(
+                    "num_max_foreign_tokens must be None for one node; "
+                    f"got {num_max_foreign_tokens}"
+                )
+            if isinstance(group, DomainGroups):
+                group = group.domain
+            elif group is None and world_size > 1:
+                group = dist.group.WORLD
+            self._all_to_all = LowLatencyAllToAll(group, *sizes, **common)
         self.rank = rank
         self.call_count = 0
 
@@ -204,3 +215,59 @@ class EPLowLatencyAllToAllLayer:
     def finalize(self) -> None:
         """Give the symmetric memory back."""
         self._all_to_all.close()
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Go on without these ranks, as of `LowLatencyAllToAll` and `TwoLevelLowLatencyAllToAll`.
+
+        Args:
+            ranks: numbers of the ranks to leave out.
+        """
+        self._all_to_all.mask_ranks(ranks)
+
+    def check(self) -> None:
+        """Raise what calls found, where the host did not wait for them."""
+        self._all_to_all.check()
+
+
+def _num_nodes(local_world_size: int, world_size: int) -> int:
+    for name, value in (("local_world_size", local_world_size), ("world_size", world_size)):
+        if require_int(name, value, "at least 1") < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    if world_size % local_world_size:
+        raise ValueError(
+            f"local_world_size must divide world_size ({world_size}); got {local_world_size}"
+        )
+    return world_size // local_world_size
+
+
+def _check_place(group: ProcessGroup | DomainGroups | None, rank: int, world_size: int) -> None:
+    """ValueError unless rank and world_size are those of the group."""
+    if isinstance(group, DomainGroups):
+        place = DomainPlace.of(group)
+        own_rank = place.domain * place.num_ranks + place.rank
+        num_ranks = place.num_domains * place.num_ranks
+    elif group is None and world_size == 1:
+        own_rank, num_ranks = 0, 1
+    else:
+        group = dist.group.WORLD if group is None else group
+        own_rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if (num_ranks, own_rank) != (world_size, rank):
+        raise ValueError(
+            f"rank and world_size must be those of the group, {own_rank} and {num_ranks}; "
+            f"got {rank} and {world_size}"
+        )
+
+
+def _groups_of_nodes(group: ProcessGroup | DomainGroups | None, num_nodes: int) -> DomainGroups:
+    if isinstance(group, DomainGroups):
+        if DomainPlace.of(group).num_domains != num_nodes:
+            raise ValueError(
+                f"group must be of as many domains as there are nodes ({num_nodes}); got groups of "
+                f"{DomainPlace.of(group).num_domains}"
+            )
+        return group
+    if group is not None and group is not dist.group.WORLD:
+        raise ValueError(
+            "group must be None or what make_domain_groups gave, for several nodes; got a group"
+        )
+    return make_domain_groups(num_nodes)

@@ -62,6 +62,8 @@ class LowLatencyAllToAll(SplitLayer):
             "experts": a token goes once to each of its experts, into memory that is kept for that
             expert and source rank; this takes more bytes over the links and more memory. Results
             are the same.
+        relays_tokens: tokens come from elsewhere, quantized, each with a number: `dispatch` takes
+            x_sf and origins, and sends x as it is.
         device: where the calls run. A CPU runs them in the emulator. By default the current GPU for
             a group with NCCL and, if there is a GPU, for None; otherwise the CPU.
         num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
@@ -100,6 +102,7 @@ class LowLatencyAllToAll(SplitLayer):
         zero_copy: bool = False,
         scales_by_column: bool = False,
         placement: str = "ranks",
+        relays_tokens: bool = False,
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -113,6 +116,7 @@ class LowLatencyAllToAll(SplitLayer):
         require_type("zero_copy", zero_copy, bool, "a bool")
         require_type("scales_by_column", scales_by_column, bool, "a bool")
         require_type("placement", placement, str, "a str")
+        require_type("relays_tokens", relays_tokens, bool, "a bool")
         sizes = {
             "num_experts": num_experts,
             "num_topk": num_topk,
@@ -122,6 +126,7 @@ class LowLatencyAllToAll(SplitLayer):
             "has_shared_rows": zero_copy,
             "any_format": any_format,
             "placement": placement,
+            "relays_tokens": relays_tokens,
         }
         self._join(
             group,
@@ -162,6 +167,8 @@ class LowLatencyAllToAll(SplitLayer):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         *,
+        x_sf: torch.Tensor | None = None,
+        origins: torch.Tensor | None = None,
         token_format: str | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
@@ -170,9 +177,15 @@ class LowLatencyAllToAll(SplitLayer):
         """Send every token to the ranks of its experts, and receive those of the local ones.
 
         Args:
-            x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
+            x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks. With
+                relays_tokens float8_e4m3fn, unless token_format is "bf16".
             topk_idx: int64 or int32 [tokens, topk], global expert ids; -1: the slot is not used. A
                 token that names an expert in several slots is sent there once.
+            x_sf: with relays_tokens, scales of x, [tokens, hidden/128]: float32, whose values are
+                powers of two for "fp8_128_pow2" and "fp8_128_ue8m0", or int32 with four UE8M0 bytes
+                for "mxfp8"; else None.
+            origins: with relays_tokens, int32 [tokens], numbers that `src_info` gives in place of
+                the tokens' own; else None.
             token_format: of this call, equal on all ranks, if the layer was made with
                 any_format=True; by default the layer's.
             receive: False only sends. The results are written by `receive(handle)`, which must come
@@ -184,6 +197,8 @@ class LowLatencyAllToAll(SplitLayer):
         launch, result = self.prepare_dispatch(
             x,
             topk_idx,
+            x_sf=x_sf,
+            origins=origins,
             token_format=token_format,
             receive=receive,
             expert_totals=expert_totals,
@@ -288,7 +303,7 @@ class LowLatencyAllToAll(SplitLayer):
         Args:
             path: of the file to write.
         """
-        self._dump("dispatch", path)
+        self.dump_trace("dispatch", path, self.rank)
 
     def dump_combine_trace(self, path: str | Path) -> None:
         """The same of the newest combines: copy_and_put, recv_wait, topk_reduce.
@@ -296,13 +311,14 @@ class LowLatencyAllToAll(SplitLayer):
         Args:
             path: of the file to write.
         """
-        self._dump("combine", path)
+        self.dump_trace("combine", path, self.rank)
 
-    def _dump(self, step: Step, path: str | Path) -> None:
+    def dump_trace(self, step: Step, path: str | Path, rank: int) -> None:
+        """rank: what the trace calls this one."""
         self._buffer.raise_if_closed()
         if not self._enable_profiling:
             raise ValueError("enable_profiling must be True for a layer that dumps traces")
-        self._profile.write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
+        self._profile.write(step, path, rank, is_emulated=self._buffer.is_emulated)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Go on without these ranks, from the next call on; an empty list lets all take part.
@@ -350,6 +366,8 @@ class LowLatencyAllToAll(SplitLayer):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         *,
+        x_sf: torch.Tensor | None = None,
+        origins: torch.Tensor | None = None,
         token_format: str | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
@@ -358,7 +376,7 @@ class LowLatencyAllToAll(SplitLayer):
         """The first kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
         shape = self._shape_of(token_format)
-        self._check_rows("x", x, shape.hidden)
+        self._check_tokens(x, x_sf, origins, shape)
         num_tokens = x.shape[0]
         if num_tokens > shape.num_max_tokens_per_rank:
             raise ValueError(
@@ -371,7 +389,9 @@ class LowLatencyAllToAll(SplitLayer):
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
         statistics = {"expert_totals": expert_totals, "wait_cycles": wait_cycles}
-        self._check_written(statistics, {"x": x, "topk_idx": topk_idx})
+        given = {"x": x, "topk_idx": topk_idx, "x_sf": x_sf, "origins": origins}
+        read = {name: tensor for name, tensor in given.items() if tensor is not None}
+        self._check_written(statistics, read)
         last, older = self._call_before(1), self._call_before(2)
         if last is not None and last.progress is Progress.SENT:
             raise ValueError(
@@ -394,6 +414,10 @@ class LowLatencyAllToAll(SplitLayer):
         handle = result.handle
         args = self._args(num_tokens, topk_idx, handle)
         args.x = x.data_ptr()
+        if x_sf is not None:
+            args.x_sf = x_sf.data_ptr()
+        if origins is not None:
+            args.origins = origins.data_ptr()
         args.recv_x = result.recv_x.data_ptr()
         args.src_info = result.src_info.data_ptr()
         if result.scales is not None:
@@ -404,7 +428,6 @@ class LowLatencyAllToAll(SplitLayer):
             args.expert_totals = expert_totals.data_ptr()
         if wait_cycles is not None:
             args.wait_cycles = wait_cycles.data_ptr()
-        read = {"x": x, "topk_idx": topk_idx}
         sent = {"call_idx": handle.call_idx}
         optional = {"scales": result.scales, **statistics}
         written = {
@@ -636,6 +659,39 @@ class LowLatencyAllToAll(SplitLayer):
         if age > self._num_dispatches:
             return None
         return self._calls[(self._num_dispatches - age) % NUM_HALVES]
+
+    def _check_tokens(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        origins: torch.Tensor | None,
+        shape: LowLatencyShape,
+    ) -> None:
+        if not shape.relays_tokens:
+            for name, tensor in {"x_sf": x_sf, "origins": origins}.items():
+                if tensor is not None:
+                    raise ValueError(f"{name} must be None without relays_tokens; got a tensor")
+            self._check_rows("x", x, shape.hidden)
+            return
+        self._check_rows("x", x, shape.hidden, shape.tokens.dtype)
+        num_tokens = x.shape[0]
+        require_type("origins", origins, torch.Tensor, "a tensor with relays_tokens")
+        numbers = {"origins": (origins, torch.int32, (num_tokens,))}
+        dtype = shape.tokens.scale_torch_dtype
+        if dtype is None:
+            if x_sf is not None:
+                raise ValueError(
+                    f"x_sf must be None for token_format {shape.token_format!r}; got a tensor"
+                )
+        else:
+            require_type("x_sf", x_sf, torch.Tensor, "a tensor with relays_tokens")
+            # Scales are packed on the way out.
+            given = torch.float32 if shape.tokens.packs_scales else dtype
+            numbers["x_sf"] = (x_sf, given, (num_tokens, shape.num_scale_words))
+        for name, (tensor, of_type, size) in numbers.items():
+            assert tensor is not None
+            check_tensor(name, tensor, of_type, size, self.device)
+            check_contiguous(name, tensor)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         require_type("handle", handle, DispatchHandle, "what a dispatch returned")

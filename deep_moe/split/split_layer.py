@@ -126,6 +126,11 @@ class SplitLayer:
         return self._buffer
 
     @property
+    def num_dispatches(self) -> int:
+        """So far."""
+        return self._num_dispatches
+
+    @property
     def settings(self) -> KernelSettings:
         return self._settings
 

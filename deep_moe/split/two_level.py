@@ -7,20 +7,17 @@ costs, and what is rounded where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
-from deep_moe.errors import DeepMoEError, ForeignTokensError, LostDomainError, MegaMoEError
+from deep_moe.errors import DeepMoEError
 from deep_moe.fused.buffer import (
     SymmBuffer,
-    describe_difference,
     device_for,
     get_symm_buffer_for_mega_moe,
 )
@@ -58,7 +55,8 @@ from .domain_groups import (
     DomainGroups,
     DomainPlace,
     RollCall,
-    gather_from_all,
+    check_backend,
+    require_equal_everywhere,
 )
 from .domain_routes import (
     Routes,
@@ -69,12 +67,12 @@ from .domain_routes import (
     route_chunks,
 )
 from .domain_transport import DomainTransport
+from .foreign_tokens import raise_overflow, worst_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-_COUNT_BITS = 32  # of a number of tokens, beside where it was met
 _Call = TypeVar("_Call", bound=Callable[..., torch.Tensor])
 
 
@@ -246,8 +244,8 @@ class TwoLevelMoE:
             "num_pool_tokens": num_pool_tokens,
         }
         device = device_for(cross_group if domain_group is None else domain_group, device)
-        _check_backend(cross_group, device)
-        self._require_equal({**sizes, "device": device.type}, groups)
+        check_backend(cross_group, device)
+        require_equal_everywhere({**sizes, "device": device.type}, groups)
         self.shape = TwoLevelShape(self._place.num_domains, self._place.num_ranks, **sizes)
         require_int("num_transport_sms", num_transport_sms, "at least 0")
         if num_transport_sms < 0:
@@ -356,7 +354,7 @@ class TwoLevelMoE:
             exchanges = agree()
             arrivals = [self._send(chunk, exchange) for chunk, exchange in enumerate(exchanges)]
             expected = arguments.get("expected_tokens_per_rank")
-            with self._naming_the_domain():
+            with self._transport.naming_the_domain():
                 returns = self._compute(
                     inside,
                     num_tokens,
@@ -375,7 +373,7 @@ class TwoLevelMoE:
         """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
         once on each rank of all domains; LostDomainError; what a kernel reported."""
         self._transport.raise_if_failed()
-        with self._naming_the_domain():
+        with self._transport.naming_the_domain():
             try:
                 self._transport.wait_for_device()
             finally:
@@ -384,7 +382,7 @@ class TwoLevelMoE:
         if self.shape.can_overflow and not self.shape.exact_sizes:
             worst = int(self._worst.item())
             self._worst.zero_()
-            self._raise_overflow(worst)
+            raise_overflow(worst, self.shape, self.shape.num_ranks)
 
     def reset(self) -> None:
         """Make the layer usable again after a failed call inside a domain. Every rank of the domain
@@ -404,12 +402,6 @@ class TwoLevelMoE:
         self._received_fields.clear()
 
     # Construction.
-
-    def _require_equal(self, arguments: dict[str, Any], groups: DomainGroups) -> None:
-        of_all = [rank for domain in gather_from_all(arguments, groups) for rank in domain]
-        difference = describe_difference(dict(enumerate(of_all)))
-        if difference is not None:
-            raise ValueError(difference)
 
     def _make_buffer(self, shape: MoEShape, group: ProcessGroup | None) -> SymmBuffer:
         return get_symm_buffer_for_mega_moe(
@@ -591,7 +583,7 @@ class TwoLevelMoE:
         self._transport.exchange(*as_bytes, ones, ones)()
         numbers = [received, sent]
         if shape.can_overflow:
-            worst = self._worst_of(received.sum(dim=0), shape.num_chunk_foreign)
+            worst = worst_of(received.sum(dim=0), shape.num_chunk_foreign, self._place)
             self._transport.largest(worst)
             numbers.append(worst.expand(1, shape.num_chunks))
         to_host = self._transport.begin_to_host(torch.cat(numbers))
@@ -605,7 +597,7 @@ class TwoLevelMoE:
             for first in range(0, len(on_host), shape.num_chunks)
         ]
         if shape.can_overflow:
-            self._raise_overflow(table[-1][0])
+            raise_overflow(table[-1][0], shape, shape.num_ranks)
         return [
             _Exchange(
                 [table[d][chunk] for d in range(shape.num_domains)],
@@ -691,77 +683,19 @@ class TwoLevelMoE:
 
     # Too many foreign tokens.
 
-    def _worst_of(self, counts: torch.Tensor, room: int) -> torch.Tensor:
-        """int64 []: the largest of counts int64 [..., chunks] that is more than `room`, behind it
-        which rank found it and where; 0 if none is."""
-        place = self._place
-        rank = place.domain * place.num_ranks + place.rank
-        where = torch.arange(counts.numel(), device=counts.device) + rank * counts.numel()
-        met = (counts.flatten() << _COUNT_BITS) + where
-        met = met.where(counts.flatten() > room, 0)
-        return met.amax() if counts.numel() else counts.new_zeros(())
-
     def _note_overflow(self, routes: Routes, out: torch.Tensor) -> None:
         """With fixed sizes: all ranks learn of tokens that had no row, and no rank's result can be
         taken for one."""
-        worst = self._worst_of(routes.counts.T, self.shape.num_pair_rows)
+        worst = worst_of(routes.counts.T, self.shape.num_pair_rows, self._place)
         self._transport.largest(worst)
         torch.maximum(self._worst, worst, out=self._worst)
         out.masked_fill_(worst > 0, torch.nan)
         if self.device.type == "cpu":
             self._worst.zero_()
-            self._raise_overflow(int(worst))
-
-    def _raise_overflow(self, worst: int) -> None:
-        """ForeignTokensError for what `_worst_of` said on some rank."""
-        if not worst:
-            return
-        shape = self.shape
-        count, where = worst >> _COUNT_BITS, worst % (1 << _COUNT_BITS)
-        num_entries = shape.num_chunks * (1 if shape.exact_sizes else shape.num_other_domains)
-        rank_of_all, entry = divmod(where, num_entries)
-        domain, rank = divmod(rank_of_all, shape.num_ranks)
-        other, chunk = divmod(entry, shape.num_chunks)
-        if shape.exact_sizes:
-            who = f"rank {rank} of domain {domain} is sent {count} tokens by other domains"
-            room = shape.num_chunk_foreign
-        else:
-            to = other + (other >= domain)
-            who = f"rank {rank} of domain {domain} has {count} tokens for domain {to}"
-            room = shape.num_pair_rows
-        raise ForeignTokensError(
-            f"num_max_foreign_tokens must be larger: {who} in chunk {chunk}, where "
-            f"{shape.num_max_foreign_tokens} in {shape.num_chunks} chunks leave room for {room}"
-        )
-
-    # Failures.
-
-    @contextmanager
-    def _naming_the_domain(self) -> Iterator[None]:
-        """Adds to an error of the fused call in which domain it was, since its ranks are those of
-        the domain, and what a rank of it knows of lost domains."""
-        try:
-            yield
-        except LostDomainError:
-            raise
-        except MegaMoEError as error:
-            told = self._transport.told()
-            because = f" ({told}, says a rank of domain {self.domain})" if told else ""
-            raise type(error)(f"domain {self.domain}: {error}{because}") from error
+            raise_overflow(int(worst), self.shape, self.shape.num_ranks)
 
 
 def is_checked(arguments: dict[str, Any], device: torch.device) -> bool:
     """Whether a call looks at the expert ids: as `checked` of the fused call."""
     checked = arguments.get("checked")
     return device.type == "cpu" if checked is None else bool(checked)
-
-
-def _check_backend(cross_group: ProcessGroup | None, device: torch.device) -> None:
-    if cross_group is None:
-        return
-    backend = str(dist.get_backend(cross_group))
-    needed = "nccl" if device.type == "cuda" else "gloo"
-    if needed not in backend:
-        raise ValueError(
-            f"cross_group must have the backend {needed} for a layer on {device}; got {backend}"
-        )

@@ -198,6 +198,30 @@ def two_level_call() -> Call:
     return layer.call, {**given, **statistics, "arch": "sm_90a", "num_sms": 2}
 
 
+def two_level_low_latency() -> deep_moe.TwoLevelLowLatencyAllToAll:
+    return deep_moe.TwoLevelLowLatencyAllToAll(
+        None, None, T, H, E, K, token_format="bf16", num_sms=1, device="cpu"
+    )
+
+
+def two_level_dispatch() -> Call:
+    statistics = {
+        "expert_totals": torch.zeros(E, dtype=torch.int32),
+        "wait_cycles": torch.zeros(1, dtype=torch.int64),
+    }
+    given = {"x": bf16(T, H), "topk_idx": routing()["topk_idx"]}
+    return two_level_low_latency().dispatch, {**given, **statistics, "receive": True}
+
+
+def two_level_combine() -> Call:
+    layer = two_level_low_latency()
+    rows = layer.dispatch(bf16(T, H), routing()["topk_idx"])
+    given = {"y": torch.ones_like(rows.recv_x), **routing(), "handle": rows.handle}
+    options = {"zero_copy": False, "receive": True, "again": False}
+    wait_cycles = torch.zeros(1, dtype=torch.int64)
+    return layer.combine, {**given, "out": bf16(T, H), **options, "wait_cycles": wait_cycles}
+
+
 def moe_call() -> Call:
     weights = {"w1": bf16(E, H, I), "w3": bf16(E, H, I), "w2": bf16(E, I, H)}
     biases = {"b1": torch.zeros(E, I), "b3": torch.zeros(E, I), "b2": torch.zeros(E, H)}
@@ -334,6 +358,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "ThroughputMoE()": throughput_call,
     "ThroughputMoE.dispatch": throughput_dispatch,
     "TwoLevelMoE.call": two_level_call,
+    "TwoLevelLowLatencyAllToAll.dispatch": two_level_dispatch,
+    "TwoLevelLowLatencyAllToAll.combine": two_level_combine,
     "moe": moe_call,
     "MoELayer.forward": layer_forward,
     "MoELayer.load_transposed": load_transposed,
@@ -452,6 +478,20 @@ CALLS: dict[str, Callable[[], Call]] = {
         num_transport_sms=2,
         timeout_s=60.0,
         device="cpu",
+    ),
+    "TwoLevelLowLatencyAllToAll": constructor(
+        deep_moe.TwoLevelLowLatencyAllToAll,
+        *(None, None, T, H, E, K),
+        token_format="bf16",
+        zero_copy=False,
+        scales_by_column=False,
+        placement="ranks",
+        num_max_foreign_tokens=None,
+        num_transport_sms=2,
+        device="cpu",
+        arch="sm_90a",
+        enable_profiling=False,
+        **LAYER_OPTIONS,
     ),
     "EmulatedAllToAll": constructor(
         deep_moe.EmulatedAllToAll, 1, T, H, E, K, token_format="bf16", num_sms=1

@@ -43,7 +43,9 @@ class TokenExpansion {
     __device__ void expand(uint32_t rank_idx, uint32_t slot_idx) const {
         const uint32_t* const header = local_.staged_headers(half_, rank_idx, slot_idx);
         uint32_t row_of_expert = RowOfExpert::none;
-        if (ptx::lane_idx() < Config::num_topk) row_of_expert = header[1 + ptx::lane_idx()];
+        if (ptx::lane_idx() < Config::num_topk) {
+            row_of_expert = header[LowLatencyBuffer<Config>::num_header_words + ptx::lane_idx()];
+        }
         const LoadedScales<Config> scales(staged_scales(rank_idx, slot_idx));  // while it comes
         const uint32_t slots = __ballot_sync(full_warp, row_of_expert != RowOfExpert::none);
         uint32_t row = 0;  // of all experts' rows
@@ -52,7 +54,8 @@ class TokenExpansion {
             row = local_expert_idx * rows_per_expert<Config> +
                   received_.first_row(local_expert_idx, rank_idx) +
                   RowOfExpert::row(row_of_expert);  //~ row_placed
-            tell_source(args_, ranks_, half_, row, rank_idx, header[0], ptx::lane_idx());
+            tell_source(args_, ranks_, half_, row, rank_idx, header[0], ptx::lane_idx(),
+                        header[LowLatencyBuffer<Config>::num_header_words - 1]);
         }
         const auto* const staged =
             reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx));

@@ -32,8 +32,9 @@ class ExpertDestinations {
 
     // A whole warp: finds them for a token, and writes its control to each. `counts`: of all tokens
     // before it. `slot`: the token's that the lane stands for.
-    __device__ void find(const LowLatencyRanks<Config>& ranks, const TokenCounts<Config>& counts,
-                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot) const {
+    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                         const TokenCounts<Config>& counts, uint32_t half, uint32_t token_idx,
+                         const RoutedSlot& slot) const {
         const uint32_t firsts = __ballot_sync(full_warp, slot.is_first_of_expert());
         if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, __popc(firsts));
         if (!slot.is_first_of_expert()) return;
@@ -41,8 +42,12 @@ class ExpertDestinations {
         const uint32_t place = slot.expert_idx << 16 | slot_idx;
         const uint32_t i = __popc(firsts & ((1u << ptx::lane_idx()) - 1));
         ptx::st_shared_u32(words_ + (1 + i) * sizeof(uint32_t), place);
+        uint32_t origin = 0;
+        if constexpr (Config::relays_tokens) {
+            origin = static_cast<uint32_t>(args.origins[token_idx]);
+        }
         *message(ranks, half, place).control() = {
-            token_idx, slot.slot_idx, {}};  //~ control_written
+            token_idx, slot.slot_idx, origin, {}};  //~ control_written
     }
 
  private:

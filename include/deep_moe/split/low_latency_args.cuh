@@ -31,13 +31,15 @@ struct LowLatencyArgs {
     int32_t* expert_totals;  // [E_local]: rows of each local expert, over all dispatches
 
     // Dispatch.
-    const void* x;          // bf16 [T, hidden]
-    void* recv_x;           // [E_local, N, hidden] of the format
-    uint32_t* recv_scales;  // [E_local, N, hidden/128] by the strides below, in words
+    const void* x;           // bf16 [T, hidden]; with Config::relays_tokens as it travels
+    const uint32_t* x_sf;    // [T, hidden/128] with Config::relays_tokens
+    const int32_t* origins;  // [T] with Config::relays_tokens: what src_info tells of each
+    void* recv_x;            // [E_local, N, hidden] of the format
+    uint32_t* recv_scales;   // [E_local, N, hidden/128] by the strides below, in words
     uint64_t scale_expert_stride;
     uint64_t scale_row_stride;
     uint64_t scale_column_stride;
-    int32_t* src_info;  // [E_local, N]: token_idx on the source rank
+    int32_t* src_info;  // [E_local, N]: token_idx on the source rank, or its origin
 
     // Combine.
     const void* y;                // bf16 [E_local, N, hidden]

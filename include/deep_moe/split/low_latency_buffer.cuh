@@ -58,12 +58,13 @@ class LowLatencyBuffer {
     }
 
     // Staging: tokens of a source rank, in its order, each once. First the token's index there,
-    // then for each of its slots the RowOfExpert.
+    // with Config::relays_tokens its origin, then for each of its slots the RowOfExpert.
+    static constexpr uint32_t num_header_words = Config::relays_tokens ? 2 : 1;  // before these
     __device__ uint32_t* staged_headers(uint32_t half, uint32_t rank_idx, uint32_t slot_idx) const {
         const uint32_t row =
             (half * Symm::staged_headers_dim1 + rank_idx) * Symm::staged_headers_dim2 + slot_idx;
         return at<typename Symm::staged_headers_element>(Symm::staged_headers_offset) +
-               uint64_t{row} * Symm::staged_headers_dim3;  // [2][ranks][T][1 + topk]
+               uint64_t{row} * Symm::staged_headers_dim3;  // [2][ranks][T][.. + topk]
     }
     __device__ uint8_t* staged_values(uint32_t half, uint32_t rank_idx, uint32_t slot_idx) const {
         const uint32_t row =

@@ -12,7 +12,8 @@ namespace deep_moe {
 struct MessageControl {
     uint32_t token_idx;  // on the source rank
     uint32_t slot_idx;   // the first one of the token that names the expert
-    uint32_t unused[2];
+    uint32_t origin;     // with Config::relays_tokens: what src_info tells
+    uint32_t unused[1];
 };
 static_assert(sizeof(MessageControl) == 16, "values behind it are loaded by 16 bytes");
 

@@ -47,8 +47,9 @@ class RankDestinations {
 
     // A whole warp: finds them for a token, and writes its header to each. `counts`: of all tokens
     // before it. `slot`: the token's that the lane stands for.
-    __device__ void find(const LowLatencyRanks<Config>& ranks, const TokenCounts<Config>& counts,
-                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot) const {
+    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                         const TokenCounts<Config>& counts, uint32_t half, uint32_t token_idx,
+                         const RoutedSlot& slot) const {
         uint32_t row = RowOfExpert::none;
         if (slot.is_first_of_expert()) {
             row = RowOfExpert::pack(slot.expert_idx % Config::num_experts_per_rank,
@@ -64,10 +65,13 @@ class RankDestinations {
                 ranks.of(rank_idx).staged_headers(half, ranks.rank_idx(), slot_idx);
             if (ptx::lane_idx() == 0) {
                 header[0] = token_idx;
+                if constexpr (Config::relays_tokens) {
+                    header[1] = static_cast<uint32_t>(args.origins[token_idx]);
+                }
                 ptx::st_shared_u32(words_ + ++i * sizeof(uint32_t), rank_idx << 16 | slot_idx);
             }
             if (slot.slot_idx < Config::num_topk) {
-                header[1 + slot.slot_idx] =
+                header[LowLatencyBuffer<Config>::num_header_words + slot.slot_idx] =
                     slot.rank_idx == rank_idx ? row : RowOfExpert::none;  //~ header_written
             }
         }

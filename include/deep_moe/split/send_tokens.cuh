@@ -1,4 +1,5 @@
-// Dispatch, sending: each token is quantized once and written to all places that it goes to.
+// Dispatch, sending: each token is quantized once, unless it has been before, and written to all
+// places that it goes to.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -10,8 +11,8 @@
 #include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/expert_destinations.cuh"
-#include "deep_moe/split/loaded_chunk.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/split/outgoing_chunk.cuh"
 #include "deep_moe/split/rank_destinations.cuh"
 #include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/token_counts.cuh"
@@ -26,13 +27,13 @@ using Destinations =
 // A token that the CTA sends next, as far as it can be known ahead.
 template <class Config>
 struct NextToken {
-    LoadedChunk<Config> chunk;  // this thread's first one
-    RoutedSlot slot;            // in the first warp: the slot that the lane stands for
+    OutgoingChunk<Config> chunk;  // this thread's first one
+    RoutedSlot slot;              // in the first warp: the slot that the lane stands for
 
     // All threads of a CTA: its values are on their way then. There may be no such token.
     __device__ NextToken(const LowLatencyArgs& args, uint32_t token_idx) {
         if (!Config::sends || token_idx >= args.num_tokens) return;
-        chunk = LoadedChunk<Config>(args.x, token_idx, threadIdx.x);
+        chunk = OutgoingChunk<Config>(args, token_idx, threadIdx.x);
     }
     // The same: `slot`, which is waited for.
     __device__ void route(const LowLatencyArgs& args, const ActiveRanks<Config>& active,
@@ -46,16 +47,16 @@ struct NextToken {
 template <class Config>
 __device__ void send_token(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                            const Destinations<Config>& destinations, uint32_t half,
-                           uint32_t token_idx, LoadedChunk<Config> loaded) {
+                           uint32_t token_idx, OutgoingChunk<Config> loaded) {
     using Format = TokenFormat<Config>;
     const uint32_t num_destinations = destinations.count();
 #pragma unroll 1
     for (uint32_t chunk_idx = threadIdx.x;
          chunk_idx < align_up(Format::num_chunks, Config::num_threads);
          chunk_idx += Config::num_threads) {
-        const typename Format::Chunk chunk = Format::make_chunk(loaded.values);
+        const typename Format::Chunk chunk = loaded.as_it_travels();
         if constexpr (Format::num_chunks > Config::num_threads) {
-            loaded = LoadedChunk<Config>(args.x, token_idx, chunk_idx + Config::num_threads);
+            loaded = OutgoingChunk<Config>(args, token_idx, chunk_idx + Config::num_threads);
         }
         if (chunk_idx >= Format::num_chunks) continue;
         for (uint32_t i = 0; i < num_destinations; ++i) {
@@ -90,7 +91,7 @@ __device__ void send_tokens(const LowLatencyArgs& args, const LowLatencyRanks<Co
         counts.add(args.topk_idx, active, num_counted, token_idx);
         num_counted = token_idx;
         if (ptx::warp_idx() == 0) {
-            destinations.find(ranks, counts, half, token_idx, token.slot);
+            destinations.find(args, ranks, counts, half, token_idx, token.slot);
         }
         cta_sync<Config>();  //~ destinations_found
         send_token(args, ranks, destinations, half, token_idx, token.chunk);

@@ -55,7 +55,9 @@ class MessageUnpacking {
         const LoadedScales<Config> scales(message.scales());
         if (ptx::lane_idx() == 0) {
             const MessageControl control = *message.control();
-            tell_source(args_, ranks_, half_, row, rank_idx, control.token_idx, control.slot_idx);
+            const uint32_t number = Config::relays_tokens ? control.origin : control.token_idx;
+            tell_source(args_, ranks_, half_, row, rank_idx, control.token_idx, control.slot_idx,
+                        number);
         }
         spread_row<Format::num_chunks, most_loads_at_once>(static_cast<uint4*>(args_.recv_x),
                                                            message.values(), only_lane_0, row);

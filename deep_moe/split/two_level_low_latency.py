@@ -1,0 +1,566 @@
+"""`TwoLevelLowLatencyAllToAll`: the low-latency all-to-all over several NVLink domains.
+
+Between domains `torch.distributed` moves rows; inside each of them the kernels of
+`LowLatencyAllToAll` do the rest. docs/two-level.md says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deep_moe.fused.buffer import device_for
+from deep_moe.fused.checks import (
+    TOPK_IDX_DTYPES,
+    check_contiguous,
+    check_ids,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+)
+from deep_moe.fused.gpu import gpu_of
+from deep_moe.fused.run_settings import timeout_of
+from deep_moe.heuristics.domain_relay import RelayShape
+from deep_moe.heuristics.low_latency import MAX_RELAYED_TOKENS
+from deep_moe.heuristics.shape import require_int
+from deep_moe.tensor_memory import refuse_shared_memory
+
+from .domain_groups import (
+    NUM_TRANSPORT_SMS,
+    DomainGroups,
+    DomainPlace,
+    check_backend,
+    require_equal_everywhere,
+)
+from .domain_relay import DomainRelay, RelayedCall
+from .handle import Dispatched, DispatchHandle
+from .low_latency import LowLatencyAllToAll
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TwoLevelDispatchHandle(DispatchHandle):
+    """inside: of the all-to-all of the domain."""
+
+    inside: DispatchHandle
+    relayed: RelayedCall
+
+
+def sms_beside_transport(
+    device: torch.device, num_sms: int | None, num_transport_sms: int, num_domains: int
+) -> int | None:
+    """CTAs of the kernels: with several domains, on a GPU, the SMs that the transport leaves."""
+    require_int("num_transport_sms", num_transport_sms, "at least 0")
+    if num_transport_sms < 0:
+        raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+    if device.type == "cpu" or num_domains == 1:
+        return num_sms
+    gpu = gpu_of(device)
+    assert gpu is not None, "a device that is no CPU"
+    most = gpu.num_sms - num_transport_sms
+    num_sms = most if num_sms is None else num_sms
+    if not 0 < num_sms <= most:
+        raise ValueError(
+            f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
+            f"num_transport_sms ({num_transport_sms}) are the transport's while kernels run; "
+            f"got {num_sms}"
+        )
+    return num_sms
+
+
+class TwoLevelLowLatencyAllToAll:
+    """`LowLatencyAllToAll` whose ranks are in several NVLink domains: the same calls with the same
+    results, over the ranks of all domains.
+
+    Args:
+        domain_group: as of `TwoLevelMoE`.
+        cross_group: as of `TwoLevelMoE`.
+        num_max_tokens_per_rank: most own tokens of one call.
+        hidden: as of `LowLatencyAllToAll`.
+        num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
+            part of that. Each domain has at least num_topk.
+        num_topk: as of `LowLatencyAllToAll`.
+        token_format: as of `LowLatencyAllToAll`; so tokens travel between domains, too.
+        zero_copy: as of `LowLatencyAllToAll`.
+        scales_by_column: as of `LowLatencyAllToAll`.
+        placement: as of `LowLatencyAllToAll`.
+        num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
+            call; each domain has its share, rounded up. By default as many as can come. Own and
+            foreign ones together are at most 4096. More is a ForeignTokensError on all ranks: on
+            CPUs of the dispatch, on GPUs, where the host does not wait, of `check()`, and what that
+            call's combine gives is NaN on all ranks.
+        num_transport_sms: SMs of a GPU that kernels leave free for the transport, as of
+            `TwoLevelMoE`.
+        device: as of `LowLatencyAllToAll`.
+        num_sms: as of `LowLatencyAllToAll`; by default all SMs but num_transport_sms.
+        timeout_s: limit of the kernels' waits for ranks of the domain, and of the host's for other
+            domains.
+        arch: as of `LowLatencyAllToAll`.
+        checked: as of `LowLatencyAllToAll`.
+        schedule_seed: as of `LowLatencyAllToAll`.
+        enable_profiling: as of `LowLatencyAllToAll`.
+
+    Ranks have the number domain * R + r, where R is the number of ranks of a domain. A token goes
+    once to each other domain of its experts, to the rank r there, as it is quantized here. Every
+    call sends the same number of rows to each domain, so a CUDA graph can capture it.
+
+    The sums of a token's experts in one domain are rounded to bfloat16 before they are added in the
+    order of the domains, in float32, and rounded once more. A token whose experts live in one
+    domain has the bits that one large domain would give it.
+
+    Attributes:
+        rank: of this process among the ranks of all domains.
+        nbytes: what this rank gives to the layer.
+    """
+
+    def __init__(
+        self,
+        domain_group: ProcessGroup | None,
+        cross_group: ProcessGroup | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        token_format: str = "fp8_128",
+        zero_copy: bool = False,
+        scales_by_column: bool = False,
+        placement: str = "ranks",
+        num_max_foreign_tokens: int | None = None,
+        num_transport_sms: int = NUM_TRANSPORT_SMS,
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+        enable_profiling: bool = False,
+    ) -> None:
+        groups = DomainGroups(domain_group, cross_group)
+        place = DomainPlace.of(groups)
+        device = device_for(cross_group if domain_group is None else domain_group, device)
+        check_backend(cross_group, device)
+        sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "hidden": hidden,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "num_max_foreign_tokens": num_max_foreign_tokens,
+            "token_format": token_format,
+        }
+        others = {"zero_copy": zero_copy, "placement": placement, "device": device.type}
+        require_equal_everywhere({**sizes, **others}, groups)
+        self.shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=True)
+        _check_listed(self.shape)
+        num_sms = sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains)
+        self._inside = LowLatencyAllToAll(
+            domain_group,
+            self.shape.num_listed_tokens,
+            hidden,
+            self.shape.num_experts_per_domain,
+            num_topk,
+            token_format=token_format,
+            zero_copy=zero_copy,
+            scales_by_column=scales_by_column,
+            placement=placement,
+            relays_tokens=True,
+            device=device,
+            num_sms=num_sms,
+            timeout_s=timeout_s,
+            arch=arch,
+            checked=checked,
+            schedule_seed=schedule_seed,
+            enable_profiling=enable_profiling,
+        )
+        timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
+        self._relay = DomainRelay(
+            self.shape, place, groups, device, timeout_s, self._inside.settings.arch
+        )
+        self._place = place
+        self.device = device
+        self.rank = place.domain * place.num_ranks + place.rank
+        # What receives, by the number of the dispatch.
+        self._pending: dict[int, Callable[[], None]] = {}
+        self._masked: set[int] = set()
+
+    def __repr__(self) -> str:
+        shape, place = self.shape, self._place
+        return (
+            f"TwoLevelLowLatencyAllToAll(rank {place.rank} of {place.num_ranks} in domain "
+            f"{place.domain} of {place.num_domains} on {self.device}, {shape.num_experts} experts, "
+            f"top-{shape.num_topk}, hidden {shape.hidden}, {shape.token_format}, up to "
+            f"{shape.num_max_tokens_per_rank} own tokens, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._inside.nbytes + self._relay.nbytes
+
+    @property
+    def domain(self) -> int:
+        """Which domain this rank is in."""
+        return self._place.domain
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        *,
+        receive: bool = True,
+        expert_totals: torch.Tensor | None = None,
+        wait_cycles: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """Send every token to the ranks of its experts, and receive those of the local ones.
+
+        Args:
+            x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
+            topk_idx: as of `LowLatencyAllToAll.dispatch`.
+            receive: False only sends to other domains. The results are written by
+                `receive(handle)`, which must come before the next dispatch.
+            expert_totals: as of `LowLatencyAllToAll.dispatch`.
+            wait_cycles: int64 [ranks]; the call adds the clocks of an SM until that rank's tokens
+                had come, for ranks of this domain.
+
+        What is returned is as of `LowLatencyAllToAll.dispatch`, with N = ranks of all domains *
+        num_max_tokens_per_rank, or less with num_max_foreign_tokens. An expert's rows lie by their
+        source rank's number in its domain; of those with the same, the ones of this domain first.
+        `layout_range` says where each rank's rows begin.
+        """
+        self._relay.transport.raise_if_failed()
+        self._check_tokens(x, topk_idx)
+        waited = self._cycles_inside(wait_cycles)
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x)
+        self._refuse_early("dispatch must follow receive(handle) of the dispatch before it", 1)
+        self._refuse_early(
+            "dispatch must follow receive(handle) of the combine two calls before it", 2
+        )
+        with torch.no_grad():
+            relayed, arrive = self._relay.begin(x, topk_idx)
+            listed = slice(self.shape.num_listed_tokens)
+            relay = self._relay
+            launch, inside = self._inside.prepare_dispatch(
+                relay.x[listed],
+                relayed.topk_idx,
+                x_sf=relay.x_sf if relay.x_sf.numel() else None,
+                origins=relay.numbers,
+                expert_totals=expert_totals,
+                wait_cycles=waited,
+            )
+            size = (inside.recv_count.shape[0], self.shape.num_all_ranks)
+            ranges = torch.empty(size, dtype=torch.int64, device=self.device)
+            handle = TwoLevelDispatchHandle(
+                self,
+                inside.handle.call,
+                x.shape[0],
+                inside.handle.call_idx,
+                inside.recv_count,
+                inside.handle.src_slots,
+                ranges,
+                inside=inside.handle,
+                relayed=relayed,
+            )
+
+            def receive_tokens() -> None:
+                arrive()
+                with self._relay.transport.naming_the_domain():
+                    self._inside.run(launch)
+                self._find_ranges(inside, ranges)
+
+            if receive:
+                receive_tokens()
+            else:
+                self._pending[handle.call.number] = receive_tokens
+        return inside._replace(layout_range=ranges, handle=handle)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: DispatchHandle,
+        out: torch.Tensor | None = None,
+        *,
+        zero_copy: bool = False,
+        receive: bool = True,
+        again: bool = False,
+        wait_cycles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        Args:
+            y: as of `LowLatencyAllToAll.combine`.
+            topk_idx: as given to the dispatch.
+            topk_weights: float32 [tokens, topk].
+            handle: what the dispatch returned.
+            out: where to write the result, by default a new tensor.
+            zero_copy: as of `LowLatencyAllToAll.combine`.
+            receive: False sends the rows inside this domain, and the routing weights to the others;
+                `receive(handle)` does the rest.
+            again: as of `LowLatencyAllToAll.combine`.
+            wait_cycles: as of `dispatch`.
+        """
+        self._relay.transport.raise_if_failed()
+        own = self._own_handle(handle)
+        self._refuse_pending(own, "combine")
+        self._check_routing(topk_idx, topk_weights, own.num_tokens)
+        if torch.is_grad_enabled():
+            refuse_gradients(y=y, topk_weights=topk_weights)
+        out = self._out(out, own.num_tokens, {"y": y, "topk_weights": topk_weights})
+        waited = self._cycles_inside(wait_cycles)
+        relay, relayed = self._relay, own.relayed
+        with torch.no_grad():
+            launch, _ = self._inside.prepare_combine(
+                y,
+                relayed.topk_idx,
+                relay.weights_of(relayed),
+                own.inside,
+                relay.sums_of(relayed),
+                zero_copy=zero_copy,
+                receive=False,
+                again=again,
+                wait_cycles=waited,
+            )
+            weights_arrive = relay.send_weights(relayed, topk_weights)
+            if again:  # its kernel waits for ranks whose SMs the transport may have meanwhile
+                weights_arrive()
+            with relay.transport.naming_the_domain():
+                self._inside.run(launch)
+
+            def receive_rows() -> None:
+                weights_arrive()
+                with relay.transport.naming_the_domain():
+                    self._inside.receive(own.inside)
+                relay.send_back(relayed)()
+                relay.add(relayed, out)
+
+            if receive:
+                receive_rows()
+            else:
+                self._pending[own.call.number] = receive_rows
+        return out
+
+    def get_combine_buffer(self, handle: DispatchHandle) -> torch.Tensor:
+        """As of `LowLatencyAllToAll`.
+
+        Args:
+            handle: of the newest dispatch.
+        """
+        own = self._own_handle(handle)
+        self._refuse_pending(own, "get_combine_buffer")
+        return self._inside.get_combine_buffer(own.inside)
+
+    def receive(self, handle: DispatchHandle) -> None:
+        """Receive what a dispatch or combine with `receive=False` has sent. Its results are valid
+        behind this, on the stream.
+
+        Args:
+            handle: of the dispatch or combine.
+        """
+        own = self._own_handle(handle)
+        finish = self._pending.pop(own.call.number, None)
+        if finish is None:
+            raise ValueError(
+                f"receive must follow a dispatch or a combine with receive=False; call "
+                f"{own.call.number} has nothing to receive"
+            )
+        with torch.no_grad():
+            finish()
+
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """As of `LowLatencyAllToAll`: the phases of the kernels, inside this domain.
+
+        Args:
+            path: of the file to write.
+        """
+        self._inside.dump_trace("dispatch", path, self.rank)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """The same of the newest combines.
+
+        Args:
+            path: of the file to write.
+        """
+        self._inside.dump_trace("combine", path, self.rank)
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Go on without these ranks, from the next call on; an empty list lets all take part.
+
+        Their experts' slots count as unused, their tokens as none. So do, for the other ranks of
+        a masked one's number, the slots of all experts in its domain: it would have to pass their
+        tokens on. All remaining ranks of all domains must do this between the same two calls, and
+        before a CUDA graph captures one; after a call that failed because of those ranks, behind a
+        `reset` of each remaining rank.
+
+        Args:
+            ranks: numbers of the ranks to leave out, among those of all domains.
+        """
+        place, num_all = self._place, self.shape.num_all_ranks
+        masked = set()
+        for rank in ranks:
+            require_int("ranks", rank, f"0 to {num_all - 1} each")
+            if not 0 <= rank < num_all or rank == self.rank:
+                raise ValueError(
+                    f"ranks must be other ranks, 0 to {num_all - 1} but not {self.rank}; got {rank}"
+                )
+            masked.add(rank)
+        domains = [divmod(rank, place.num_ranks) for rank in masked]
+        self._inside.mask_ranks([r for domain, r in domains if domain == place.domain])
+        self._relay.mask([d for d, r in domains if r == place.rank and d != place.domain])
+        self._masked = masked
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that `mask_ranks` left out."""
+        return sorted(self._masked)
+
+    def check(self) -> None:
+        """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
+        LostDomainError, what a kernel reported."""
+        self._relay.transport.raise_if_failed()
+        with self._relay.transport.naming_the_domain():
+            try:
+                self._relay.check()
+            finally:
+                self._inside.check()
+
+    def reset(self, groups: DomainGroups | None = None) -> None:
+        """Make the layer usable again after a failed call. Every rank of all domains must call
+        this; it returns when all have. Handles become invalid, and all ranks take part again.
+
+        Args:
+            groups: if ranks are dead, or the transport between domains has failed, new groups of
+                all others, which are those that call: `domain` the remaining ranks of this domain,
+                `cross` the remaining ones of this rank's number, in the order of the domains.
+                `mask_ranks` comes next if ranks are missing.
+        """
+        if groups is not None:
+            require_type("groups", groups, DomainGroups, "DomainGroups or None")
+        self._inside.reset(None if groups is None else groups.domain)
+        self._relay.rejoin(groups)
+        self._pending.clear()
+        self._masked = set()
+
+    def close(self) -> None:
+        """Give the memory back. The layer cannot be used after this."""
+        self._inside.close()
+
+    # A call's steps.
+
+    def _find_ranges(self, inside: Dispatched, ranges: torch.Tensor) -> None:
+        """ranges: int64 [local experts, ranks of all domains], as `Dispatched.layout_range`, from
+        that of the domain's ranks and from where in its sender's list each row stood."""
+        shape, place = self.shape, self._place
+        starts = inside.layout_range >> 32
+        num_experts, num_ranks = starts.shape
+        num_rows = inside.handle.src_slots.shape[1]
+        rows = torch.arange(num_rows, device=self.device).expand(num_experts, -1)
+        rank = torch.searchsorted(starts.contiguous(), rows.contiguous(), right=True) - 1
+        listed = inside.handle.src_slots // shape.num_topk
+        behind = (listed - shape.num_chunk_tokens) // max(shape.num_pair_rows, 1)
+        block = (behind + 1).clamp(min=0)  # 0 for own tokens of the rank that passed them on
+        source = rank * shape.num_domains + block
+        # What lies behind the last row says nothing.
+        nobody = num_ranks * shape.num_domains
+        source = source.where(rows < inside.recv_count.unsqueeze(1), nobody)
+        counts = torch.zeros((num_experts, nobody + 1), dtype=torch.int64, device=self.device)
+        counts.scatter_add_(1, source, torch.ones_like(source))
+        counts = counts[:, :nobody]
+        first = counts.cumsum(1) - counts
+        packed = (first << 32 | counts).view(num_experts, num_ranks, shape.num_domains)
+        own = place.domain
+        by_domain = [*range(1, own + 1), 0, *range(own + 1, shape.num_domains)]
+        for domain, number in enumerate(by_domain):
+            ranges[:, domain * num_ranks : (domain + 1) * num_ranks].copy_(packed[:, :, number])
+
+    # Checks.
+
+    def _own_handle(self, handle: Any) -> TwoLevelDispatchHandle:
+        require_type("handle", handle, TwoLevelDispatchHandle, "what a dispatch returned")
+        if handle.layer is not self:
+            raise ValueError(
+                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
+            )
+        assert isinstance(handle, TwoLevelDispatchHandle)
+        return handle
+
+    def _refuse_pending(self, handle: TwoLevelDispatchHandle, step: str) -> None:
+        if handle.call.number in self._pending:
+            raise ValueError(
+                f"{step} must follow receive(handle) of what the call has sent; call "
+                f"{handle.call.number} has only been sent"
+            )
+
+    def _refuse_early(self, rule: str, age: int) -> None:
+        """rule: what must have been received of the call so long ago."""
+        number = self._inside.num_dispatches - age
+        if number in self._pending:
+            raise ValueError(f"{rule}; call {number} has only been sent")
+
+    def _check_tokens(self, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
+        require_type("x", x, torch.Tensor, "a tensor")
+        if x.ndim != 2:
+            raise ValueError(
+                f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}"
+            )
+        num_tokens = x.shape[0]
+        check_tensor("x", x, torch.bfloat16, (num_tokens, self.shape.hidden), self.device)
+        check_contiguous("x", x)
+        if num_tokens > self.shape.num_max_tokens_per_rank:
+            raise ValueError(
+                "x must have at most num_max_tokens_per_rank "
+                f"({self.shape.num_max_tokens_per_rank}) tokens; got {num_tokens}"
+            )
+        self._check_routing(topk_idx, None, num_tokens)
+
+    def _check_routing(
+        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_tokens: int
+    ) -> None:
+        require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
+        slots = (num_tokens, self.shape.num_topk)
+        check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, self.device)
+        check_contiguous("topk_idx", topk_idx)
+        if self._inside.settings.checked:
+            check_ids(topk_idx, self.shape.num_experts)
+        if topk_weights is not None:
+            require_type("topk_weights", topk_weights, torch.Tensor, "a tensor")
+            check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
+            check_contiguous("topk_weights", topk_weights)
+
+    def _out(
+        self, out: torch.Tensor | None, num_tokens: int, read: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        size = (num_tokens, self.shape.hidden)
+        if out is None:
+            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        require_type("out", out, torch.Tensor, "a tensor or None")
+        check_tensor("out", out, torch.bfloat16, size, self.device)
+        check_contiguous("out", out)
+        refuse_shared_memory({"out": out}, read)
+        return out
+
+    def _cycles_inside(self, wait_cycles: torch.Tensor | None) -> torch.Tensor | None:
+        """The part that is of the ranks of this domain."""
+        if wait_cycles is None:
+            return None
+        require_type("wait_cycles", wait_cycles, torch.Tensor, "a tensor or None")
+        size = (self.shape.num_all_ranks,)
+        check_tensor("wait_cycles", wait_cycles, torch.int64, size, self.device)
+        check_contiguous("wait_cycles", wait_cycles)
+        first = self._place.domain * self._place.num_ranks
+        return wait_cycles[first : first + self._place.num_ranks]
+
+
+def _check_listed(shape: RelayShape) -> None:
+    if shape.num_listed_tokens > MAX_RELAYED_TOKENS:
+        most = max(0, MAX_RELAYED_TOKENS - shape.num_max_tokens_per_rank)
+        raise ValueError(
+            f"num_max_foreign_tokens must be at most {most}, since own and foreign tokens of a "
+            f"call are {MAX_RELAYED_TOKENS} at most; got {shape.num_max_foreign_tokens}, with "
+            f"{shape.num_chunk_foreign} foreign tokens of {shape.num_domains} domains"
+        )
